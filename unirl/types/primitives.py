@@ -1,0 +1,44 @@
+"""What goes in and what comes out, per modality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from unirl.types.batch import Batch, offsets, packed, row
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """A reference to a conditioning medium in a data file."""
+
+    modality: str
+    role: str
+    uri: str
+
+
+@dataclass(kw_only=True, eq=False)
+class Texts(Batch):
+    """One text per row."""
+
+    texts: list[str] = row()
+
+
+@dataclass(kw_only=True, eq=False)
+class Images(Batch):
+    """Pixels in [0, 1], rounded to the 256 levels of uint8 at decode so that every scorer sees the same values."""
+
+    pixels: Tensor = row(heavy=True)  # [B, 3, H, W]
+
+
+@dataclass(kw_only=True, eq=False)
+class Videos(Batch):
+    """Videos of any number of frames, laid end to end."""
+
+    frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W]
+    offsets: Tensor = offsets()  # [B + 1]
+
+
+Modality = Literal["text", "image", "video"]

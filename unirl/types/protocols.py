@@ -1,0 +1,224 @@
+"""The contracts that packages meet at: what a part offers, what it needs, what a model knows of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from unirl.types.reward import RewardRequest, RewardResponse
+
+State = dict[str, Any]
+"""JSON-ready state: numbers, strings, booleans, None, and lists or mappings of these."""
+
+
+@dataclass(frozen=True)
+class Previous:
+    """The last deterministic step's point and its clean prediction, for multistep solvers."""
+
+    sigma: float
+    x0: Tensor  # [B, *latent]
+
+
+class Transition(Protocol):
+    """A distribution over the next point of a denoising trajectory."""
+
+    mean: Tensor
+    std: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """[B, *latent] mean + std * noise."""
+        ...
+
+    def log_prob(self, x_next: Tensor) -> Tensor:
+        """[B] nats, mean over latent elements; `x_next` is detached."""
+        ...
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """One denoising transition as a Gaussian: the choice of SDE. Immutable, equal by value."""
+
+    preserves: ClassVar[str]
+    multistep: ClassVar[bool]
+
+    def transition(
+        self, x: Tensor, v: Tensor, sigma: float | Tensor, sigma_next: float | Tensor, previous: Previous | None = None
+    ) -> Transition:
+        """The distribution of x at `sigma_next` given x at `sigma` and the velocity v there."""
+        ...
+
+    def has_density(self, step: int, num_steps: int) -> bool:
+        """Whether step `step` of `num_steps` is stochastic. The last step never is."""
+        ...
+
+
+@runtime_checkable
+class StepChoice(Protocol):
+    """Which denoising steps are stochastic and trained: a pure function of the step of the loop."""
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """Sorted step numbers within [0, num_inference_steps - 2]."""
+        ...
+
+
+class SigmaScheduleLike(Protocol):
+    """A model's own noise levels."""
+
+    def sigmas(self, num_inference_steps: int, image_seq_len: int) -> Tensor:
+        """[T + 1] float32, decreasing, last entry 0."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something that changes between steps. State has one door: whatever has any is registered with the trainer."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a model knows of itself, so that recipes need not say it."""
+
+    family: str
+    trainable_attr: str = "transformer"
+    """The bundle's attribute that is trained."""
+    block_class_names: tuple[str, ...]
+    """Classes that are wrapped, checkpointed and compiled one by one."""
+    lora_targets: tuple[str, ...]
+    """Module name suffixes that carry adapters."""
+    latent_channels: int
+    vae_scale: int
+    """Pixels per latent element along a side; 1 in pixel space."""
+    patch_size: int
+    """Latent elements per token along a side."""
+    schedule: SigmaScheduleLike
+    timestep_scale: float = 1000.0
+    """The network is fed timestep_scale * sigma."""
+    batch_multiple: int = 1
+    """Forward batches are filled to a multiple of this, so that a row's bits do not depend on its neighbours."""
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[C, H, W] of one image's latent. Raises ValueError when a side does not divide."""
+        multiple = self.vae_scale * self.patch_size
+        for name, side in (("height", height), ("width", width)):
+            if side % multiple or side <= 0:
+                near = max(multiple, round(side / multiple) * multiple)
+                raise ValueError(
+                    f"sampling.{name}={side} is not a positive multiple of {multiple} "
+                    f"(VAE scale {self.vae_scale} x patch {self.patch_size} of {self.family}). Use {near}"
+                )
+        return (self.latent_channels, height // self.vae_scale, width // self.vae_scale)
+
+    def image_seq_len(self, height: int, width: int) -> int:
+        """The number of image tokens."""
+        _, rows, columns = self.latent_shape(height, width)
+        return rows * columns // self.patch_size**2
+
+
+Quantity = Literal["logp", "mean", "velocity", "value"]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A column read from a policy that is not being trained right now."""
+
+    snapshot: str
+    """A named weight snapshot, or `live` for the weights before the first update of the step."""
+    quantity: Quantity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an algorithm asks of the rest, checked before anything starts."""
+
+    behaviour_logp: bool = False
+    """The loss reads the engine's own log-probs."""
+    density: bool = True
+    """The loss needs stochastic steps with a density."""
+    snapshots: tuple[str, ...] = ()
+    """Named weight snapshots that must exist."""
+    rows_together: int = 1
+    """Adjacent rows that a micro-batch must not split."""
+    multi_update: bool = True
+    """More than one update per step is valid."""
+    ema_rollout: bool = False
+    """Sampling must run on a snapshot instead of the live weights."""
+    differentiable_reward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine or a reward offers."""
+
+    behaviour_logp: bool = False
+    snapshots: bool = False
+    """Can sample from a named snapshot."""
+    differentiable: bool = False
+    modalities: tuple[str, ...] = ()
+
+
+class Scorer(Protocol):
+    """Maps decoded media, prompts and metadata to finite component scores per sample."""
+
+    reads: ClassVar[tuple[str, ...]]
+    """The columns that it gets, of: texts (prompts), images, metadata."""
+    capabilities: ClassVar[Capabilities]
+
+    def score(self, request: RewardRequest) -> RewardResponse: ...
+
+
+class WeightSource(Protocol):
+    """Trained weights, by name, live or as a snapshot."""
+
+    def gather(self, name: str = "live") -> Mapping[str, Tensor]:
+        """Full tensors on the CPU by parameter name."""
+        ...
+
+    def weights(self, name: str) -> AbstractContextManager[None]:
+        """Run with a snapshot's weights; raises if gradients are enabled."""
+        ...
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Run in eval mode without gradients, weights gathered."""
+        ...
+
+
+class DataSource(Protocol):
+    """Prompts by number of draw."""
+
+    def take(self, cursor: int, count: int) -> Sequence[Any]: ...
+
+    def eval_prompts(self, max_prompts: int) -> Sequence[Any]: ...
+
+
+class Resident(Protocol):
+    """Something whose parts can leave the device between phases."""
+
+    def offload(self, names: Sequence[str]) -> None: ...
+
+    def onload(self, names: Sequence[str]) -> None: ...
+
+
+class PrefetchedNoise(Protocol):
+    """Noise drawn ahead of use, in order."""
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""The spelling of dtypes in recipes."""
+
+DtypeName = Literal["fp32", "bf16", "fp16"]

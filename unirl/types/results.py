@@ -1,0 +1,87 @@
+"""Metrics that can be merged, and what a training step gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A reducible value. Tensors stay on their device until `value` is read, so accumulating costs no sync."""
+
+    total: Tensor | float
+    """The weighted total of a mean; else the value."""
+    weight: Tensor | float
+    kind: Reduction
+
+    @staticmethod
+    def mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Metric:
+        """An average: `value` over elements of total weight `weight`."""
+        return Metric(value * weight, weight, "mean")
+
+    @staticmethod
+    def sum(value: Tensor | float) -> Metric:
+        return Metric(value, 1.0, "sum")
+
+    @staticmethod
+    def max(value: Tensor | float) -> Metric:
+        return Metric(value, 1.0, "max")
+
+    @staticmethod
+    def min(value: Tensor | float) -> Metric:
+        return Metric(value, 1.0, "min")
+
+    @property
+    def value(self) -> float:
+        """The number to log; a mean over nothing is 0."""
+        if self.kind != "mean":
+            return float(self.total)
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else 0.0
+
+    def merged(self, other: Metric) -> Metric:
+        """Both together."""
+        if self.kind != other.kind:
+            raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric of the same name")
+        if self.kind == "mean":
+            return Metric(self.total + other.total, self.weight + other.weight, "mean")
+        if self.kind == "sum":
+            return Metric(self.total + other.total, 1.0, "sum")
+        pick = torch.maximum if self.kind == "max" else torch.minimum
+        return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
+
+
+Metrics = dict[str, Metric]
+
+
+def merge(parts: Iterable[Metrics]) -> Metrics:
+    """Metrics of several micro-batches, parts or ranks as one."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merged(metric) if name in merged else metric
+    return merged
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """The numbers to log, by name."""
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+@dataclass(frozen=True)
+class TrainStepResult:
+    """One entry per update, in order."""
+
+    updates: tuple[Metrics, ...]
+
+    @property
+    def metrics(self) -> Metrics:
+        """All updates together."""
+        return merge(self.updates)

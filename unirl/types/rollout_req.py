@@ -1,0 +1,56 @@
+"""What is asked of a rollout: rows of prompts and a tree of tracks to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unirl.types.batch import Batch, row, shared
+from unirl.types.sampling import DiffusionSamplingParams
+
+Purpose = Literal["r", "eval"]
+"""`r` = training rollout, whose noise depends on the step; `eval` = evaluation, whose noise does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackSpec:
+    """One node of the tree of tracks."""
+
+    parent: str | None = None
+    branch: int = 1
+    """Children per parent row."""
+    sampling: DiffusionSamplingParams
+
+
+@dataclass(kw_only=True, eq=False)
+class RolloutReq(Batch):
+    """Rows to generate, siblings of a group adjacent; sampling is pinned before the request leaves the driver."""
+
+    sample_ids: list[str] = row()
+    group_ids: list[str] = row()
+    primitives: dict[str, Batch] = row()
+    metadata: list[dict[str, Any]] = row()
+    tracks: dict[str, TrackSpec] = shared()
+    purpose: Purpose = shared()
+    step: int = shared()
+    weights: str = shared()
+    """The weights to sample from: `live` or a snapshot's name."""
+    weight_version: int = shared()
+    """Optimizer updates that the wanted weights have seen."""
+
+    def expand(self, times: int) -> RolloutReq:
+        """Every row `times` times, siblings adjacent, with sample ids `{group id}:{j}`."""
+        wide = self.repeat_interleave(times)
+        ids = [f"{group}:{i % times}" for i, group in enumerate(wide.group_ids)]
+        return wide.replace(sample_ids=ids)
+
+
+def group_id(prompt_id: str, epoch: int) -> str:
+    """The id of the group that a prompt makes in an epoch."""
+    return f"{prompt_id}@{epoch}"
+
+
+def child_ids(parents: Sequence[str], track: str, branch: int) -> list[str]:
+    """Ids of `branch` children per parent, siblings adjacent: `{parent}/{track}{j}`."""
+    return [f"{parent}/{track}{j}" for parent in parents for j in range(branch)]

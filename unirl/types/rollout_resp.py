@@ -1,0 +1,158 @@
+"""What a rollout gives back: a tree of tracks, with rewards and advantages attached on the way to training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from unirl.types.batch import Batch, row, shared
+from unirl.types.results import Metrics
+
+RewardOp = Literal["mean", "max", "sum", "last"]
+_REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
+    "mean": lambda r: r.mean(),
+    "max": lambda r: r.max(),
+    "sum": lambda r: r.sum(),
+    "last": lambda r: r[-1],
+}
+
+
+@dataclass(frozen=True)
+class AdvantageResult:
+    """Advantages of all rows and what is worth logging about them."""
+
+    advantages: Tensor  # [B] float32
+    metrics: Metrics
+
+
+class AdvantageEstimator(Protocol):
+    """Rewards of all rows to one advantage per row; pure."""
+
+    def __call__(self, rewards: Tensor, group_ids: Sequence[str], weight: Tensor) -> AdvantageResult: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class RolloutTrack(Batch):
+    """One modality of a rollout. A row with weight 0 (dropped, padding) is carried along and counts nowhere."""
+
+    sample_ids: list[str] = row()
+    group_ids: list[str] = row()
+    parent_track: str | None = shared(optional=True)
+    parent_ids: list[str] | None = row(optional=True)
+    conditions: dict[str, Batch] = row()
+    segment: Any = row()  # LatentSegment, TextSegment, ActionSegment
+    decoded: Any = row(optional=True)  # Images, Texts, Videos
+    rewards: Tensor | None = row(optional=True)  # [B] float32
+    component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
+    advantages: Tensor | None = row(optional=True)  # [B] float32
+    weight: Tensor = row()  # [B] float32
+    weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
+
+    def compute_advantages(self, estimator: AdvantageEstimator) -> tuple[RolloutTrack, Metrics]:
+        """The track with advantages by `estimator`, and its metrics. Raises ValueError before rewards are known."""
+        if self.rewards is None:
+            raise ValueError("compute_advantages needs rewards: score the track (or propagate rewards to it) first")
+        result = estimator(self.rewards, self.group_ids, self.weight)
+        return self.replace(advantages=result.advantages), result.metrics
+
+
+@dataclass(frozen=True)
+class RolloutResp:
+    """Tracks by name; every child names its parent track and, per row, its parent's sample id."""
+
+    tracks: dict[str, RolloutTrack]
+
+    def __post_init__(self) -> None:
+        for name, track in self.tracks.items():
+            self._check_lineage(name, track)
+
+    def _check_lineage(self, name: str, track: RolloutTrack) -> None:
+        if track.parent_track is None:
+            return
+        if track.parent_track not in self.tracks:
+            raise ValueError(
+                f"track {name!r} names parent track {track.parent_track!r}; there are {sorted(self.tracks)}"
+            )
+        if track.parent_ids is None:
+            raise ValueError(f"track {name!r} has a parent track but no parent ids")
+        unknown = set(track.parent_ids) - set(self.tracks[track.parent_track].sample_ids)
+        if unknown:
+            raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
+
+    def pick(self, names: Sequence[str]) -> RolloutResp:
+        """The response with these tracks only, lineage to others dropped."""
+        chosen = {}
+        for name in names:
+            track = self.tracks[name]
+            cut = track.parent_track is not None and track.parent_track not in names
+            chosen[name] = track.replace(parent_track=None, parent_ids=None) if cut else track
+        return RolloutResp(chosen)
+
+    def root_track(self) -> RolloutTrack:
+        """The one track without a parent. Raises ValueError when there is not exactly one."""
+        roots = [name for name, track in self.tracks.items() if track.parent_track is None]
+        if len(roots) != 1:
+            raise ValueError(f"expected exactly one root track, found {sorted(roots)}")
+        return self.tracks[roots[0]]
+
+    def with_track(self, name: str, track: RolloutTrack) -> RolloutResp:
+        """A copy with one track changed."""
+        return RolloutResp({**self.tracks, name: track})
+
+    def children(self, name: str) -> list[str]:
+        """Names of the tracks whose parent is `name`."""
+        return [child for child, track in self.tracks.items() if track.parent_track == name]
+
+    def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
+        """Rewards carried up the tree: an unscored parent takes `op` over its children of weight > 0.
+
+        A track that already has rewards keeps them. Raises ValueError when a leaf is unscored, when two child tracks
+        compete, or when a parent row of weight > 0 has no child.
+        """
+        resp = self
+        for name in reversed(self._by_depth()):
+            if resp.tracks[name].rewards is None:
+                resp = resp.with_track(name, resp._rewarded(name, op))
+        return resp
+
+    def inherit_advantages(self, name: str) -> RolloutResp:
+        """Advantages carried down: every row of track `name` takes its parent row's advantage."""
+        track = self.tracks[name]
+        if track.parent_track is None or track.parent_ids is None:
+            raise ValueError(f"track {name!r} has no parent to inherit advantages from")
+        parent = self.tracks[track.parent_track]
+        if parent.advantages is None:
+            raise ValueError(f"track {track.parent_track!r} has no advantages yet")
+        where = {sample: i for i, sample in enumerate(parent.sample_ids)}
+        rows = [where[parent_id] for parent_id in track.parent_ids]
+        return self.with_track(name, track.replace(advantages=parent.advantages[rows]))
+
+    def _by_depth(self) -> list[str]:
+        def depth(name: str) -> int:
+            parent = self.tracks[name].parent_track
+            return 0 if parent is None else 1 + depth(parent)
+
+        return sorted(self.tracks, key=depth)
+
+    def _rewarded(self, name: str, op: RewardOp) -> RolloutTrack:
+        children = self.children(name)
+        if not children:
+            raise ValueError(f"track {name!r} is a leaf without rewards: score it first")
+        if len(children) > 1:
+            raise ValueError(f"track {name!r} has children {children}: which one's rewards to take is not defined")
+        parent, child = self.tracks[name], self.tracks[children[0]]
+        members: dict[str, list[int]] = {sample: [] for sample in parent.sample_ids}
+        for i, parent_id in enumerate(child.parent_ids or []):
+            if child.weight[i] > 0:
+                members[parent_id].append(i)
+        rewards = torch.zeros(len(parent), dtype=torch.float32)
+        for i, sample in enumerate(parent.sample_ids):
+            if members[sample]:
+                rewards[i] = _REDUCTIONS[op](child.rewards[members[sample]])  # type: ignore[index]
+            elif parent.weight[i] > 0:
+                raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
+        return parent.replace(rewards=rewards)

@@ -1,0 +1,114 @@
+"""How to sample: the user's settings, and the copy that a request pins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from unirl.types.protocols import DtypeName, Kernel, StepChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSamplingParams:
+    """Sampling of a denoising track. The trainer pins `sigmas` and `sde_indices` for each request."""
+
+    kernel: Kernel
+    """The transition on stochastic steps."""
+    num_inference_steps: int = 10
+    """T, denoising steps."""
+    samples_per_prompt: int = 1
+    """N, the size of a group."""
+    height: int = 512
+    """Pixels."""
+    width: int = 512
+    """Pixels."""
+    num_frames: int = 1
+    guidance_scale: float = 1.0
+    """Classifier-free guidance w: v = v_uncond + w (v_cond - v_uncond); 1 = off."""
+    guidance_passes: int = 1
+    """1 = one forward of a doubled batch; 2 = two forwards, half the peak memory."""
+    negative_prompt: str = ""
+    seed: int = 42
+    """Seeds all randomness of the run: noise, step choice, data order, initial adapters."""
+    init_same_noise: bool = False
+    """Siblings of a group start from one x_T."""
+    sde_steps: StepChoice | None = None
+    """Which steps are stochastic; absent = all but the last."""
+    sde_indices: tuple[int, ...] | None = None
+    """An explicit list, which wins over `sde_steps`; [] = deterministic everywhere."""
+    solver: Kernel | None = None
+    """The kernel on deterministic steps; absent = Euler."""
+    sigmas: tuple[float, ...] | None = None
+    """An explicit schedule of T + 1 values ending in 0; absent = the model's own."""
+    max_sequence_length: int = 256
+    """Tokens of the long text encoder."""
+    trajectory_dtype: DtypeName = "fp32"
+    """Storage of the trajectory; the log-prob is that of the rounded values."""
+
+    toy: ClassVar[Mapping[str, object]] = {
+        "num_inference_steps": 4,
+        "samples_per_prompt": 4,
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 16,
+        "trajectory_dtype": "fp32",
+    }
+
+    def __post_init__(self) -> None:
+        self._check_at_least("num_inference_steps", 1)
+        for name in ("samples_per_prompt", "height", "width", "num_frames", "max_sequence_length"):
+            self._check_at_least(name, 1)
+        if self.guidance_passes not in (1, 2):
+            raise ValueError(f"sampling.guidance_passes must be 1 or 2, got {self.guidance_passes}")
+        if self.guidance_scale < 0:
+            raise ValueError(f"sampling.guidance_scale must be >= 0, got {self.guidance_scale}; 1 turns guidance off")
+        self._check_indices()
+        self._check_sigmas()
+
+    def _check_at_least(self, name: str, low: int) -> None:
+        value = self.__dict__[name]
+        if value < low:
+            raise ValueError(f"sampling.{name} must be >= {low}, got {value}")
+
+    def _check_indices(self) -> None:
+        last = self.num_inference_steps - 2
+        bad = [i for i in self.sde_indices or () if not 0 <= i <= last]
+        if bad:
+            raise ValueError(
+                f"sampling.sde_indices={list(self.sde_indices or ())} holds {bad}: a stochastic step lies within "
+                f"0..{last}, since the last of {self.num_inference_steps} steps is always deterministic"
+            )
+
+    def _check_sigmas(self) -> None:
+        if self.sigmas is None:
+            return
+        decreasing = all(a > b for a, b in zip(self.sigmas, self.sigmas[1:], strict=False))
+        if len(self.sigmas) != self.num_inference_steps + 1 or not decreasing or self.sigmas[-1] != 0:
+            raise ValueError(
+                f"sampling.sigmas needs {self.num_inference_steps + 1} decreasing values that end in 0 "
+                f"(num_inference_steps + 1), got {len(self.sigmas)}: {list(self.sigmas)}"
+            )
+
+    def resolve_sde_indices(self, step: int) -> tuple[int, ...]:
+        """The stochastic steps of loop step `step`, sorted: the explicit list, else `sde_steps`, else all but the last.
+
+        Every member of a group, and every group of a step, shares them. Empty when the kernel has no density.
+        """
+        total = self.num_inference_steps
+        if self.sde_indices is not None:
+            chosen = self.sde_indices
+        elif self.sde_steps is not None:
+            chosen = self.sde_steps.choose(step, total, self.seed)
+        else:
+            chosen = tuple(range(total - 1))
+        return tuple(sorted(i for i in set(chosen) if self.kernel.has_density(i, total)))
+
+    def pinned(self, step: int, sigmas: tuple[float, ...]) -> DiffusionSamplingParams:
+        """The copy that a request carries: schedule and stochastic steps written out."""
+        return dataclasses.replace(self, sigmas=sigmas, sde_indices=self.resolve_sde_indices(step), sde_steps=None)
+
+    def deterministic(self) -> DiffusionSamplingParams:
+        """The same settings without any stochastic step."""
+        return dataclasses.replace(self, sde_indices=(), sde_steps=None)

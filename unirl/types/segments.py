@@ -1,0 +1,70 @@
+"""What was sampled and how likely it was: everything that replay needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.types.batch import Batch, offsets, packed, row, shared
+from unirl.types.protocols import Kernel
+
+
+@dataclass(kw_only=True, eq=False)
+class LatentSegment(Batch):
+    """A denoising trajectory, stored at {i, i + 1 for each stochastic step i} and the last position."""
+
+    latents: Tensor = row(heavy=True)  # [B, K, *latent], trajectory dtype
+    indices: tuple[int, ...] = shared()  # K trajectory positions, sorted; the last is T
+    sde_indices: tuple[int, ...] = shared()  # S stochastic steps, sorted
+    sigmas: Tensor = shared()  # [T + 1] float32, from 1 (or below) down to 0
+    logp: Tensor = row()  # [B, S] behaviour log-prob, nats, mean over latent elements
+    kernel: Kernel = shared()
+    guidance_scale: float = shared()
+    guidance_passes: int = shared()
+    anchors: dict[str, Tensor] = row(heavy=True)  # name -> [B, S, ...] values of other policies
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of denoising steps."""
+        return len(self.sigmas) - 1
+
+    def latents_at(self, position: int) -> Tensor:
+        """The latents at trajectory position `position` (0 = noise, T = sample): [B, *latent]."""
+        if position not in self.indices:
+            raise ValueError(f"trajectory position {position} is not stored; stored positions are {self.indices}")
+        return self.latents[:, self.indices.index(position)]
+
+    @property
+    def final(self) -> Tensor:
+        """The sample itself: [B, *latent]."""
+        return self.latents[:, -1]
+
+    def columns_of(self, steps: Sequence[int]) -> list[int]:
+        """Where the stochastic `steps` stand along S."""
+        return [self.sde_indices.index(step) for step in steps]
+
+
+def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, ...]:
+    """The trajectory positions that replay needs: both ends of each stochastic step, and the sample."""
+    return tuple(sorted({p for i in sde_indices for p in (i, i + 1)} | {num_steps}))
+
+
+@dataclass(kw_only=True, eq=False)
+class TextSegment(Batch):
+    """Sampled tokens, packed; the log-prob is that of the tempered, untruncated distribution."""
+
+    tokens: Tensor = packed()  # [sum L] int64
+    logp: Tensor = packed()  # [sum L] behaviour log-prob per token, nats
+    loss_mask: Tensor = packed()  # [sum L] bool, False at tokens that are context only
+    offsets: Tensor = offsets()  # [B + 1]
+    temperature: float = shared()
+    top_p: float = shared()
+    top_k: int = shared()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] number of tokens per row."""
+        return torch.diff(self.offsets)

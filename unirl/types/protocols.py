@@ -48,7 +48,12 @@ class Kernel(Protocol):
     multistep: ClassVar[bool]
 
     def transition(
-        self, x: Tensor, v: Tensor, sigma: float | Tensor, sigma_next: float | Tensor, previous: Previous | None = None
+        self,
+        x: Tensor,
+        v: Tensor,
+        sigma: float | Tensor,
+        sigma_next: float | Tensor,
+        previous: Previous | None = None,
     ) -> Transition:
         """The distribution of x at `sigma_next` given x at `sigma` and the velocity v there."""
         ...
@@ -170,7 +175,7 @@ class Scorer(Protocol):
     """Maps decoded media, prompts and metadata to finite component scores per sample."""
 
     reads: ClassVar[tuple[str, ...]]
-    """The columns that it gets, of: texts (prompts), images, metadata."""
+    """The columns that it gets, of: prompts, images, texts, metadata."""
     capabilities: ClassVar[Capabilities]
 
     def score(self, request: RewardRequest) -> RewardResponse: ...

@@ -49,13 +49,19 @@ class Metric:
     def merged(self, other: Metric) -> Metric:
         """Both together."""
         if self.kind != other.kind:
-            raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric of the same name")
+            raise ValueError(
+                f"cannot merge a {self.kind} metric with a {other.kind} metric of the same name"
+            )
         if self.kind == "mean":
             return Metric(self.total + other.total, self.weight + other.weight, "mean")
         if self.kind == "sum":
             return Metric(self.total + other.total, 1.0, "sum")
         pick = torch.maximum if self.kind == "max" else torch.minimum
-        return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
+        return Metric(
+            pick(torch.as_tensor(self.total), torch.as_tensor(other.total)),
+            1.0,
+            self.kind,
+        )
 
 
 Metrics = dict[str, Metric]

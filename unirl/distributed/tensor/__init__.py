@@ -1,0 +1,1 @@
+"""The data plane: where heavy rows stay, and how they travel."""

@@ -1,0 +1,1 @@
+"""How trained weights reach an engine, and the proof that they did."""

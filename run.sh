@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Set everything up, then train.
+#   bash run.sh                             the quick start: minutes on a CPU
+#   bash run.sh RECIPE [key=value ...]      unirl train RECIPE [key=value ...]
+# Relative paths are relative to this folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+bash scripts/bootstrap.sh
+if [ "$#" -eq 0 ]; then set -- quickstart; else set -- train "$@"; fi
+exec .venv/bin/python -m unirl.cli "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Set everything up, then run the fast test tier. Arguments go to pytest: bash test.sh tests/sde -k kernel
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+bash scripts/bootstrap.sh
+# The models of the tests are tiny: more threads than this only get in each other's way.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+exec .venv/bin/python -m pytest "$@"

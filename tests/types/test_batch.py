@@ -1,0 +1,147 @@
+"""Containers: joining and splitting are inverse, and nothing is merged that disagrees."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirl.types.batch import Batch, num_rows, offsets, packed, reduced, row, shared
+from unirl.types.column import Column, Piece
+from unirl.types.primitives import Images, Texts, Videos
+
+
+@dataclass(kw_only=True, eq=False)
+class Everything(Batch):
+    values: torch.Tensor = row(heavy=True)
+    names: list[str] = row()
+    inner: dict[str, Any] = row()
+    tokens: torch.Tensor = packed()
+    bounds: torch.Tensor = offsets()
+    scale: float = shared()
+    seconds: float = reduced("max")
+    total: float = reduced("sum")
+    average: float = reduced("mean")
+    absent: torch.Tensor | None = row(optional=True)
+
+
+def everything(lengths: list[int], start: int = 0) -> Everything:
+    size = len(lengths)
+    return Everything(
+        values=torch.arange(start, start + size).float()[:, None].repeat(1, 2),
+        names=[f"n{start + i}" for i in range(size)],
+        inner={"a": torch.arange(start, start + size), "b": Texts(texts=[f"t{start + i}" for i in range(size)])},
+        tokens=torch.cat([torch.full((n,), start + i) for i, n in enumerate(lengths)]) if size else torch.zeros(0),
+        bounds=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+        scale=0.5,
+        seconds=float(start),
+        total=1.0,
+        average=float(start),
+    )
+
+
+def assert_equal_rows(a: Everything, b: Everything) -> None:
+    assert torch.equal(a.values, b.values)
+    assert a.names == b.names
+    assert torch.equal(a.inner["a"], b.inner["a"])
+    assert a.inner["b"].texts == b.inner["b"].texts
+    assert torch.equal(a.tokens, b.tokens)
+    assert torch.equal(a.bounds, b.bounds)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 5))
+def test_concat_of_chunks_is_the_identity(lengths: list[int], size: int) -> None:
+    batch = everything(lengths)
+    assert_equal_rows(Everything.concat(batch.chunk(size)), batch)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
+def test_selecting_by_a_permutation_and_back_is_the_identity(lengths: list[int], data: st.DataObject) -> None:
+    batch = everything(lengths)
+    order = data.draw(st.permutations(range(len(lengths))))
+    back = [order.index(i) for i in range(len(lengths))]
+    assert_equal_rows(batch.select(order).select(back), batch)
+
+
+def test_selected_packed_rows_hold_their_own_entries() -> None:
+    chosen = everything([2, 0, 3]).select([2, 0, 0, 1])
+    assert chosen.tokens.tolist() == [2, 2, 2, 0, 0, 0, 0]
+    assert chosen.bounds.tolist() == [0, 3, 5, 7, 7]
+
+
+def test_scalars_merge_by_their_declared_reduction() -> None:
+    joined = Everything.concat([everything([1, 1], start=2), everything([1], start=5)])
+    assert (joined.seconds, joined.total, joined.average) == (5.0, 2.0, 3.0)
+
+
+def test_copies_of_a_row_are_adjacent() -> None:
+    assert everything([1, 2]).repeat_interleave(2).names == ["n0", "n0", "n1", "n1"]
+
+
+def test_disagreeing_shared_fields_refuse_to_merge() -> None:
+    with pytest.raises(ValueError, match=r"Everything.scale is shared by all rows but its parts disagree: 0.5 and 0.7"):
+        Everything.concat([everything([1]), everything([1]).replace(scale=0.7)])
+
+
+def test_a_field_present_in_one_part_only_refuses_to_merge() -> None:
+    with pytest.raises(ValueError, match=r"Everything.absent is absent in some parts"):
+        Everything.concat([everything([1]), everything([1]).replace(absent=torch.zeros(1))])
+
+
+def test_a_mapping_with_other_entries_refuses_to_merge() -> None:
+    other = everything([1])
+    with pytest.raises(ValueError, match="entries"):
+        Everything.concat([everything([1]), other.replace(inner={"a": other.inner["a"]})])
+
+
+def test_fields_of_unequal_length_are_named() -> None:
+    with pytest.raises(ValueError, match=r"Everything.names has 1 rows but Everything.values has 2"):
+        everything([1, 1]).replace(names=["x"])
+
+
+def test_offsets_that_do_not_fit_the_entries_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Videos.frames has 3 entries but the offsets end at 2"):
+        Videos(frames=torch.zeros(3, 3, 2, 2), offsets=torch.tensor([0, 2]))
+
+
+def test_a_field_without_a_kind_is_a_bug_of_the_class() -> None:
+    @dataclass(kw_only=True, eq=False)
+    class Undeclared(Batch):
+        values: torch.Tensor
+
+    with pytest.raises(TypeError, match=r"Undeclared.values declares no kind"):
+        Undeclared(values=torch.zeros(2))
+
+
+def test_a_leading_dimension_is_never_taken_for_rows() -> None:
+    @dataclass(kw_only=True, eq=False)
+    class WithTable(Batch):
+        values: torch.Tensor = row()
+        table: torch.Tensor = shared()
+
+    batch = WithTable(values=torch.arange(3), table=torch.arange(3))
+    assert batch.select([1]).table.shape == (3,)
+
+
+def test_rows_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows 1:9 do not lie within 0:2"):
+        everything([1, 1]).slice(1, 9)
+
+
+def test_only_heavy_fields_become_columns() -> None:
+    marked = {"images": Images(pixels=torch.zeros(2, 3, 1, 1)), "text": Texts(texts=["a", "b"])}
+    batch = everything([1, 1]).replace(inner=marked)
+    heavy = batch.map_heavy(lambda value: Column((Piece("w", "k", tuple(range(num_rows(value)))),)))
+    assert type(heavy.values) is Column and type(heavy.inner["images"].pixels) is Column
+    assert heavy.names == ["n0", "n1"] and heavy.inner["text"].texts == ["a", "b"]
+    assert len(heavy.select([1, 1, 0])) == 3
+
+
+def test_a_column_cannot_be_read_on_the_driver() -> None:
+    column = Column((Piece("worker", "key", (0, 1)),))
+    with pytest.raises(AttributeError):
+        column.mean()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        column + 1  # type: ignore[operator]

@@ -1,0 +1,163 @@
+"""Tracks: rewards travel up the tree, advantages down, and a request's ids say who is whose sibling."""
+
+import pytest
+import torch
+
+from unirl.sde.kernels import EulerODE, FlowSDEStrategy
+from unirl.sde.steps import FractionSteps
+from unirl.types.primitives import Texts
+from unirl.types.results import Metric, merge, values
+from unirl.types.rollout_req import RolloutReq, TrackSpec, child_ids, group_id
+from unirl.types.rollout_resp import AdvantageResult, RolloutResp, RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import stored_positions
+
+
+def track(ids: list[str], groups: list[str], **fields) -> RolloutTrack:
+    count = len(ids)
+    defaults = {
+        "sample_ids": ids,
+        "group_ids": groups,
+        "conditions": {},
+        "segment": Texts(texts=ids),
+        "weight": torch.ones(count),
+        "weight_version": torch.zeros(count, dtype=torch.int64),
+    }
+    return RolloutTrack(**(defaults | fields))
+
+
+def tree(rewards: list[float], weight: list[float] | None = None) -> RolloutResp:
+    parents = ["p:0", "p:1"]
+    children = child_ids(parents, "image", 2)
+    child = track(
+        children,
+        [parent for parent in parents for _ in range(2)],
+        parent_track="ar",
+        parent_ids=[parent for parent in parents for _ in range(2)],
+        rewards=torch.tensor(rewards),
+        weight=torch.tensor(weight or [1.0] * 4),
+    )
+    return RolloutResp({"ar": track(parents, ["p", "p"]), "image": child})
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("mean", [2.0, 5.0]), ("max", [3.0, 6.0]), ("sum", [4.0, 10.0]), ("last", [3.0, 4.0])],
+)
+def test_a_parent_is_rewarded_by_its_own_children(op, expected) -> None:
+    resp = tree([1.0, 3.0, 6.0, 4.0]).propagate_rewards(op)
+    assert resp.tracks["ar"].rewards.tolist() == expected
+
+
+def test_a_dropped_child_does_not_reach_its_parent() -> None:
+    resp = tree([1.0, 99.0, 6.0, 4.0], weight=[1.0, 0.0, 1.0, 1.0]).propagate_rewards("mean")
+    assert resp.tracks["ar"].rewards.tolist() == [1.0, 5.0]
+
+
+def test_a_parent_without_living_children_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"row 'p:1' of track 'ar' has no child"):
+        tree([1.0, 3.0, 6.0, 4.0], weight=[1.0, 1.0, 0.0, 0.0]).propagate_rewards("mean")
+
+
+def test_rewards_that_exist_are_kept() -> None:
+    resp = tree([1.0, 3.0, 6.0, 4.0])
+    scored = resp.with_track("ar", resp.tracks["ar"].replace(rewards=torch.tensor([7.0, 8.0])))
+    assert scored.propagate_rewards().tracks["ar"].rewards.tolist() == [7.0, 8.0]
+
+
+def test_an_unscored_leaf_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"track 'ar' is a leaf without rewards"):
+        RolloutResp({"ar": track(["p:0"], ["p"])}).propagate_rewards()
+
+
+def test_children_inherit_their_parents_advantage() -> None:
+    resp = tree([1.0, 3.0, 6.0, 4.0])
+    resp = resp.with_track("ar", resp.tracks["ar"].replace(advantages=torch.tensor([-1.0, 2.0])))
+    assert resp.inherit_advantages("image").tracks["image"].advantages.tolist() == [-1.0, -1.0, 2.0, 2.0]
+
+
+def test_a_parent_id_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"parent id 'q' is not in track 'ar'"):
+        RolloutResp(
+            {
+                "ar": track(["p:0"], ["p"]),
+                "image": track(["p:0/image0"], ["p:0"], parent_track="ar", parent_ids=["q"]),
+            }
+        )
+
+
+def test_the_estimator_gets_rewards_groups_and_weights() -> None:
+    seen = {}
+
+    def estimator(rewards, group_ids, weight):
+        seen.update(rewards=rewards.tolist(), groups=list(group_ids), weight=weight.tolist())
+        return AdvantageResult(rewards * 2, {"x": Metric.sum(1.0)})
+
+    scored = track(["p:0", "p:1"], ["p", "p"], rewards=torch.tensor([1.0, 2.0]), weight=torch.tensor([1.0, 0.0]))
+    credited, metrics = scored.compute_advantages(estimator)
+    assert credited.advantages.tolist() == [2.0, 4.0]
+    assert seen == {"rewards": [1.0, 2.0], "groups": ["p", "p"], "weight": [1.0, 0.0]}
+    assert values(metrics) == {"x": 1.0}
+
+
+def test_expanded_requests_keep_siblings_adjacent_and_ids_unique() -> None:
+    params = DiffusionSamplingParams(kernel=EulerODE())
+    req = RolloutReq(
+        sample_ids=["a@0", "b@0"],
+        group_ids=[group_id("a", 0), group_id("b", 0)],
+        primitives={"text": Texts(texts=["A", "B"])},
+        metadata=[{}, {}],
+        tracks={"image": TrackSpec(sampling=params)},
+        purpose="r",
+        step=0,
+        weights="live",
+        weight_version=0,
+    ).expand(3)
+    assert req.sample_ids == ["a@0:0", "a@0:1", "a@0:2", "b@0:0", "b@0:1", "b@0:2"]
+    assert req.primitives["text"].texts == ["A", "A", "A", "B", "B", "B"]
+
+
+def test_stochastic_steps_come_from_the_list_then_the_choice_then_all() -> None:
+    flow = FlowSDEStrategy(eta=0.7)
+    choice = FractionSteps(low=0.0, high=0.5, num_steps=2)
+    assert DiffusionSamplingParams(kernel=flow).resolve_sde_indices(0) == tuple(range(9))
+    chosen = DiffusionSamplingParams(kernel=flow, sde_steps=choice).resolve_sde_indices(3)
+    assert len(chosen) == 2 and set(chosen) <= set(range(5))
+    both = DiffusionSamplingParams(kernel=flow, sde_steps=choice, sde_indices=(4, 1))
+    assert both.resolve_sde_indices(3) == (1, 4)
+    assert DiffusionSamplingParams(kernel=flow, sde_indices=()).resolve_sde_indices(0) == ()
+    assert DiffusionSamplingParams(kernel=EulerODE()).resolve_sde_indices(0) == ()
+
+
+def test_the_last_step_is_never_stochastic() -> None:
+    with pytest.raises(ValueError, match=r"holds \[9\]: a stochastic step lies within 0..8"):
+        DiffusionSamplingParams(kernel=FlowSDEStrategy(), sde_indices=(9,))
+
+
+def test_pinning_writes_the_steps_out_and_is_idempotent() -> None:
+    params = DiffusionSamplingParams(
+        kernel=FlowSDEStrategy(), num_inference_steps=4, sde_steps=FractionSteps(low=0.0, high=1.0, num_steps=2)
+    )
+    pinned = params.pinned(7, (1.0, 0.9, 0.7, 0.4, 0.0))
+    assert pinned.sde_indices == params.resolve_sde_indices(7) and pinned.sde_steps is None
+    assert pinned.pinned(8, pinned.sigmas) == pinned
+
+
+def test_a_schedule_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs 11 decreasing values that end in 0"):
+        DiffusionSamplingParams(kernel=EulerODE(), sigmas=(1.0, 0.0))
+
+
+def test_stored_positions_are_both_ends_of_each_stochastic_step_and_the_sample() -> None:
+    assert stored_positions((0, 2, 3), 10) == (0, 1, 2, 3, 4, 10)
+    assert stored_positions((), 10) == (10,)
+
+
+def test_merged_means_weigh_by_their_elements() -> None:
+    merged = merge([{"m": Metric.mean(1.0, 3), "x": Metric.max(2.0)}, {"m": Metric.mean(5.0, 1), "x": Metric.max(1.0)}])
+    assert values(merged) == {"m": 2.0, "x": 2.0}
+
+
+def test_metrics_of_different_kinds_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="cannot merge"):
+        Metric.sum(1.0).merged(Metric.mean(1.0))

@@ -1,0 +1,1 @@
+"""Engines: a request in, a response out."""

@@ -1,0 +1,61 @@
+"""The contract of a rollout engine, and how the ranks' answers become one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.distributed.group.dispatch import broadcast, rank0, scatter
+from unirl.types.primitives import Images
+from unirl.types.protocols import Capabilities, ModelFacts
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+
+
+def joined(parts: Sequence[RolloutResp]) -> RolloutResp:
+    """One response from those of the ranks, rows in rank order."""
+    names = parts[0].tracks
+    return RolloutResp({name: RolloutTrack.concat([part.tracks[name] for part in parts]) for name in names})
+
+
+class RolloutEngine(ABC):
+    """Produces a response from a request. After the constructor the engine is usable."""
+
+    capabilities: ClassVar[Capabilities]
+
+    @scatter(joined)
+    @abstractmethod
+    def generate(self, req: RolloutReq) -> RolloutResp:
+        """One track per track spec; rows in the order of the request; the pinned sigmas are used and echoed."""
+
+    @rank0
+    @abstractmethod
+    def facts(self) -> ModelFacts:
+        """What the model knows of itself, for the driver to pin requests with."""
+
+    @scatter(torch.cat)
+    def preview(self, decoded: Images) -> Tensor:
+        """[B, 3, H, W] uint8 pixels for people to look at."""
+        return (decoded.pixels * 255).round().to(torch.uint8).cpu()
+
+    @broadcast
+    def sleep(self) -> None:
+        """Free the device memory of an engine that holds its own weights."""
+
+    @broadcast
+    def wake_up(self) -> None:
+        """The inverse of `sleep`."""
+
+    @broadcast
+    @abstractmethod
+    def offload(self, names: Sequence[str]) -> None:
+        """Move parts (encoders, decoder) off the device."""
+
+    @broadcast
+    @abstractmethod
+    def onload(self, names: Sequence[str]) -> None:
+        """The inverse of `offload`."""

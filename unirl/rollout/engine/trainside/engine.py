@@ -1,0 +1,76 @@
+"""The training process is the sampler: no second copy of the weights, nothing to synchronise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import ClassVar, Protocol
+
+import torch
+
+from unirl.rollout.engine.base import RolloutEngine
+from unirl.types.protocols import Capabilities, ModelFacts, WeightSource
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp
+
+
+class Sampler(Protocol):
+    """What the engine asks of a pipeline."""
+
+    facts: ModelFacts
+
+    def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp: ...
+
+    def offload(self, names: Sequence[str]) -> None: ...
+
+    def onload(self, names: Sequence[str]) -> None: ...
+
+
+class TrainedWeights(WeightSource, Protocol):
+    """The backend that trains the pipeline's network."""
+
+    updates: int
+
+
+class TrainsideRolloutEngine(RolloutEngine):
+    """Samples with the pipeline that is trained, `forward_batch_size` rows per forward."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, modalities=("image",))
+    toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
+
+    def __init__(self, pipeline: Sampler, backend: TrainedWeights, *, forward_batch_size: int = 8) -> None:
+        """
+        Args:
+            forward_batch_size: rows per forward; it changes speed and memory, never a bit of a sample.
+        """
+        if forward_batch_size < 1:
+            raise ValueError(f"rollout.forward_batch_size must be >= 1, got {forward_batch_size}")
+        self.pipeline = pipeline
+        self.backend = backend
+        self.forward_batch_size = forward_batch_size
+
+    def generate(self, req: RolloutReq) -> RolloutResp:
+        """Samples from the live weights, or from the snapshot that the request names."""
+        with torch.no_grad():
+            named = nullcontext() if req.weights == "live" else self.backend.weights(req.weights)
+            with named, self.backend.sampling():
+                resp = self.pipeline.generate(req, self.forward_batch_size)
+        version = self.backend.updates
+        return RolloutResp(
+            {
+                name: track.replace(weight_version=torch.full((len(track),), version, dtype=torch.int64))
+                for name, track in resp.tracks.items()
+            }
+        )
+
+    def facts(self) -> ModelFacts:
+        """The trained model's facts."""
+        return self.pipeline.facts
+
+    def offload(self, names: Sequence[str]) -> None:
+        """Encoders and decoder leave the device."""
+        self.pipeline.offload(names)
+
+    def onload(self, names: Sequence[str]) -> None:
+        """Encoders and decoder come back."""
+        self.pipeline.onload(names)

@@ -3,6 +3,7 @@
     UniRLError
       UsageError 2 (ConfigError)   DependencyError 3   DataError 4        ResourceError 5    RewardError 6
       CheckpointError 7            StallError 8        DivergenceError 9  WorkerError 10     Preempted 75
+      Interrupted 130
 
 A message names the thing, its value, the rule and the way out; the command line prints `report(error)` and no traceback.
 """
@@ -97,6 +98,13 @@ class Preempted(UniRLError):
 
     default_code = 75
     exit_status = 75
+
+
+class Interrupted(UniRLError):
+    """Stopped by the user (Ctrl-C) with a checkpoint saved."""
+
+    default_code = 130
+    exit_status = 130
 
 
 def report(error: UniRLError) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from typing import Any, Literal, TypeVar
 
 Mode = Literal["scatter", "broadcast", "rank0"]
@@ -56,6 +57,6 @@ def remote_methods(role: type) -> dict[str, Dispatch]:
     marks: dict[str, Dispatch] = {}
     for cls in reversed(role.__mro__):
         for name, member in vars(cls).items():
-            if callable(member) and "dispatch" in vars(member):
+            if isfunction(member) and "dispatch" in vars(member):
                 marks[name] = vars(member)["dispatch"]
     return marks

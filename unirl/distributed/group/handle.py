@@ -15,13 +15,9 @@ from unirl.distributed.group.dispatch import remote_methods
 class Group(Protocol):
     """Workers that host roles: how a call reaches them is the runtime's business."""
 
-    def run(
-        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any: ...
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-    def submit(
-        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Future[Any]: ...
+    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -69,9 +65,7 @@ class Handle:
 
     def __init__(self, group: Group, name: str, role: type) -> None:
         self.role_name = name
-        self.methods = {
-            method: RemoteMethod(group, name, method) for method in remote_methods(role)
-        }
+        self.methods = {method: RemoteMethod(group, name, method) for method in remote_methods(role)}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__") or name not in self.__dict__.get("methods", {}):

@@ -27,25 +27,19 @@ class LocalGroup:
     def place(self, remote: Remote) -> Handle:
         """Build a role beside its siblings and give its handle."""
         if remote.name in self.roles:
-            raise ConfigError(
-                f"role {remote.name!r} is placed twice on {self.owner}", code=2004
-            )
+            raise ConfigError(f"role {remote.name!r} is placed twice on {self.owner}", code=2004)
         with running_as(self.rank):
             self.roles[remote.name] = remote.build(self.roles)
         return Handle(self, remote.name, type(self.roles[remote.name]))
 
-    def run(
-        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a role: columns become tensors on the way in, heavy fields columns on the way out."""
         args, kwargs = self.store.fetch(args), self.store.fetch(kwargs)
         with running_as(self.rank):
             result = methodcaller(method, *args, **kwargs)(self.roles[role])
         return self.store.stash(result, self.owner)
 
-    def submit(
-        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Future[Any]:
+    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """The same, on the group's own thread."""
         return self.executor.submit(self.run, role, method, args, kwargs)
 

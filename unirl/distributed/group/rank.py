@@ -20,9 +20,7 @@ class RankInfo:
     def sum_over_dp(self, value: float) -> float:
         """The sum of `value` over the data-parallel ranks."""
         if self.dp_size != 1:
-            raise AssertionError(
-                "a role with several data-parallel ranks needs a process group"
-            )
+            raise AssertionError("a role with several data-parallel ranks needs a process group")
         return value
 
 

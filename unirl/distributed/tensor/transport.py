@@ -31,20 +31,11 @@ class ColumnStore:
 
     def get(self, column: Column) -> Any:
         """The rows of a column."""
-        return concat_rows(
-            [
-                take_rows(self.values[piece.key], list(piece.rows))
-                for piece in column.pieces
-            ]
-        )
+        return concat_rows([take_rows(self.values[piece.key], list(piece.rows)) for piece in column.pieces])
 
     def release(self, step: int) -> None:
         """Free everything that belongs to `step`."""
-        self.values = {
-            key: value
-            for key, value in self.values.items()
-            if not key.startswith(f"{step}/")
-        }
+        self.values = {key: value for key, value in self.values.items() if not key.startswith(f"{step}/")}
 
     def clear(self) -> None:
         """Free everything."""
@@ -56,9 +47,7 @@ class ColumnStore:
 
     def stash(self, value: Any, owner: str) -> Any:
         """A copy of a call's result with heavy fields replaced by columns."""
-        return self._walk(
-            value, lambda v: v if type(v) is Column else self.put(v, owner)
-        )
+        return self._walk(value, lambda v: v if type(v) is Column else self.put(v, owner))
 
     @singledispatchmethod
     def _walk(self, value: Any, fn: Any) -> Any:

@@ -1,0 +1,166 @@
+"""The linear form that every kernel has, its arithmetic per row, and the clean and noise predictions.
+
+Coefficients are computed in float64 on the host, once per row, so that a row's bits depend neither on the batch around
+it nor on whether its sigma came as a float or inside a [B] tensor. Keep sigmas on the CPU: reading them from a device
+waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.sde.gaussian import Gaussian, per_row
+from unirl.types.protocols import Previous
+
+MIN_ETA = 1e-7
+"""Below this a kernel is deterministic: plain Euler, no density."""
+
+
+def working_pair(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """x and v in float64 if either has it, else in float32: bfloat16 would lose the small drift of a step."""
+    if x.shape != v.shape:
+        raise ValueError(f"x {tuple(x.shape)} and v {tuple(v.shape)} must have one shape [B, *latent]")
+    dtype = torch.promote_types(torch.promote_types(x.dtype, v.dtype), torch.float32)
+    return x.to(dtype), v.to(dtype)
+
+
+def row_values(sigma: float | Tensor, count: int) -> list[float]:
+    """[count] the noise levels as Python floats; one number stands for all."""
+    values: list[float] = torch.as_tensor(sigma, dtype=torch.float64).reshape(-1).tolist()
+    if len(values) not in (1, count):
+        raise ValueError(f"{len(values)} noise levels for {count} rows: pass one number, or one per row")
+    return values if len(values) == count else values * count
+
+
+def row_tensor(values: list[float], like: Tensor, *, shared: bool) -> Tensor:
+    """`values` with the dtype and device of `like`: [] when `shared` by all rows, else [B]."""
+    tensor = torch.tensor(values[0] if shared else values, dtype=like.dtype)
+    return tensor.to(like.device, non_blocking=True)
+
+
+def is_shared(*sigmas: float | Tensor) -> bool:
+    """Whether every noise level is one number for all rows."""
+    return all(torch.as_tensor(sigma).dim() == 0 for sigma in sigmas)
+
+
+def checked_steps(sigma: float | Tensor, sigma_next: float | Tensor, num_rows: int) -> list[tuple[float, float]]:
+    """(sigma, sigma_next) per row, or one pair for all. Raises ValueError unless 1 >= sigma > sigma_next >= 0."""
+    count = 1 if is_shared(sigma, sigma_next) else num_rows
+    steps = list(zip(row_values(sigma, count), row_values(sigma_next, count), strict=True))
+    for start, end in steps:
+        if not 1.0 >= start > end >= 0.0:
+            raise ValueError(
+                f"a step from sigma={start:g} to sigma_next={end:g}: sigmas must fall, within [0, 1] "
+                "(1 is noise, 0 is clean); pass neighbouring entries of the schedule"
+            )
+    return steps
+
+
+def predicted_x0(x: Tensor, v: Tensor, sigma: float | Tensor) -> Tensor:
+    """[B, *latent] x - sigma v, the clean sample that the velocity points to."""
+    return _along_v(x, v, sigma, offset=0.0)
+
+
+def predicted_noise(x: Tensor, v: Tensor, sigma: float | Tensor) -> Tensor:
+    """[B, *latent] x + (1 - sigma) v, the noise that the velocity comes from. The score is -noise / sigma."""
+    return _along_v(x, v, sigma, offset=1.0)
+
+
+def _along_v(x: Tensor, v: Tensor, sigma: float | Tensor, offset: float) -> Tensor:
+    """x + (offset - sigma) v."""
+    x, v = working_pair(x, v)
+    shared = is_shared(sigma)
+    weights = [offset - value for value in row_values(sigma, 1 if shared else len(x))]
+    return x + per_row(row_tensor(weights, x, shared=shared), x) * v
+
+
+class LinearKernel(ABC):
+    """x_next ~ N((1 - sigma_next) x0 + c noise, std^2 I), for x0 = x - sigma v and noise = x + (1 - sigma) v.
+
+    A subclass is a frozen dataclass that supplies (c, std).
+    """
+
+    multistep: ClassVar[bool] = False
+    """Whether `transition` reads `previous`."""
+    preserves: ClassVar[str]
+    """What exact predictions keep, in the words of the README; `unirl.testing.check_kernel` proves it."""
+    order: ClassVar[int] = 1
+    """The power of the step size with which the error of what it preserves falls."""
+
+    @abstractmethod
+    def coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:
+        """(c, std) of the general form."""
+
+    def has_density(self, step: int, num_steps: int) -> bool:
+        """Whether step `step` of `num_steps` is stochastic. The last step never is."""
+        return False
+
+    def transition(
+        self,
+        x: Tensor,
+        v: Tensor,
+        sigma: float | Tensor,
+        sigma_next: float | Tensor,
+        previous: Previous | None = None,
+    ) -> Gaussian:
+        """The distribution of x at `sigma_next`, given x [B, *latent] at `sigma` and the velocity v there.
+
+        Args:
+            sigma, sigma_next: one number for all rows, or [B].
+            previous: the last deterministic step, for multistep kernels; None at the start and after a stochastic step.
+        """
+        x, v = working_pair(x, v)
+        on_x, on_v, stds = [], [], []
+        for start, end in checked_steps(sigma, sigma_next, len(x)):
+            c, std = self.coefficients(start, end)
+            kept = c - end  # c = end is Euler, so that its mean is x + v dt exactly
+            on_x.append(1.0 + kept)
+            on_v.append((end - start) + kept * (1.0 - start))
+            stds.append(std)
+        shared = is_shared(sigma, sigma_next)
+        weight_x, weight_v, std_rows = (row_tensor(values, x, shared=shared) for values in (on_x, on_v, stds))
+        mean = per_row(weight_x, x) * x + per_row(weight_v, x) * v
+        return self.distribution(mean, std_rows, min(stds) > 0.0)
+
+    def distribution(self, mean: Tensor, std: Tensor, dense: bool) -> Gaussian:
+        """The Gaussian that `transition` returns; a kernel with a log-prob of its own overrides this."""
+        return Gaussian(mean, std, dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyKernel(LinearKernel):
+    """A kernel that adds noise of strength eta, and is Euler's step without it."""
+
+    eta: float
+    max_eta: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.eta <= self.max_eta or math.isinf(self.eta):
+            raise ValueError(
+                f"{type(self).__name__}.eta={self.eta} must be a finite number within [0, {self.max_eta:g}]; "
+                "0 is the deterministic Euler step"
+            )
+
+    @abstractmethod
+    def noisy_coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:
+        """(c, std) of the general form for eta > 0."""
+
+    def coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:
+        """(c, std) of the general form."""
+        return (sigma_next, 0.0) if self.eta < MIN_ETA else self.noisy_coefficients(sigma, sigma_next)
+
+    def has_density(self, step: int, num_steps: int) -> bool:
+        """Whether step `step` of `num_steps` is stochastic. The last step never is."""
+        return self.eta >= MIN_ETA and 0 <= step < num_steps - 1
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of: {', '.join(choices)}")

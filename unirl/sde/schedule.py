@@ -1,0 +1,155 @@
+"""Sigma schedules: the noise levels of a trajectory, 1 (noise) to 0 (clean), as one model was trained to be sampled.
+
+Computed once, in float64, rounded once to float32: every engine and every replay uses that tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from unirl.sde.linear import check_choice
+
+Dynamic = Literal["off", "exponential", "linear"]
+MuRule = Literal["line", "flux2"]
+Grid = Literal["clean", "diffusers"]
+
+NUM_TRAIN_TIMESTEPS = 1000
+"""The training grid of diffusers' flow schedulers; its finest level is 1 / 1000."""
+
+
+def static_shift(tau: float, shift: float) -> float:
+    """shift tau / (1 + (shift - 1) tau). Esser et al. 2024, eq. 23 (arXiv:2403.03206)."""
+    return shift * tau / (1.0 + (shift - 1.0) * tau)
+
+
+def exponential_shift(tau: float, mu: float) -> float:
+    """e^mu / (e^mu + 1 / tau - 1): a static shift of e^mu, as in FLUX."""
+    return math.exp(mu) / (math.exp(mu) + (1.0 / tau - 1.0))
+
+
+def linear_shift(tau: float, mu: float) -> float:
+    """mu / (mu + 1 / tau - 1): a static shift of mu."""
+    return mu / (mu + (1.0 / tau - 1.0))
+
+
+def mu_on_line(image_seq_len: int, start: tuple[int, float], end: tuple[int, float]) -> float:
+    """mu on the line through two (image tokens, mu) points."""
+    slope = (end[1] - start[1]) / (end[0] - start[0])
+    return start[1] + slope * (image_seq_len - start[0])
+
+
+def flux2_mu(image_seq_len: int, num_inference_steps: int) -> float:
+    """The empirical mu of FLUX.2: one line for 200 steps, one for 10, linear in the steps between and beyond."""
+    at_200 = 0.00016927 * image_seq_len + 0.45666666
+    if image_seq_len > 4300:
+        return at_200
+    at_10 = 8.73809524e-05 * image_seq_len + 1.89833333
+    return at_200 + (at_200 - at_10) / 190.0 * (num_inference_steps - 200)
+
+
+def stretch_to_terminal(sigmas: list[float], terminal: float) -> list[float]:
+    """`sigmas` with 1 - sigma scaled so that the last one is `terminal`: the `shift_terminal` of Qwen-Image."""
+    scale = (1.0 - sigmas[-1]) / (1.0 - terminal)
+    return [1.0 - (1.0 - sigma) / scale for sigma in sigmas]
+
+
+def even_grid(num_inference_steps: int, last: float) -> list[float]:
+    """[T] numbers falling evenly from 1 to `last`."""
+    gaps = max(num_inference_steps - 1, 1)
+    return [1.0 + (last - 1.0) * i / gaps for i in range(num_inference_steps)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmaSchedule:
+    """What a model knows of its noise levels. Names follow diffusers' `FlowMatchEulerDiscreteScheduler`."""
+
+    shift: float = 1.0
+    """Static shift, when `dynamic` is off: 3 for SD3, 5 for Wan 2.1 and HunyuanVideo."""
+    dynamic: Dynamic = "off"
+    """A shift that depends on the picture's size through mu."""
+    mu: MuRule = "line"
+    """`line` through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift), or `flux2` (empirical)."""
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 4096
+    shift_terminal: float | None = None
+    """The last level above 0 after a final stretch; absent or 0 = no stretch."""
+    grid: Grid = "clean"
+    """`clean` shifts 1 - i / T. `diffusers` ends the grid at the finest training level, itself already shifted, and so
+    shifts it twice: what diffusers does when it is given no sigmas, and what Flow-GRPO's published SD3 runs used."""
+
+    def __post_init__(self) -> None:
+        check_choice("SigmaSchedule.dynamic", self.dynamic, get_args(Dynamic))
+        check_choice("SigmaSchedule.mu", self.mu, get_args(MuRule))
+        check_choice("SigmaSchedule.grid", self.grid, get_args(Grid))
+        if not 0.0 < self.shift < math.inf:
+            raise ValueError(f"SigmaSchedule.shift={self.shift} must be a positive number; 1 shifts nothing")
+        if self.base_image_seq_len == self.max_image_seq_len:
+            raise ValueError(
+                f"SigmaSchedule: base_image_seq_len and max_image_seq_len are both {self.max_image_seq_len}; "
+                "a line for mu needs two different points"
+            )
+        if self.shift_terminal and not 0.0 < self.shift_terminal < 1.0:
+            raise ValueError(f"SigmaSchedule.shift_terminal={self.shift_terminal} must lie in (0, 1), or be 0 for none")
+
+    @classmethod
+    def from_diffusers(cls, config: Mapping[str, object], *, grid: Grid = "clean") -> SigmaSchedule:
+        """The schedule of a `FlowMatchEulerDiscreteScheduler` config. Raises ValueError on an option we do not have."""
+        for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas"):
+            if config.get(option):
+                raise ValueError(f"the scheduler config sets {option}, which SigmaSchedule does not offer; unset it")
+        known = {field.name for field in fields(cls)} - {"dynamic", "mu", "grid"}
+        values = {name: value for name, value in config.items() if name in known}
+        dynamic = config.get("time_shift_type", "exponential") if config.get("use_dynamic_shifting") else "off"
+        return cls(dynamic=dynamic, grid=grid, **values)  # type: ignore[arg-type]  # checked by __post_init__
+
+    def sigmas(self, num_inference_steps: int, image_seq_len: int | None = None) -> Tensor:
+        """[T + 1] float32 on the CPU, falling, the last one exactly 0.
+
+        Args:
+            image_seq_len: image tokens; needed by a dynamic schedule only.
+        """
+        if num_inference_steps < 1:
+            raise ValueError(f"num_inference_steps={num_inference_steps} must be >= 1")
+        levels = [self._shift(tau, num_inference_steps, image_seq_len) for tau in self._grid(num_inference_steps)]
+        if self.shift_terminal:
+            levels = self._stretch(levels)
+        return torch.tensor([*levels, 0.0], dtype=torch.float64).to(torch.float32)
+
+    def mu_at(self, num_inference_steps: int, image_seq_len: int | None) -> float:
+        """The mu of a dynamic schedule."""
+        if image_seq_len is None:
+            raise ValueError(f"dynamic={self.dynamic!r} needs image_seq_len, the number of image tokens")
+        if self.mu == "flux2":
+            return flux2_mu(image_seq_len, num_inference_steps)
+        start = (self.base_image_seq_len, self.base_shift)
+        return mu_on_line(image_seq_len, start, (self.max_image_seq_len, self.max_shift))
+
+    def _grid(self, num_inference_steps: int) -> list[float]:
+        """[T] levels before the shift, from 1."""
+        if self.grid == "clean":
+            return even_grid(num_inference_steps, 1.0 / num_inference_steps)
+        finest = 1.0 / NUM_TRAIN_TIMESTEPS
+        return even_grid(num_inference_steps, static_shift(finest, self.shift) if self.dynamic == "off" else finest)
+
+    def _shift(self, tau: float, num_inference_steps: int, image_seq_len: int | None) -> float:
+        if self.dynamic == "off":
+            return static_shift(tau, self.shift)
+        mu = self.mu_at(num_inference_steps, image_seq_len)
+        return exponential_shift(tau, mu) if self.dynamic == "exponential" else linear_shift(tau, mu)
+
+    def _stretch(self, levels: list[float]) -> list[float]:
+        if len(levels) == 1:
+            raise ValueError(
+                f"shift_terminal={self.shift_terminal} cannot be reached with num_inference_steps=1: "
+                "the only level is 1. Use at least 2 steps, or shift_terminal=0"
+            )
+        assert self.shift_terminal
+        return stretch_to_terminal(levels, self.shift_terminal)

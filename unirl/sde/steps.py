@@ -1,0 +1,150 @@
+"""Which denoising steps are stochastic and trained: pure functions of the step of the loop.
+
+`choose` returns sorted step numbers within [0, T - 2]: the last step is never trained, its noise would stay in the
+picture. The key of a draw has no id, so that all members of a group, and all ranks, share one choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from unirl.sde.noise import key_seed
+
+
+def choice_random(seed: int, step: int) -> Random:
+    """The generator of one step's choice."""
+    return Random(key_seed(seed, f"r{step}:sde"))
+
+
+def trainable_pool(owner: str, num_inference_steps: int, low: float, high: float, count: int) -> range:
+    """The steps [int(T low), int(T high)) without the last step T - 1. Raises ValueError if fewer than `count`."""
+    pool = range(int(num_inference_steps * low), min(int(num_inference_steps * high), num_inference_steps - 1))
+    if len(pool) < count:
+        raise ValueError(
+            f"{owner} wants {count} of the steps in the part [{low:g}, {high:g}) of num_inference_steps="
+            f"{num_inference_steps}, which holds {len(pool)} (the last step is never trained). "
+            "Ask for fewer, widen the part, or raise num_inference_steps"
+        )
+    return pool
+
+
+def check_part(owner: str, low: float, high: float) -> None:
+    """Raises ValueError unless 0 <= low < high <= 1."""
+    if not 0.0 <= low < high <= 1.0:
+        raise ValueError(f"{owner}: low={low:g} and high={high:g} must satisfy 0 <= low < high <= 1 (fractions of T)")
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """Raises ValueError unless value >= minimum."""
+    if value < minimum:
+        raise ValueError(f"{name}={value} must be >= {minimum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllSteps:
+    """Every step but the last, as in Flow-GRPO, arXiv:2505.05470."""
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """(0, ..., T - 2)."""
+        return tuple(trainable_pool("AllSteps", num_inference_steps, 0.0, 1.0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FractionSteps:
+    """`num_steps` distinct steps, drawn anew at each step of the loop from a part of the trajectory."""
+
+    toy: ClassVar[Mapping[str, object]] = {"num_steps": 2}
+
+    low: float = 0.0
+    """Start of the part, as a fraction of T."""
+    high: float = 0.5
+    """End of the part (exclusive), as a fraction of T."""
+    num_steps: int | None = 3
+    """How many; null takes all of the part."""
+
+    def __post_init__(self) -> None:
+        check_part("FractionSteps", self.low, self.high)
+        if self.num_steps is not None:
+            check_at_least("FractionSteps.num_steps", self.num_steps, 1)
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """Sorted steps within [int(T low), int(T high)) and [0, T - 2]."""
+        pool = trainable_pool("FractionSteps", num_inference_steps, self.low, self.high, self.num_steps or 1)
+        if self.num_steps is None:
+            return tuple(pool)
+        return tuple(sorted(choice_random(seed, step).sample(pool, self.num_steps)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomWindow:
+    """`size` adjacent steps at a uniform place in a part of the trajectory: Flow-GRPO-Fast."""
+
+    toy: ClassVar[Mapping[str, object]] = {"size": 2}
+
+    size: int = 3
+    """Steps in the window."""
+    low: float = 0.0
+    """Start of the part, as a fraction of T."""
+    high: float = 0.5
+    """End of the part (exclusive), as a fraction of T."""
+
+    def __post_init__(self) -> None:
+        check_part("RandomWindow", self.low, self.high)
+        check_at_least("RandomWindow.size", self.size, 1)
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """(start, ..., start + size - 1) within [int(T low), int(T high)) and [0, T - 2]."""
+        pool = trainable_pool("RandomWindow", num_inference_steps, self.low, self.high, self.size)
+        start = choice_random(seed, step).randrange(pool.start, pool.stop - self.size + 1)
+        return tuple(range(start, start + self.size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressiveWindow:
+    """A window that moves from noise to image as training goes on: MixGRPO, arXiv:2507.21802.
+
+    Only full windows are visited: the left edges are start, start + stride, ... up to T - size, so no window shrinks to
+    nothing at the end. The one that reaches T - 1 is trained without that step, one short of `size`; a window of size 1
+    stops at T - 2.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"size": 2, "iters_per_window": 1, "stride": 1}
+
+    size: int = 4
+    """Steps in the window."""
+    iters_per_window: int = 25
+    """Steps of the loop before the window moves."""
+    stride: int = 1
+    """Denoising steps that it moves by; `size` = no overlap, 0 = it stays."""
+    start: int = 0
+    """Left edge of the first window."""
+    roll_back: bool = True
+    """After the last window: begin again, or stay."""
+
+    def __post_init__(self) -> None:
+        check_at_least("ProgressiveWindow.size", self.size, 1)
+        check_at_least("ProgressiveWindow.iters_per_window", self.iters_per_window, 1)
+        check_at_least("ProgressiveWindow.stride", self.stride, 0)
+        check_at_least("ProgressiveWindow.start", self.start, 0)
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """(left, ..., left + size - 1), within [0, T - 2]. The seed plays no part."""
+        rounds = self._rounds(num_inference_steps)
+        moves = step // self.iters_per_window
+        moves = moves % rounds if self.roll_back else min(moves, rounds - 1)
+        left = self.start + moves * self.stride
+        return tuple(range(left, min(left + self.size, num_inference_steps - 1)))
+
+    def _rounds(self, num_inference_steps: int) -> int:
+        """The number of windows."""
+        last_left = min(num_inference_steps - self.size, num_inference_steps - 2)
+        if last_left < self.start:
+            raise ValueError(
+                f"ProgressiveWindow: a window of size={self.size} from start={self.start} does not fit into "
+                f"num_inference_steps={num_inference_steps} (the last step is never trained). "
+                "Use a smaller window, an earlier start, or more inference steps"
+            )
+        return (last_left - self.start) // self.stride + 1 if self.stride else 1

@@ -1,0 +1,108 @@
+"""The modules of one checkpoint, and which of them are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.diffusion import Denoiser
+from unirl.types.conditions import TextEmbedCondition
+from unirl.types.protocols import ModelFacts
+
+
+class Bundle:
+    """One checkpoint: modules by component name, of which `facts.trainable_attr` is trained, the others frozen.
+
+    Backends change the trained module in place (adapters, sharding), so every holder of the bundle sees the same
+    weights.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], facts: ModelFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.modules = dict(modules)
+        self.facts = facts
+        self.dtype = dtype
+        """The compute dtype of the network; a backend may keep trained parameters wider."""
+        self.device = device
+        for module in self.modules.values():
+            module.eval().requires_grad_(False).to(device)
+        self.trainable().requires_grad_(True)
+
+    def trainable(self) -> nn.Module:
+        """The module that is trained."""
+        return self.modules[self.facts.trainable_attr]
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Component names of everything that is not trained: encoders, VAE."""
+        return tuple(name for name in self.modules if name != self.facts.trainable_attr)
+
+    def offload(self, names: Sequence[str]) -> None:
+        """Move components to main memory."""
+        self._move(names, torch.device("cpu"))
+
+    def onload(self, names: Sequence[str]) -> None:
+        """Move components to the bundle's device."""
+        self._move(names, self.device)
+
+    @contextmanager
+    def resident(self, names: Sequence[str]) -> Iterator[None]:
+        """Have components on the device inside, and where they were afterwards."""
+        before = {name: _device_of(self.modules[name]) for name in names}
+        self.onload(names)
+        try:
+            yield
+        finally:
+            for name, device in before.items():
+                self._move([name], device)
+
+    def _move(self, names: Sequence[str], device: torch.device) -> None:
+        for name in names:
+            if name not in self.modules:
+                raise ValueError(f"the bundle has no component {name!r}; it has {sorted(self.modules)}")
+            if _device_of(self.modules[name]) != device:
+                self.modules[name].to(device)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+class TextEncoder(Protocol):
+    """Prompts to conditions, by the frozen encoders of one checkpoint."""
+
+    components: tuple[str, ...]
+    """The bundle's components that `encode` runs."""
+
+    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        """One row per text; a pure function of each text and the length."""
+        ...
+
+
+class Decoder(Protocol):
+    """Latents to pixels."""
+
+    components: tuple[str, ...]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, *latent] to pixels [B, 3, H, W] in [0, 1], fp32, not rounded; differentiable."""
+        ...
+
+
+class DiffusionBundle(Bundle):
+    """A bundle of a denoising model: what its pipeline is made of."""
+
+    def denoiser(self) -> Denoiser:
+        """The trained network as a velocity field."""
+        raise NotImplementedError
+
+    def text_encoder(self) -> TextEncoder:
+        raise NotImplementedError
+
+    def decoder(self) -> Decoder:
+        raise NotImplementedError

@@ -1,0 +1,194 @@
+"""The policy of every denoising model, written once: sample a trajectory, replay its steps under the current weights.
+
+A family adds a `Denoiser`: one forward of its network. How a step is taken is the kernel's business, how a loss weighs
+it the algorithm's.
+
+    sample:  x_T --v, kernel--> x_{T-1} --> ... --> x_0        store {i, i + 1 for stochastic i} and x_0
+    replay:  (x_i, x_{i+1}) of some steps, one forward --> log-prob, mean, velocity of each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unirl.models.chunks import filled_rows, select_conditions
+from unirl.models.guidance import Guidance
+from unirl.sde.kernels import EulerODE, predicted_x0
+from unirl.sde.noise import NoiseAhead, NoiseSource
+from unirl.types.conditions import Conditions
+from unirl.types.protocols import TORCH_DTYPES, Kernel, ModelFacts, Previous
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, stored_positions
+
+
+class Denoiser(Protocol):
+    """What a family writes: its network as a velocity field, without guidance."""
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """v = eps - x0, [B, *latent] fp32, from x [B, *latent] fp32 and sigma [B] fp32: one forward."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Recorded steps under the current weights; S' = the steps that were asked for, in that order."""
+
+    logp: Tensor  # [B, S'] nats, mean over latent elements
+    mean: Tensor  # [B, S', *latent] fp32
+    std: Tensor  # [S'] fp32
+    velocity: Tensor  # [B, S', *latent] fp32
+
+
+class DiffusionStage:
+    """Samples and replays with one denoiser. Rows are independent: a row's bits do not depend on its neighbours."""
+
+    def __init__(self, denoiser: Denoiser, facts: ModelFacts, autocast_dtype: torch.dtype = torch.float32) -> None:
+        self.denoiser = denoiser
+        self.facts = facts
+        self.autocast_dtype = autocast_dtype
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: Guidance) -> Tensor:
+        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]."""
+        rows = self._rows(len(x))
+        feeds = guidance.feeds(select_conditions(conditions, rows))
+        return self._filled_forward(x, sigma, guidance, feeds)
+
+    def sample(
+        self,
+        conditions: Conditions,
+        x_T: Tensor,  # noqa: N803
+        params: DiffusionSamplingParams,
+        noise: NoiseSource,
+        ids: Sequence[str],
+    ) -> LatentSegment:
+        """The trajectories that start at x_T [B, *latent] (fp32, on the network's device); `params` is pinned.
+
+        Noise of stochastic step i is the draw `s{i}` of each row's id. Stored positions are rounded to the trajectory
+        dtype before anything is computed from them.
+        """
+        sigmas, sde_indices = pinned_schedule(params)
+        rows = self._rows(len(ids))
+        guidance = Guidance(params.guidance_scale, params.guidance_passes)
+        feeds = guidance.feeds(select_conditions(conditions, rows))
+        steps = _Steps(params, sigmas.tolist(), stored_positions(sde_indices, params.num_inference_steps))
+        levels = sigmas.to(x_T.device)[:, None].expand(-1, len(rows))
+        x = steps.keep(0, x_T[rows].float())
+        draws = NoiseAhead(noise, [ids[row] for row in rows], [f"s{i}" for i in sde_indices], x_T.shape[1:])
+        with draws:
+            for i in range(params.num_inference_steps):
+                v = self._forward(x, levels[i], guidance, feeds)
+                x = steps.stochastic(i, x, v, next(draws)) if i in sde_indices else steps.deterministic(i, x, v)
+        return steps.segment(len(ids), sigmas, sde_indices)
+
+    def replay(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Replay:
+        """Log-prob, mean and velocity of the recorded stochastic `steps`, all of them in one forward.
+
+        With gradients if these are enabled. On unchanged weights the log-prob equals `segment.logp`, bit for bit where
+        the family's batch multiple holds.
+        """
+        batch = len(segment)
+        rows = [row % batch for row in self._rows(batch * len(steps))]
+        guidance = Guidance(segment.guidance_scale, segment.guidance_passes)
+        feeds = guidance.feeds(select_conditions(conditions, rows))
+        x = torch.cat([segment.latents_at(step) for step in steps]).float()
+        sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(batch)
+        v = self._filled_forward(x, sigma, guidance, feeds)
+        return _densities(segment, steps, x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch)))
+
+    def _rows(self, count: int) -> list[int]:
+        return filled_rows(count, self.facts.batch_multiple)
+
+    def _filled_forward(self, x: Tensor, sigma: Tensor, guidance: Guidance, feeds: tuple[Conditions, ...]) -> Tensor:
+        """The velocity of `x`'s rows, run among copies when they are fewer than `feeds` has."""
+        rows = self._rows(len(x))
+        if len(rows) == len(x):
+            return self._forward(x, sigma, guidance, feeds)
+        return self._forward(x[rows], sigma[rows], guidance, feeds)[: len(x)]
+
+    def _forward(self, x: Tensor, sigma: Tensor, guidance: Guidance, feeds: tuple[Conditions, ...]) -> Tensor:
+        with torch.autocast(x.device.type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
+            return guidance.velocity(self.denoiser.velocity, x, sigma, feeds)
+
+
+def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Tensor, tuple[int, ...]]:
+    """Sigmas [T + 1] float32 and stochastic steps of pinned `params`. Raises ValueError when they are not pinned."""
+    if params.sigmas is None or params.sde_indices is None:
+        raise ValueError("sampling needs pinned parameters: call params.pinned(step, sigmas) first")
+    without = [i for i in params.sde_indices if not params.kernel.has_density(i, params.num_inference_steps)]
+    if without:
+        raise ValueError(f"{type(params.kernel).__name__} has no density at steps {without}: they cannot be stochastic")
+    return torch.tensor(params.sigmas, dtype=torch.float32), tuple(params.sde_indices)
+
+
+class _Steps:
+    """The steps of one sampling run: what they keep, and the history that a multistep solver reads."""
+
+    def __init__(self, params: DiffusionSamplingParams, sigmas: list[float], positions: tuple[int, ...]) -> None:
+        self.params = params
+        self.sigmas = sigmas
+        self.positions = positions
+        self.solver: Kernel = params.solver or EulerODE()
+        self.dtype = TORCH_DTYPES[params.trajectory_dtype]
+        self.previous: Previous | None = None
+        self.latents: list[Tensor] = []
+        self.logp: list[Tensor] = []
+
+    def stochastic(self, i: int, x: Tensor, v: Tensor, noise: Tensor) -> Tensor:
+        """The point after step i, drawn from the kernel's Gaussian, and its log-prob kept."""
+        step = self.params.kernel.transition(x, v, self.sigmas[i], self.sigmas[i + 1])
+        x_next = self.keep(i + 1, step.sample(noise))
+        self.logp.append(step.log_prob(x_next))
+        self.previous = None  # a jump breaks the solver's history
+        return x_next
+
+    def deterministic(self, i: int, x: Tensor, v: Tensor) -> Tensor:
+        """The point after step i of the solver."""
+        sigma = self.sigmas[i]
+        x_next = self.solver.transition(x, v, sigma, self.sigmas[i + 1], self.previous).mean
+        if self.solver.multistep:
+            self.previous = Previous(sigma, predicted_x0(x, v, sigma))
+        return self.keep(i + 1, x_next)
+
+    def keep(self, position: int, x: Tensor) -> Tensor:
+        """`x` in fp32; rounded to the trajectory dtype if this position is stored."""
+        if position not in self.positions:
+            return x
+        self.latents.append(x.to(self.dtype))
+        return self.latents[-1].float()
+
+    def segment(self, count: int, sigmas: Tensor, sde_indices: tuple[int, ...]) -> LatentSegment:
+        """What was kept of the first `count` rows."""
+        latents = torch.stack([x[:count] for x in self.latents], dim=1)
+        logp = (
+            torch.stack([p[:count] for p in self.logp], dim=1)
+            if self.logp
+            else latents.new_zeros((count, 0), dtype=torch.float32)
+        )
+        return LatentSegment(
+            latents=latents,
+            indices=self.positions,
+            sde_indices=sde_indices,
+            sigmas=sigmas,
+            logp=logp,
+            kernel=self.params.kernel,
+            guidance_scale=self.params.guidance_scale,
+            guidance_passes=self.params.guidance_passes,
+            anchors={},
+        )
+
+
+def _densities(segment: LatentSegment, steps: Sequence[int], x: Tensor, v: Tensor) -> Replay:
+    """The kernel's densities at x, v [S', B, *latent]."""
+    sigmas = segment.sigmas.tolist()
+    logp, means, stds = [], [], []
+    for s, i in enumerate(steps):
+        step = segment.kernel.transition(x[s], v[s], sigmas[i], sigmas[i + 1])
+        logp.append(step.log_prob(segment.latents_at(i + 1).float()))
+        means.append(step.mean)
+        stds.append(step.std)
+    return Replay(torch.stack(logp, 1), torch.stack(means, 1), torch.stack(stds).flatten(), v.transpose(0, 1))

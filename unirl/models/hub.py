@@ -1,0 +1,106 @@
+"""Where a checkpoint's files are: a local directory, or a copy of a hub repository fetched by need."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unirl.config.errors import DataError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+MODEL_INDEX = "model_index.json"
+NOT_FOUND = 4001
+"""Error code: a model that is not found, not reachable, gated or not what it should be."""
+_UNUSED_WEIGHTS = ("*.fp16*", "*.bin", "*.msgpack", "*.onnx", "*.ckpt")
+
+
+def model_directory(path: str, revision: str | None, *, configs_only: bool = False) -> Path:
+    """A directory in the diffusers layout for `path`: that directory itself, or the hub repository's files.
+
+    Only the components that model_index.json names are fetched; `configs_only` leaves their weights out.
+    Raises DataError with the way out when there is no such model or it cannot be reached.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _with_index(local)
+    if not HUB_ID.fullmatch(path):
+        raise DataError(
+            f"bundle.path={path!r}: no such directory. Give a directory in the diffusers layout, a hub id such as "
+            "stabilityai/stable-diffusion-3.5-medium, or toy",
+            code=NOT_FOUND,
+        )
+    root = _fetch(path, revision, [MODEL_INDEX])
+    patterns = [MODEL_INDEX]
+    for name in components(root):
+        patterns += [f"{name}/*.json"] if configs_only else [f"{name}/*"]
+    return _with_index(_fetch(path, revision, patterns))
+
+
+def components(root: Path) -> dict[str, tuple[str, str]]:
+    """The components that a model directory holds: name to (library, class), absent ones left out."""
+    index = read_json(root / MODEL_INDEX)
+    pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
+    return {name: (str(value[0]), str(value[1])) for name, value in pairs.items() if value[0] is not None}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises DataError when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: the model directory is incomplete. Download it again", NOT_FOUND) from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Download it again", NOT_FOUND) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__}, not an object. Download it again", NOT_FOUND)
+    return value
+
+
+def _with_index(root: Path) -> Path:
+    if not (root / MODEL_INDEX).is_file():
+        raise DataError(
+            f"bundle.path={str(root)!r} has no {MODEL_INDEX}: it is not a diffusers model directory. Give the folder "
+            "that `pipeline.save_pretrained` wrote",
+            code=NOT_FOUND,
+        )
+    return root
+
+
+def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_UNUSED_WEIGHTS)
+        )
+    except GatedRepoError:
+        raise _unreachable(
+            repo, f"is gated. Accept its licence at https://huggingface.co/{repo}, then run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise _unreachable(
+            repo, "is not on the hub, or is private. Check the spelling; for a private one run `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise _unreachable(repo, f"has no revision {revision!r}. Set bundle.revision to one that exists") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
+        raise _unreachable(
+            repo,
+            f"is not in the local cache and the hub cannot be reached ({type(error).__name__}). Connect, or set "
+            "PRETRAINED_MODEL (bundle.path) to a local directory, or try the recipe with scale=toy",
+        ) from None
+    return Path(found)
+
+
+def _unreachable(repo: str, why: str) -> DataError:
+    return DataError(f"model {repo!r} {why}", code=NOT_FOUND)

@@ -1,0 +1,139 @@
+"""Prompts in, a rollout out: encode, sample, decode with one denoising model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.models.base import DiffusionBundle
+from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
+from unirl.models.diffusion import DiffusionStage
+from unirl.models.embeddings import PromptEmbeddings
+from unirl.models.guidance import NEGATIVE
+from unirl.sde.noise import NoiseSource
+from unirl.types.conditions import Conditions
+from unirl.types.primitives import Images, Texts
+from unirl.types.rollout_req import RolloutReq, TrackSpec
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What sampling some rows needs besides their conditions."""
+
+    params: DiffusionSamplingParams
+    noise: NoiseSource
+    sample_ids: list[str]
+    start_ids: list[str]  # whose x_T: the sample's own, or its group's
+
+
+class DiffusionPipeline:
+    """Text to image with one bundle, which brings denoiser, encoders and decoder of its family."""
+
+    def __init__(
+        self,
+        bundle: DiffusionBundle,
+        *,
+        encode_batch_size: int = 8,
+        decode_batch_size: int = 8,
+        embedding_cache_gb: float = 2.0,
+        keep_resident: bool = True,
+    ) -> None:
+        """A pipeline over `bundle`.
+
+        Args:
+            encode_batch_size: prompts per forward of the text encoders.
+            decode_batch_size: latents per forward of the VAE.
+            embedding_cache_gb: main memory for text embeddings kept across rollouts, GiB; 0 keeps none.
+            keep_resident: False brings encoders and VAE to the device only while they run.
+        """
+        self.bundle = bundle
+        self.facts = bundle.facts
+        self.stage = DiffusionStage(bundle.denoiser(), bundle.facts, bundle.dtype)
+        self.decoder = bundle.decoder()
+        self.embed = PromptEmbeddings(
+            bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb
+        )
+        self.decode_batch_size = decode_batch_size
+        if not keep_resident:
+            bundle.offload(bundle.frozen)
+
+    def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
+        """[T + 1] float32: the explicit schedule of `params`, else the model's own."""
+        if params.sigmas is not None:
+            return torch.tensor(params.sigmas, dtype=torch.float32)
+        seq_len = self.facts.image_seq_len(params.height, params.width)
+        return self.facts.schedule.sigmas(params.num_inference_steps, seq_len)
+
+    def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
+        """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows per forward."""
+        name, spec = _only_root(req)
+        texts = req.primitives["text"]
+        assert isinstance(texts, Texts)
+        conditions = self.encode(texts.texts, spec.sampling)
+        segment = self._sample(req, spec.sampling, conditions, chunk_size)
+        track = RolloutTrack(
+            sample_ids=req.sample_ids,
+            group_ids=req.group_ids,
+            conditions=conditions,
+            segment=segment,
+            decoded=self.decode(segment.final),
+            weight=torch.ones(len(req)),
+            weight_version=torch.full((len(req),), req.weight_version, dtype=torch.int64),
+        )
+        return RolloutResp({name: track})
+
+    def offload(self, names: Sequence[str]) -> None:
+        """Move components of the bundle to main memory."""
+        self.bundle.offload(names)
+
+    def onload(self, names: Sequence[str]) -> None:
+        """Move components of the bundle to its device."""
+        self.bundle.onload(names)
+
+    def encode(self, texts: Sequence[str], params: DiffusionSamplingParams) -> Conditions:
+        """The conditions of prompts: `text`, and `negative_text` when guidance is on."""
+        length = params.max_sequence_length
+        conditions: Conditions = {"text": self.embed(texts, length)}
+        if params.guidance_scale != 1.0:
+            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length)
+        return conditions
+
+    def decode(self, latents: Tensor) -> Images:
+        """The pictures of latents [B, *latent], rounded to the 256 levels of uint8."""
+        with torch.no_grad(), self.bundle.resident(self.decoder.components):
+            pixels = map_chunks(self.decoder.decode, latents.float(), self.decode_batch_size, self.facts.batch_multiple)
+        return Images(pixels=pixels.mul(255).round_().div_(255))
+
+    def initial_noise(self, noise: NoiseSource, ids: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
+        """x_T [B, *latent] of ids (rows of one id are equal), on the bundle's device."""
+        shape = self.facts.latent_shape(params.height, params.width)
+        return noise.normal(ids, "x", shape).to(self.bundle.device)
+
+    def _sample(
+        self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
+    ) -> LatentSegment:
+        start_ids = req.group_ids if params.init_same_noise else req.sample_ids
+        draw = _Draw(params, NoiseSource(params.seed, req.purpose, req.step), req.sample_ids, start_ids)
+        multiple = self.facts.batch_multiple
+        size = even_size(len(req), chunk_size, multiple)
+        parts = []
+        for chunk in full_chunks(len(req), size, multiple):
+            parts.append(self._sample_rows(draw, conditions, list(chunk.rows)).slice(0, chunk.kept))
+        return LatentSegment.concat(parts)
+
+    def _sample_rows(self, draw: _Draw, conditions: Conditions, rows: list[int]) -> LatentSegment:
+        x_T = self.initial_noise(draw.noise, [draw.start_ids[row] for row in rows], draw.params)  # noqa: N806
+        ids = [draw.sample_ids[row] for row in rows]
+        return self.stage.sample(select_conditions(conditions, rows), x_T, draw.params, draw.noise, ids)
+
+
+def _only_root(req: RolloutReq) -> tuple[str, TrackSpec]:
+    if len(req.tracks) != 1:
+        raise ValueError(f"one denoising pipeline generates one track; the request asks for {sorted(req.tracks)}")
+    return next(iter(req.tracks.items()))

@@ -1,0 +1,161 @@
+"""What a Stable Diffusion 3 checkpoint is made of, known from its configuration files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unirl.config.errors import DataError
+from unirl.models.hub import NOT_FOUND, components, model_directory, read_json
+from unirl.models.sd3.published import PUBLISHED
+from unirl.models.sd3.toy import TOY
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.protocols import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Config = Mapping[str, Any]
+
+SHIPPED = Path(__file__).parent / "quickstart"
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+LORA_TARGETS = tuple(
+    f"attn.{name}"
+    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The configurations of a checkpoint's components."""
+
+    transformer: Config
+    scheduler: Config
+    vae: Config | None
+    """Absent = the transformer works on pixels in [-1, 1]."""
+    encoders: Mapping[str, Config]
+    """By component name, in order."""
+
+    @staticmethod
+    def of(path: str, revision: str | None = None) -> Architecture:
+        """The architecture of `toy`, `quickstart`, a directory or a hub id, without reading weights.
+
+        A hub id whose configuration is built in needs no connection.
+        """
+        if path == "toy":
+            return Architecture(**TOY)
+        if path in PUBLISHED and revision is None:
+            return Architecture(**PUBLISHED[path])
+        return Architecture.read(directory_of(path, revision, configs_only=True))
+
+    @staticmethod
+    def read(root: Path) -> Architecture:
+        """The architecture of a model directory."""
+        present = components(root)
+        if present.get("transformer", ("", ""))[1] != "SD3Transformer2DModel":
+            raise DataError(
+                f"{root}: its transformer is {present.get('transformer', ('', 'absent'))[1]}, but SD3Bundle reads "
+                "SD3Transformer2DModel. Use the bundle of that family, or another path",
+                code=NOT_FOUND,
+            )
+        return Architecture(
+            transformer=read_json(root / "transformer" / "config.json"),
+            scheduler=read_json(root / "scheduler" / "scheduler_config.json"),
+            vae=read_json(root / "vae" / "config.json") if "vae" in present else None,
+            encoders={name: read_json(root / name / "config.json") for name in ENCODERS if name in present},
+        )
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels per latent element along a side."""
+        return 1 if self.vae is None else 2 ** (len(self.vae["block_out_channels"]) - 1)
+
+    def facts(self, batch_multiple: int) -> ModelFacts:
+        """What the rest of the system needs to know."""
+        return ModelFacts(
+            family="sd3",
+            trainable_attr="transformer",
+            block_class_names=("JointTransformerBlock",),
+            lora_targets=LORA_TARGETS,
+            latent_channels=self.transformer["in_channels"],
+            vae_scale=self.vae_scale,
+            patch_size=self.transformer["patch_size"],
+            schedule=SigmaSchedule.from_diffusers(self.scheduler),
+            timestep_scale=1000.0,
+            batch_multiple=batch_multiple,
+        )
+
+    def build(self, component: str) -> nn.Module:
+        """A module of this architecture with fresh weights (on the meta device: with none)."""
+        import diffusers
+        import transformers
+
+        if component == "transformer":
+            return diffusers.SD3Transformer2DModel(**_public(self.transformer))
+        if component == "vae":
+            assert self.vae is not None
+            return diffusers.AutoencoderKL(**_public(self.vae))
+        if component == "text_encoder_3":
+            return transformers.T5EncoderModel(transformers.T5Config(**self.encoders[component]))
+        config = transformers.CLIPTextConfig(**self.encoders[component])
+        return transformers.CLIPTextModelWithProjection(config)
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """Components with weights."""
+        return ("transformer", *self.encoders, *(() if self.vae is None else ("vae",)))
+
+
+def directory_of(path: str, revision: str | None, *, configs_only: bool = False) -> Path:
+    """The directory behind `path`, of which `quickstart` is the one that is shipped."""
+    return model_directory(str(SHIPPED) if path == "quickstart" else path, revision, configs_only=configs_only)
+
+
+def _public(config: Config) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if not name.startswith("_")}
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """Sizes of a model that has not been loaded."""
+
+    facts: ModelFacts
+    parameters: Mapping[str, int]
+    """By component."""
+    linears: Mapping[str, tuple[int, int]]
+    """(inputs, outputs) of every linear layer of the trained module, by name."""
+    num_blocks: int
+    width: int
+    """Of a token in the trained module."""
+
+    def lora_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
+        """Parameters of adapters of `rank` on `targets` (name suffixes; absent = the model's own)."""
+        suffixes = tuple(targets or self.facts.lora_targets)
+        chosen = [
+            shape for name, shape in self.linears.items() if any(name == s or name.endswith("." + s) for s in suffixes)
+        ]
+        return sum(rank * (inputs + outputs) for inputs, outputs in chosen)
+
+
+def estimate(architecture: Architecture) -> ModelEstimate:
+    """Parameter counts by component, from modules that are built without storage."""
+    import torch
+
+    with torch.device("meta"):
+        modules = {name: architecture.build(name) for name in architecture.component_names}
+    transformer = modules["transformer"]
+    linears = {
+        name: (module.in_features, module.out_features)
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    config = architecture.transformer
+    return ModelEstimate(
+        facts=architecture.facts(batch_multiple=1),
+        parameters={name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()},
+        linears=linears,
+        num_blocks=config["num_layers"],
+        width=config["num_attention_heads"] * config["attention_head_dim"],
+    )

@@ -1,0 +1,174 @@
+"""What a checkpoint folder holds, written beside it, so that damage is seen before anything is loaded.
+
+MANIFEST.json lists every file with its size and SHA-256, and carries a SHA-256 of its own canonical text: a flipped bit
+anywhere, in a file or in the list, is a problem in plain words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+
+import unirl
+
+MANIFEST = "MANIFEST.json"
+SCHEMA_VERSION = 1
+DROPPINGS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs")
+"""Starts of names that operating systems leave behind in folders they show; no loader reads them."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint; `name` is relative to its folder, with forward slashes."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The list of a checkpoint's files."""
+
+    step: int
+    files: tuple[FileEntry, ...]
+    versions: dict[str, str]
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
+
+
+class DamagedManifest(ValueError):
+    """The manifest is absent, or is not what was written."""
+
+
+def seal(folder: Path, step: int) -> Manifest:
+    """Makes every file of `folder` durable, then writes the manifest, durable too."""
+    entries = []
+    for path in files_of(folder):
+        if path.is_symlink() or not path.is_file():
+            raise ValueError(f"a checkpoint holds plain files only; {path} is a link or a special file")
+        fsync(path)
+        entries.append(_describe(folder, path))
+    manifest = Manifest(step, tuple(entries), _versions())
+    text = _with_digest(manifest)
+    with open(folder / MANIFEST, "wb") as file:
+        file.write(text)
+    fsync(folder / MANIFEST)
+    for directory in sorted({path.parent for path in files_of(folder)} | {folder}):
+        fsync(directory)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`, proven to be the text that was written. Raises DamagedManifest."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedManifest(f"{MANIFEST} is missing: the folder was not written to its end") from error
+    except OSError as error:
+        raise DamagedManifest(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    try:
+        data = json.loads(text)
+        schema, digest = data["schema_version"], data.pop("sha256")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedManifest(f"{MANIFEST} is damaged: it is not the JSON that was written") from error
+    if schema != SCHEMA_VERSION and digest == _digest(data):
+        raise DamagedManifest(f"{MANIFEST} has schema {schema}; this version of UniRL reads schema {SCHEMA_VERSION}")
+    if digest != _digest(data) or text != _canonical({**data, "sha256": digest}):
+        raise DamagedManifest(f"{MANIFEST} is damaged: its own checksum does not match")
+    entries = tuple(FileEntry(**entry) for entry in data["files"])
+    return Manifest(data["step"], entries, data["versions"], schema)
+
+
+def problems(folder: Path) -> list[str]:
+    """Why `folder` is not the checkpoint that was written, one plain sentence each; empty when it is."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedManifest as error:
+        return [str(error)]
+    listed = {entry.name for entry in manifest.files}
+    extra = sorted({path.relative_to(folder).as_posix() for path in files_of(folder)} - listed)
+    found = [problem for entry in manifest.files for problem in _file_problems(folder, entry)]
+    return found + [f"{name} is not listed in {MANIFEST}: it was added after the save, remove it" for name in extra]
+
+
+def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
+    path = folder / entry.name
+    parts = PurePosixPath(entry.name).parts
+    if ".." in parts or PurePosixPath(entry.name).is_absolute():
+        yield f"{entry.name} leads out of the folder"
+        return
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        yield f"{entry.name} is not a plain file"
+        return
+    try:
+        size = path.stat().st_size
+        if size != entry.size:
+            yield f"{entry.name} has {size} bytes instead of {entry.size}"
+        elif _sha256(path) != entry.sha256:
+            yield f"{entry.name} has another SHA-256 than when it was written: its content is damaged"
+    except FileNotFoundError:
+        yield f"{entry.name} is missing"
+    except OSError as error:
+        yield f"{entry.name} cannot be read ({error.strerror})"
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    """Everything below `folder` that is not a folder, sorted, without the manifest."""
+    for directory, folders, names in os.walk(folder):
+        folders.sort()
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        for name in sorted([*names, *links]):
+            path = Path(directory, name)
+            if path != folder / MANIFEST and not name.startswith(DROPPINGS):
+                yield path
+
+
+def fsync(path: Path) -> None:
+    """Asks the system to make a file's content, or a folder's list of names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _describe(folder: Path, path: Path) -> FileEntry:
+    return FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": version("torch"), "unirl": unirl.__version__}
+
+
+def _with_digest(manifest: Manifest) -> bytes:
+    data: dict[str, object] = {
+        "schema_version": manifest.schema_version,
+        "step": manifest.step,
+        "versions": manifest.versions,
+        "files": [{"name": entry.name, "size": entry.size, "sha256": entry.sha256} for entry in manifest.files],
+    }
+    return _canonical({**data, "sha256": _digest(data)})
+
+
+def _digest(data: dict[str, object]) -> str:
+    return hashlib.sha256(_canonical(data)).hexdigest()
+
+
+def _canonical(data: dict[str, object]) -> bytes:
+    return (json.dumps(data, sort_keys=True, indent=1) + "\n").encode()

@@ -90,7 +90,7 @@ class CheckpointStore:
                 self._point_latest(name)
             for path in replaced:
                 self._remove(path)
-            self._prune(self.directory / name)
+            self.prune(self.directory / name)
         except OSError as error:
             raise self._storage_error(name, published, error) from error
         except Exception as error:
@@ -132,6 +132,24 @@ class CheckpointStore:
         remaining = [checkpoint for checkpoint in self.checkpoints() if checkpoint not in later]
         if doomed and remaining:
             self._point_latest(remaining[0].path.name)
+        return doomed
+
+    def prune(self, published: Path | None = None) -> list[Checkpoint]:
+        """Removes what `beyond_keep` names, and gives it back."""
+        doomed = self.beyond_keep(published)
+        for checkpoint in doomed:
+            self._remove(checkpoint.path)
+        return doomed
+
+    def beyond_keep(self, published: Path | None = None) -> list[Checkpoint]:
+        """The oldest numbered checkpoints beyond `keep`, sparing the newest valid one and the one just `published`."""
+        everything = self.checkpoints()
+        numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
+        doomed = [checkpoint for checkpoint in numbered[self.keep :] if checkpoint.path != published]
+        kept = [checkpoint for checkpoint in everything if checkpoint not in doomed]
+        if doomed and not any(_is_valid(checkpoint) for checkpoint in kept):
+            spared = next((checkpoint for checkpoint in doomed if _is_valid(checkpoint)), None)
+            doomed = [checkpoint for checkpoint in doomed if checkpoint is not spared]
         return doomed
 
     def collect(self) -> list[Path]:
@@ -205,18 +223,6 @@ class CheckpointStore:
         fsync(pointer)
         os.replace(pointer, self.directory / LATEST)
         fsync(self.directory)
-
-    def _prune(self, published: Path) -> None:
-        """Removes the oldest numbered checkpoints beyond `keep`, sparing the newest valid one and the new one."""
-        everything = self.checkpoints()
-        numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
-        doomed = [checkpoint for checkpoint in numbered[self.keep :] if checkpoint.path != published]
-        kept = [checkpoint for checkpoint in everything if checkpoint not in doomed]
-        if doomed and not any(_is_valid(checkpoint) for checkpoint in kept):
-            spared = next((checkpoint for checkpoint in doomed if _is_valid(checkpoint)), None)
-            doomed = [checkpoint for checkpoint in doomed if checkpoint is not spared]
-        for checkpoint in doomed:
-            self._remove(checkpoint.path)
 
     def _remove(self, path: Path) -> None:
         # Renamed first: a crash halfway through leaves no folder that looks like a damaged checkpoint.

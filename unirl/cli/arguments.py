@@ -1,0 +1,138 @@
+"""How the command line is read: options of the command, and recipe settings in any of the usual spellings."""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from unirl.config.errors import UsageError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that shows its examples first and raises UsageError instead of leaving the process."""
+
+    def __init__(self, command: str, description: str, examples: Sequence[str]) -> None:
+        super().__init__(prog=f"unirl {command}", description=description, allow_abbrev=False)
+        self.examples = examples
+        self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
+
+    def option(self, *names: str, **settings: Any) -> None:
+        """`add_argument` for an option, remembered so that settings can be told from options."""
+        self.add_argument(*names, **settings)
+        self.takes_value |= dict.fromkeys(names, settings.get("action") != "store_true")
+
+    def format_help(self) -> str:
+        return "examples:\n" + "".join(f"  {line}\n" for line in self.examples) + "\n" + super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}. See {self.prog} -h", code=2002)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The options and positionals of a command that takes no recipe settings."""
+        parsed, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            hint = did_you_mean(unknown[0], self.takes_value)
+            raise UsageError(f"{self.prog}: unknown argument '{unknown[0]}'.{hint} See {self.prog} -h", code=2002)
+        return parsed
+
+
+SHORTHANDS: Mapping[str, str] = {
+    "--resume": "resume",
+    "--name": "run.name",
+    "--project": "run.project",
+    "--out": "run.dir",
+    "--seed": "sampling.seed",
+    "--max-steps": "num_rollouts",
+}
+"""Options that are recipe keys under a shorter name."""
+
+SETTINGS_HELP = """\
+settings:
+  a.b=1   --a.b 1   --a.b=1        set a key of the recipe (lists: a.b=[1,2])
+  +a.b=1  ++a.b=1  ~a.b            Hydra's forms; ~ takes a key away
+  scale=toy                        run the recipe small, on a CPU, in seconds
+  --resume auto|latest|none|PATH   --name N   --project P   --out DIR   --seed N   --max-steps N
+"""
+
+
+@dataclass(frozen=True)
+class RecipeArguments:
+    """A command that is about one recipe, as typed."""
+
+    recipe: str
+    overrides: tuple[str, ...]  # "key=value", "~key"
+    options: argparse.Namespace
+
+
+def recipe_parser(command: str, description: str, examples: Sequence[str]) -> Parser:
+    """A parser for `unirl <command> RECIPE [key=value ...]`, with Hydra's ways to name the recipe."""
+    parser = Parser(command, description, examples)
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name of `unirl recipes`, or a YAML file")
+    parser.option("--config-name", "-cn", metavar="RECIPE", help="the recipe, in Hydra's spelling")
+    parser.epilog = SETTINGS_HELP
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"unirl {command} RECIPE [key=value ...] [options]"
+    return parser
+
+
+def parse_recipe(parser: Parser, argv: Sequence[str], default: str | None = None) -> RecipeArguments:
+    """The recipe (`default` when none is named), its settings, and the command's own options."""
+    own, overrides = split_settings(argv, parser.takes_value)
+    options = parser.parse(own)
+    named = [name for name in (options.recipe, options.config_name) if name]
+    if len(named) == 2:
+        raise UsageError(f"{parser.prog}: two recipes are named, '{named[0]}' and '{named[1]}'; name one", code=2002)
+    if not named and default is None:
+        raise UsageError(f"{parser.prog}: name a recipe. They are listed by `unirl recipes`", code=2001)
+    return RecipeArguments((*named, default or "")[0], tuple(overrides), options)
+
+
+def split_settings(argv: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """(words of the command itself, settings as `key=value` or `~key`).
+
+    Args:
+        options: the command's own options; True for one that takes a value.
+    """
+    own: list[str] = []
+    settings: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if name in options:
+            own.append(word)
+            own += [_value_after(word, words)] if options[name] and not has_value else []
+        elif name.startswith("--"):
+            settings.append(f"{_key(name)}={value if has_value else _value_after(word, words)}")
+        elif word.startswith("~") or has_value:
+            settings.append(word)
+        else:
+            own.append(word)
+    return own, settings
+
+
+def _key(option: str) -> str:
+    return SHORTHANDS.get(option, option[2:].replace("-", "_"))
+
+
+def _value_after(option: str, words: Iterator[str]) -> str:
+    value = next(words, None)
+    if value is None:
+        raise UsageError(f"{option} needs a value: {option} VALUE, or {option}=VALUE", code=2002)
+    return value
+
+
+def run_verb(
+    noun: str, argv: Sequence[str], verbs: Mapping[str, Callable[[Sequence[str]], int]], examples: Sequence[str]
+) -> int:
+    """Run `unirl <noun> <verb> ...`; the first verb is the one that is meant when none is given."""
+    if argv and argv[0] in ("-h", "--help"):
+        shown = "".join(f"  {line}\n" for line in examples)
+        print(f"examples:\n{shown}\nusage: unirl {noun} {{{','.join(verbs)}}} ... (-h after a verb says more)")
+        return 0
+    default = next(iter(verbs))
+    verb, *rest = argv if argv and not argv[0].startswith("-") else (default, *argv)
+    if verb not in verbs:
+        raise UsageError(
+            f"unirl {noun}: unknown verb '{verb}'.{did_you_mean(verb, verbs)} Verbs: {', '.join(verbs)}", code=2002
+        )
+    return verbs[verb](rest)

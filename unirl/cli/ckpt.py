@@ -1,0 +1,98 @@
+"""`unirl ckpt ls|verify|show|prune`: the checkpoints of a run."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from unirl.cli.arguments import Parser, run_verb
+from unirl.cli.failures import Session
+from unirl.config.errors import CheckpointError, UsageError
+
+EXAMPLES = ("unirl ckpt ls runs/unirl/first", "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050",
+            "unirl ckpt prune runs/unirl/first --keep 1 --yes")  # fmt: skip
+
+
+def run(argv: list[str], session: Session) -> int:
+    return run_verb("ckpt", argv, {"ls": list_all, "verify": verify, "show": show, "prune": prune}, EXAMPLES)
+
+
+def list_all(argv: Sequence[str]) -> int:
+    parser = Parser("ckpt ls", "List the checkpoints of a run, newest first, each verified.", EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="a run directory, or its checkpoints folder")
+    parser.option("--json", action="store_true", help="as JSON")
+    options = parser.parse(argv)
+    store = _store(options.run)
+    rows = [(found, store.verify(found.path)) for found in store.checkpoints()]
+    if options.json:
+        listed = [{"path": str(found.path), "step": found.step, "problems": wrong} for found, wrong in rows]
+        print(json.dumps(listed, indent=1))
+    for found, wrong in [] if options.json else rows:
+        size = sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file())
+        print(f"{found.path.name}  step {found.step:<6} {size / 1e6:9.1f} MB  {'; '.join(wrong) or 'valid'}")
+    return 0
+
+
+def verify(argv: Sequence[str]) -> int:
+    parser = Parser("ckpt verify", "Compare every file of a checkpoint with its manifest.", EXAMPLES)
+    parser.add_argument("checkpoint", metavar="PATH", help="a checkpoint folder")
+    path = Path(parser.parse(argv).checkpoint)
+    wrong = _problems(path)
+    if wrong:
+        raise CheckpointError(f"{path} is damaged or incomplete:" + "".join(f"\n  {line}" for line in wrong))
+    print(f"{path}: valid")
+    return 0
+
+
+def show(argv: Sequence[str]) -> int:
+    from unirl.train.backend.manifest import read_manifest
+
+    parser = Parser("ckpt show", "Print the manifest of a checkpoint: step, versions, files.", EXAMPLES)
+    parser.add_argument("checkpoint", metavar="PATH", help="a checkpoint folder")
+    path = Path(parser.parse(argv).checkpoint)
+    if wrong := _problems(path):
+        raise CheckpointError(f"{path} cannot be shown: {wrong[0]}. unirl ckpt verify {path} says everything")
+    print(json.dumps(asdict(read_manifest(path)), indent=1))
+    return 0
+
+
+def prune(argv: Sequence[str]) -> int:
+    parser = Parser("ckpt prune", "Delete the oldest checkpoints of a run.", EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="a run directory, or its checkpoints folder")
+    parser.option("--keep", type=int, default=3, help="how many remain (default 3)")
+    parser.option("--yes", action="store_true", help="do not ask")
+    options = parser.parse(argv)
+    if options.keep < 1:
+        raise UsageError(f"--keep must be >= 1, got {options.keep}: the last checkpoint is never deleted", code=2004)
+    store = _store(options.run, keep=options.keep)
+    doomed = store.beyond_keep()
+    if not doomed:
+        print(f"{store.directory}: nothing to delete with --keep {options.keep}")
+    elif options.yes or _agreed(doomed):
+        store.prune()
+        print(f"{store.directory}: deleted {', '.join(found.path.name for found in doomed)}")
+    return 0
+
+
+def _store(run: str, keep: int = 3):
+    from unirl.train.backend.checkpoint import CheckpointStore
+
+    folder = Path(run)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder. Give a run directory (runs/<project>/<name>)")
+    inner = folder / "checkpoints"
+    return CheckpointStore(inner if inner.is_dir() else folder, keep=keep)
+
+
+def _problems(path: Path) -> list[str]:
+    from unirl.train.backend.checkpoint import verify
+
+    return verify(path)
+
+
+def _agreed(doomed) -> bool:
+    names = ", ".join(found.path.name for found in doomed)
+    if not sys.stdin.isatty():
+        raise UsageError(f"this would delete {names}; add --yes to do it", code=2002)
+    return input(f"delete {names}? [y/N] ").strip().lower() == "y"

@@ -1,0 +1,86 @@
+"""The command `unirl`: finds the command's module, runs it, and turns whatever it raises into a line and a status."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+
+import unirl
+from unirl.cli.failures import Session, failure_of, save_crash
+from unirl.config.errors import UsageError, did_you_mean
+
+COMMANDS: Mapping[str, str] = {
+    "quickstart": "train the small built-in model on a CPU, and show that it got better",
+    "train": "train a recipe",
+    "plan": "say what a recipe would do and cost, without doing it",
+    "check": "check a recipe: keys, types, geometry, capabilities",
+    "recipes": "list, search and show the recipes",
+    "eval": "score a checkpoint on held-out prompts",
+    "sample": "draw pictures with a checkpoint",
+    "export": "write a checkpoint as files that other libraries load",
+    "ckpt": "list, verify, show and prune checkpoints",
+    "config": "show a recipe's settings, and where each comes from",
+    "env": "report versions, devices and settings, for an issue",
+    "doctor": "check that this machine is ready",
+}
+"""What each command does; the module `unirl.cli.<command>` has `run(argv, session) -> exit status`."""
+
+EXAMPLES = """\
+examples:
+  unirl quickstart
+  unirl train diffusion/sd3_trainside scale=toy num_rollouts=3
+  unirl plan diffusion/sd3_trainside num_devices=8
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `unirl <argv>`; gives back the exit status of spec: 0, or what failed."""
+    return run_command(_dispatch, sys.argv[1:] if argv is None else argv)
+
+
+def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) -> int:
+    """Run `body(argv, session)`. The one place where an exception becomes a message and an exit status."""
+    session = Session(argv=tuple(argv))
+    try:
+        return body([word for word in argv if word != "--debug"], session)
+    except BrokenPipeError:
+        # The reader of our output left (`unirl recipes | head`): nothing more to say, and no complaint at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (Exception, KeyboardInterrupt) as error:
+        # Everything ends here: a user must never meet a traceback that they did not ask for.
+        failure = failure_of(error)
+        if session.debug:
+            traceback.print_exc()
+        crash = save_crash(error, session) if failure.is_bug else None
+        print(failure.text(crash), file=sys.stderr)
+        return failure.status
+
+
+def _dispatch(argv: list[str], session: Session) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"unirl {unirl.__version__}")
+        return 0
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise UsageError(
+            f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}", code=2001
+        )
+    return import_module(f"unirl.cli.{command}").run(rest, session)
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
+    return (
+        f"{EXAMPLES}\n"
+        "usage: unirl COMMAND [arguments] [--debug]\n\n"
+        f"commands (unirl COMMAND -h says more):\n{commands}\n\n"
+        "options:\n"
+        "  -h, --help     this page\n"
+        "  --version      the version\n"
+        "  --debug        show the traceback of an error"
+    )

@@ -1,0 +1,71 @@
+"""`unirl train RECIPE`, which is also `python -m unirl.train_<domain> --config-name=RECIPE`."""
+
+from collections.abc import Sequence
+
+from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
+from unirl.cli.failures import Session
+from unirl.cli.main import run_command
+from unirl.cli.signals import stop_on_signal
+from unirl.config.errors import UsageError
+
+EXAMPLES = (
+    "unirl train diffusion/quickstart",
+    "unirl train diffusion/sd3_trainside scale=toy num_rollouts=3",
+    "unirl train diffusion/sd3_trainside num_devices=8 run.name=first --resume auto",
+)
+
+
+def main(argv: Sequence[str], domain: str) -> int:
+    """The entrypoint of one domain: trains a recipe of that domain; gives back the exit status."""
+    return run_command(lambda words, session: _run(words, session, domain), argv)
+
+
+def run(argv: list[str], session: Session) -> int:
+    return _run(argv, session, None)
+
+
+def _run(argv: list[str], session: Session, domain: str | None) -> int:
+    arguments = read_arguments(argv)
+    _check_domain(arguments.recipe, domain)
+    if arguments.options.cfg:
+        return _print_config(arguments)
+    if arguments.options.dry_run:
+        from unirl.cli.plan import show_plan
+
+        return show_plan(arguments.recipe, arguments.overrides)
+    train(arguments.recipe, arguments.overrides, session)
+    return 0
+
+
+def read_arguments(argv: Sequence[str]) -> RecipeArguments:
+    parser = recipe_parser("train", "Train a recipe: plan, then run, saving what it needs to continue.", EXAMPLES)
+    parser.option("--cfg", "-c", choices=("job",), help="print the configuration instead of training")
+    parser.option("--resolve", action="store_true", help="with --cfg: fill in what ${...} stands for")
+    parser.option("--dry-run", action="store_true", help="plan only, as `unirl plan`")
+    return parse_recipe(parser, argv)
+
+
+def train(recipe: str, overrides: Sequence[str], session: Session):
+    """Run a recipe to its end; gives back the trainer. A signal stops it after the step that runs."""
+    from unirl.config.compose import compose
+    from unirl.trainer.build import build_trainer
+
+    trainer = build_trainer(compose(recipe, overrides))
+    session.run_dir = trainer.tracker.run.root
+    with stop_on_signal(trainer.request_stop):
+        trainer.train()
+    return trainer
+
+
+def _check_domain(recipe: str, domain: str | None) -> None:
+    named = recipe.removesuffix(".yaml").removeprefix("examples/").rpartition("/")[0]
+    if domain and "/" not in named and named not in ("", domain):
+        raise UsageError(
+            f"'{recipe}' is a recipe of the domain '{named}', and this is the entrypoint of '{domain}'. "
+            f"Run: python -m unirl.train_{named} --config-name={recipe}",
+            code=2001,
+        )
+
+
+def _print_config(arguments: RecipeArguments) -> int:
+    raise NotImplementedError

@@ -5,7 +5,8 @@
       CheckpointError 7            StallError 8        DivergenceError 9  WorkerError 10     Preempted 75
       Interrupted 130
 
-A message names the thing, its value, the rule and the way out; the command line prints `report(error)` and no traceback.
+A message names the thing, its value, the rule and the way out; the command line prints
+`report(error)` and no traceback.
 """
 
 from collections.abc import Iterable

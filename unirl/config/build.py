@@ -1,0 +1,215 @@
+"""A recipe checked against the classes it names, and objects made from what was checked.
+
+`check_node` imports the classes (which stay light) and makes nothing but config dataclasses; `build` makes the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.hints import WRITE_INSTEAD
+from unirl.config.node import Node
+from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
+from unirl.config.targets import find_target
+from unirl.config.values import Place, read, show
+
+SPECIAL = "_target_"
+
+
+def check_node(
+    tree: Any,
+    expected: Any = Node,
+    path: str = "",
+    plugins: tuple[str, ...] = (),
+    where: Callable[[str], str] = lambda path: "",
+) -> Node:
+    """The node that `tree` describes: every key known, typed, in range; defaults filled in.
+
+    Args:
+        tree: YAML data, interpolations resolved.
+        expected: the class that must be there; `Node` for any. A config dataclass needs no `_target_`.
+        where: key path to the place that wrote it, for messages.
+
+    Raises:
+        ConfigError: 2003 unknown or missing key, 2004 type or range, 2005 scalar for a block, 2030 unsafe target.
+    """
+    return _read_node(tree, expected, Place(path, where, plugins, _read_node))
+
+
+def build(node: Node, **wired: Any) -> Any:
+    """The object of a node. `wired` offers parameters by name; every class below takes those that it asks for."""
+    values = dict(node.values) | {key: _make(value, wired) for key, value in node.built.items()}
+    missing = [name for name, needed in node.schema.wired.items() if needed and name not in wired]
+    if missing:
+        raise ConfigError(
+            f"{node.path}: {node.target} asks the trainer for {', '.join(missing)}, "
+            f"which is not offered here (offered: {', '.join(sorted(wired)) or 'nothing'})",
+            code=2020,
+        )
+    given = {name: wired[name] for name in node.schema.wired if name in wired}
+    return _call(node, given | values)
+
+
+def _make(value: Any, wired: Mapping[str, Any]) -> Any:
+    """A checked value with its nodes built."""
+    if isinstance(value, Node):
+        return build(value, **wired)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_make(item, wired) for item in value)
+    if isinstance(value, dict):
+        return {key: _make(item, wired) for key, item in value.items()}
+    return value
+
+
+def _call(node: Node, arguments: Mapping[str, Any]) -> Any:
+    """The target called; a ValueError of its own rules becomes a ConfigError that names the key path."""
+    try:
+        return node.schema.target(**arguments)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(_with_path(str(error), node), code=2004) from error
+
+
+def _with_path(message: str, node: Node) -> str:
+    """`LoraConfig.rank must ...` or `rank must ...` -> `backend.lora_cfg.rank must ...`."""
+    spelled = re.match(r"(?:[\w.]+\.)?(\w+)(?=[ =])", message)
+    if spelled and spelled[1] in node.values:
+        return _join(node.path, spelled[1]) + message[spelled.end() :]
+    return f"{node.path}: {message}" if node.path else message
+
+
+def _read_node(value: Any, expected: Any, place: Place) -> Node:
+    if not isinstance(value, dict):
+        raise place.error(_scalar_for_block(value, expected, place), code=2005)
+    schema = _schema(value, expected, place)
+    _refuse_special(value, place)
+    _refuse_unknown(value, schema, place)
+    values = {key.name: _read_key(key, value, place) for key in schema.keys.values()}
+    node = Node(place.path, schema, values, frozenset(value) - {SPECIAL}, typed=schema.target is expected)
+    if schema.is_value:
+        _try(node, place)
+    return node
+
+
+def _try(node: Node, place: Place) -> None:
+    """Make the dataclass once, for its own range rules, unless a node below waits for the trainer."""
+    if not _waits(node):
+        try:
+            build(node)
+        except ConfigError as error:
+            raise place.error(str(error), code=error.code) from error
+
+
+def _waits(value: Any) -> bool:
+    """Whether something at or below cannot be made without the trainer."""
+    if isinstance(value, Node):
+        return not value.schema.is_value or any(_waits(item) for item in value.built.values())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return any(_waits(item) for item in items)
+
+
+def _schema(tree: Mapping[str, Any], expected: Any, place: Place) -> Schema:
+    """The schema of the class that the node names, or else of the config dataclass that is expected."""
+    if SPECIAL not in tree:
+        if is_config(expected) and expected is not Node:
+            return schema_of(expected)
+        raise place.error(f"{place.path} needs a _target_: the class to make", code=2003)
+    target = find_target(tree[SPECIAL], place.path, place.plugins)
+    schema = schema_of(target)
+    _check_fits(schema, expected, place)
+    return schema
+
+
+def _check_fits(schema: Schema, expected: Any, place: Place) -> None:
+    """A class must be, or offer the methods of, what its parameter is annotated with."""
+    if expected is Node or not inspect.isclass(expected):
+        return
+    if expected.__dict__.get("_is_protocol"):
+        lacks = [name for name in _methods(expected) if inspect.getattr_static(schema.owner, name, None) is None]
+    else:
+        lacks = [] if issubclass(schema.owner, expected) else [f"base {expected.__name__}"]
+    if lacks:
+        raise place.error(
+            f"{place.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}", code=2004
+        )
+
+
+def _methods(protocol: type) -> list[str]:
+    """The methods that a Protocol asks for."""
+    bases = [base for base in protocol.__mro__ if base.__dict__.get("_is_protocol")]
+    names = {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def _read_key(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
+    below = place.below(key.name)
+    if key.default_target is not None:
+        return _read_default_node(key, tree, below)
+    if key.name in tree and tree[key.name] != "???":
+        return read(tree[key.name], key.annotation, below)
+    if key.default is REQUIRED:
+        raise place.error(f"{below.path} is required and not set: write {below.path}=...", code=2003)
+    return _default(key, below)
+
+
+def _read_default_node(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
+    value = tree.get(key.name)
+    if value is None and key.name not in tree:
+        value = {}
+    target = {SPECIAL: key.default_target}
+    return read(target | value if isinstance(value, dict) else value, key.annotation, place)
+
+
+def _default(key: Key, place: Place) -> Any:
+    """The default; one that is a config dataclass becomes a node, so that its keys are listed and filled in."""
+    kind = type(key.default)
+    if not is_config(kind):
+        return key.default
+    schema = schema_of(kind)
+    keys = [Key(sub.name, sub.annotation, vars(key.default)[sub.name]) for sub in schema.keys.values()]
+    below = {sub.name: _default(sub, place.below(sub.name)) for sub in keys}
+    return Node(place.path, schema, below, frozenset(), typed=kind is key.annotation)
+
+
+def _scalar_for_block(value: Any, expected: Any, place: Place) -> str:
+    known = is_config(expected) and expected is not Node
+    keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
+    way_out = f"Set one of them: {place.path}.<key>={show(value)}"
+    return f"{place.path} is a block of keys, got {show(value)}.{keys} {way_out}"
+
+
+def _refuse_special(tree: Mapping[str, Any], place: Place) -> None:
+    for name in tree:
+        if not isinstance(name, str):
+            raise place.error(f"{place.path}: the key {name!r} must be text", code=2003)
+        if name.startswith("_") and name != SPECIAL:
+            raise place.error(f"{_join(place.path, name)}: _target_ is the only special key. Remove it", code=2003)
+
+
+def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, place: Place) -> None:
+    for name in tree:
+        if name != SPECIAL and name not in schema.keys:
+            at = place.below(name)
+            raise at.error(_unknown(name, schema, place), code=2003)
+
+
+def _unknown(name: str, schema: Schema, place: Place) -> str:
+    """The nearest key of the class; else what to write for a word of another system; else the class's keys."""
+    path = _join(place.path, name)
+    start = f"unknown key '{path}'"
+    if name in schema.wired:
+        return f"{start}: '{name}' is given to {schema.owner.__name__} by the trainer, not by the recipe. Remove it"
+    if name in WRITE_INSTEAD:
+        return f"{start}. Write {WRITE_INSTEAD[name]}"
+    hint = did_you_mean(path, [_join(place.path, key) for key in schema.keys]) if name else ""
+    keys = ", ".join(schema.keys) or "none"
+    return f"{start}.{hint} Keys of {schema.owner.__name__}: {keys}"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,135 @@
+"""Configuration as a stack of layers, so that every value knows where it came from.
+
+    recipe it extends < recipe < environment < scale=toy < command line
+
+Later layers win. Mappings merge key by key, except that a node whose `_target_` differs replaces the node below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from unirl.config.errors import ConfigError
+
+Tree = dict[str, Any]
+"""YAML data: mappings with string keys, lists and scalars."""
+
+
+class _Deleted:
+    """Marks a key that `~key` takes away."""
+
+    def __repr__(self) -> str:
+        return "(deleted)"
+
+
+DELETED: Final = _Deleted()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one source sets."""
+
+    source: str  # "command line", "environment", "scale=toy", "recipe"
+    tree: Tree
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Key path to where exactly: `sd3_trainside.yaml:12`, `PRETRAINED_MODEL`, `batch_size=4`."""
+
+    def place(self, path: str) -> str:
+        """Where this layer sets `path`: the nearest place recorded at it or above it."""
+        while path and path not in self.places:
+            path = path.rpartition(".")[0]
+        return self.places.get(path, "")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One layer's say on a key."""
+
+    source: str
+    place: str
+    value: Any
+    wins: bool
+
+
+def fold(layers: Sequence[Layer]) -> Tree:
+    """The tree that the layers make, the last one on top."""
+    tree: Tree = {}
+    for layer in layers:
+        tree = _merge_mappings(tree, layer.tree, "")
+    return tree
+
+
+def origins(layers: Sequence[Layer], path: str) -> list[Origin]:
+    """Every layer that sets `path`, the strongest first; `wins` marks the one in effect."""
+    said = [(layer, value) for layer in layers for value in _lookup(layer.tree, path)]
+    effective = list(_lookup(fold(layers), path))
+    top = len(said) - 1
+    return [
+        Origin(layer.source, layer.place(path), value, wins=bool(effective) and index == top)
+        for index, (layer, value) in reversed(list(enumerate(said)))
+    ]
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key path that holds a scalar, a list or an empty mapping, with its value."""
+    if not isinstance(tree, dict) or not tree:
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from leaves(value, join(path, key))
+
+
+def join(path: str, key: object) -> str:
+    """`path.key`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def get(tree: Tree, path: str, default: Any = None) -> Any:
+    """The value at a key path, or `default`."""
+    for value in _lookup(tree, path):
+        return value
+    return default
+
+
+def put(tree: Tree, path: str, value: Any) -> None:
+    """Set the value at a key path, making the mappings above it."""
+    *parents, last = path.split(".")
+    for key in parents:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    both = isinstance(value, dict) and isinstance(tree.get(last), dict)
+    tree[last] = _merge_mappings(tree[last], value, path) if both else value
+
+
+def _lookup(tree: Any, path: str) -> Iterator[Any]:
+    """The value at a key path, if it is there."""
+    for key in path.split("."):
+        if not isinstance(tree, dict) or key not in tree:
+            return
+        tree = tree[key]
+    if tree is not DELETED:
+        yield tree
+
+
+def _merge(below: Any, above: Any, path: str) -> Any:
+    if not isinstance(above, dict):
+        return above
+    if isinstance(below, list):
+        raise ConfigError(f"{path} is a list of {len(below)}: write it whole, {path}=[...]", code=2005)
+    return _merge_mappings(below if isinstance(below, dict) else {}, above, path)
+
+
+def _merge_mappings(below: Tree, above: Tree, path: str) -> Tree:
+    """`above` over `below`; all of `above` when both name a `_target_` and the two differ."""
+    targets = below.get("_target_"), above.get("_target_")
+    replaced = None not in targets and targets[0] != targets[1]
+    merged = {} if replaced else dict(below)
+    for key, value in above.items():
+        if value is DELETED:
+            merged.pop(key, None)
+        else:
+            merged[key] = _merge(merged.get(key), value, join(path, key))
+    return merged

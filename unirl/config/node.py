@@ -1,0 +1,71 @@
+"""A checked piece of a recipe: a class, and the values of its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.config.schema import Key, Schema
+
+
+@dataclass(frozen=True)
+class Node:
+    """What `check` makes of a mapping with a `_target_`, or of one that stands for a config dataclass."""
+
+    path: str
+    schema: Schema
+    values: Mapping[str, Any]
+    """Every key, defaults filled in. A value is a scalar, a tuple, list or dict, or a Node."""
+    written: frozenset[str]
+    """The keys that the recipe gives."""
+    typed: bool = False
+    """The parameter's annotation names this very class, so `_target_` need not be written."""
+
+    @property
+    def target(self) -> str:
+        """The dotted name of the class."""
+        return self.schema.name
+
+    @property
+    def built(self) -> dict[str, Any]:
+        """The values that are made before the class is; the others are nodes that it keeps, to be built later."""
+        return {name: value for name, value in self.values.items() if not is_held(self.schema.keys[name])}
+
+    def child(self, key: str) -> Node:
+        """The node under `key`; a KeyError when there is none."""
+        found = self.values[key]
+        if not isinstance(found, Node):
+            raise KeyError(f"{self.path}.{key} is not a node")
+        return found
+
+    def resolved(self) -> dict[str, Any]:
+        """YAML data with every key, as it stands in config/resolved.yaml."""
+        head = {} if self.typed else {"_target_": self.target}
+        return head | {key: plain(value) for key, value in self.values.items()}
+
+
+def is_held(key: Key) -> bool:
+    """Whether a parameter wants the checked node itself: it is annotated with Node."""
+    return Node in (key.annotation, *typing.get_args(key.annotation))
+
+
+def plain(value: Any) -> Any:
+    """A checked value as YAML data. A dataclass instance (a default of a signature) is written with its class."""
+    if isinstance(value, Node):
+        return value.resolved()
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _instance(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _instance(value: Any) -> dict[str, Any]:
+    fields = [field.name for field in dataclasses.fields(value) if field.init]
+    kind = type(value)
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}"} | {name: plain(vars(value)[name]) for name in fields}

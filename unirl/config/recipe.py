@@ -1,0 +1,138 @@
+"""The top level of a recipe: every block and scalar that it may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unirl.config.node import Node
+
+
+def _check_at_least(low: int, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < low:
+            raise ValueError(f"{name} must be >= {low}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The loop without a learner, on held-out prompts with fixed noise."""
+
+    eval_steps: int = 0
+    """Evaluate before the first step, every this many steps, and after the last; 0 = never."""
+    data_path: str | None = None
+    """Held-out prompts; absent = the training file, unshuffled."""
+    max_prompts: int = 32
+    """The first this many prompts of the file."""
+    samples_per_prompt: int = 1
+    num_inference_steps: int | None = None
+    """T; absent = that of `sampling`."""
+    guidance_scale: float | None = None
+    """Absent = that of `sampling`."""
+    seed: int = 42
+    """Seeds the noise of evaluation, which is the same at every evaluation."""
+    weights: Literal["live", "ema"] = "live"
+    """Which weights are evaluated."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(0, eval_steps=self.eval_steps)
+        _check_at_least(1, max_prompts=self.max_prompts, samples_per_prompt=self.samples_per_prompt)
+        _check_at_least(1, num_inference_steps=self.num_inference_steps)
+        _check_at_least(0, guidance_scale=self.guidance_scale)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this run evaluates."""
+        return self.eval_steps > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The identity of a run."""
+
+    project: str = "unirl"
+    """The folder under runs/, and the project of the mirrors."""
+    name: str | None = None
+    """The run's own name; absent = made from time and recipe."""
+    dir: str | None = None
+    """The run directory; absent = runs/<project>/<name>."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where metrics go beside the run directory's files, and how many samples are kept."""
+
+    mirrors: tuple[Literal["wandb", "tensorboard", "swanlab"], ...] = ()
+    """Services that repeat what the files say."""
+    entity: str | None = None
+    """The W&B team or user."""
+    offline: bool = False
+    """Mirrors write locally and never use the network."""
+    sample_steps: int = 10
+    """Keep samples every this many steps; 0 = never."""
+    max_samples: int = 16
+    """Samples kept each time."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(0, sample_steps=self.sample_steps)
+        _check_at_least(1, max_samples=self.max_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """A whole recipe. Blocks are nodes (a class by `_target_`, and its keys); the trainer builds them."""
+
+    bundle: Node
+    """The model: modules of one checkpoint."""
+    pipeline: Node
+    """Encode, sample, decode with that model."""
+    backend: Node
+    """The trainable weights: wrapping, optimizer, snapshots."""
+    rollout: Node
+    """The engine that samples."""
+    reward: Node
+    """What scores the samples."""
+    advantage: Node = field(metadata={"target": "unirl.algorithms.advantages.GroupAdvantage"})
+    """Rewards to one advantage per sample."""
+    algorithm: Node
+    """The loss."""
+    stack: Node = field(metadata={"target": "unirl.train.stack.TrainStack"})
+    """Updates and micro-batches of a step."""
+    data_source: Node
+    """The prompts."""
+    sampling: Node
+    """How samples are drawn."""
+    sync: Node | None = None
+    """Weights to an engine that holds its own; absent = the engine borrows the trained ones."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    batch_size: int
+    """P, prompts per step; a step draws P x sampling.samples_per_prompt samples."""
+    num_rollouts: int = 100
+    """Steps of the loop."""
+    num_devices: int = 1
+    runtime: Literal["local", "ray"] = "local"
+    """local = every role in this process; ray = one worker per device."""
+    placement: dict[str, str | int] | None = None
+    """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
+    offload_idle: bool = False
+    """Keep on the device only what the running phase needs: slower, smaller."""
+    weight_sync_interval: int = 1
+    """Send weights to a separate engine every this many steps."""
+    save_interval: int = 50
+    """Checkpoint every this many steps and after the last; 0 = only after the last."""
+    keep_checkpoints: int = 3
+    """Older ones are deleted after a new one is published; 0 = keep all."""
+    resume: str = "auto"
+    """auto = continue what the run directory holds, else start; latest; none; or a checkpoint's path."""
+    scale: Literal["full", "toy"] = "full"
+    """toy = the same run with small values, on a CPU in seconds."""
+    plugins: tuple[str, ...] = ()
+    """Packages beside unirl whose classes a `_target_` may name."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, batch_size=self.batch_size, num_rollouts=self.num_rollouts, num_devices=self.num_devices)
+        _check_at_least(0, save_interval=self.save_interval, keep_checkpoints=self.keep_checkpoints)
+        _check_at_least(1, weight_sync_interval=self.weight_sync_interval)

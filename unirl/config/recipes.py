@@ -1,0 +1,99 @@
+"""Where recipes are: `<domain>/<recipe>` names under examples/, or any YAML file by its path; and the cards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from unirl.config.errors import UsageError, nearest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+CARD_SUFFIX = ".card.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The evidence for a recipe. Nothing claims more than was run."""
+
+    status: str = "untested"
+    """untested | toy (runs end to end at scale=toy) | trained (the reward rose at full size)."""
+    hardware: str = "none"
+    date: str = "none"
+    commit: str = "none"
+    result: str = "none"
+    """What was seen: updates made, reward from -> to, artefacts made, weights changed."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe by name, and the file that holds it."""
+
+    name: str  # "diffusion/sd3_trainside"
+    path: Path
+
+    @property
+    def domain(self) -> str:
+        """The folder's name: which entrypoint trains it."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def card(self) -> Card:
+        """The card beside the recipe; a recipe without one is untested."""
+        path = self.path.with_suffix(CARD_SUFFIX)
+        if not path.is_file():
+            return Card()
+        fields = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        return Card(**{key: " ".join(str(value).split()) for key, value in fields.items()})
+
+
+def search_path() -> tuple[Path, ...]:
+    """The folders that hold recipes: those of the checkout, the installed package and the working directory."""
+    folders = (PACKAGE.parent / "examples", PACKAGE / "examples", Path.cwd() / "examples")
+    return tuple(dict.fromkeys(folder for folder in folders if folder.is_dir()))
+
+
+def list_recipes(search: tuple[Path, ...] | None = None) -> list[RecipeFile]:
+    """All recipes of the search path by name; the first folder that has a name wins."""
+    found: dict[str, RecipeFile] = {}
+    for folder in search_path() if search is None else search:
+        for path in sorted(folder.glob("*/**/*.yaml")):
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            if not path.name.endswith(CARD_SUFFIX):
+                found.setdefault(name, RecipeFile(name, path))
+    return sorted(found.values(), key=lambda recipe: recipe.name)
+
+
+def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile:
+    """The recipe called `name`, or the YAML file at that path.
+
+    Raises:
+        UsageError: 2001 with the three nearest names.
+    """
+    known = {recipe.name: recipe for recipe in list_recipes(search)}
+    wanted = name.removesuffix(".yaml").removeprefix("examples/")
+    if wanted in known:
+        return known[wanted]
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return RecipeFile(_name_of(path), path.resolve())
+    raise UsageError(_not_found(name, known), code=2001)
+
+
+def _name_of(path: Path) -> str:
+    """`<folder>/<file>` of a recipe that lies anywhere."""
+    resolved = path.resolve()
+    return f"{resolved.parent.name}/{resolved.stem}"
+
+
+def _not_found(name: str, known: dict[str, RecipeFile]) -> str:
+    if not known:
+        return f"no recipe '{name}': no examples/ folder was found. Give a path to a YAML file"
+    same_file = [full for full in known if full.rpartition("/")[2] == name]
+    close = (same_file + [full for full in nearest(name, known) if full not in same_file])[:3]
+    return (
+        f"no recipe '{name}', neither under examples/ nor as a YAML file. "
+        f"Nearest: {', '.join(close)}. All: unirl recipes"
+    )

@@ -1,0 +1,175 @@
+"""The signature is the schema: what a class lets a recipe say, read from its constructor."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final
+
+
+class _Required:
+    """Marks a key without a default."""
+
+    def __repr__(self) -> str:
+        return "(required)"
+
+
+REQUIRED: Final = _Required()
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that a recipe may write."""
+
+    name: str
+    annotation: Any
+    default: Any = REQUIRED
+    default_target: str | None = None
+    """For a node: the `_target_` it has when the recipe names none."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a constructor takes: keys from the recipe, and wired parameters (those before `*`) from the trainer."""
+
+    target: Callable[..., Any]
+    keys: Mapping[str, Key]
+    wired: Mapping[str, bool]
+    """Parameter name to whether it must be given."""
+
+    @property
+    def owner(self) -> type:
+        """The class itself, also when the target is one of its classmethods."""
+        return self.target if inspect.isclass(self.target) else self.target.__self__  # type: ignore[attr-defined]
+
+    @property
+    def name(self) -> str:
+        """The dotted name that `_target_` would write."""
+        return f"{self.target.__module__}.{self.target.__qualname__}"
+
+    @property
+    def toy(self) -> Mapping[str, Any]:
+        """The class's own values for scale=toy, without those that only its parents declare."""
+        return self.owner.__dict__.get("toy", EMPTY)
+
+    @property
+    def is_value(self) -> bool:
+        """Whether the target is a config dataclass, so that it can be made while checking."""
+        return is_config(self.target)
+
+
+def is_config(annotation: Any) -> bool:
+    """Whether this is a config dataclass: complete without the trainer."""
+    is_dataclass = inspect.isclass(annotation) and dataclasses.is_dataclass(annotation)
+    return is_dataclass and not schema_of(annotation).wired
+
+
+@cache
+def schema_of(target: Callable[..., Any]) -> Schema:
+    """The schema of a class, or of a classmethod bound to its class."""
+    if inspect.isclass(target) and dataclasses.is_dataclass(target):
+        return _dataclass_schema(target)
+    return _signature_schema(target)
+
+
+def _dataclass_schema(cls: type) -> Schema:
+    """A dataclass is all keys, except for positional fields beside keyword-only ones: these are wired."""
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    hints = _class_hints(cls)
+    mixed = any(field.kw_only for field in fields)
+    keys = {f.name: _field_key(f, hints[f.name]) for f in fields if f.kw_only or not mixed}
+    wired = {f.name: _field_default(f) is REQUIRED for f in fields if f.name not in keys}
+    return Schema(cls, keys, wired)
+
+
+def _field_key(field: dataclasses.Field[Any], annotation: Any) -> Key:
+    return Key(field.name, annotation, _field_default(field), field.metadata.get("target"))
+
+
+def _field_default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return REQUIRED
+
+
+def _class_hints(cls: type) -> dict[str, Any]:
+    """Annotations of the dataclass's fields, each read in the module that wrote it."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        names = vars(sys.modules[base.__module__])
+        hints |= {name: _evaluate(note, names) for name, note in inspect.get_annotations(base).items()}
+    return hints
+
+
+def _signature_schema(target: Callable[..., Any]) -> Schema:
+    keys: dict[str, Key] = {}
+    wired: dict[str, bool] = {}
+    for parameter in inspect.signature(target).parameters.values():
+        default = REQUIRED if parameter.default is parameter.empty else parameter.default
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keys[parameter.name] = Key(parameter.name, _evaluate(parameter.annotation, _names_at(target)), default)
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            wired[parameter.name] = default is REQUIRED
+        else:
+            raise TypeError(f"{target.__qualname__} takes *{parameter.name}: a recipe's class names every key")
+    return Schema(target, keys, wired)
+
+
+def _names_at(target: Callable[..., Any]) -> dict[str, Any]:
+    """The names that the constructor's annotations were written with."""
+    function = target.__init__ if inspect.isclass(target) else target.__func__  # type: ignore[misc,attr-defined]
+    return function.__globals__ if inspect.isfunction(function) else {}
+
+
+def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
+    """An annotation as an object; a class that is only imported for type checkers stays a string."""
+    if annotation is inspect.Parameter.empty:
+        return Any
+    try:
+        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), names)["it"]
+    except NameError:
+        return annotation
+
+
+@cache
+def docs_of(cls: type) -> dict[str, str]:
+    """Key to its docstring: the string below a dataclass field, or the `Args:` entry of the constructor."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ != "builtins":
+            docs |= dict(_args_docs(base)) | dict(_field_docs(base))
+    return docs
+
+
+def _field_docs(cls: type) -> Iterator[tuple[str, str]]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError):  # no source: a class made at run time
+        return
+    assert isinstance(body, ast.ClassDef)
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_doc:
+            yield field.target.id, " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
+
+
+def _args_docs(cls: type) -> Iterator[tuple[str, str]]:
+    text = f"{inspect.getdoc(cls) or ''}\n{inspect.getdoc(cls.__init__) or ''}"  # type: ignore[misc]
+    for section in re.findall(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", text, re.MULTILINE):
+        entries = re.split(r"^(?=\w+:)", textwrap.dedent(section), flags=re.MULTILINE)
+        for entry in filter(None, entries):
+            name, _, doc = entry.partition(":")
+            yield name.strip(), " ".join(doc.split())

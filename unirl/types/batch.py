@@ -128,9 +128,7 @@ class Batch:
                 return length
         for _, value in self._values(Kind.OFFSETS):
             return len(value) - 1
-        raise ValueError(
-            f"{type(self).__name__} holds no per-row field, so it has no number of rows"
-        )
+        raise ValueError(f"{type(self).__name__} holds no per-row field, so it has no number of rows")
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -139,26 +137,17 @@ class Batch:
     def select(self, indices: Sequence[int]) -> Self:
         """The rows `indices`, in that order; repeats are allowed."""
         chosen = list(indices)
-        changes = {
-            name: take_rows(value, chosen) for name, value in self._values(Kind.ROW)
-        }
+        changes = {name: take_rows(value, chosen) for name, value in self._values(Kind.ROW)}
         for name, bounds in self._values(Kind.OFFSETS):
             entries, lengths = _entries(bounds, chosen)
-            changes[name] = torch.cat(
-                [torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]
-            )
-            changes |= {
-                packed_name: value[entries]
-                for packed_name, value in self._values(Kind.PACKED)
-            }
+            changes[name] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            changes |= {packed_name: value[entries] for packed_name, value in self._values(Kind.PACKED)}
         return self.replace(**changes)
 
     def slice(self, start: int, stop: int) -> Self:
         """The rows start to stop - 1."""
         if not 0 <= start <= stop <= len(self):
-            raise ValueError(
-                f"{type(self).__name__}: rows {start}:{stop} do not lie within 0:{len(self)}"
-            )
+            raise ValueError(f"{type(self).__name__}: rows {start}:{stop} do not lie within 0:{len(self)}")
         return self.select(range(start, stop))
 
     def repeat_interleave(self, times: int) -> Self:
@@ -167,18 +156,14 @@ class Batch:
 
     def chunk(self, size: int) -> list[Self]:
         """Consecutive batches of `size` rows; the last may be smaller."""
-        return [
-            self.slice(i, min(i + size, len(self))) for i in range(0, len(self), size)
-        ]
+        return [self.slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """All rows of `parts`, in order. Shared fields must be equal in all of them."""
         if not parts:
             raise ValueError(f"{cls.__name__}.concat needs at least one part")
-        return parts[0].replace(
-            **{name: _joined(name, kind, parts) for name, kind in cls.kinds().items()}
-        )
+        return parts[0].replace(**{name: _joined(name, kind, parts) for name, kind in cls.kinds().items()})
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """A copy with `fn` applied to every tensor of a per-row or packed field."""
@@ -199,18 +184,14 @@ class Batch:
             value = self.__dict__[field.name]
             if value is None or field.metadata["kind"] not in (Kind.ROW, Kind.PACKED):
                 continue
-            changes[field.name] = (
-                fn(value) if field.metadata["heavy"] else map_heavy(value, fn)
-            )
+            changes[field.name] = fn(value) if field.metadata["heavy"] else map_heavy(value, fn)
         return changes
 
 
 def _entries(bounds: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
     starts, stops = bounds[:-1][chosen], bounds[1:][chosen]
     ranges = [torch.arange(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
-    return torch.cat(ranges) if ranges else torch.zeros(
-        0, dtype=torch.int64
-    ), stops - starts
+    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64), stops - starts
 
 
 def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
@@ -218,9 +199,7 @@ def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
-        raise ValueError(
-            f"{type(parts[0]).__name__}.{name} is absent in some parts and present in others: cannot join"
-        )
+        raise ValueError(f"{type(parts[0]).__name__}.{name} is absent in some parts and present in others: cannot join")
     if kind is Kind.ROW:
         return concat_rows(values)
     if kind is Kind.PACKED:
@@ -236,9 +215,7 @@ def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
 def _agreed(name: str, values: list[Any]) -> Any:
     for value in values[1:]:
         if not same(values[0], value):
-            raise ValueError(
-                f"{name} is shared by all rows but its parts disagree: {values[0]!r} and {value!r}"
-            )
+            raise ValueError(f"{name} is shared by all rows but its parts disagree: {values[0]!r} and {value!r}")
     return values[0]
 
 
@@ -314,14 +291,8 @@ def _(value: dict[str, Any]) -> int | None:
 
 @take_rows.register
 def _(value: Tensor, indices: list[int]) -> Any:
-    contiguous = (
-        indices == list(range(indices[0], indices[0] + len(indices)))
-        if indices
-        else False
-    )
-    return (
-        value[indices[0] : indices[0] + len(indices)] if contiguous else value[indices]
-    )
+    contiguous = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
+    return value[indices[0] : indices[0] + len(indices)] if contiguous else value[indices]
 
 
 @take_rows.register(list)

@@ -32,21 +32,14 @@ class Column:
 
     def select(self, indices: Sequence[int]) -> Column:
         """The rows `indices`, in that order; neighbours from one stored value stay one piece."""
-        rows = [
-            (piece.owner, piece.key, row) for piece in self.pieces for row in piece.rows
-        ]
+        rows = [(piece.owner, piece.key, row) for piece in self.pieces for row in piece.rows]
         return Column(_pieces(rows[i] for i in indices))
 
     @staticmethod
     def concat(columns: Sequence[Column]) -> Column:
         """All rows of `columns`, in order."""
         return Column(
-            _pieces(
-                (piece.owner, piece.key, row)
-                for c in columns
-                for piece in c.pieces
-                for row in piece.rows
-            )
+            _pieces((piece.owner, piece.key, row) for c in columns for piece in c.pieces for row in piece.rows)
         )
 
 

@@ -28,8 +28,15 @@ class Previous:
 class Transition(Protocol):
     """A distribution over the next point of a denoising trajectory."""
 
-    mean: Tensor
-    std: Tensor
+    @property
+    def mean(self) -> Tensor:
+        """[B, *latent] float32 or float64."""
+        ...
+
+    @property
+    def std(self) -> Tensor:
+        """[] or [B], dtype and device of the mean."""
+        ...
 
     def sample(self, noise: Tensor) -> Tensor:
         """[B, *latent] mean + std * noise."""
@@ -174,11 +181,19 @@ class Capabilities:
 class Scorer(Protocol):
     """Maps decoded media, prompts and metadata to finite component scores per sample."""
 
-    reads: ClassVar[tuple[str, ...]]
-    """The columns that it gets, of: prompts, images, texts, metadata."""
-    capabilities: ClassVar[Capabilities]
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that it gets, of: prompts, images, texts, metadata."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def score(self, request: RewardRequest) -> RewardResponse: ...
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
 
 
 class WeightSource(Protocol):

@@ -32,9 +32,7 @@ class AdvantageResult:
 class AdvantageEstimator(Protocol):
     """Rewards of all rows to one advantage per row; pure."""
 
-    def __call__(
-        self, rewards: Tensor, group_ids: Sequence[str], weight: Tensor
-    ) -> AdvantageResult: ...
+    def __call__(self, rewards: Tensor, group_ids: Sequence[str], weight: Tensor) -> AdvantageResult: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,23 +47,15 @@ class RolloutTrack(Batch):
     segment: Any = row()  # LatentSegment, TextSegment, ActionSegment
     decoded: Any = row(optional=True)  # Images, Texts, Videos
     rewards: Tensor | None = row(optional=True)  # [B] float32
-    component_rewards: dict[str, Tensor] | None = row(
-        optional=True
-    )  # name -> [B] float32
+    component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
     advantages: Tensor | None = row(optional=True)  # [B] float32
     weight: Tensor = row()  # [B] float32
-    weight_version: Tensor = (
-        row()
-    )  # [B] int64, optimizer updates behind the sampling weights
+    weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
 
-    def compute_advantages(
-        self, estimator: AdvantageEstimator
-    ) -> tuple[RolloutTrack, Metrics]:
+    def compute_advantages(self, estimator: AdvantageEstimator) -> tuple[RolloutTrack, Metrics]:
         """The track with advantages by `estimator`, and its metrics. Raises ValueError before rewards are known."""
         if self.rewards is None:
-            raise ValueError(
-                "compute_advantages needs rewards: score the track (or propagate rewards to it) first"
-            )
+            raise ValueError("compute_advantages needs rewards: score the track (or propagate rewards to it) first")
         result = estimator(self.rewards, self.group_ids, self.weight)
         return self.replace(advantages=result.advantages), result.metrics
 
@@ -89,13 +79,9 @@ class RolloutResp:
             )
         if track.parent_ids is None:
             raise ValueError(f"track {name!r} has a parent track but no parent ids")
-        unknown = set(track.parent_ids) - set(
-            self.tracks[track.parent_track].sample_ids
-        )
+        unknown = set(track.parent_ids) - set(self.tracks[track.parent_track].sample_ids)
         if unknown:
-            raise ValueError(
-                f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}"
-            )
+            raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
 
     def pick(self, names: Sequence[str]) -> RolloutResp:
         """The response with these tracks only, lineage to others dropped."""
@@ -103,16 +89,12 @@ class RolloutResp:
         for name in names:
             track = self.tracks[name]
             cut = track.parent_track is not None and track.parent_track not in names
-            chosen[name] = (
-                track.replace(parent_track=None, parent_ids=None) if cut else track
-            )
+            chosen[name] = track.replace(parent_track=None, parent_ids=None) if cut else track
         return RolloutResp(chosen)
 
     def root_track(self) -> RolloutTrack:
         """The one track without a parent. Raises ValueError when there is not exactly one."""
-        roots = [
-            name for name, track in self.tracks.items() if track.parent_track is None
-        ]
+        roots = [name for name, track in self.tracks.items() if track.parent_track is None]
         if len(roots) != 1:
             raise ValueError(f"expected exactly one root track, found {sorted(roots)}")
         return self.tracks[roots[0]]
@@ -123,9 +105,7 @@ class RolloutResp:
 
     def children(self, name: str) -> list[str]:
         """Names of the tracks whose parent is `name`."""
-        return [
-            child for child, track in self.tracks.items() if track.parent_track == name
-        ]
+        return [child for child, track in self.tracks.items() if track.parent_track == name]
 
     def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
         """Rewards carried up the tree: an unscored parent takes `op` over its children of weight > 0.
@@ -161,13 +141,9 @@ class RolloutResp:
     def _rewarded(self, name: str, op: RewardOp) -> RolloutTrack:
         children = self.children(name)
         if not children:
-            raise ValueError(
-                f"track {name!r} is a leaf without rewards: score it first"
-            )
+            raise ValueError(f"track {name!r} is a leaf without rewards: score it first")
         if len(children) > 1:
-            raise ValueError(
-                f"track {name!r} has children {children}: which one's rewards to take is not defined"
-            )
+            raise ValueError(f"track {name!r} has children {children}: which one's rewards to take is not defined")
         parent, child = self.tracks[name], self.tracks[children[0]]
         members: dict[str, list[int]] = {sample: [] for sample in parent.sample_ids}
         for i, parent_id in enumerate(child.parent_ids or []):
@@ -178,14 +154,10 @@ class RolloutResp:
             if members[sample]:
                 rewards[i] = _REDUCTIONS[op](child.rewards[members[sample]])  # type: ignore[index]
             elif parent.weight[i] > 0:
-                raise ValueError(
-                    f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}"
-                )
+                raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
         return parent.replace(rewards=rewards)
 
 
 @map_heavy.register
 def _(value: RolloutResp, fn: Callable[[Any], Any]) -> RolloutResp:
-    return RolloutResp(
-        {name: track.map_heavy(fn) for name, track in value.tracks.items()}
-    )
+    return RolloutResp({name: track.map_heavy(fn) for name, track in value.tracks.items()})

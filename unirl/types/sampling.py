@@ -67,13 +67,9 @@ class DiffusionSamplingParams:
         ):
             self._check_at_least(name, 1)
         if self.guidance_passes not in (1, 2):
-            raise ValueError(
-                f"sampling.guidance_passes must be 1 or 2, got {self.guidance_passes}"
-            )
+            raise ValueError(f"sampling.guidance_passes must be 1 or 2, got {self.guidance_passes}")
         if self.guidance_scale < 0:
-            raise ValueError(
-                f"sampling.guidance_scale must be >= 0, got {self.guidance_scale}; 1 turns guidance off"
-            )
+            raise ValueError(f"sampling.guidance_scale must be >= 0, got {self.guidance_scale}; 1 turns guidance off")
         self._check_indices()
         self._check_sigmas()
 
@@ -94,14 +90,8 @@ class DiffusionSamplingParams:
     def _check_sigmas(self) -> None:
         if self.sigmas is None:
             return
-        decreasing = all(
-            a > b for a, b in zip(self.sigmas, self.sigmas[1:], strict=False)
-        )
-        if (
-            len(self.sigmas) != self.num_inference_steps + 1
-            or not decreasing
-            or self.sigmas[-1] != 0
-        ):
+        decreasing = all(a > b for a, b in zip(self.sigmas, self.sigmas[1:], strict=False))
+        if len(self.sigmas) != self.num_inference_steps + 1 or not decreasing or self.sigmas[-1] != 0:
             raise ValueError(
                 f"sampling.sigmas needs {self.num_inference_steps + 1} decreasing values that end in 0 "
                 f"(num_inference_steps + 1), got {len(self.sigmas)}: {list(self.sigmas)}"
@@ -119,9 +109,7 @@ class DiffusionSamplingParams:
             chosen = self.sde_steps.choose(step, total, self.seed)
         else:
             chosen = tuple(range(total - 1))
-        return tuple(
-            sorted(i for i in set(chosen) if self.kernel.has_density(i, total))
-        )
+        return tuple(sorted(i for i in set(chosen) if self.kernel.has_density(i, total)))
 
     def pinned(self, step: int, sigmas: tuple[float, ...]) -> DiffusionSamplingParams:
         """The copy that a request carries: schedule and stochastic steps written out."""

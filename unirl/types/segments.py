@@ -24,9 +24,7 @@ class LatentSegment(Batch):
     kernel: Kernel = shared()
     guidance_scale: float = shared()
     guidance_passes: int = shared()
-    anchors: dict[str, Tensor] = row(
-        heavy=True
-    )  # name -> [B, S, ...] values of other policies
+    anchors: dict[str, Tensor] = row(heavy=True)  # name -> [B, S, ...] values of other policies
 
     @property
     def num_steps(self) -> int:
@@ -36,9 +34,7 @@ class LatentSegment(Batch):
     def latents_at(self, position: int) -> Tensor:
         """The latents at trajectory position `position` (0 = noise, T = sample): [B, *latent]."""
         if position not in self.indices:
-            raise ValueError(
-                f"trajectory position {position} is not stored; stored positions are {self.indices}"
-            )
+            raise ValueError(f"trajectory position {position} is not stored; stored positions are {self.indices}")
         return self.latents[:, self.indices.index(position)]
 
     @property

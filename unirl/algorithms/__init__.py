@@ -1,0 +1,1 @@
+"""Losses: one file each, over shared pure functions."""

@@ -11,7 +11,8 @@ stamp_file="$venv/.unirl-stamp"
 needed_mib=3072
 
 say() { printf 'unirl set-up: %s\n' "$*" >&2; }
-fail() { printf 'error[%s]: %s\n' "$1" "$2" >&2; exit 3; }
+# The exit status is the code's thousands: 3 for what is missing, 5 for too little of something.
+fail() { printf 'error[%s]: %s\n' "$1" "$2" >&2; exit "${1%???}"; }
 
 wanted_stamp() {
   cat "$root/pyproject.toml" "$root/constraints.txt" "$root/scripts/bootstrap.sh" | cksum

@@ -1,8 +1,8 @@
 """How rows are cut into forward batches of equal size, so that a row's bits do not depend on its neighbours.
 
 Matrix kernels pick another order of summation for another number of rows. A batch whose size is always the same (or,
-where a family's `batch_multiple` allows it, always a multiple of that) gives every row the same bits whoever sits beside
-it.
+where a family's `batch_multiple` allows it, always a multiple of that) gives every row the same bits, whoever sits
+beside it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.sd3.bundle import SD3Bundle
 
 
 class SD3Pipeline(DiffusionPipeline):
     """The seat of what would differ; SD3's guidance, schedule and conditioning are the general ones."""
+
+    bundle: SD3Bundle

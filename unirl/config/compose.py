@@ -1,31 +1,26 @@
-"""Composition: a recipe's YAML, the recipe it extends, and the command line, in Hydra's grammar.
+"""Composition: a recipe's YAML, the recipe it extends, the environment's paths, and the command line.
 
-Of Hydra, its override grammar is used; `@hydra.main` and `instantiate` are not. `key=value`, `+key=value` and
-`++key=value` all set; `~key` takes away. What may be set is judged afterwards, by `build.check_node`.
+Of Hydra, its override grammar is used; `@hydra.main` and `instantiate` are not. Any key may be set here: what may be
+said is judged afterwards, by `build.check_node`.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from unirl.config.errors import ConfigError, did_you_mean
-from unirl.config.layers import DELETED, Layer, Origin, Tree, fold, get, join, leaves, origins, put
+from unirl.config.interpolation import one_line, resolve
+from unirl.config.layers import Layer, Origin, Tree, fold, get, join, origins, put
+from unirl.config.overrides import command_line_layer
 from unirl.config.recipes import RecipeFile, find_recipe
-
-COMMAND_LINE = "command line"
 
 ENVIRONMENT: Mapping[str, str] = {
     "PRETRAINED_MODEL": "bundle.path",
@@ -86,7 +81,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...]
     files = _file_layers(found.path)
     environment = _environment_layer(fold(files))
     below = (*files, environment)
-    return ComposedConfig(found, (*below, _command_line_layer(overrides, fold(below))))
+    return ComposedConfig(found, (*below, command_line_layer(overrides, fold(below))))
 
 
 # Files
@@ -126,7 +121,7 @@ def _read(path: Path) -> Tree:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}", code=2004) from error
+        raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}", code=2004) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of blocks, got {type(tree).__name__}", code=2004)
     return {str(key): value for key, value in tree.items()}
@@ -162,124 +157,3 @@ def _environment_layer(recipe: Tree) -> Layer:
             put(tree, path, value)
             places[path] = name
     return Layer("environment", tree, places)
-
-
-# Command line
-
-
-def _command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
-    tree: Tree = {}
-    places: dict[str, str] = {}
-    for text in overrides:
-        path, value = _read_override(text)
-        current = fold((Layer("", below), Layer("", tree)))
-        if value is DELETED:
-            _check_deletable(path, current, text)
-        else:
-            _check_settable(path, value, current)
-        put(tree, path, value)
-        places[path] = text
-    return Layer(COMMAND_LINE, tree, places)
-
-
-def _read_override(text: str) -> tuple[str, Any]:
-    """Key path and value of one override; DELETED for `~key`."""
-    if "=" not in text and not text.startswith("~"):
-        raise ConfigError(f"'{text}' sets nothing: write key=value", code=2003)
-    try:
-        (override,) = OverridesParser.create().parse_overrides([text])
-    except HydraException as error:
-        raise ConfigError(
-            f"cannot read the override '{text}': {_one_line(error)}. Text with blanks or special characters "
-            "goes in quotes within quotes: 'key=\"some text\"'",
-            code=2004,
-        ) from error
-    return _path_of(override, text), _value_of(override, text)
-
-
-def _path_of(override: Override, text: str) -> str:
-    path = override.key_or_group
-    if override.package is not None or "/" in path:
-        raise ConfigError(f"'{text}' selects a group: set the key itself, as block.key=value", code=2003)
-    if not all(path.split(".")):
-        raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height", code=2003)
-    return path
-
-
-def _value_of(override: Override, text: str) -> Any:
-    if override.is_delete():
-        return DELETED
-    if override.is_sweep_override():
-        raise ConfigError(f"'{text}' gives several values: one run takes one; a list is written [1,2]", code=2004)
-    return _plain(override.value())
-
-
-def _plain(value: Any) -> Any:
-    """A parsed value with quotes taken off, all the way down."""
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _check_deletable(path: str, current: Tree, text: str) -> None:
-    missing = object()
-    if get(current, path, missing) is missing:
-        known = [key for key, _ in _all_paths(current)]
-        raise ConfigError(f"'{text}': the recipe does not write '{path}'.{did_you_mean(path, known)}", code=2003)
-
-
-def _check_settable(path: str, value: Any, current: Tree) -> None:
-    """A block is not replaced by a scalar, nor a list by one of its items."""
-    fold((Layer("", current), Layer("", _nest(path, value))))
-    node = get(current, path)
-    if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
-        keys = [key for key in node if key != "_target_"] or ["_target_"]
-        first = "path" if "path" in keys else keys[0]
-        raise ConfigError(
-            f"{path}={value} would replace the block '{path}' (keys {', '.join(keys)}) by a single value. "
-            f"Set one of its keys: {path}.{first}={value}",
-            code=2005,
-        )
-
-
-def _nest(path: str, value: Any) -> Tree:
-    tree: Tree = {}
-    put(tree, path, copy.deepcopy(value))
-    return tree
-
-
-def _all_paths(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        below = join(path, key)
-        yield below, value
-        if isinstance(value, dict):
-            yield from _all_paths(value, below)
-
-
-# Interpolation
-
-_RESOLVER = re.compile(r"\$\{\s*([^}{$:\s]+)\s*:")
-
-
-def resolve(tree: Tree, where: Any = lambda path: "") -> Tree:
-    """The tree with `${key}` and `${oc.env:NAME,default}` replaced; no other resolver exists for a recipe.
-
-    Raises:
-        ConfigError: 2003 for another resolver, an unknown key or a variable that is not set.
-    """
-    for path, value in leaves(tree):
-        for name in _RESOLVER.findall(str(value)):
-            if name != "oc.env":
-                message = f"{path}={value}: '{name}:' is not allowed. Use ${{key}} or ${{oc.env:NAME,default}}"
-                raise ConfigError(message + where(path), code=2003)
-    try:
-        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        path = str(error.full_key or "")
-        raise ConfigError(f"{path}: {_one_line(error)}{where(path)}", code=2003) from error
-
-
-def _one_line(error: Exception) -> str:
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())[:300]

@@ -60,8 +60,8 @@ class Schema:
 
     @property
     def toy(self) -> Mapping[str, Any]:
-        """The class's own values for scale=toy, without those that only its parents declare."""
-        return self.owner.__dict__.get("toy", EMPTY)
+        """What the class sets at scale=toy: its own mapping, or the nearest one that it inherits."""
+        return next((vars(base)["toy"] for base in self.owner.__mro__ if "toy" in vars(base)), EMPTY)
 
     @property
     def is_value(self) -> bool:

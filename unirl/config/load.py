@@ -1,0 +1,97 @@
+"""From a recipe's name to a checked configuration: compose, toy, resolve, check. Nothing is built, no model is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from unirl.config.build import SPECIAL, build, check_node
+from unirl.config.compose import ComposedConfig, compose
+from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.layers import Layer, Tree, get, leaves, put
+from unirl.config.node import Node
+from unirl.config.recipe import RecipeConfig
+from unirl.config.recipes import RecipeFile
+from unirl.config.schema import schema_of
+from unirl.config.targets import check_plugins, find_target
+from unirl.config.toy import toy_layer
+from unirl.config.values import Place, read
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that passed every check that needs no model."""
+
+    composed: ComposedConfig
+    root: Node
+    config: RecipeConfig
+
+    @property
+    def file(self) -> RecipeFile:
+        """Its name, path and card."""
+        return self.composed.recipe
+
+    def resolved(self) -> Tree:
+        """Every key with its default filled in."""
+        return self.root.resolved()
+
+    def resolved_text(self) -> str:
+        """The content of config/resolved.yaml."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
+
+    def value(self, path: str) -> Any:
+        """The value in effect of a key, default included. Raises ConfigError 2003 for a key that does not exist."""
+        missing = object()
+        found = get(self.resolved(), path, missing)
+        if found is missing:
+            hint = did_you_mean(path, [key for key, _ in leaves(self.resolved())])
+            raise ConfigError(f"no key '{path}' in {self.file.name}.{hint}", code=2003)
+        return found
+
+
+def load(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...] | None = None) -> Recipe:
+    """The recipe called `recipe`, with `overrides`, checked.
+
+    Raises:
+        UsageError, ConfigError: exit status 2, naming key, value, rule and way out.
+    """
+    return check(compose(recipe, overrides, search))
+
+
+def check(composed: ComposedConfig) -> Recipe:
+    """A composed recipe, toy-scaled if it says so, checked against the classes it names."""
+    tree = composed.resolved()
+    plugins = _plugins(tree, composed)
+    composed = _drop_idle_environment(composed, tree, plugins)
+    if get(tree, "scale") == "toy":
+        composed = composed.under_command_line(toy_layer(tree, plugins))
+    root = check_node(composed.resolved(), RecipeConfig, plugins=plugins, where=composed.where)
+    return Recipe(composed, root, build(root))
+
+
+def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
+    place = Place("plugins", composed.where, (), lambda value, expected, place: value)
+    plugins: tuple[str, ...] = read(tree.get("plugins", []), tuple[str, ...], place)
+    check_plugins(plugins)
+    return plugins
+
+
+def _drop_idle_environment(composed: ComposedConfig, tree: Tree, plugins: tuple[str, ...]) -> ComposedConfig:
+    """Without variables for keys that the recipe's class does not have, such as DATA_PATH for built-in prompts."""
+    return replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
+
+
+def _used(layer: Layer, tree: Tree, plugins: tuple[str, ...]) -> Layer:
+    if layer.source != "environment":
+        return layer
+    kept: Tree = {}
+    for path, value in leaves(layer.tree):
+        parent, _, name = path.rpartition(".")
+        target = get(tree, f"{parent}.{SPECIAL}")
+        if path and (target is None or name in schema_of(find_target(target, parent, plugins)).keys):
+            put(kept, path, value)
+    return replace(layer, tree=kept)

@@ -1,0 +1,108 @@
+"""The command line's layer: `key=value`, `+key=value` and `++key=value` all set; `~key` takes away. Hydra's grammar."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException
+
+from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.interpolation import one_line
+from unirl.config.layers import DELETED, Layer, Tree, fold, get, join, put
+
+COMMAND_LINE = "command line"
+
+
+def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
+    tree: Tree = {}
+    places: dict[str, str] = {}
+    for text in overrides:
+        path, value = _read_override(text)
+        current = fold((Layer("", below), Layer("", tree)))
+        if value is DELETED:
+            _check_deletable(path, current, text)
+        else:
+            _check_settable(path, value, current)
+        put(tree, path, value)
+        places[path] = text
+    return Layer(COMMAND_LINE, tree, places)
+
+
+def _read_override(text: str) -> tuple[str, Any]:
+    """Key path and value of one override; DELETED for `~key`."""
+    if "=" not in text and not text.startswith("~"):
+        raise ConfigError(f"'{text}' sets nothing: write key=value", code=2003)
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        raise ConfigError(
+            f"cannot read the override '{text}': {one_line(error)}. Text with blanks or special characters "
+            "goes in quotes within quotes: 'key=\"some text\"'",
+            code=2004,
+        ) from error
+    return _path_of(override, text), _value_of(override, text)
+
+
+def _path_of(override: Override, text: str) -> str:
+    path = override.key_or_group
+    if override.package is not None or "/" in path:
+        raise ConfigError(f"'{text}' selects a group: set the key itself, as block.key=value", code=2003)
+    if not all(path.split(".")):
+        raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height", code=2003)
+    return path
+
+
+def _value_of(override: Override, text: str) -> Any:
+    if override.is_delete():
+        return DELETED
+    if override.is_sweep_override():
+        raise ConfigError(f"'{text}' gives several values: one run takes one; a list is written [1,2]", code=2004)
+    return _plain(override.value())
+
+
+def _plain(value: Any) -> Any:
+    """A parsed value with quotes taken off, all the way down."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_deletable(path: str, current: Tree, text: str) -> None:
+    missing = object()
+    if get(current, path, missing) is missing:
+        known = [key for key, _ in _all_paths(current)]
+        raise ConfigError(f"'{text}': the recipe does not write '{path}'.{did_you_mean(path, known)}", code=2003)
+
+
+def _check_settable(path: str, value: Any, current: Tree) -> None:
+    """A block is not replaced by a scalar, nor a list by one of its items."""
+    fold((Layer("", current), Layer("", _nest(path, value))))
+    node = get(current, path)
+    if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
+        keys = [key for key in node if key != "_target_"] or ["_target_"]
+        first = "path" if "path" in keys else keys[0]
+        raise ConfigError(
+            f"{path}={value} would replace the block '{path}' (keys {', '.join(keys)}) by a single value. "
+            f"Set one of its keys: {path}.{first}={value}",
+            code=2005,
+        )
+
+
+def _nest(path: str, value: Any) -> Tree:
+    tree: Tree = {}
+    put(tree, path, copy.deepcopy(value))
+    return tree
+
+
+def _all_paths(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        below = join(path, key)
+        yield below, value
+        if isinstance(value, dict):
+            yield from _all_paths(value, below)

@@ -1,0 +1,161 @@
+"""The schema of one entry of a prompt file: text, id, metadata, media references."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from unirl.types.primitives import MediaRef
+
+LEGACY_EMBEDDING = re.compile(r"(^|_)embed(s|ding|dings)?(_(path|paths|mask))?$")
+FROM_THE_RECIPE = {
+    "negative_prompt": "sampling.negative_prompt",
+    "seed": "sampling.seed",
+    "guidance_scale": "sampling.guidance_scale",
+}
+REMOTE_SCHEMES = ("http", "https", "s3", "gs")
+MEDIA_FORM = '{"modality": "image", "role": "condition", "uri": "frames/01.png"}'
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+class BadItem(ValueError):
+    """An entry that breaks the schema; the caller knows the file and the line."""
+
+    def __init__(self, message: str, code: int = 4002) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ParsedItem:
+    """One entry that keeps the schema. `prompt_id` is None where the file gives none."""
+
+    text: str
+    prompt_id: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    media: tuple[MediaRef, ...] = ()
+
+
+def parse_item(value: object, *, prompt_key: str, folder: Path) -> ParsedItem:
+    """The entry as data. Raises BadItem. Relative uris are resolved against `folder` and may not leave it."""
+    if isinstance(value, str):
+        return ParsedItem(_text(value, "the prompt"))
+    if not isinstance(value, dict):
+        raise BadItem(f"expected a string or an object with {prompt_key!r}, found {_kind(value)}")
+    _refuse_legacy(value)
+    return ParsedItem(
+        text=_prompt(value, prompt_key),
+        prompt_id=_prompt_id(value["prompt_id"]) if "prompt_id" in value else None,
+        metadata=_metadata(value, prompt_key),
+        media=_media(value, folder),
+    )
+
+
+def _prompt(value: dict[str, object], prompt_key: str) -> str:
+    present = [key for key in dict.fromkeys((prompt_key, "caption")) if key in value]
+    if not present:
+        raise BadItem(f"no {prompt_key!r} (or 'caption') in it; keys: {sorted(value)}")
+    if len(present) == 2 and value[present[0]] != value[present[1]]:
+        raise BadItem(f"both {prompt_key!r} and 'caption' are given and differ; keep one, move the other to metadata")
+    return _text(value[present[0]], repr(present[0]))
+
+
+def _prompt_id(value: object) -> str:
+    prompt_id = _text(value, "'prompt_id'")
+    if len(prompt_id.split()) > 1:
+        raise BadItem(f"'prompt_id' {prompt_id!r} holds white space; ids are single words")
+    return prompt_id
+
+
+def _metadata(value: dict[str, object], prompt_key: str) -> dict[str, Any]:
+    extra = {key: entry for key, entry in value.items() if key not in _own_keys(prompt_key)}
+    if "metadata" not in value:
+        return extra
+    given = value["metadata"]
+    if not isinstance(given, dict):
+        raise BadItem(f"'metadata' must be an object, found {_kind(given)}")
+    if extra:
+        raise BadItem(f"beside 'metadata' stand {sorted(extra)}, which would be lost; move them into metadata")
+    return given
+
+
+def _own_keys(prompt_key: str) -> set[str]:
+    return {prompt_key, "caption", "prompt_id", "metadata", "media", "media_refs"}
+
+
+def _refuse_legacy(value: dict[str, object]) -> None:
+    for key in value:
+        if LEGACY_EMBEDDING.search(key):
+            raise BadItem(f"{key!r} is a precomputed embedding; embeddings are computed at run time, remove the field")
+        if key in FROM_THE_RECIPE:
+            raise BadItem(f"{key!r} cannot be set per prompt; set {FROM_THE_RECIPE[key]}, or move it to metadata")
+
+
+def _media(value: dict[str, object], folder: Path) -> tuple[MediaRef, ...]:
+    if "media" in value and "media_refs" in value:
+        raise BadItem("both 'media' and 'media_refs' are given; they are two names of one list, keep one")
+    given = value.get("media_refs", value.get("media", []))
+    if not isinstance(given, list):
+        raise BadItem(f"'media_refs' must be a list of {MEDIA_FORM}, found {_kind(given)}")
+    if len(given) > 1:
+        raise BadItem(f"{len(given)} media references; a prompt takes one image condition")
+    return tuple(_media_ref(entry, folder) for entry in given)
+
+
+def _media_ref(entry: object, folder: Path) -> MediaRef:
+    if not isinstance(entry, dict) or set(entry) != {"modality", "role", "uri"}:
+        found = sorted(entry) if isinstance(entry, dict) else _kind(entry)
+        raise BadItem(f"a media reference has exactly the form {MEDIA_FORM}, found {found}")
+    modality, role = entry["modality"], entry["role"]
+    if (modality, role) != ("image", "condition"):
+        raise BadItem(f"media with modality {modality!r} and role {role!r} is not supported; only 'image', 'condition'")
+    return MediaRef(modality, role, _uri(_text(entry["uri"], "'uri'"), folder))
+
+
+def _uri(uri: str, folder: Path) -> str:
+    """Absolute paths and http, https, s3, gs pass unchanged; a relative path becomes absolute, within `folder`."""
+    scheme = _scheme(uri)
+    if scheme in REMOTE_SCHEMES or (not scheme and PurePosixPath(uri).is_absolute()):
+        return uri
+    if scheme:
+        raise BadItem(f"uri scheme {scheme!r} is not supported; use a path or one of {', '.join(REMOTE_SCHEMES)}")
+    path = (folder / uri).resolve()
+    if not path.is_relative_to(folder):
+        raise BadItem(f"uri {uri!r} leads out of the data file's folder {folder}; give an absolute path instead", 4003)
+    return str(path)
+
+
+def _scheme(uri: str) -> str:
+    try:
+        return urlsplit(uri).scheme.lower()
+    except ValueError as error:
+        raise BadItem(f"uri {uri!r} is not a valid address: {error}") from error
+
+
+def _text(value: object, what: str) -> str:
+    """`value` without outer blanks, if it is text that can be shown, hashed and written."""
+    if not isinstance(value, str):
+        raise BadItem(f"{what} must be text, found {_kind(value)}" + _quoted(value))
+    text = value.strip()
+    if not text:
+        raise BadItem(f"{what} is empty")
+    control = CONTROL.search(text)
+    if control:
+        raise BadItem(f"{what} holds the control character U+{ord(control[0]):04X}; remove it")
+    if SURROGATE.search(text):
+        raise BadItem(f"{what} holds half of a UTF-16 pair, which is not a character")
+    return text
+
+
+def _quoted(value: object) -> str:
+    return f'; write it as "{value}"' if type(value) in (int, float) else ""
+
+
+def _kind(value: object) -> str:
+    """The JSON name of a value's type."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), f"the number {value}")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.types.batch import Batch, num_rows, offsets, packed, reduced, row, shared
+from unirl.types.batch import Batch, num_rows, packed, packed_offsets, reduced, row, shared
 from unirl.types.column import Column, Piece
 from unirl.types.primitives import Images, Texts, Videos
 
@@ -19,7 +19,7 @@ class Everything(Batch):
     names: list[str] = row()
     inner: dict[str, Any] = row()
     tokens: torch.Tensor = packed()
-    bounds: torch.Tensor = offsets()
+    bounds: torch.Tensor = packed_offsets()
     scale: float = shared()
     seconds: float = reduced("max")
     total: float = reduced("sum")

@@ -49,7 +49,7 @@ def packed(*, heavy: bool = False, optional: bool = False) -> Any:
     return _field(Kind.PACKED, heavy, optional)
 
 
-def offsets() -> Any:
+def packed_offsets() -> Any:
     """The row boundaries of the packed fields of this batch."""
     return _field(Kind.OFFSETS, False, False)
 
@@ -81,8 +81,9 @@ class Batch:
             if length is None:
                 continue
             if size is not None and length != size[1]:
+                name_of_class = type(self).__name__
                 raise ValueError(
-                    f"{type(self).__name__}.{name} has {length} rows but {type(self).__name__}.{size[0]} has {size[1]}: "
+                    f"{name_of_class}.{name} has {length} rows but {name_of_class}.{size[0]} has {size[1]}: "
                     "every per-row field of a batch needs the same number of rows"
                 )
             size = (name, length)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from unirl.types.batch import Batch, offsets, packed, row
+from unirl.types.batch import Batch, packed, packed_offsets, row
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Videos(Batch):
     """Videos of any number of frames, laid end to end."""
 
     frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W]
-    offsets: Tensor = offsets()  # [B + 1]
+    offsets: Tensor = packed_offsets()  # [B + 1]
 
 
 Modality = Literal["text", "image", "video"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -213,25 +213,19 @@ class WeightSource(Protocol):
 
 
 class DataSource(Protocol):
-    """Prompts by number of draw."""
+    """Prompts by number of draw; the number is state."""
 
-    def take(self, cursor: int, count: int) -> Sequence[Any]: ...
+    def draw(self, count: int) -> Sequence[Any]:
+        """The next `count` draws."""
+        ...
 
-    def eval_prompts(self, max_prompts: int) -> Sequence[Any]: ...
+    def eval_prompts(self, max_prompts: int) -> Sequence[Any]:
+        """The first `max_prompts` held-out prompts, in file order."""
+        ...
 
+    def state_dict(self) -> State: ...
 
-class Resident(Protocol):
-    """Something whose parts can leave the device between phases."""
-
-    def offload(self, names: Sequence[str]) -> None: ...
-
-    def onload(self, names: Sequence[str]) -> None: ...
-
-
-class PrefetchedNoise(Protocol):
-    """Noise drawn ahead of use, in order."""
-
-    def __iter__(self) -> Iterator[Tensor]: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {

@@ -33,7 +33,8 @@ class Metric:
     def std(values: Tensor, weights: Tensor) -> Metric:
         """The population standard deviation of elements with weights of the same shape; exact under merging.
 
-        Subtract a constant near the mean first: a spread of 1e-5 around 1 drowns in float32 squares, around 0 it does not.
+        Subtract a constant near the mean first: a spread of 1e-5 around 1 drowns in float32 squares, around 0 it
+        does not.
         """
         weighted = weights * values
         return Metric(weighted.sum(), weights.sum(), "std", (weighted * values).sum())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.types.batch import Batch, offsets, packed, row, shared
+from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 from unirl.types.protocols import Kernel
 
 
@@ -59,7 +59,7 @@ class TextSegment(Batch):
     tokens: Tensor = packed()  # [sum L] int64
     logp: Tensor = packed()  # [sum L] behaviour log-prob per token, nats
     loss_mask: Tensor = packed()  # [sum L] bool, False at tokens that are context only
-    offsets: Tensor = offsets()  # [B + 1]
+    offsets: Tensor = packed_offsets()  # [B + 1]
     temperature: float = shared()
     top_p: float = shared()
     top_k: int = shared()

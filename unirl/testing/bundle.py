@@ -1,0 +1,161 @@
+"""The check of a denoising model: what sampling, training and export ask of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.types.batch import Batch
+from unirl.types.primitives import Images, Texts
+from unirl.types.rollout_req import RolloutReq, TrackSpec
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+
+PROMPTS = ("a red circle", "a blue square on the left", "")
+
+
+def check_bundle(pipeline: DiffusionPipeline, height: int, width: int, guidance_scale: float = 3.0) -> None:
+    """Raises AssertionError, in a sentence, unless the model behind `pipeline` keeps what every family promises.
+
+    Promises: facts that name real blocks and layers; only the trained module wants gradients; latents of the declared
+    shape; pixels in [0, 1] on uint8 levels; a sample's bits independent of chunk size, order and neighbours; replay on
+    unchanged weights equal to the rollout, bit for bit; gradients in every trained block; embeddings independent of
+    what is cached.
+    """
+    rollout = _Rollouts(pipeline, height, width, guidance_scale)
+    for check in (_facts, _gradient_flags, _shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
+        check(pipeline, rollout)
+
+
+class _Rollouts:
+    """Small rollouts of one pipeline."""
+
+    def __init__(self, pipeline: DiffusionPipeline, height: int, width: int, guidance_scale: float) -> None:
+        self.pipeline = pipeline
+        params = DiffusionSamplingParams(
+            kernel=FlowSDEStrategy(),
+            num_inference_steps=3,
+            height=height,
+            width=width,
+            guidance_scale=guidance_scale,
+            max_sequence_length=16,
+        )
+        self.params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
+
+    def __call__(self, chunk_size: int, order: Callable[[RolloutReq], RolloutReq] = lambda req: req) -> RolloutTrack:
+        groups = [f"p{i}@0" for i in range(len(PROMPTS))]
+        req = RolloutReq(
+            sample_ids=groups,
+            group_ids=groups,
+            primitives={"text": Texts(texts=list(PROMPTS))},
+            metadata=[{} for _ in PROMPTS],
+            tracks={"image": TrackSpec(sampling=self.params)},
+            purpose="r",
+            step=0,
+            weights="live",
+            weight_version=0,
+        ).expand(2)
+        with torch.no_grad():
+            return self.pipeline.generate(order(req), chunk_size).tracks["image"]
+
+
+def _expect(holds: bool, claim: str) -> None:
+    if not holds:
+        raise AssertionError(claim)
+
+
+def _facts(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    facts, module = pipeline.facts, pipeline.bundle.trainable()
+    classes = {type(child).__name__ for child in module.modules()}
+    for name in facts.block_class_names:
+        _expect(name in classes, f"facts.block_class_names: the trained module has no {name}")
+    linears = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+    for suffix in facts.lora_targets:
+        found = any(name == suffix or name.endswith("." + suffix) for name in linears)
+        _expect(found, f"facts.lora_targets: the trained module has no linear layer named {suffix}")
+
+
+def _gradient_flags(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    for name, module in pipeline.bundle.modules.items():
+        trained = name == pipeline.facts.trainable_attr
+        wanted = any(parameter.requires_grad for parameter in module.parameters())
+        _expect(wanted == trained, f"component {name}: requires_grad is {wanted}, trained is {trained}")
+        _expect(not module.training, f"component {name} is not in eval mode")
+
+
+def _shapes(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    shape = pipeline.facts.latent_shape(rollout.params.height, rollout.params.width)
+    found = tuple(rollout(8).segment.final.shape[1:])
+    _expect(found == shape, f"facts.latent_shape says {shape}, sampling gives {found}")
+
+
+def _pixels(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    pixels = _images(rollout(8))
+    size = (3, rollout.params.height, rollout.params.width)
+    _expect(tuple(pixels.shape[1:]) == size, f"decoding gives {tuple(pixels.shape[1:])} instead of {size}")
+    _expect(bool(((pixels >= 0) & (pixels <= 1)).all()), "decoding leaves [0, 1]")
+    levels = (pixels * 255).round() / 255
+    _expect(torch.equal(levels, pixels), "decoded pixels are not on the 256 levels of uint8")
+
+
+def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    whole = rollout(6)
+    for size in (1, 2, 3, 4, 5, 8):
+        _expect_equal(rollout(size), whole, f"chunks of {size} rows give other bits than one chunk")
+    order = [3, 0, 5, 1, 4, 2]
+    _expect_equal(rollout(4, lambda req: req.select(order)), whole.select(order), "a permuted request gives other bits")
+    _expect_equal(rollout(4, lambda req: req.slice(2, 3)), whole.slice(2, 3), "a row alone gives other bits")
+
+
+def _expect_equal(found: RolloutTrack, wanted: RolloutTrack, claim: str) -> None:
+    same = torch.equal(found.segment.latents, wanted.segment.latents)
+    same = same and torch.equal(found.segment.logp, wanted.segment.logp)
+    _expect(same and torch.equal(_images(found), _images(wanted)), claim)
+
+
+def _replay(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    track = rollout(8)
+    segment = track.segment
+    with torch.no_grad():
+        together = pipeline.stage.replay(track.conditions, segment, segment.sde_indices)
+        alone = [pipeline.stage.replay(track.conditions, segment, [step]) for step in segment.sde_indices]
+    _expect(torch.equal(together.logp, segment.logp), "replay of all steps differs from the rollout's log-prob")
+    singly = torch.cat([replay.logp for replay in alone], dim=1)
+    _expect(torch.equal(singly, segment.logp), "replay step by step differs from the rollout's log-prob")
+
+
+def _gradients(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    track, module = rollout(8), pipeline.bundle.trainable()
+    replay = pipeline.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(replay.logp.sum(), list(parameters.values()), allow_unused=True)
+    moved = {name for name, g in zip(parameters, gradients, strict=True) if g is not None and bool(g.abs().sum() > 0)}
+    blocks = [
+        name for name, child in module.named_modules() if type(child).__name__ in pipeline.facts.block_class_names
+    ]
+    for block in blocks:
+        _expect(any(name.startswith(block + ".") for name in moved), f"no gradient reaches block {block}")
+
+
+def _embeddings(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    together = pipeline.encode(PROMPTS, rollout.params)["text"]
+    pipeline.embed.clear()
+    alone = [pipeline.encode([text], rollout.params)["text"] for text in reversed(PROMPTS)]
+    again = type(together).concat(alone[::-1])
+    same = all(torch.equal(a, b) for a, b in zip(_tensors(together), _tensors(again), strict=True))
+    _expect(same, "embeddings depend on what else is encoded")
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    found: list[Tensor] = []
+    batch.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _images(track: RolloutTrack) -> Tensor:
+    assert isinstance(track.decoded, Images)
+    return track.decoded.pixels

@@ -1,0 +1,209 @@
+"""A whole denoising model of a few hundred weights, without any library, for tests of what works on models.
+
+stage = toy_stage()                        an MLP velocity field on [B, 3, 4, 4] latents
+track = toy_track(stage, prompts=2)        a rollout of it: 4 samples per prompt, conditions, segment, log-probs
+ToyPipeline(ToyBundle())                   prompts in, 4x4 pictures out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.base import DiffusionBundle
+from unirl.models.diffusion import DiffusionStage
+from unirl.models.guidance import NEGATIVE
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.sde.kernels import FlowSDEStrategy
+from unirl.sde.noise import NoiseSource
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.conditions import Conditions, TextEmbedCondition
+from unirl.types.primitives import Texts
+from unirl.types.protocols import Kernel, ModelFacts
+from unirl.types.rollout_req import RolloutReq, TrackSpec
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+
+CHANNELS = 3
+SIDE = 4
+TEXT_WIDTH = 4
+
+
+class ToyBlock(nn.Module):
+    """One residual layer, wrapped and checkpointed like a transformer's block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.proj(hidden))
+
+
+class ToyDenoiser(nn.Module):
+    """v(x, sigma, text) by a small MLP on the flattened latent."""
+
+    def __init__(self, latent_size: int = CHANNELS * SIDE**2, width: int = 16, blocks: int = 1) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(latent_size + 1 + TEXT_WIDTH, width)
+        self.blocks = nn.ModuleList(ToyBlock(width) for _ in range(blocks))
+        self.outlet = nn.Linear(width, latent_size)
+
+    def forward(self, x: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
+        """[B, *latent]"""
+        hidden = self.inlet(torch.cat([x.flatten(1), sigma[:, None], pooled], dim=1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.outlet(hidden).view_as(x)
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """The contract of `Denoiser`: one forward."""
+        text = conditions["text"]
+        assert isinstance(text, TextEmbedCondition) and text.pooled is not None
+        return self(x, sigma, text.pooled).float()
+
+
+def toy_facts(batch_multiple: int = 4) -> ModelFacts:
+    """Facts of the toy: 3 x 4 x 4 latents that are pictures."""
+    return ModelFacts(
+        family="toy",
+        trainable_attr="denoiser",
+        block_class_names=("ToyBlock",),
+        lora_targets=("proj",),
+        latent_channels=CHANNELS,
+        vae_scale=1,
+        patch_size=1,
+        schedule=SigmaSchedule(shift=3.0),
+        timestep_scale=1.0,
+        batch_multiple=batch_multiple,
+    )
+
+
+def toy_denoiser(seed: int = 0, **shape: int) -> ToyDenoiser:
+    """A denoiser with weights that depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ToyDenoiser(**shape)
+
+
+def toy_stage(seed: int = 0, **shape: int) -> DiffusionStage:
+    """A stage over a fresh denoiser, which is `stage.denoiser`."""
+    return DiffusionStage(toy_denoiser(seed, **shape), toy_facts())
+
+
+def toy_text(texts: Sequence[str]) -> TextEmbedCondition:
+    """Embeddings in [-1, 1] that are a hash of each text."""
+    digests = [blake2b(text.encode(), digest_size=TEXT_WIDTH).digest() for text in texts]
+    pooled = torch.tensor([[byte / 127.5 - 1 for byte in digest] for digest in digests])
+    return TextEmbedCondition(embeds=pooled[:, None], pooled=pooled)
+
+
+def toy_conditions(texts: Sequence[str], guidance_scale: float = 1.0) -> Conditions:
+    """What the toy is conditioned on."""
+    conditions: Conditions = {"text": toy_text(texts)}
+    if guidance_scale != 1.0:
+        conditions[NEGATIVE + "text"] = toy_text([""] * len(texts))
+    return conditions
+
+
+def toy_params(kernel: Kernel | None = None, **changes: object) -> DiffusionSamplingParams:
+    """Pinned parameters: 5 steps, of which 0, 1 and 3 are stochastic, 4 samples per prompt."""
+    values: dict[str, object] = {
+        "kernel": kernel or FlowSDEStrategy(),
+        "num_inference_steps": 5,
+        "samples_per_prompt": 4,
+        "height": SIDE,
+        "width": SIDE,
+        "sde_indices": (0, 1, 3),
+    }
+    params = DiffusionSamplingParams(**(values | changes))  # type: ignore[arg-type]
+    if params.sigmas is not None:
+        return params.pinned(0, params.sigmas)
+    return params.pinned(0, tuple(toy_facts().schedule.sigmas(params.num_inference_steps, SIDE**2).tolist()))
+
+
+def toy_request(prompts: int = 2, params: DiffusionSamplingParams | None = None, step: int = 0) -> RolloutReq:
+    """A training request for `prompts` prompts, siblings adjacent."""
+    params = params or toy_params()
+    groups = [f"p{i}@0" for i in range(prompts)]
+    return RolloutReq(
+        sample_ids=groups,
+        group_ids=groups,
+        primitives={"text": Texts(texts=[f"prompt {i}" for i in range(prompts)])},
+        metadata=[{"index": i} for i in range(prompts)],
+        tracks={"image": TrackSpec(sampling=params)},
+        purpose="r",
+        step=step,
+        weights="live",
+        weight_version=0,
+    ).expand(params.samples_per_prompt)
+
+
+def toy_track(
+    stage: DiffusionStage, prompts: int = 2, params: DiffusionSamplingParams | None = None, step: int = 0
+) -> RolloutTrack:
+    """A scored rollout of `stage`: the reward is minus the sample's mean square, the advantage is it less the mean."""
+    params = params or toy_params()
+    req = toy_request(prompts, params, step)
+    texts = req.primitives["text"]
+    assert isinstance(texts, Texts)
+    conditions = toy_conditions(texts.texts, params.guidance_scale)
+    noise = NoiseSource(params.seed, req.purpose, step)
+    x_T = noise.normal(req.sample_ids, "x", stage.facts.latent_shape(params.height, params.width))  # noqa: N806
+    with torch.no_grad():
+        segment = stage.sample(conditions, x_T, params, noise, req.sample_ids)
+    rewards = -segment.final.float().square().flatten(1).mean(1)
+    return RolloutTrack(
+        sample_ids=req.sample_ids,
+        group_ids=req.group_ids,
+        conditions=conditions,
+        segment=segment,
+        rewards=rewards,
+        component_rewards={"small": rewards},
+        advantages=rewards - rewards.mean(),
+        weight=torch.ones(len(req)),
+        weight_version=torch.zeros(len(req), dtype=torch.int64),
+    )
+
+
+class _HashEncoder:
+    components: tuple[str, ...] = ()
+
+    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        return toy_text(texts)
+
+
+class _PictureDecoder:
+    components: tuple[str, ...] = ()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return (latents / 2 + 0.5).clamp(0, 1)
+
+
+class ToyBundle(DiffusionBundle):
+    """The toy as a checkpoint; recipes of tests name it as a target."""
+
+    toy: ClassVar[Mapping[str, object]] = {}
+
+    def __init__(self, *, init_seed: int = 0, width: int = 16, blocks: int = 1) -> None:
+        denoiser = toy_denoiser(init_seed, width=width, blocks=blocks)
+        super().__init__({"denoiser": denoiser}, toy_facts(), dtype=torch.float32, device=torch.device("cpu"))
+
+    def denoiser(self) -> ToyDenoiser:
+        denoiser = self.trainable()
+        assert isinstance(denoiser, ToyDenoiser)
+        return denoiser
+
+    def text_encoder(self) -> _HashEncoder:
+        return _HashEncoder()
+
+    def decoder(self) -> _PictureDecoder:
+        return _PictureDecoder()
+
+
+class ToyPipeline(DiffusionPipeline):
+    """The general pipeline over the toy."""

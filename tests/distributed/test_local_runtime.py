@@ -1,4 +1,4 @@
-"""The local runtime keeps the contract of handles: marked methods only, columns on the driver, futures with deadlines."""
+"""The local runtime keeps the contract of handles: marked methods, columns on the driver, futures with deadlines."""
 
 import threading
 

@@ -24,7 +24,8 @@ class RankInfo:
         return value
 
 
-_RANK: ContextVar[RankInfo] = ContextVar("rank", default=RankInfo())
+_ALONE = RankInfo()
+_RANK: ContextVar[RankInfo] = ContextVar("rank", default=_ALONE)
 
 
 def current() -> RankInfo:

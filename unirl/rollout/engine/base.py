@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.distributed.group.dispatch import broadcast, rank0, scatter
+from unirl.distributed.group.dispatch import rank0, scatter
 from unirl.types.primitives import Images
 from unirl.types.protocols import Capabilities, ModelFacts
 from unirl.types.rollout_req import RolloutReq
@@ -41,21 +41,3 @@ class RolloutEngine(ABC):
     def preview(self, decoded: Images) -> Tensor:
         """[B, 3, H, W] uint8 pixels for people to look at."""
         return (decoded.pixels * 255).round().to(torch.uint8).cpu()
-
-    @broadcast
-    def sleep(self) -> None:
-        """Free the device memory of an engine that holds its own weights."""
-
-    @broadcast
-    def wake_up(self) -> None:
-        """The inverse of `sleep`."""
-
-    @broadcast
-    @abstractmethod
-    def offload(self, names: Sequence[str]) -> None:
-        """Move parts (encoders, decoder) off the device."""
-
-    @broadcast
-    @abstractmethod
-    def onload(self, names: Sequence[str]) -> None:
-        """The inverse of `offload`."""

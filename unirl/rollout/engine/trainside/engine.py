@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import ClassVar, Protocol
 
@@ -20,10 +20,6 @@ class Sampler(Protocol):
     facts: ModelFacts
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp: ...
-
-    def offload(self, names: Sequence[str]) -> None: ...
-
-    def onload(self, names: Sequence[str]) -> None: ...
 
 
 class TrainedWeights(WeightSource, Protocol):
@@ -66,11 +62,3 @@ class TrainsideRolloutEngine(RolloutEngine):
     def facts(self) -> ModelFacts:
         """The trained model's facts."""
         return self.pipeline.facts
-
-    def offload(self, names: Sequence[str]) -> None:
-        """Encoders and decoder leave the device."""
-        self.pipeline.offload(names)
-
-    def onload(self, names: Sequence[str]) -> None:
-        """Encoders and decoder come back."""
-        self.pipeline.onload(names)

@@ -1,0 +1,129 @@
+"""The training settings that recipes write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
+
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import DtypeName
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """How the trained module is stored and run. Trainable weights are always float32 masters."""
+
+    param_dtype: DtypeName | None = None
+    """Storage of the frozen weights of the trained module; absent = as the bundle loaded them."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, one more forward."""
+    use_torch_compile: bool = False
+    """Compile each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on a frozen base. There is no dropout: it would make ratios differ from 1 on equal weights."""
+
+    rank: int = 32
+    """Bottleneck width r (LoRA, arXiv:2106.09685)."""
+    alpha: float = 64.0
+    """Scale; the update is alpha / rank * B A."""
+    target_modules: tuple[str, ...] | Literal["model"] = "model"
+    """Module name suffixes; the word "model" takes the model's own list (ModelFacts.lora_targets)."""
+
+    toy: ClassVar[Mapping[str, object]] = {"rank": 4, "alpha": 8.0}
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora_cfg.rank must be >= 1, got {self.rank}", code=2004)
+        if self.alpha <= 0:
+            raise ConfigError(f"lora_cfg.alpha must be > 0, got {self.alpha}", code=2004)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaFullConfig:
+    """Snapshot `ema`: an average of the trainable weights (adapters or all) for evaluation and checkpoints.
+
+    shadow <- d shadow + (1 - d) live after update t = every - 1, 2 every - 1, ... (t from 0), with
+    d = min((1 + t) / (10 + t), target_decay): Flow-GRPO's evaluation EMA.
+    """
+
+    target_decay: float = 0.9
+    every: int = 8
+    """Updates between two averagings."""
+
+    snapshot: ClassVar[str] = "ema"
+    timing: ClassVar[Literal["update", "step"]] = "update"
+
+    def __post_init__(self) -> None:
+        _check_fraction("ema_cfg.target_decay", self.target_decay)
+        if self.every < 1:
+            raise ConfigError(f"ema_cfg.every must be >= 1, got {self.every}", code=2004)
+
+    def decay_at(self, t: int) -> float:
+        """The decay after update t, counted from 0."""
+        return min((1 + t) / (10 + t), self.target_decay)
+
+    def due(self, t: int) -> bool:
+        """Whether the average moves after update t."""
+        return (t + 1) % self.every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaLoraConfig:
+    """Snapshot `old`: the behaviour policy of DiffusionNFT (arXiv:2509.16117), moved once at the end of a step.
+
+    old <- d old + (1 - d) live, d = min(rate * max(n - flat_updates, 0), ceiling), n = updates done.
+    The paper's type 0 is ceiling=0 (old = live); type 1 the defaults; type 2 is 75, 0.0075, 0.999.
+    """
+
+    flat_updates: int = 0
+    rate: float = 0.001
+    ceiling: float = 0.5
+
+    snapshot: ClassVar[str] = "old"
+    timing: ClassVar[Literal["update", "step"]] = "step"
+
+    def __post_init__(self) -> None:
+        _check_fraction("ema_lora_cfg.ceiling", self.ceiling)
+        if self.rate < 0 or self.flat_updates < 0:
+            raise ConfigError(
+                f"ema_lora_cfg.rate and flat_updates must be >= 0, got {self.rate} and {self.flat_updates}", code=2004
+            )
+
+    def decay_at(self, n: int) -> float:
+        """The decay when `n` updates are done."""
+        return min(self.rate * max(n - self.flat_updates, 0), self.ceiling)
+
+    def due(self, n: int) -> bool:
+        """Every step."""
+        return True
+
+
+SnapshotRule = EmaFullConfig | EmaLoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTopology:
+    """How many devices share one copy of the work, by kind. Only data parallelism (dp) is built."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if size < 1 or (name != "dp" and size != 1):
+                raise ConfigError(
+                    f"topology.{name}={size} is not available: only dp may differ from 1. Write {name}: 1", code=2020
+                )
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ConfigError(f"{name} must lie in [0, 1), got {value}", code=2004)

@@ -1,0 +1,196 @@
+"""One backend and one loss: updates, micro-batches, anchors, and the only division."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.config.errors import ConfigError, DivergenceError
+from unirl.distributed import current
+from unirl.distributed.group.dispatch import scatter
+from unirl.train.backend.base import TrainBackend, UpdateStats
+from unirl.types.results import Metric, Metrics, TrainStepResult, merge
+from unirl.types.rollout_resp import RolloutTrack
+
+Update = list[RolloutTrack]
+"""The micro-batches of one update, in order."""
+
+
+def merge_ranks(results: Sequence[TrainStepResult]) -> TrainStepResult:
+    """The results of all ranks, update by update."""
+    return TrainStepResult(tuple(merge(ranks) for ranks in zip(*(r.updates for r in results), strict=True)))
+
+
+class TrainStack:
+    """Trains a track: anchors -> for each update: for each micro-batch: for each part: backward -> step.
+
+    Losses come as sums over elements; each update divides by its own number of elements over all ranks, so the gradient
+    does not depend on how rows are cut into micro-batches and parts.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 8}
+
+    def __init__(
+        self,
+        backend: TrainBackend,
+        algorithm: StageAlgorithm[Any],
+        stage: Any,  # the policy that the algorithm replays; only the algorithm knows its type
+        *,
+        micro_batch_size: int = 1,
+        max_grad_norm: float = 1.0,
+        num_updates_per_batch: int = 1,
+        max_nonfinite_updates: int = 3,
+    ) -> None:
+        """
+        Args:
+            micro_batch_size: rows per forward and backward: memory and speed, never the gradient.
+            num_updates_per_batch: optimizer updates per rollout, on disjoint rows.
+            max_nonfinite_updates: stop after so many updates in a row with a loss or gradient that is not finite.
+        """
+        self.backend = backend
+        self.algorithm = algorithm
+        self.stage = stage
+        self.micro_batch_size = micro_batch_size
+        self.max_grad_norm = max_grad_norm
+        self.num_updates_per_batch = num_updates_per_batch
+        self.max_nonfinite_updates = max_nonfinite_updates
+        self._check_settings()
+        for name in algorithm.needs.snapshots:
+            self._provide_snapshot(name)
+
+    def _check_settings(self) -> None:
+        for name in ("micro_batch_size", "num_updates_per_batch", "max_nonfinite_updates"):
+            if vars(self)[name] < 1:
+                raise ConfigError(f"stack.{name} must be >= 1, got {vars(self)[name]}", code=2004)
+        if self.max_grad_norm <= 0:
+            raise ConfigError(f"stack.max_grad_norm must be > 0, got {self.max_grad_norm}", code=2004)
+        needs, name = self.algorithm.needs, type(self.algorithm).__name__
+        if self.num_updates_per_batch > 1 and not needs.multi_update:
+            raise ConfigError(
+                f"stack.num_updates_per_batch={self.num_updates_per_batch}: {name} is valid for one update per rollout "
+                "only. Use 1",
+                code=2020,
+            )
+        if self.micro_batch_size % needs.rows_together:
+            raise ConfigError(
+                f"stack.micro_batch_size={self.micro_batch_size} would split the {needs.rows_together} adjacent rows "
+                f"that {name} compares. Use a multiple of {needs.rows_together}",
+                code=2010,
+            )
+
+    def _provide_snapshot(self, name: str) -> None:
+        """The reference is the policy at initialisation, and the stack is built before the first update."""
+        if self.backend.has_snapshot(name):
+            return
+        if name != "reference":
+            raise ConfigError(
+                f"{type(self.algorithm).__name__} reads the weight snapshot {name!r}, which the backend does not keep: "
+                "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`",
+                code=2020,
+            )
+        self.backend.snapshot(name)
+
+    @scatter(merge_ranks)
+    def train_track(self, track: RolloutTrack, progress: float = 0.0) -> TrainStepResult:
+        """Train on all rows of `track`; `progress` in [0, 1] is how far the run is. One entry of metrics per update."""
+        updates = self._split(track)
+        parity = self._prepare(updates)
+        results = [self._update(micros, progress, first=u == 0) for u, micros in enumerate(updates)]
+        results[0] = merge([results[0], parity])
+        self.backend.finish_step()
+        return TrainStepResult(tuple(results))
+
+    def _split(self, track: RolloutTrack) -> list[Update]:
+        """Update u of U is the rows [u B / U, (u + 1) B / U)."""
+        num_rows, num_updates = len(track), self.num_updates_per_batch
+        if num_rows % num_updates:
+            legal = [u for u in range(1, num_rows + 1) if num_rows % u == 0][:12]
+            raise ConfigError(
+                f"stack.num_updates_per_batch={num_updates} does not divide the {num_rows} rows of this worker. "
+                f"Use one of {', '.join(map(str, legal))}",
+                code=2010,
+            )
+        if not self.algorithm.parts(track.segment):
+            raise ConfigError(
+                f"{type(self.algorithm).__name__} has nothing to train: the rollout recorded no stochastic step. "
+                "Choose a kernel with a density and sampling.sde_steps that are not empty",
+                code=2020,
+            )
+        size = num_rows // num_updates
+        return [track.slice(u * size, (u + 1) * size).chunk(self.micro_batch_size) for u in range(num_updates)]
+
+    def _prepare(self, updates: list[Update]) -> Metrics:
+        """The anchor pass, in place, before any update and with no graph alive; returns parity metrics.
+
+        Live anchors of the first update are the detached values of its own forward, so only later updates need them.
+        """
+        found: list[Metrics] = []
+        for snapshot in sorted({anchor.snapshot for anchor in self.algorithm.anchors().values()}):
+            first = 1 if snapshot == "live" else 0
+            with torch.no_grad(), self.backend.weights(snapshot):
+                for micros in updates[first:]:
+                    for i, micro in enumerate(micros):
+                        segment, parity = self.algorithm.prepare_segment(self.stage, self._placed(micro), snapshot)
+                        micros[i] = micro.replace(segment=micro.segment.replace(anchors=segment.anchors))
+                        found.append(parity)
+        return merge(found)
+
+    def _update(self, micros: Update, progress: float, first: bool) -> Metrics:
+        """One optimizer update over `micros`."""
+        rank = current()
+        count = rank.sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))
+        if count == 0:
+            # Every rank sees the same total, so all of them leave together.
+            return {"train/skipped_updates": Metric.sum(1.0)}
+        losses = _Losses(self.backend, rank.dp_size / count)
+        found: list[Metrics] = []
+        for i, micro in enumerate(micros):
+            losses.last_rows = i == len(micros) - 1
+            found.append(
+                self.algorithm.compute_loss_and_backward(
+                    self.stage, self._placed(micro), losses.backward, progress, first_update=first
+                )
+            )
+        stats = self.backend.step(self.max_grad_norm, losses.total)
+        self._check_finite(stats, losses.total)
+        return _update_metrics(stats) if stats.skipped else _update_metrics(stats, losses.total) | merge(found)
+
+    def _placed(self, micro: RolloutTrack) -> RolloutTrack:
+        return micro.to(self.backend.device)
+
+    def _check_finite(self, stats: UpdateStats, loss: Tensor) -> None:
+        if stats.skipped_in_a_row >= self.max_nonfinite_updates:
+            raise DivergenceError(
+                f"{stats.skipped_in_a_row} updates in a row were not finite (after update {self.backend.updates}; loss "
+                f"{float(loss):g}, gradient norm {stats.grad_norm:g}, first in {stats.culprit}). Nothing of them was "
+                "applied. Lower optimizer_cfg.learning_rate or algorithm.clip_range, and look at the rewards of the "
+                "last steps; stack.max_nonfinite_updates says how many are borne",
+                code=9001,
+            )
+
+
+class _Losses:
+    """The losses of one update on their way into the backend: divided, added up, the last one announced."""
+
+    def __init__(self, backend: TrainBackend, scale: float) -> None:
+        self.backend = backend
+        self.scale = scale
+        self.last_rows = False
+        self.total = torch.zeros((), device=backend.device)
+
+    def backward(self, loss: Tensor, last_part: bool) -> None:
+        scaled = loss * self.scale
+        self.total += scaled.detach()
+        self.backend.backward(scaled, last=self.last_rows and last_part)
+
+
+def _update_metrics(stats: UpdateStats, loss: Tensor | None = None) -> Metrics:
+    """The update's own metrics; of a skipped update, only that it was skipped."""
+    metrics = {"train/lr": Metric.mean(stats.lr), "train/skipped_updates": Metric.sum(float(stats.skipped))}
+    if loss is not None:
+        metrics |= {"train/loss": Metric.mean(loss, 1.0), "train/grad_norm": Metric.mean(stats.grad_norm)}
+    return metrics

@@ -86,7 +86,7 @@ def schema_of(target: Callable[..., Any]) -> Schema:
 def _dataclass_schema(cls: type) -> Schema:
     """A dataclass is all keys, except for positional fields beside keyword-only ones: these are wired."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    hints = _class_hints(cls)
+    hints = _field_hints(cls, {field.name for field in fields})
     mixed = any(field.kw_only for field in fields)
     keys = {f.name: _field_key(f, hints[f.name]) for f in fields if f.kw_only or not mixed}
     wired = {f.name: _field_default(f) is REQUIRED for f in fields if f.name not in keys}
@@ -105,12 +105,13 @@ def _field_default(field: dataclasses.Field[Any]) -> Any:
     return REQUIRED
 
 
-def _class_hints(cls: type) -> dict[str, Any]:
+def _field_hints(cls: type, fields: set[str]) -> dict[str, Any]:
     """Annotations of the dataclass's fields, each read in the module that wrote it."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         names = vars(sys.modules[base.__module__])
-        hints |= {name: _evaluate(note, names) for name, note in inspect.get_annotations(base).items()}
+        notes = inspect.get_annotations(base)
+        hints |= {name: _evaluate(notes[name], names) for name in notes.keys() & fields}
     return hints
 
 

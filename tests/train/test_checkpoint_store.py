@@ -358,9 +358,8 @@ class Pruning(RuleBasedStateMachine):
     @rule(at=st.integers(0, 60), final=st.booleans())
     def crash_while_saving(self, at: int, final: bool) -> None:
         self.step += 1
-        with FailingDisk(at).mounted():
-            with suppress(Crash):
-                save(self.store(), self.step, final=final)
+        with FailingDisk(at).mounted(), suppress(Crash):
+            save(self.store(), self.step, final=final)
         self.observe()
 
     @precondition(lambda self: len(self.valid) > 1)
@@ -460,9 +459,12 @@ def test_resume_path_that_cannot_be_used_says_why_and_what_could(tmp_path):
         open_checkpoint(tmp_path / "absent")
 
 
-def test_keep_below_one_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep must be >= 1"):
-        CheckpointStore(tmp_path, keep=0)
+def test_keep_zero_keeps_all_and_less_is_refused(tmp_path):
+    for step in range(1, 6):
+        save(CheckpointStore(tmp_path, keep=0), step)
+    assert len(CheckpointStore(tmp_path, keep=0).checkpoints()) == 5
+    with pytest.raises(ValueError, match="keep must be >= 0"):
+        CheckpointStore(tmp_path, keep=-1)
 
 
 SAVE_FOREVER = """

@@ -65,9 +65,9 @@ class CheckpointStore:
     """The `checkpoints` folder of one run. One process saves at a time; any number may read."""
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
-        """`keep`: how many numbered checkpoints remain after a save; `checkpoint-final` is not counted."""
-        if keep < 1:
-            raise ValueError(f"keep must be >= 1, got {keep}: the last checkpoint is never removed")
+        """`keep`: how many numbered checkpoints remain after a save (0: all); `checkpoint-final` is not counted."""
+        if keep < 0:
+            raise ValueError(f"keep must be >= 0 (0 keeps all), got {keep}")
         self.directory = Path(directory)
         self.keep = keep
 
@@ -145,7 +145,8 @@ class CheckpointStore:
         """The oldest numbered checkpoints beyond `keep`, sparing the newest valid one and the one just `published`."""
         everything = self.checkpoints()
         numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
-        doomed = [checkpoint for checkpoint in numbered[self.keep :] if checkpoint.path != published]
+        kept_count = self.keep or len(numbered)
+        doomed = [checkpoint for checkpoint in numbered[kept_count:] if checkpoint.path != published]
         kept = [checkpoint for checkpoint in everything if checkpoint not in doomed]
         if doomed and not any(_is_valid(checkpoint) for checkpoint in kept):
             spared = next((checkpoint for checkpoint in doomed if _is_valid(checkpoint)), None)

@@ -44,6 +44,8 @@ def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) 
     session = Session(argv=tuple(argv))
     try:
         return body([word for word in argv if word != "--debug"], session)
+    except SystemExit as left:
+        return int(left.code or 0)  # argparse leaves so after -h
     except BrokenPipeError:
         # The reader of our output left (`unirl recipes | head`): nothing more to say, and no complaint at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -68,4 +68,8 @@ def _check_domain(recipe: str, domain: str | None) -> None:
 
 
 def _print_config(arguments: RecipeArguments) -> int:
-    raise NotImplementedError
+    from unirl.cli.check import checked
+
+    recipe = checked(arguments.recipe, arguments.overrides)
+    print(recipe.composed.text(resolve_all=arguments.options.resolve), end="")
+    return 0

@@ -1,0 +1,149 @@
+"""Commands that need no model: listings, checkpoints, the environment report, the doctor."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from unirl.cli import env
+from unirl.cli.main import COMMANDS, main
+from unirl.train.backend.checkpoint import CheckpointStore
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    for step in (1, 2, 3):
+        with store.stage(step) as folder:
+            (folder / "state.txt").write_text(f"step {step}")
+    return tmp_path
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """A working directory with one recipe and its card."""
+    folder = tmp_path / "examples" / "toys"
+    folder.mkdir(parents=True)
+    (folder / "ball.yaml").write_text("# @package _global_\nbatch_size: 7\n")
+    (folder / "ball.card.yaml").write_text("status: toy\nresult: it rolls\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def output(capsys, *argv: str, status: int = 0) -> str:
+    assert main(argv) == status
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_examples_first(capsys, command):
+    shown = output(capsys, command, "-h")
+    assert shown.startswith(f"examples:\n  unirl {command}")
+
+
+def test_recipes_are_listed_with_their_card(capsys, recipes):
+    rows = {row["name"]: row for row in json.loads(output(capsys, "recipes", "ls", "--json"))}
+    assert rows["toys/ball"]["status"] == "toy"
+    assert "it rolls" in output(capsys, "recipes")
+
+
+def test_recipes_are_found_by_what_they_say(capsys, recipes):
+    found = json.loads(output(capsys, "recipes", "search", "batch_size: 7", "toys/", "--json"))
+    assert [row["name"] for row in found] == ["toys/ball"]
+
+
+def test_a_search_without_result_is_a_usage_error(capsys, recipes):
+    assert main(["recipes", "search", "no recipe says this"]) == 2
+
+
+def test_a_recipe_is_shown_with_its_card(capsys, recipes):
+    shown = output(capsys, "recipes", "show", "toys/ball")
+    assert "# result: it rolls" in shown
+    assert "batch_size: 7" in shown
+
+
+def test_checkpoints_are_listed_newest_first_with_what_is_wrong(capsys, run_dir):
+    (run_dir / "checkpoints" / "checkpoint-000002" / "state.txt").write_text("step 9")
+    rows = json.loads(output(capsys, "ckpt", "ls", str(run_dir), "--json"))
+    assert [row["step"] for row in rows] == [3, 2, 1]
+    assert [bool(row["problems"]) for row in rows] == [False, True, False]
+
+
+def test_verify_says_valid_or_exits_with_7(capsys, run_dir):
+    path = run_dir / "checkpoints" / "checkpoint-000003"
+    assert "valid" in output(capsys, "ckpt", "verify", str(path))
+    (path / "state.txt").unlink()
+    output(capsys, "ckpt", "verify", str(path), status=7)
+
+
+def test_show_prints_the_manifest(capsys, run_dir):
+    shown = json.loads(output(capsys, "ckpt", "show", str(run_dir / "checkpoints" / "checkpoint-000003")))
+    assert (shown["step"], [entry["name"] for entry in shown["files"]]) == (3, ["state.txt"])
+
+
+def test_prune_asks_for_yes_and_then_keeps_the_newest(capsys, run_dir, monkeypatch):
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
+    output(capsys, "ckpt", "prune", str(run_dir), "--keep", "1", status=2)
+    assert len(CheckpointStore(run_dir / "checkpoints").checkpoints()) == 3
+    output(capsys, "ckpt", "prune", str(run_dir), "--keep", "1", "--yes")
+    assert [found.step for found in CheckpointStore(run_dir / "checkpoints").checkpoints()] == [3]
+
+
+def test_prune_never_deletes_the_last(run_dir):
+    assert main(["ckpt", "prune", str(run_dir), "--keep", "0", "--yes"]) == 2
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "show", "prune"])
+def test_a_folder_that_is_not_there_exits_with_7(capsys, tmp_path, verb):
+    assert main(["ckpt", verb, str(tmp_path / "nowhere")]) == 7
+
+
+def test_the_report_shows_no_secret(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    monkeypatch.setenv("UNIRL_SOMETHING", "canary-unlisted")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA_PATH", "https://me:canary-password@host/" + str(tmp_path))
+    shown = output(capsys, "env")
+    assert "canary" not in shown
+    assert str(tmp_path) not in shown
+    assert "- HF_TOKEN: set (not shown)" in shown
+    assert "https://***@host/" in shown
+
+
+def test_the_report_is_the_same_facts_as_json(capsys):
+    facts = json.loads(output(capsys, "env", "--json"))
+    assert facts["packages"]["torch"] == env.installed("torch")
+
+
+def test_the_doctor_exits_with_3_when_something_is_missing(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("unirl.cli.doctor.installed", lambda name: None if name == "diffusers" else "1")
+    rows = json.loads(output(capsys, "doctor", "--json", status=3))
+    failed = {row["check"]: row["detail"] for row in rows if not row["ok"]}
+    assert "missing: diffusers" in failed["packages"]
+
+
+def test_the_doctor_checks_a_recipe(capsys, recipes):
+    rows = json.loads(output(capsys, "doctor", "--recipe", "toys/ball", "--json", status=3))
+    assert [row["detail"][:11] for row in rows if row["check"] == "recipe toys/ball"] == ["error[2003]"]
+
+
+WITHOUT_LIBRARIES = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "numpy", "yaml", "hydra", "omegaconf", "rich"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from unirl.cli.main import main
+assert main(["--help"]) == 0
+sys.exit(main(["train", "diffusion/quickstart"]))
+"""
+
+
+def test_help_works_without_any_library_and_train_names_what_is_missing():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, timeout=60)
+    assert "usage: unirl COMMAND" in done.stdout
+    assert done.stderr.startswith("error[3001]: the Python package '")
+    assert done.returncode == 3

@@ -1,0 +1,32 @@
+"""`unirl check RECIPE`: everything about a recipe that can be known before a model is loaded."""
+
+import json
+from collections.abc import Sequence
+
+from unirl.cli.arguments import parse_recipe, recipe_parser
+from unirl.cli.failures import Session
+
+EXAMPLES = (
+    "unirl check diffusion/sd3_trainside",
+    "unirl check diffusion/sd3_trainside num_devices=8 batch_size=48",
+    "unirl check my_recipe.yaml --json",
+)
+
+
+def run(argv: list[str], session: Session) -> int:
+    parser = recipe_parser("check", "Check a recipe: keys, types, ranges, geometry, capabilities.", EXAMPLES)
+    parser.option("--json", action="store_true", help="print every setting, defaults filled in, as JSON")
+    arguments = parse_recipe(parser, argv)
+    recipe = checked(arguments.recipe, arguments.overrides)
+    if arguments.options.json:
+        print(json.dumps(recipe.resolved(), indent=1))
+    else:
+        print(f"{recipe.file.name}: valid ({recipe.file.path})")
+    return 0
+
+
+def checked(recipe: str, overrides: Sequence[str]):
+    """The recipe, loaded and judged by every rule that needs no model; raises the first that it breaks."""
+    from unirl.config.load import load
+
+    return load(recipe, overrides)

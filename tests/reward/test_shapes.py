@@ -1,0 +1,116 @@
+"""The detector names what a picture really shows, and nothing else."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.pretrain_quickstart import ALL, draw, held_out
+from unirl.config.errors import RewardError
+from unirl.reward.local.shapes import GROUND, PALETTE, PLACES, SHAPES, ShapesRewardScorer, Sighting, coverage, sight
+from unirl.testing.reward import check_reward
+from unirl.types.reward import RewardRequest
+
+
+def pictures(drawings, size=24, seed=0):
+    """[B, 3, size, size] drawings, rounded to uint8 levels as decoded pictures are."""
+    rng = np.random.default_rng(seed)
+    pixels = torch.from_numpy(np.stack([draw(drawing, size, rng) for drawing in drawings]))
+    return (pixels * 255).round() / 255
+
+
+def request(drawings, images):
+    keys = ("color", "shape", "place")
+    return RewardRequest(
+        sample_ids=[f"s{i}" for i in range(len(drawings))],
+        images=images,
+        metadata=[dict(zip(keys, drawing, strict=True)) for drawing in drawings],
+    )
+
+
+@pytest.mark.parametrize("size", [24, 32])
+def test_every_real_drawing_scores_one(size):
+    assert ShapesRewardScorer().score(request(ALL, pictures(ALL, size))).total.tolist() == [1.0] * len(ALL)
+
+
+def test_a_drawing_with_mild_noise_still_scores_one():
+    noisy = (pictures(ALL) + 0.05 * torch.randn(len(ALL), 3, 24, 24, generator=torch.Generator().manual_seed(0))).clamp(
+        0, 1
+    )
+    assert ShapesRewardScorer().score(request(ALL, noisy)).total.mean() > 0.99
+
+
+def test_one_wrong_attribute_costs_a_third():
+    asked = [("red", "circle", "left")] * 3
+    shown = [("blue", "circle", "left"), ("red", "cross", "left"), ("red", "circle", "bottom")]
+    answer = ShapesRewardScorer().score(request(asked, pictures(shown)))
+    torch.testing.assert_close(answer.total, torch.full((3,), 2 / 3))
+    assert answer.components["exact"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_only_attributes_that_are_asked_for_count():
+    one = RewardRequest(sample_ids=["a"], images=pictures([("red", "cross", "top")]), metadata=[{"shape": "cross"}])
+    assert ShapesRewardScorer().score(one).total.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0, GROUND], ids=["black", "white", "ground"])
+def test_a_blank_picture_shows_no_shape(fill):
+    assert sight(np.broadcast_to(np.asarray(fill, dtype=np.float64), (24, 24, 3))) == Sighting()
+
+
+def test_noise_shows_no_shape():
+    rng = np.random.default_rng(0)
+    assert {sight(rng.uniform(0, 1, (24, 24, 3))).shape for _ in range(50)} == {None}
+
+
+def test_texture_and_a_second_shape_cost_the_shape():
+    clean = pictures([("white", "square", "left")])[0].permute(1, 2, 0).double().numpy()
+    checkers = 0.35 * (np.indices((24, 24)).sum(axis=0) % 2)[..., None]
+    two = np.maximum(clean, pictures([("white", "square", "right")])[0].permute(1, 2, 0).numpy())
+    assert sight(clean).shape == "square"
+    assert sight((clean - checkers).clip(0, 1)).shape is None
+    assert sight(two).shape is None
+
+
+@pytest.mark.parametrize("center", [(0.5, 0.5), (0.53, 0.47)])
+def test_a_shape_in_the_middle_is_on_no_side(center):
+    cover = coverage("circle", 24, (24 * center[0], 24 * center[1]), (6, 6))[..., None]
+    assert sight(GROUND + cover * (np.array(PALETTE["red"]) - GROUND)) == Sighting("red", "circle", None)
+
+
+def test_a_color_far_from_the_palette_has_no_name():
+    cover = coverage("circle", 24, (6, 12), (6, 6))[..., None]
+    gray = np.array([0.5, 0.5, 0.5])
+    assert sight(GROUND + cover * (gray - GROUND)) == Sighting(None, "circle", "left")
+
+
+def test_the_detector_agrees_with_transforms_of_the_picture():
+    """Mirroring swaps left and right, rotating channels renames colors; neither changes the kind."""
+    for shape in SHAPES:
+        picture = pictures([("red", shape, "left")])[0].permute(1, 2, 0).double().numpy()
+        assert sight(picture[:, ::-1]) == Sighting("red", shape, "right")
+        assert sight(picture.transpose(1, 0, 2)).place == "top"
+
+
+def test_scores_do_not_depend_on_order_or_batch_size():
+    drawings = ALL[::9]
+    check_reward(ShapesRewardScorer(), request(drawings, pictures(drawings[::-1])), atol=0.0)
+
+
+def test_unknown_or_absent_metadata_is_an_error_that_names_the_sample():
+    image = pictures([ALL[0]])
+    for metadata, words in [({"color": "mauve"}, "mauve"), ({"caption": "x"}, "needs one of color")]:
+        with pytest.raises(RewardError, match=f"'s7'.*{words}"):
+            ShapesRewardScorer().score(RewardRequest(sample_ids=["s7"], images=image, metadata=[metadata]))
+
+
+def test_every_pair_of_attributes_is_trained_and_some_triples_are_held_out():
+    out, trained = set(held_out()), set(ALL) - set(held_out())
+    assert len(out) == len(ALL) / 4
+    for axes in itertools.combinations(range(3), 2):
+        values = [(PALETTE, SHAPES, PLACES)[axis] for axis in axes]
+        for side in (out, trained):
+            assert {tuple(d[axis] for axis in axes) for d in side} >= (
+                set(itertools.product(*values)) if side is trained else set()
+            )

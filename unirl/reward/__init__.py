@@ -1,0 +1,1 @@
+"""Scores of decoded media: components per sample, never silently missing."""

@@ -1,0 +1,1 @@
+"""Scorers that run in the process that asks."""

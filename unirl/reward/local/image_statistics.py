@@ -1,0 +1,66 @@
+"""Rewards that are a statistic of the image: file size as in DDPO (arXiv:2305.13301, section 5), and brightness."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.reward.base import RewardScorer, single
+from unirl.types.reward import RewardRequest, RewardResponse
+
+
+@dataclass(frozen=True, kw_only=True)
+class JpegSpec:
+    """How images are compressed before they are weighed."""
+
+    quality: int = 95
+    """JPEG quality, 1 to 95."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quality <= 95:
+            raise ValueError(f"JpegSpec.quality must lie in 1..95, got {self.quality}")
+
+
+def jpeg_kilobytes(pixels: Tensor, quality: int) -> float:
+    """The size of one image [3, H, W] in [0, 1] as a JPEG file, in units of 1000 bytes."""
+    from PIL import Image
+
+    levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+    file = io.BytesIO()
+    Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()).save(file, format="JPEG", quality=quality)
+    return file.tell() / 1000
+
+
+class JpegIncompressibilityRewardScorer(RewardScorer):
+    """The size of the image as a JPEG in kB: rewards detail."""
+
+    reads = ("images",)
+    sign = 1.0
+
+    def __init__(self, *, config: JpegSpec = JpegSpec()) -> None:
+        self.config = config
+
+    def score(self, request: RewardRequest) -> RewardResponse:
+        assert request.images is not None
+        sizes = [jpeg_kilobytes(image, self.config.quality) for image in request.images]
+        return single("jpeg_kb", self.sign * torch.tensor(sizes))
+
+
+class JpegCompressibilityRewardScorer(JpegIncompressibilityRewardScorer):
+    """Minus the size of the image as a JPEG in kB: rewards plain pictures."""
+
+    sign = -1.0
+
+
+class BrightnessRewardScorer(RewardScorer):
+    """The mean luma of the image in [0, 1] (ITU-R BT.601 weights)."""
+
+    reads = ("images",)
+
+    def score(self, request: RewardRequest) -> RewardResponse:
+        assert request.images is not None
+        luma = torch.tensor([0.299, 0.587, 0.114], device=request.images.device)
+        return single("brightness", torch.einsum("bchw,c->bhw", request.images.float(), luma).mean(dim=(1, 2)))

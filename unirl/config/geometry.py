@@ -1,0 +1,172 @@
+"""How many samples a step draws, and how they are cut into updates, devices and micro-batches.
+
+P prompts x N samples = B rows; update u of U is the rows [uB/U, (u+1)B/U); devices divide inside an update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from unirl.config.errors import ConfigError
+from unirl.config.recipe import RecipeConfig
+
+ILLEGAL = 2010
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The counts of one step."""
+
+    num_prompts: int
+    samples_per_prompt: int
+    num_devices: int
+    num_updates: int
+    micro_batch_size: int
+    rows_together: int = 1
+    """Adjacent rows that a micro-batch must not split."""
+
+    @property
+    def num_samples(self) -> int:
+        """B, rows per step."""
+        return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of one update, over all devices."""
+        return self.num_samples // self.num_updates
+
+    @property
+    def rows_per_device(self) -> int:
+        """Rows of one update on one device."""
+        return self.rows_per_update // self.num_devices
+
+    @property
+    def num_micros(self) -> int:
+        """Micro-batches of one update on one device; the last may be smaller."""
+        return -(-self.rows_per_device // self.micro_batch_size)
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether devices and updates divide the samples, and nothing that belongs together is split."""
+        divides = self.num_samples % (self.num_devices * self.num_updates) == 0
+        return divides and self.keeps_together
+
+    @property
+    def keeps_together(self) -> bool:
+        """Whether groups, device shares and micro-batches hold whole bundles of rows."""
+        sizes = (self.samples_per_prompt, self.micro_batch_size, self.rows_per_device)
+        return all(size % self.rows_together == 0 for size in sizes)
+
+
+KNOBS = {
+    "num_updates": "stack.num_updates_per_batch",
+    "num_prompts": "batch_size",
+    "samples_per_prompt": "sampling.samples_per_prompt",
+    "num_devices": "num_devices",
+    "micro_batch_size": "stack.micro_batch_size",
+}
+"""Field of Geometry to the key that sets it."""
+
+
+def geometry_of(config: RecipeConfig, rows_together: int = 1) -> Geometry:
+    """The geometry that a recipe implies.
+
+    Raises:
+        ConfigError: 2004 for a count below 1.
+    """
+    geometry = Geometry(
+        num_prompts=config.batch_size,
+        samples_per_prompt=config.sampling.values["samples_per_prompt"],
+        num_devices=config.num_devices,
+        num_updates=config.stack.values["num_updates_per_batch"],
+        micro_batch_size=config.stack.values["micro_batch_size"],
+        rows_together=rows_together,
+    )
+    for field, key in KNOBS.items():
+        if vars(geometry)[field] < 1:
+            raise ConfigError(f"{key} must be >= 1, got {vars(geometry)[field]}", code=2004)
+    return geometry
+
+
+def check_geometry(geometry: Geometry) -> None:
+    """Refuse an illegal geometry with its equation and the nearest legal values of each knob.
+
+    Raises:
+        ConfigError: 2010.
+    """
+    if not geometry.is_legal:
+        raise ConfigError(f"{_equation(geometry)}. Use {' or '.join(_ways_out(geometry))}", code=ILLEGAL)
+
+
+def geometry_table(config: RecipeConfig) -> str:
+    """What a run prints when it starts: the counts of a step, and of the whole run."""
+    geometry = geometry_of(config)
+    check_geometry(geometry)
+    sampling = config.sampling.values
+    updates = config.num_rollouts * geometry.num_updates
+    frames = f" x {sampling['num_frames']} frames" if sampling["num_frames"] > 1 else ""
+    return (
+        f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
+        f"= {_count(geometry.num_samples, 'sample')} per step; "
+        f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
+        f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
+        f"           {_count(sampling['num_inference_steps'], 'denoising step')} at "
+        f"{sampling['height']} x {sampling['width']}{frames}; "
+        f"{_count(config.num_rollouts, 'step')}, {_count(updates, 'update')} in all"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _micros(geometry: Geometry) -> str:
+    size, rows = geometry.micro_batch_size, geometry.rows_per_device
+    last = rows % size
+    ragged = f" (the last of {last})" if last and rows > size else ""
+    return f"{_count(geometry.num_micros, 'micro-batch').replace('batchs', 'batches')} of {min(size, rows)}{ragged}"
+
+
+def _equation(geometry: Geometry) -> str:
+    """What does not divide what, with the numbers and where they come from."""
+    product = f"batch_size {geometry.num_prompts} x samples_per_prompt {geometry.samples_per_prompt}"
+    share = geometry.num_samples // geometry.num_devices
+    if geometry.num_samples % geometry.num_devices:
+        return f"num_devices={geometry.num_devices} does not divide the {geometry.num_samples} samples ({product})"
+    if share % geometry.num_updates:
+        return (
+            f"stack.num_updates_per_batch={geometry.num_updates} does not divide the {share} samples each worker "
+            f"holds ({product} / num_devices {geometry.num_devices})"
+        )
+    return (
+        f"the algorithm keeps {geometry.rows_together} rows together, which does not divide all of: "
+        f"samples_per_prompt {geometry.samples_per_prompt}, micro_batch_size {geometry.micro_batch_size}, "
+        f"{geometry.rows_per_device} rows of an update on a device"
+    )
+
+
+def _ways_out(geometry: Geometry) -> Iterator[str]:
+    for field, key in KNOBS.items():
+        values = [str(value) for value in nearest_legal(geometry, field)]
+        if values:
+            yield f"{key}={'|'.join(values)}"
+
+
+def nearest_legal(geometry: Geometry, field: str) -> list[int]:
+    """The closest legal values of one count, the others unchanged: one below, one above, where there are any."""
+    now = vars(geometry)[field]
+
+    def legal(value: int) -> bool:
+        return dataclasses.replace(geometry, **{field: value}).is_legal
+
+    above = range(now + 1, now + geometry.num_devices * geometry.num_updates * geometry.rows_together + 1)
+    return [*_first(range(now - 1, 0, -1), legal), *_first(above, legal)]
+
+
+def _first(values: range, legal: Callable[[int], bool]) -> Iterator[int]:
+    for value in values:
+        if legal(value):
+            yield value
+            return

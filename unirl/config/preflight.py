@@ -1,0 +1,255 @@
+"""What can be known before anything is loaded: rules between the parts of a recipe, and the files that it names.
+
+An algorithm declares what it needs, engines and rewards what they can do, a model what it knows of itself; joining them
+is the only thing done here, on the driver.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from unirl.config.build import build
+from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
+from unirl.config.geometry import Geometry, check_geometry, geometry_of
+from unirl.config.load import Recipe
+from unirl.config.node import Node
+from unirl.config.recipe import RecipeConfig
+from unirl.types.protocols import Capabilities, ModelFacts, Needs
+from unirl.types.sampling import DiffusionSamplingParams
+
+UNSUPPORTED = 2020
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@runtime_checkable
+class KnownModel(Protocol):
+    """A bundle class that can describe a model which is not loaded."""
+
+    @staticmethod
+    def facts_of(path: str, revision: str | None = None) -> ModelFacts:
+        """The facts, from configuration files alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A recipe that may start."""
+
+    geometry: Geometry
+    notices: tuple[str, ...] = field(default=())
+    """What the user should see once: settings without effect, values from the environment."""
+
+
+def preflight(recipe: Recipe) -> Preflight:
+    """All checks between the parts of a recipe.
+
+    Raises:
+        ConfigError: 2010 geometry, 2020 a combination that does not work, 2004 a value that the model refuses.
+        DataError: 4001 no such model directory, 4002 no such data file.
+    """
+    config = recipe.config
+    needs = needs_of(config)
+    check_runtime(config)
+    geometry = geometry_of(config, needs.rows_together)
+    check_geometry(geometry)
+    check_combination(config, needs)
+    check_sampling(config, needs)
+    check_model(config)
+    check_data(config)
+    return Preflight(geometry, tuple(notices(recipe, geometry)))
+
+
+def needs_of(config: RecipeConfig) -> Needs:
+    """What the recipe's algorithm asks for."""
+    needs: Needs = build(config.algorithm).needs
+    return needs
+
+
+def check_runtime(config: RecipeConfig) -> None:
+    """Refuse what only a runtime with worker processes can do."""
+    if config.runtime == "ray":
+        raise ConfigError("runtime=ray is not in this version: use runtime=local, one device", code=UNSUPPORTED)
+    if config.num_devices > 1:
+        raise ConfigError(
+            f"num_devices={config.num_devices}: runtime=local drives one device, and no other runtime is in this "
+            "version. Use num_devices=1",
+            code=UNSUPPORTED,
+        )
+    if config.placement is not None:
+        raise ConfigError("placement: runtime=local has one device for every role. Remove the block", code=UNSUPPORTED)
+
+
+# Needs and capabilities
+
+
+def check_combination(config: RecipeConfig, needs: Needs) -> None:
+    """The algorithm's needs against the engine, the reward and the stack."""
+    for problem in _problems(config, needs):
+        raise ConfigError(problem, code=UNSUPPORTED)
+
+
+def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
+    engine, name = capabilities_of(config.rollout), config.rollout.schema.owner.__name__
+    loss = config.algorithm.schema.owner.__name__
+    rewards = {node.path: capabilities_of(node) for node in nodes_below(config.reward) if _declares(node)}
+    updates = config.stack.values["num_updates_per_batch"]
+    if needs.behaviour_logp and not engine.behaviour_logp:
+        yield f"{loss} reads the log-probs of the engine, and {name} records none. Set algorithm.old_logp_source=replay"
+    if needs.ema_rollout and not engine.snapshots:
+        yield f"{loss} samples from a snapshot of the weights, which {name} cannot. Use the trainside engine"
+    if updates > 1 and not needs.multi_update:
+        yield f"{loss} is valid for one update per step. Set stack.num_updates_per_batch=1 (now {updates})"
+    for path, reward in rewards.items():
+        if needs.differentiable_reward and not reward.differentiable:
+            yield f"{loss} needs the gradient of the reward, and {path} has none. Choose a differentiable reward"
+        if reward.modalities and engine.modalities and not set(reward.modalities) & set(engine.modalities):
+            yield (
+                f"{path} scores {' and '.join(reward.modalities)}, and {name} makes {' and '.join(engine.modalities)}. "
+                "Choose a reward for this modality"
+            )
+    if config.evaluation.weights == "ema" and config.backend.values.get("ema_cfg") is None:
+        yield "evaluation.weights=ema needs an average to evaluate: write backend.ema_cfg={} or evaluation.weights=live"
+
+
+def capabilities_of(node: Node) -> Capabilities:
+    """What a node's class declares; nothing when it declares nothing."""
+    declared = inspect.getattr_static(node.schema.owner, "capabilities", None)
+    return declared if isinstance(declared, Capabilities) else Capabilities()
+
+
+def _declares(node: Node) -> bool:
+    return capabilities_of(node) != Capabilities()
+
+
+def nodes_below(value: Any) -> Iterator[Node]:
+    """A node and every node inside it."""
+    if isinstance(value, Node):
+        yield value
+        value = value.values
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        yield from nodes_below(item)
+
+
+# Sampling and model
+
+
+def check_sampling(config: RecipeConfig, needs: Needs) -> None:
+    """A loss on log-probs needs steps that have one."""
+    sampling = build(config.sampling)
+    if not needs.density or not isinstance(sampling, DiffusionSamplingParams):
+        return
+    try:
+        chosen = sampling.resolve_sde_indices(0)
+    except UniRLError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"sampling.sde_steps: {error}", code=2004) from error
+    if not chosen:
+        raise ConfigError(
+            f"{config.algorithm.schema.owner.__name__} trains on log-probs, and no step of sampling has one "
+            f"({type(sampling.kernel).__name__}, {sampling.num_inference_steps} denoising steps, the last always "
+            "deterministic). Use a stochastic kernel such as unirl.sde.kernels.FlowSDEStrategy, and 2 or more steps",
+            code=UNSUPPORTED,
+        )
+
+
+def check_model(config: RecipeConfig) -> None:
+    """A directory that should hold the model exists, and the model can draw pictures of this size."""
+    path, revision = config.bundle.values.get("path"), config.bundle.values.get("revision")
+    if not isinstance(path, str):
+        return
+    check_model_path(path, config.bundle.path)
+    if isinstance(config.bundle.schema.owner, KnownModel):
+        facts = _known_facts(config.bundle.schema.owner, path, revision)
+        if facts is not None:
+            _check_size(facts, config.sampling.values)
+
+
+def check_model_path(path: str, key: str) -> None:
+    """Refuse what is written like a directory and is none."""
+    spelled_as_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if spelled_as_path and not Path(path).expanduser().is_dir():
+        raise DataError(
+            f"{key}.path={path}: there is no such directory. Give one in the diffusers layout, or a hub id, "
+            f"in {key}.path=... or PRETRAINED_MODEL",
+            code=4001,
+        )
+
+
+def _known_facts(bundle: KnownModel, path: str, revision: str | None) -> ModelFacts | None:
+    """The model's facts; None for a hub id that cannot be read now, which the run itself will report."""
+    try:
+        return bundle.facts_of(path, revision)
+    except DataError:
+        if HUB_ID.fullmatch(path) and not Path(path).is_dir():
+            return None
+        raise
+
+
+def _check_size(facts: ModelFacts, sampling: Mapping[str, Any]) -> None:
+    try:
+        facts.latent_shape(sampling["height"], sampling["width"])
+    except ValueError as error:
+        raise ConfigError(str(error), code=2004) from error
+
+
+# Files
+
+
+def check_data(config: RecipeConfig) -> None:
+    """The prompt files exist."""
+    check_data_path(config.data_source.values.get("data_path"), "data_source.data_path", "DATA_PATH")
+    check_data_path(config.evaluation.data_path, "evaluation.data_path", "EVAL_DATA_PATH")
+
+
+def check_data_path(path: str | Path | None, key: str, variable: str) -> None:
+    """Refuse a file that is not there, naming the most similar file of its folder."""
+    if path is None or Path(path).expanduser().is_file():
+        return
+    folder = Path(path).expanduser().parent
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    similar = difflib.get_close_matches(Path(path).name, names, 1)
+    hint = f" Did you mean '{folder / similar[0]}'?" if similar else ""
+    raise DataError(
+        f"{key}={path}: there is no such file (seen from {Path.cwd()}).{hint} Set {key}=... or {variable}", code=4002
+    )
+
+
+def check_disk(directory: Path, num_bytes: float, what: str) -> None:
+    """Refuse to start a run whose checkpoints will not fit.
+
+    Raises:
+        CheckpointError: 7003.
+    """
+    existing = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{what} needs {num_bytes / 2**30:.2f} GiB in {directory}, and {free / 2**30:.2f} GiB are free. "
+            "Free some, set run.dir to another disk, or lower keep_checkpoints",
+            code=7003,
+        )
+
+
+# Notices
+
+
+def notices(recipe: Recipe, geometry: Geometry) -> Iterator[str]:
+    """Settings without effect, and values that the environment set."""
+    config = recipe.config
+    if config.sync is None and config.weight_sync_interval != 1:
+        yield f"weight_sync_interval={config.weight_sync_interval} has no effect: no sync block, weights are shared"
+    if geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group":
+        yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
+    for layer in recipe.composed.layers:
+        if layer.source == "environment":
+            yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())

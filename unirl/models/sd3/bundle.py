@@ -12,6 +12,7 @@ from torch import nn
 from unirl.config.errors import DataError
 from unirl.models.base import Decoder, DiffusionBundle, TextEncoder
 from unirl.models.hub import NOT_FOUND, components
+from unirl.models.quiet import quiet_libraries
 from unirl.models.sd3 import toy
 from unirl.models.sd3.architecture import Architecture, ModelEstimate, directory_of, estimate
 from unirl.models.sd3.denoiser import SD3Denoiser
@@ -40,8 +41,9 @@ class SD3Bundle(DiffusionBundle):
         self.revision = revision
         self.architecture = Architecture.of(path, revision)
         facts = self.architecture.facts(batch_multiple(device))
-        modules = self._load(self.architecture.component_names, TORCH_DTYPES[dtype])
-        self.tokenizers = self._load_tokenizers()
+        with quiet_libraries():
+            modules = self._load(self.architecture.component_names, TORCH_DTYPES[dtype])
+            self.tokenizers = self._load_tokenizers()
         super().__init__(modules, facts, dtype=TORCH_DTYPES[dtype], device=device)
 
     @staticmethod
@@ -68,7 +70,8 @@ class SD3Bundle(DiffusionBundle):
 
     def untrained(self) -> nn.Module:
         """A second transformer on the CPU with the checkpoint's own weights, as they were before training."""
-        return self._load(("transformer",), self.dtype)["transformer"].requires_grad_(False).eval()
+        with quiet_libraries():
+            return self._load(("transformer",), self.dtype)["transformer"].requires_grad_(False).eval()
 
     def _load(self, names: tuple[str, ...], dtype: torch.dtype) -> dict[str, nn.Module]:
         if self.path == "toy":
@@ -109,9 +112,9 @@ def _read(root: Path, component: str, dtype: torch.dtype) -> nn.Module:
 
     try:
         if component == "transformer":
-            return diffusers.SD3Transformer2DModel.from_pretrained(root, subfolder=component, torch_dtype=dtype)
+            return diffusers.SD3Transformer2DModel.from_pretrained(root, subfolder=component, dtype=dtype)
         if component == "vae":
-            return diffusers.AutoencoderKL.from_pretrained(root, subfolder=component, torch_dtype=dtype)
+            return diffusers.AutoencoderKL.from_pretrained(root, subfolder=component, dtype=dtype)
         if component == "text_encoder_3":
             return transformers.T5EncoderModel.from_pretrained(root, subfolder=component, dtype=dtype)
         return transformers.CLIPTextModelWithProjection.from_pretrained(root, subfolder=component, dtype=dtype)

@@ -1,0 +1,152 @@
+"""Where a checkpoint comes from: toy, directory, hub id; what is known before it is loaded; how its absence is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from unirl.config.errors import DataError
+from unirl.models.sd3.architecture import SHIPPED
+from unirl.models.sd3.bundle import SD3Bundle
+from unirl.models.sd3.pipeline import SD3Pipeline
+
+MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+
+
+def num_parameters(bundle: SD3Bundle) -> dict[str, int]:
+    return {name: sum(p.numel() for p in module.parameters()) for name, module in bundle.modules.items()}
+
+
+def test_the_toy_is_the_same_whenever_it_is_built(toy: SD3Pipeline) -> None:
+    before = torch.random.get_rng_state()
+    again = SD3Bundle(path="toy", dtype="fp32")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for name, module in toy.bundle.modules.items():
+        theirs = again.modules[name].state_dict()
+        assert all(torch.equal(value, theirs[key]) for key, value in module.state_dict().items())
+
+
+def test_dtype_is_that_of_transformer_and_encoders_and_the_vae_is_fp32() -> None:
+    modules = SD3Bundle(path="toy", dtype="bf16").modules
+    found = {name: next(module.parameters()).dtype for name, module in modules.items()}
+    assert found.pop("vae") == torch.float32
+    assert set(found.values()) == {torch.bfloat16}
+
+
+def test_an_estimate_counts_the_parameters_of_the_loaded_model(toy: SD3Pipeline, pixel: SD3Pipeline) -> None:
+    for pipeline in (toy, pixel):
+        bundle = pipeline.bundle
+        assert dict(SD3Bundle.estimate(bundle.path).parameters) == num_parameters(bundle)
+        assert SD3Bundle.facts_of(bundle.path) == bundle.facts
+
+
+def test_an_estimate_counts_the_adapters_that_peft_would_add() -> None:
+    from peft import LoraConfig
+
+    transformer = SD3Bundle(path="toy", dtype="fp32").trainable()
+    targets = list(SD3Bundle.facts_of("toy").lora_targets)
+    transformer.add_adapter(LoraConfig(r=3, target_modules=targets))  # type: ignore[operator]
+    added = sum(p.numel() for name, p in transformer.named_parameters() if "lora_" in name)
+    assert SD3Bundle.estimate("toy").lora_parameters(3) == added
+
+
+def test_the_public_checkpoints_are_known_without_a_connection() -> None:
+    facts = SD3Bundle.facts_of(MEDIUM)
+    assert facts.latent_shape(512, 512) == (16, 64, 64) and facts.image_seq_len(512, 512) == 1024
+    billions = {name: count / 1e9 for name, count in SD3Bundle.estimate(MEDIUM).parameters.items()}
+    # Model cards: 2.5B with everything but T5 counted loosely; CLIP-L 123M, CLIP-G 695M, T5-XXL encoder 4.76B.
+    assert billions == pytest.approx(
+        {"transformer": 2.24, "text_encoder": 0.124, "text_encoder_2": 0.695, "text_encoder_3": 4.76, "vae": 0.084},
+        rel=0.01,
+    )
+
+
+def test_a_pixel_model_has_a_picture_for_a_latent(pixel: SD3Pipeline) -> None:
+    assert pixel.facts.vae_scale == 1 and pixel.facts.latent_shape(16, 16) == (3, 16, 16)
+    assert set(pixel.bundle.modules) == {"transformer", "text_encoder"}
+    latents = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0]).view(1, 1, 1, 5).expand(1, 3, 1, 5)
+    assert pixel.decoder.decode(latents)[0, 0, 0].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def test_the_shipped_model_loads() -> None:
+    if not SHIPPED.is_dir():
+        pytest.skip("the quick start's weights are not in this checkout")
+    facts = SD3Bundle.facts_of("quickstart")
+    assert facts.vae_scale == 1
+    assert dict(SD3Bundle.estimate("quickstart").parameters) == num_parameters(
+        SD3Bundle(path="quickstart", dtype="fp32")
+    )
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def refused(path: str, match: str, revision: str | None = None) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        SD3Bundle(path=path, revision=revision, dtype="fp32")
+    assert caught.value.code == 4001 and caught.value.exit_status == 4
+
+
+def test_a_missing_directory_is_named_with_what_would_do() -> None:
+    refused("/no/such/model", "'/no/such/model': no such directory. Give a directory in the diffusers layout, a hub id")
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    refused(str(tmp_path), "has no model_index.json: it is not a diffusers model directory")
+
+
+def test_another_family_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "FluxTransformer2DModel"]}))
+    refused(str(tmp_path), "its transformer is FluxTransformer2DModel, but SD3Bundle reads SD3Transformer2DModel")
+
+
+def test_damaged_files_are_named(pixel_directory: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(pixel_directory, broken)
+    weights = next((broken / "transformer").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused(str(broken), "cannot load transformer")
+    (broken / "scheduler" / "scheduler_config.json").write_text("{")
+    refused(str(broken), r"scheduler_config.json:1: not JSON")
+    (broken / "transformer" / "config.json").unlink()
+    refused(str(broken), "config.json is missing: the model directory is incomplete")
+
+
+@pytest.mark.parametrize("kind", ["gated", "absent", "revision", "offline"])
+def test_what_is_wrong_at_the_hub_is_told_with_the_way_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    from huggingface_hub import errors
+
+    response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+    error, match = {
+        "gated": (errors.GatedRepoError("x", response=response), "is gated. Accept its licence .*hf auth login"),
+        "absent": (errors.RepositoryNotFoundError("x", response=response), "is not on the hub, or is private"),
+        "revision": (errors.RevisionNotFoundError("x", response=response), "has no revision 'v9'"),
+        "offline": (
+            errors.LocalEntryNotFoundError("x"),
+            "is not in the local cache and the hub cannot be reached .*PRETRAINED_MODEL",
+        ),
+    }[kind]
+
+    def fail(*arguments: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    refused("someone/some-sd3", f"model 'someone/some-sd3' {match}", "v9" if kind == "revision" else None)
+
+
+def test_loading_is_silent_and_leaves_the_libraries_as_they_were(
+    pixel_directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import diffusers.utils.logging as of_diffusers
+    import transformers.utils.logging as of_transformers
+
+    before = (of_diffusers.get_verbosity(), of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled())
+    SD3Bundle(path=str(pixel_directory), dtype="fp32")
+    assert capfd.readouterr() == ("", "")
+    after = (of_diffusers.get_verbosity(), of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled())
+    assert after == before

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean
 from unirl.config.hints import WRITE_INSTEAD
 from unirl.config.node import Node
 from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
@@ -42,7 +42,6 @@ def check_node(
 
 def build(node: Node, **wired: Any) -> Any:
     """The object of a node. `wired` offers parameters by name; every class below takes those that it asks for."""
-    values = dict(node.values) | {key: _make(value, wired) for key, value in node.built.items()}
     missing = [name for name, needed in node.schema.wired.items() if needed and name not in wired]
     if missing:
         raise ConfigError(
@@ -51,7 +50,12 @@ def build(node: Node, **wired: Any) -> Any:
             code=2020,
         )
     given = {name: wired[name] for name in node.schema.wired if name in wired}
-    return _call(node, given | values)
+    return _call(node, given | _arguments(node, wired))
+
+
+def _arguments(node: Node, wired: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a node's keys, with the nodes below built."""
+    return dict(node.values) | {key: _make(value, wired) for key, value in node.built.items()}
 
 
 def _make(value: Any, wired: Mapping[str, Any]) -> Any:
@@ -65,27 +69,31 @@ def _make(value: Any, wired: Mapping[str, Any]) -> Any:
     return value
 
 
-def _call(node: Node, arguments: Mapping[str, Any]) -> Any:
-    """The target called; a ValueError of its own rules becomes a ConfigError that names the key path."""
+def _call(node: Node, arguments: Mapping[str, Any], where: Callable[[str], str] = lambda path: "") -> Any:
+    """The target called; what it refuses about its own keys becomes a ConfigError that names the key path."""
     try:
         return node.schema.target(**arguments)
-    except ConfigError:
-        raise
     except ValueError as error:
-        raise ConfigError(_with_path(str(error), node), code=2004) from error
+        path, message = _located(str(error), node)
+        if type(error) is ConfigError:
+            raise ConfigError(message + where(path), code=error.code) from error
+        if type(error) is ValueError and (node.schema.is_value or path != node.path):
+            raise ConfigError(message + where(path), code=2004) from error
+        raise
 
 
-def _with_path(message: str, node: Node) -> str:
-    """`LoraConfig.rank must ...` or `rank must ...` -> `backend.lora_cfg.rank must ...`."""
+def _located(message: str, node: Node) -> tuple[str, str]:
+    """The key path that a message is about, and the message with it: `LoraConfig.rank` -> `backend.lora_cfg.rank`."""
     spelled = re.match(r"(?:[\w.]+\.)?(\w+)(?=[ =])", message)
     if spelled and spelled[1] in node.values:
-        return _join(node.path, spelled[1]) + message[spelled.end() :]
-    return f"{node.path}: {message}" if node.path else message
+        path = _join(node.path, spelled[1])
+        return path, path + message[spelled.end() :]
+    return node.path, f"{node.path}: {message}" if node.path else message
 
 
 def _read_node(value: Any, expected: Any, place: Place) -> Node:
     if not isinstance(value, dict):
-        raise place.error(_scalar_for_block(value, expected, place), code=2005)
+        raise place.error(f"{place.path} is a block of keys, got {show(value)}", 2005, _keys_of(value, expected, place))
     schema = _schema(value, expected, place)
     _refuse_special(value, place)
     _refuse_unknown(value, schema, place)
@@ -99,10 +107,7 @@ def _read_node(value: Any, expected: Any, place: Place) -> Node:
 def _try(node: Node, place: Place) -> None:
     """Make the dataclass once, for its own range rules, unless a node below waits for the trainer."""
     if not _waits(node):
-        try:
-            build(node)
-        except ConfigError as error:
-            raise place.error(str(error), code=error.code) from error
+        _call(node, _arguments(node, {}), place.where)
 
 
 def _waits(value: Any) -> bool:
@@ -153,7 +158,7 @@ def _read_key(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
     if key.name in tree and tree[key.name] != "???":
         return read(tree[key.name], key.annotation, below)
     if key.default is REQUIRED:
-        raise place.error(f"{below.path} is required and not set: write {below.path}=...", code=2003)
+        raise place.error(f"{below.path} is required and not set", 2003, f" Write {below.path}=...")
     return _default(key, below)
 
 
@@ -176,11 +181,11 @@ def _default(key: Key, place: Place) -> Any:
     return Node(place.path, schema, below, frozenset(), typed=kind is key.annotation)
 
 
-def _scalar_for_block(value: Any, expected: Any, place: Place) -> str:
+def _keys_of(value: Any, expected: Any, place: Place) -> str:
+    """What to set instead of a whole block."""
     known = is_config(expected) and expected is not Node
     keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
-    way_out = f"Set one of them: {place.path}.<key>={show(value)}"
-    return f"{place.path} is a block of keys, got {show(value)}.{keys} {way_out}"
+    return f"{keys} Set one of them: {place.path}.<key>={show(value)}"
 
 
 def _refuse_special(tree: Mapping[str, Any], place: Place) -> None:
@@ -188,27 +193,31 @@ def _refuse_special(tree: Mapping[str, Any], place: Place) -> None:
         if not isinstance(name, str):
             raise place.error(f"{place.path}: the key {name!r} must be text", code=2003)
         if name.startswith("_") and name != SPECIAL:
-            raise place.error(f"{_join(place.path, name)}: _target_ is the only special key. Remove it", code=2003)
+            raise place.error(f"{_join(place.path, name)}: the only special key is _target_", 2003, " Remove it")
 
 
 def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, place: Place) -> None:
     for name in tree:
         if name != SPECIAL and name not in schema.keys:
-            at = place.below(name)
-            raise at.error(_unknown(name, schema, place), code=2003)
+            path = _join(place.path, name)
+            hint = _instead(name, schema, place)
+            message = f"unknown key '{path}'{place.where(path)}.{hint}"
+            raise UnknownKeyError(message if hint else f"{message} {_known(schema, place)}", path, bool(hint))
 
 
-def _unknown(name: str, schema: Schema, place: Place) -> str:
-    """The nearest key of the class; else what to write for a word of another system; else the class's keys."""
-    path = _join(place.path, name)
-    start = f"unknown key '{path}'"
+def _instead(name: str, schema: Schema, place: Place) -> str:
+    """The nearest key of the class, or what to write for a word of another system."""
     if name in schema.wired:
-        return f"{start}: '{name}' is given to {schema.owner.__name__} by the trainer, not by the recipe. Remove it"
+        return f" {schema.owner.__name__} gets '{name}' from the trainer, not from the recipe. Remove it"
     if name in WRITE_INSTEAD:
-        return f"{start}. Write {WRITE_INSTEAD[name]}"
-    hint = did_you_mean(path, [_join(place.path, key) for key in schema.keys]) if name else ""
+        return f" Write {WRITE_INSTEAD[name]}"
+    best = did_you_mean(name, schema.keys)
+    return best.replace("'", f"'{place.path}.", 1) if best and place.path else best
+
+
+def _known(schema: Schema, place: Place) -> str:
     keys = ", ".join(schema.keys) or "none"
-    return f"{start}.{hint} Keys of {schema.owner.__name__}: {keys}"
+    return f"Keys of {place.path} ({schema.owner.__name__}): {keys}" if place.path else f"Keys of a recipe: {keys}"
 
 
 def _join(path: str, key: str) -> str:

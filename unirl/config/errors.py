@@ -1,7 +1,7 @@
 """The errors a user can fix: each has a code of the catalogue and the exit status of the process.
 
     UniRLError
-      UsageError 2 (ConfigError)   DependencyError 3   DataError 4        ResourceError 5    RewardError 6
+      UsageError 2 (ConfigError)  DependencyError 3   DataError 4        ResourceError 5    RewardError 6
       CheckpointError 7            StallError 8        DivergenceError 9  WorkerError 10     Preempted 75
       Interrupted 130
 
@@ -36,6 +36,16 @@ class ConfigError(UsageError):
     """The recipe, with its overrides, breaks a rule."""
 
     default_code = 2003
+
+
+class UnknownKeyError(ConfigError):
+    """A key that the class at its place does not have."""
+
+    def __init__(self, message: str, path: str = "", hinted: bool = False) -> None:
+        super().__init__(message)
+        self.path = path
+        self.hinted = hinted
+        """Whether the message already says what to write instead."""
 
 
 class DependencyError(UniRLError):

@@ -29,7 +29,11 @@ def resolve(tree: Tree, where: Callable[[str], str] = lambda path: "") -> Tree:
         return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         path = str(error.full_key or "")
-        raise ConfigError(f"{path}: {one_line(error)}{where(path)}", code=2003) from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{path}: {reason}{where(path)}. A reference names a key that the recipe itself writes, or oc.env",
+            code=2003,
+        ) from error
 
 
 def one_line(error: Exception) -> str:

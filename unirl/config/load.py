@@ -11,15 +11,16 @@ from omegaconf import OmegaConf
 
 from unirl.config.build import SPECIAL, build, check_node
 from unirl.config.compose import ComposedConfig, compose
-from unirl.config.errors import ConfigError, did_you_mean
-from unirl.config.layers import Layer, Tree, get, leaves, put
+from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean, nearest
+from unirl.config.layers import Layer, Tree, get, join, leaves, put
 from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipes import RecipeFile
 from unirl.config.schema import schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
-from unirl.config.values import Place, read
+from unirl.config.values import Place, read, show
+from unirl.config.walk import schemas_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,20 @@ class Recipe:
     def resolved_text(self) -> str:
         """The content of config/resolved.yaml."""
         return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
+
+    def why(self, path: str) -> str:
+        """Who set a key: every source that names it, the one in effect first, then the default."""
+        self.value(path)
+        said = self.composed.why(path)
+        rows = [(origin.source, show(origin.value), origin.place) for origin in said]
+        if not said:
+            rows.append(("default", show(self.value(path)), ""))
+        marks = ["<- in effect", *[""] * len(rows)]
+        lines = [
+            f"  {source:<13} {value:<24} {place}  {mark}"
+            for (source, value, place), mark in zip(rows, marks, strict=False)
+        ]
+        return "\n".join([path, *(line.rstrip() for line in lines)])
 
     def value(self, path: str) -> Any:
         """The value in effect of a key, default included. Raises ConfigError 2003 for a key that does not exist."""
@@ -69,8 +84,26 @@ def check(composed: ComposedConfig) -> Recipe:
     composed = _drop_idle_environment(composed, tree, plugins)
     if get(tree, "scale") == "toy":
         composed = composed.under_command_line(toy_layer(tree, plugins))
-    root = check_node(composed.resolved(), RecipeConfig, plugins=plugins, where=composed.where)
+    tree = composed.resolved()
+    try:
+        root = check_node(tree, RecipeConfig, plugins=plugins, where=composed.where)
+    except UnknownKeyError as error:
+        raise error if error.hinted else _with_hint(error, composed, plugins) from None
     return Recipe(composed, root, build(root))
+
+
+def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[str, ...]) -> UnknownKeyError:
+    """The error, naming the key of another block that is called like this one, or nearly so."""
+    name = error.path.rpartition(".")[2]
+    paths: dict[str, str] = {}
+    for path, schema in schemas_of(composed.resolved(), plugins).items():
+        for key in schema.keys:
+            paths.setdefault(key, join(path, key))
+    best = nearest(name, paths, 1)[0]
+    if not did_you_mean(name, [best]):
+        return error
+    text = f"unknown key '{error.path}'{composed.where(error.path)}. Did you mean '{paths[best]}'?"
+    return UnknownKeyError(text, error.path, hinted=True)
 
 
 def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:

@@ -52,10 +52,10 @@ def _allowed(module: str | None, plugins: Sequence[str]) -> bool:
 def _not_allowed(dotted: str, path: str, plugins: Sequence[str]) -> str:
     allowed = ", ".join((OWN_PACKAGE, *plugins))
     package = dotted.partition(".")[0]
-    return (
-        f"{path}._target_={dotted} is outside the packages that a recipe may use ({allowed}). "
-        f"If '{package}' holds your own classes, allow it: plugins=[{package}]"
-    )
+    refused = f"{path}._target_={dotted} is outside the packages that a recipe may use ({allowed})"
+    if package in sys.stdlib_module_names:
+        return f"{refused}. Name a class of {OWN_PACKAGE}"
+    return f"{refused}. If '{package}' holds your own classes, allow it: plugins=[{package}]"
 
 
 def _import_longest(dotted: str, path: str, plugins: Sequence[str]) -> tuple[ModuleType, list[str]]:

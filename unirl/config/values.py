@@ -29,9 +29,9 @@ class Place:
         """The place of a key, or of an item, of this value."""
         return Place(f"{self.path}.{key}" if self.path else str(key), self.where, self.plugins, self.read_node)
 
-    def error(self, message: str, code: int) -> ConfigError:
-        """A ConfigError that ends with where the value was written."""
-        return ConfigError(f"{message}{self.where(self.path)}", code=code)
+    def error(self, message: str, code: int, way_out: str = "") -> ConfigError:
+        """A ConfigError that says where the value was written, and then the way out."""
+        return ConfigError(f"{message}{self.where(self.path)}.{way_out}".removesuffix("."), code=code)
 
 
 def read(value: Any, annotation: Any, place: Place) -> Any:
@@ -87,7 +87,7 @@ def _unwrap(annotation: Any) -> Any:
 
 
 def _wrong(value: Any, wanted: str, place: Place, way_out: str = "") -> ConfigError:
-    return place.error(f"{place.path} must be {wanted}, got {show(value)} ({_kind(value)}).{way_out}", code=2004)
+    return place.error(f"{place.path} must be {wanted}, got {show(value)} ({_kind(value)})", 2004, way_out)
 
 
 def _kind(value: Any) -> str:
@@ -147,7 +147,9 @@ def _read_none(value: Any, annotation: Any, place: Place) -> None:
 
 def _read_anything(value: Any, annotation: Any, place: Place) -> Any:
     if isinstance(value, dict) and "_target_" in value:
-        raise place.error(f"{place.path} is plain data: nothing would be made of its _target_. Remove it", code=2003)
+        raise place.error(
+            f"{place.path} is plain data, of which nothing is made: it has no _target_", 2003, " Remove it"
+        )
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _read_anything(item, annotation, place.below(key))

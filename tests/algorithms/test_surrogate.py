@@ -1,0 +1,108 @@
+"""The clipped surrogate against its closed form, quadrant by quadrant."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unirl.algorithms.surrogate import approx_kl, clip_scale, clipped_surrogate, ratio_metrics, weighted_sum
+from unirl.types.results import merge, values
+
+LOW, HIGH = 0.1, 0.2
+
+
+def gradient(log_ratio: float, advantage: float) -> float:
+    x = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
+    clipped_surrogate(x, torch.tensor([[advantage]], dtype=torch.float64), LOW, HIGH).sum().backward()
+    return float(x.grad)
+
+
+@pytest.mark.parametrize("advantage", [1.7, -0.3])
+def test_gradient_at_ratio_one_is_exactly_minus_the_advantage(advantage: float) -> None:
+    assert gradient(0.0, advantage) == -advantage
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "clipped"),
+    [
+        (2.0, math.log(1 + HIGH) + 0.01, True),
+        (2.0, math.log(1 - LOW) - 0.01, False),
+        (-2.0, math.log(1 + HIGH) + 0.01, False),
+        (-2.0, math.log(1 - LOW) - 0.01, True),
+        (2.0, math.log(1 + HIGH) - 0.01, False),
+        (-2.0, math.log(1 - LOW) + 0.01, False),
+    ],
+)
+def test_each_quadrant_keeps_the_corrective_direction_and_drops_the_other(
+    advantage: float, log_ratio: float, clipped: bool
+) -> None:
+    expected = 0.0 if clipped else -advantage * math.exp(log_ratio)
+    assert gradient(log_ratio, advantage) == pytest.approx(expected, abs=1e-15)
+
+
+@settings(deadline=None)
+@given(log_ratio=st.floats(-1, 1), advantage=st.floats(-5, 5), low=st.floats(1e-6, 0.9), high=st.floats(1e-6, 0.9))
+def test_value_is_minus_the_smaller_of_clipped_and_unclipped_gain(
+    log_ratio: float, advantage: float, low: float, high: float
+) -> None:
+    ratio = math.exp(log_ratio)
+    expected = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    got = clipped_surrogate(
+        torch.tensor([[log_ratio]], dtype=torch.float64), torch.tensor([[advantage]], dtype=torch.float64), low, high
+    )
+    assert float(got) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_a_clip_range_of_one_millionth_acts_in_float32() -> None:
+    log_ratio = torch.tensor([[0.8e-6, 1.2e-6]], requires_grad=True)
+    clipped_surrogate(log_ratio, torch.ones(1, 2), 1e-6, 1e-6).sum().backward()
+    assert log_ratio.grad[0, 1] == 0 and log_ratio.grad[0, 0] == pytest.approx(-1, rel=1e-5)
+
+
+def test_advantages_get_no_gradient() -> None:
+    advantages = torch.ones(1, 1, requires_grad=True)
+    assert not clipped_surrogate(torch.zeros(1, 1), advantages, LOW, HIGH).requires_grad
+
+
+def test_clip_schedules_have_their_published_ends() -> None:
+    assert [clip_scale("constant", p) for p in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
+    assert [clip_scale("linear", p) for p in (0.0, 0.5, 1.0)] == [1.0, 0.75, 0.5]
+    assert [clip_scale("cosine", p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1.0, 0.5, 0.0], abs=1e-15)
+    with pytest.raises(ValueError, match="progress"):
+        clip_scale("linear", 1.1)
+
+
+def test_approx_kl_of_a_gaussian_shift_matches_the_exact_kl_to_first_order() -> None:
+    # Two unit normals a small d apart: E_old[log_ratio^2] / 2 = d^2 / 2 + O(d^4) = KL.
+    shift, x = 1e-2, torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    normal = torch.distributions.Normal
+    log_ratio = normal(shift, 1.0).log_prob(x) - normal(0.0, 1.0).log_prob(x)
+    exact = torch.distributions.kl_divergence(normal(0.0, 1.0), normal(torch.tensor(shift), 1.0))
+    assert float(approx_kl(log_ratio).mean()) == pytest.approx(float(exact), rel=1e-2)
+
+
+def test_ratio_statistics_equal_those_of_the_elements_that_count_however_they_are_split() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_ratio = 1e-4 * torch.randn(6, 5, generator=generator)
+    weights = torch.ones(6, 5)
+    weights[2] = 0
+    log_ratio[2] = torch.nan
+    parts = [ratio_metrics(log_ratio[rows], weights[rows], 1e-4, 5e-5) for rows in (slice(0, 2), slice(2, 6))]
+    found = values(merge(parts))
+    kept = log_ratio[[0, 1, 3, 4, 5]].double()
+    ratio = kept.exp()
+    assert found["train/ratio_mean"] == pytest.approx(float(ratio.mean()), abs=1e-7)
+    assert found["train/ratio_std"] == pytest.approx(float(ratio.std(correction=0)), rel=1e-4)
+    assert found["train/approx_kl"] == pytest.approx(float((kept**2).mean() / 2), rel=1e-4)
+    assert found["train/clip_fraction_high"] == pytest.approx(float((ratio > 1 + 5e-5).double().mean()))
+    assert found["train/clip_fraction_low"] == pytest.approx(float((ratio < 1 - 1e-4).double().mean()))
+    assert found["train/clip_fraction"] == pytest.approx(
+        found["train/clip_fraction_high"] + found["train/clip_fraction_low"]
+    )
+
+
+def test_an_element_of_weight_zero_counts_nowhere_even_if_it_is_not_a_number() -> None:
+    values_, weights = torch.tensor([[1.0, torch.nan], [3.0, torch.inf]]), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    assert float(weighted_sum(values_, weights)) == 7.0

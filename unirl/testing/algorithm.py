@@ -1,0 +1,151 @@
+"""Does a loss keep the contract that the train stack relies on?
+
+stage = toy_stage()
+check_algorithm(MyLoss(), stage, toy_track(stage))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.types.protocols import Anchor
+from unirl.types.results import values
+from unirl.types.rollout_resp import RolloutTrack
+
+TOLERANCE = 1e-5
+"""Relative; between sums of the same float32 numbers in another order."""
+
+Algorithm = StageAlgorithm[Any]
+
+
+def check_algorithm(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> None:
+    """Raises AssertionError naming the broken rule. `track` is a rollout of `stage` with at least four rows.
+
+    Non-live anchors are filled by the stage's own weights, as a snapshot of them would give.
+    """
+    _parts_come_from_shared_fields(algorithm, track)
+    _anchors_are_declared(algorithm)
+    prepared = prepared_track(algorithm, stage, track)
+    _anchor_pass_equals_the_forward(algorithm, stage, track, prepared)
+    _sum_over_rows(algorithm, stage, prepared)
+    _weights_are_linear(algorithm, stage, prepared)
+    _order_of_rows(algorithm, stage, prepared)
+    _columns_are_detached(algorithm, stage, prepared)
+    _metrics_are_named_and_finite(algorithm, stage, prepared)
+
+
+def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> RolloutTrack:
+    """The track with all its anchors, every snapshot being the stage's own weights."""
+    for snapshot in sorted({anchor.snapshot for anchor in algorithm.anchors().values()}):
+        with torch.no_grad():
+            segment, _ = algorithm.prepare_segment(stage, track, snapshot)
+        track = track.replace(segment=segment)
+    return track
+
+
+def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> Tensor:
+    """[] the sum over all parts, with its graph."""
+    return torch.stack([algorithm.loss(stage, rows, part).loss for part in algorithm.parts(rows.segment)]).sum()
+
+
+def _expect(algorithm: Algorithm, holds: bool, rule: str) -> None:
+    if not holds:
+        raise AssertionError(f"{type(algorithm).__name__}: {rule}")
+
+
+def _close(a: Tensor, b: Tensor, scale: float) -> bool:
+    return bool((a.detach() - b.detach()).abs() <= TOLERANCE * max(scale, 1e-12))
+
+
+def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> float:
+    """The sum of the rows' absolute losses: what round-off is relative to."""
+    return sum(abs(total_loss(algorithm, stage, row).item()) for row in rows.chunk(algorithm.needs.rows_together))
+
+
+def _parts_come_from_shared_fields(algorithm: Algorithm, track: RolloutTrack) -> None:
+    parts = algorithm.parts(track.segment)
+    few = track.slice(0, algorithm.needs.rows_together)
+    _expect(algorithm, len(parts) > 0 and all(parts), "parts() must not be empty, nor any part of it")
+    _expect(algorithm, algorithm.parts(few.segment) == parts, "parts() must not depend on the rows")
+    entries = [entry for part in parts for entry in part]
+    _expect(algorithm, len(set(entries)) == len(entries), "an entry may stand in one part only")
+
+
+def _anchors_are_declared(algorithm: Algorithm) -> None:
+    anchors = algorithm.anchors()
+    _expect(algorithm, all(isinstance(a, Anchor) for a in anchors.values()), "anchors() must hold Anchor values")
+    missing = {anchor.snapshot for anchor in anchors.values()} - {"live"} - set(algorithm.needs.snapshots)
+    _expect(algorithm, not missing, f"needs.snapshots must name the anchors' snapshots; {sorted(missing)} are missing")
+
+
+def _anchor_pass_equals_the_forward(
+    algorithm: Algorithm, stage: Any, track: RolloutTrack, prepared: RolloutTrack
+) -> None:
+    for part in algorithm.parts(track.segment):
+        columns = algorithm.loss(stage, prepared, part).columns
+        for name, anchor in algorithm.anchors().items():
+            column = algorithm.anchor(prepared, name, part)
+            same = column is not None and torch.equal(column, columns[anchor.quantity])
+            _expect(algorithm, same, f"measure() must give anchor {name!r} the bits of loss()'s own forward")
+
+
+def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+    size = algorithm.needs.rows_together
+    pieces = rows.chunk(size)
+    apart = torch.stack([total_loss(algorithm, stage, piece).detach() for piece in pieces]).sum()
+    together = total_loss(algorithm, stage, rows)
+    _expect(algorithm, _close(together, apart, _size(algorithm, stage, rows)), "loss() must be a SUM over rows")
+    count = sum(algorithm.count(piece) for piece in pieces)
+    _expect(algorithm, abs(count - algorithm.count(rows)) < 1e-6, "count() must be a sum over rows")
+
+
+def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+    size = algorithm.needs.rows_together
+    kept = rows.slice(size, len(rows))
+    weight = rows.weight.clone()
+    weight[:size] = 0.0
+    dropped = rows.replace(weight=weight)
+    scale = _size(algorithm, stage, rows)
+    alone, among = total_loss(algorithm, stage, kept), total_loss(algorithm, stage, dropped)
+    _expect(algorithm, _close(alone, among, scale), "a row of weight 0 must not change the loss")
+    counts = algorithm.count(dropped) - algorithm.count(kept)
+    _expect(algorithm, abs(counts) < 1e-6, "a row of weight 0 must not be counted")
+    double = total_loss(algorithm, stage, rows.replace(weight=2 * rows.weight))
+    _expect(
+        algorithm,
+        _close(double, 2 * total_loss(algorithm, stage, rows), 2 * scale),
+        "the loss must be linear in the weights",
+    )
+
+
+def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+    size = algorithm.needs.rows_together
+    starts = range(len(rows) - size, -1, -size)
+    turned = rows.select([start + i for start in starts for i in range(size)])
+    same = _close(
+        total_loss(algorithm, stage, turned), total_loss(algorithm, stage, rows), _size(algorithm, stage, rows)
+    )
+    _expect(algorithm, same, "the loss must not depend on the order of rows")
+
+
+def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+    result = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0])
+    _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
+    for name, column in result.columns.items():
+        _expect(algorithm, not column.requires_grad, f"column {name!r} must be detached")
+        _expect(algorithm, len(column) == len(rows), f"column {name!r} must have one entry per row")
+
+
+def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+    metrics = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0]).metrics
+    strange = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
+    _expect(algorithm, not strange, f"metrics are named train/... or rollout/..., not {strange}")
+    tracked = [name for name, m in metrics.items() if isinstance(m.total, Tensor) and m.total.requires_grad]
+    _expect(algorithm, not tracked, f"metrics must not hold a graph: {tracked}")
+    found = values(metrics)
+    bad = [name for name, value in found.items() if value != value or abs(value) == float("inf")]
+    _expect(algorithm, not bad, f"metrics must be finite: {bad}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirl.config.layers import join
-from unirl.config.node import Node, plain
+from unirl.config.node import Node, is_held, plain
 from unirl.config.schema import REQUIRED, Schema, docs_of
 from unirl.config.values import show, spell
 
@@ -41,7 +41,8 @@ def schema_keys(schema: Schema, path: str = "") -> Iterator[KeyDoc]:
     docs = docs_of(schema.owner)
     for key in schema.keys.values():
         default = key.default_target or _default(key.default)
-        yield KeyDoc(join(path, key.name), spell(key.annotation), default, docs.get(key.name, ""))
+        kind = "block" if is_held(key) else spell(key.annotation)
+        yield KeyDoc(join(path, key.name), kind, default, docs.get(key.name, ""))
 
 
 def _default(value: Any) -> str:

@@ -66,8 +66,7 @@ def spell(annotation: Any) -> str:
 
 def show(value: Any) -> str:
     """A value as YAML would write it in one line, cut to a readable length."""
-    named = {None: "null", True: "true", False: "false"} if value is None or isinstance(value, bool) else {}
-    text = named.get(value) or repr(value)
+    text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

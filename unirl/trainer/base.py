@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from unirl.config.errors import CheckpointError, Interrupted, Preempted
 from unirl.config.recipe import RecipeConfig
@@ -20,10 +21,11 @@ from unirl.distributed.tensor.transport import ColumnStore
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
-from unirl.trainer.evaluation import EvalResult, score_table
-from unirl.trainer.residency import Residency
+from unirl.trainer.resume import check_same_recipe, resume_point
+from unirl.types.evaluation import EvalResult
+from unirl.types.primitives import Texts
 from unirl.types.protocols import DataSource, State, Stateful
-from unirl.types.results import Metrics, values
+from unirl.types.results import values
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
 
@@ -50,6 +52,8 @@ class Parts:
     checkpoints: CheckpointStore
     columns: ColumnStore
     stateful: dict[str, Stateful]
+    recipe: Mapping[str, Any]
+    """The resolved recipe, every key."""
     environment: dict[str, str]
     """What decides bits outside the recipe: library versions, CPU capability, thread count."""
 
@@ -62,11 +66,8 @@ class Trainer(ABC):
         self.roles = roles
         self.config = parts.config
         self.tracker = parts.tracker
-        self.residency = Residency(roles.rollout, roles.reward, roles.backend, enabled=parts.config.offload_idle)
         self.step = 0
         """Steps finished; the number of the step that runs next."""
-        self.cursor = 0
-        """Prompts drawn."""
         self.version = 0
         """Optimizer updates done."""
         self.stop_signal: int | None = None
@@ -99,17 +100,17 @@ class Trainer(ABC):
     def produce(self, step: int) -> RolloutResp:
         """Samples of one step, scored and credited."""
         self.parts.columns.begin(step)
-        prompts = self.parts.data.take(self.cursor, self.config.batch_size)
-        req = self.make_request(prompts, step)
+        req = self.make_request(self.parts.data.draw(self.config.batch_size), step)
         with self.phase("sync"):
             report = self.parts.sync.push(step, self.version)
         with self.phase("generate"):
             resp = self.roles.rollout.generate(req)
         with self.phase("reward"):
             resp = self.roles.reward.score_and_attach(req, resp)
-        self.cursor += len(prompts)
         self.tracker.record({"sync/version": report.version, "sync/bytes": report.num_bytes})
-        return self.credit(resp)
+        resp = self.credit(resp)
+        self._keep_samples(step + 1, req, resp.tracks[self.track])
+        return resp
 
     def credit(self, resp: RolloutResp) -> RolloutResp:
         """Rewards to one advantage per row."""
@@ -128,30 +129,21 @@ class Trainer(ABC):
         with self.phase("train"):
             result = self.roles.stack.train_track(track, progress)
         self.version = self.roles.backend.version()
-        self._log(step, track, result.metrics)
+        self.tracker.record(values(result.metrics))
         self.parts.columns.release(step)
 
     def _check_version(self, track: RolloutTrack) -> None:
         stale = int(self.version - track.weight_version.min())
         assert stale == 0, f"the engine sampled from weights {stale} updates old, and the synchronous loop allows none"
 
-    def _log(self, step: int, track: RolloutTrack, metrics: Metrics) -> None:
-        done = step + 1
-        self.tracker.record(values(metrics))
-        self.tracker.ledger(done, generated=len(track), scored=int((track.weight > 0).sum()))
-        if self.config.tracking.sample_steps and done % self.config.tracking.sample_steps == 0:
-            self.log_samples(done, track)
-
-    def log_samples(self, done: int, track: RolloutTrack) -> None:
-        """A few samples of a step, for people to look at."""
-        shown = track.slice(0, min(len(track), self.config.tracking.max_samples))
-        self.tracker.samples(
-            done, self.roles.rollout.preview(shown.decoded), sample_rows(shown, self.prompts_of(shown))
-        )
-
-    def prompts_of(self, track: RolloutTrack) -> list[str]:
-        """The prompt of every row, for captions."""
-        return [self._prompt_of_group[group] for group in track.group_ids]
+    def _keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack) -> None:
+        """The ledger of a step, and when due a few of its samples for people to look at."""
+        scored = int((track.weight > 0).sum())
+        self.tracker.ledger(done, generated=len(track), scored=scored, dropped=len(track) - scored)
+        every = self.config.tracking.sample_steps
+        if every and done % every == 0:
+            shown = min(len(track), self.config.tracking.max_samples)
+            self.tracker.samples(done, sample_table(req, track, self.roles.rollout, shown))
 
     def finish_step(self) -> None:
         """The end of a step: evaluate, flush the files, checkpoint; then stop if a signal asked for it."""
@@ -181,9 +173,8 @@ class Trainer(ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase and keep on the device only what it needs."""
+        """Time a phase."""
         with self.tracker.timers.phase(name):
-            self.residency.enter(name)
             yield
 
     def evaluate(self) -> EvalResult:
@@ -193,7 +184,7 @@ class Trainer(ABC):
         with self.phase("eval"):
             req = self.make_eval_request(prompts)
             track = self.roles.reward.score_and_attach(req, self.roles.rollout.generate(req)).tracks[self.track]
-            result = score_table(req, track, self.roles.rollout.preview(track.decoded))
+            result = eval_result(req, track, self.roles.rollout.preview(track.decoded))
         self.tracker.eval(self.step, result)
         self.parts.columns.release(self.parts.columns.step)
         return result
@@ -209,55 +200,54 @@ class Trainer(ABC):
 
     def restore(self) -> None:
         """Continue after the last valid checkpoint, with the files cut back to it; or start at 0."""
-        found = self.parts.checkpoints.resume_point(self.config.resume)
-        for reason in found.skipped:
-            self.tracker.event("ckpt.skip", reason=reason)
-        if found.checkpoint is None:
-            self.tracker.truncate(-1)
-            return
-        self.load(found.checkpoint)
-        self.tracker.truncate(self.step)
+        point = resume_point(self.parts.checkpoints, self.config.resume)
+        for reason in point.skipped:
+            self.tracker.warn(reason)
+        if point.checkpoint is not None:
+            self.load(point.checkpoint)
+        self.tracker.truncate(self.step if point.checkpoint else -1)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint's state."""
+        """Take over a checkpoint's state. One of this run must have been written by this recipe."""
         state = read_json(checkpoint.path / "trainer.json")
-        self._check_environment(state["environment"], checkpoint.path)
+        if checkpoint.path.parent == self.parts.checkpoints.directory:
+            check_same_recipe(state["recipe"], self.parts.recipe, checkpoint)
+        self._compare_environment(state["environment"], checkpoint)
         self.roles.backend.load(str(checkpoint.path / "policy"))
         self.load_state_dict(state)
 
     def state_dict(self) -> State:
-        """Everything outside the weights that changes between steps."""
+        """Everything outside the weights that changes between steps, and what it depends on."""
         return {
             "step": self.step,
-            "cursor": self.cursor,
             "version": self.version,
-            "environment": self.parts.environment,
             "stateful": {name: part.state_dict() for name, part in self.parts.stateful.items()},
+            "recipe": self.parts.recipe,
+            "environment": self.parts.environment,
         }
 
     def load_state_dict(self, state: State) -> None:
         """The inverse of `state_dict`."""
-        self.step, self.cursor, self.version = state["step"], state["cursor"], state["version"]
-        if state["stateful"].keys() != self.parts.stateful.keys():
+        saved, parts = state["stateful"], self.parts.stateful
+        if saved.keys() != parts.keys():
             raise CheckpointError(
-                f"the checkpoint holds state of {sorted(state['stateful'])}, this recipe has {sorted(self.parts.stateful)}: "
-                "resume with the recipe that wrote it, or start anew with resume=none",
+                f"the checkpoint holds state of {sorted(saved)}, this recipe has {sorted(parts)}: "
+                "resume with the recipe that wrote it, or start anew with resume=none in another run.dir",
                 code=7002,
             )
-        for name, part in self.parts.stateful.items():
-            part.load_state_dict(state["stateful"][name])
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        self.step, self.version = state["step"], state["version"]
 
-    def _check_environment(self, saved: dict[str, str], path: Path) -> None:
+    def _compare_environment(self, saved: dict[str, str], checkpoint: Checkpoint) -> None:
         now = self.parts.environment
         changed = [
-            f"{key}: {saved.get(key)} -> {now.get(key)}"
-            for key in sorted(saved | now)
-            if saved.get(key) != now.get(key)
+            f"{key} {saved.get(key)} -> {now.get(key)}" for key in sorted(saved | now) if saved.get(key) != now.get(key)
         ]
         if changed:
             self.tracker.warn(
-                f"{path.name} was written in another environment ({'; '.join(changed)}): "
-                "the run continues, but its bits may differ from those of an unbroken run"
+                f"{checkpoint.path.name} was written in another environment ({', '.join(changed)}): the run continues, "
+                "but its bits may differ from those of an unbroken run"
             )
 
 
@@ -287,3 +277,18 @@ def write_json(path: Path, state: State) -> None:
 def read_json(path: Path) -> Any:
     """The state that `write_json` wrote."""
     return json.loads(path.read_text())
+
+
+def eval_result(req: RolloutReq, track: RolloutTrack, images: Tensor) -> EvalResult:
+    """The scores of an evaluation with what was asked and what was drawn."""
+    assert track.rewards is not None
+    prompts = req.primitives["text"]
+    assert isinstance(prompts, Texts)
+    return EvalResult(
+        sample_ids=tuple(track.sample_ids),
+        group_ids=tuple(track.group_ids),
+        prompts=tuple(prompts.texts),
+        rewards=track.rewards,
+        components=dict(track.component_rewards or {}),
+        images=images,
+    )

@@ -185,7 +185,7 @@ class Batch:
             value = self.__dict__[field.name]
             if value is None or field.metadata["kind"] not in (Kind.ROW, Kind.PACKED):
                 continue
-            changes[field.name] = fn(value) if field.metadata["heavy"] else map_heavy(value, fn)
+            changes[field.name] = _map_leaves(value, fn) if field.metadata["heavy"] else map_heavy(value, fn)
         return changes
 
 
@@ -262,6 +262,12 @@ def map_value(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 def map_heavy(value: Any, fn: Callable[[Any], Any]) -> Any:
     """`fn` applied to the heavy fields of the batches inside a per-row value; other values pass."""
     return value
+
+
+@singledispatch
+def _map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """`fn` applied to a heavy value, or to each entry of a mapping of them."""
+    return fn(value)
 
 
 @singledispatch
@@ -361,6 +367,11 @@ def _(value: Batch, fn: Callable[[Any], Any]) -> Any:
 @map_heavy.register(dict)
 def _(value: dict[str, Any], fn: Callable[[Any], Any]) -> Any:
     return {name: map_heavy(v, fn) for name, v in value.items()}
+
+
+@_map_leaves.register(dict)
+def _(value: dict[str, Any], fn: Callable[[Any], Any]) -> Any:
+    return {name: _map_leaves(v, fn) for name, v in value.items()}
 
 
 @same.register

@@ -1,0 +1,100 @@
+"""Where a run continues, and whether the recipe that continues it is the one that began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.config.errors import CheckpointError, ConfigError
+from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+
+RESULT_NEUTRAL = (
+    "num_rollouts",
+    "save_interval",
+    "keep_checkpoints",
+    "resume",
+    "run",
+    "tracking",
+    "evaluation",
+    "offload_idle",
+    "plugins",
+    "rollout.forward_batch_size",
+)
+"""Keys that may change between a checkpoint and its continuation without another future."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to continue after (None: start anew), and why newer ones are passed over."""
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[str, ...] = ()
+
+
+def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
+    """What `resume` means for the run whose checkpoints are in `store`.
+
+    Raises:
+        ConfigError: 2004 when `none` would overwrite a run.
+        CheckpointError: 7001 when there are checkpoints and all are damaged, or the named one is.
+    """
+    if resume == "none":
+        return _start_anew(store)
+    if resume in ("auto", "latest"):
+        return _latest(store)
+    return ResumePoint(open_checkpoint(resume))
+
+
+def _start_anew(store: CheckpointStore) -> ResumePoint:
+    found = store.checkpoints()
+    if found:
+        raise ConfigError(
+            f"resume=none, but {store.directory} holds {found[0].path.name}, which a new run would overwrite: "
+            "choose another run.dir, or continue with resume=auto",
+            code=2004,
+        )
+    return ResumePoint(None)
+
+
+def _latest(store: CheckpointStore) -> ResumePoint:
+    found = store.latest_valid()
+    reasons = tuple(str(skipped) for skipped in found.skipped)
+    if found.checkpoint is None and reasons:
+        raise CheckpointError(
+            f"no checkpoint in {store.directory} is valid ({'; '.join(reasons)}): "
+            "restore one from a backup, or start anew in another run.dir",
+            code=7001,
+        )
+    return ResumePoint(found.checkpoint, reasons)
+
+
+def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: before -> after` of every difference that may change results, sorted by key."""
+    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    absent = object()
+    keys = sorted(k for k in before.keys() | after.keys() if before.get(k, absent) != after.get(k, absent))
+    return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if not _is_neutral(k)]
+
+
+def check_same_recipe(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError 7002 when the continuation would not be the same run."""
+    changed = changed_keys(saved, now)
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint.path.name} was written by another recipe ({'; '.join(changed)}): set these back to continue the "
+            f"run, or branch off a new one with resume={checkpoint.path} run.dir=<new folder>",
+            code=7002,
+        )
+
+
+def _is_neutral(key: str) -> bool:
+    return any(key == neutral or key.startswith(f"{neutral}.") for neutral in RESULT_NEUTRAL)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from unirl.algorithms.base import Columns, LossResult, Part, StageAlgorithm
 from unirl.algorithms.surrogate import ClipSchedule, clip_scale, clipped_surrogate, ratio_metrics, weighted_sum
 from unirl.config.errors import ConfigError
@@ -63,9 +65,9 @@ class DiffusionGRPO(StageAlgorithm[DiffusionStage]):
             old = rows.segment.logp[:, rows.segment.columns_of(part)]
         else:
             old = self.anchor(rows, "old_logp", part)
-        log_ratio = logp - (columns["logp"] if old is None else old)
+        weights = rows.weight[:, None].expand_as(logp)
+        log_ratio = torch.where(weights > 0, logp - (columns["logp"] if old is None else old), 0.0)
         low, high = self.clip_at(progress)
-        weights = rows.weight[:, None].expand_as(log_ratio)
         losses = clipped_surrogate(log_ratio, self.expand(rows, part), low, high)
         metrics = ratio_metrics(log_ratio, weights, low, high) | {"train/clip_range": Metric.mean(low)}
         return LossResult(weighted_sum(losses, weights), metrics, columns)

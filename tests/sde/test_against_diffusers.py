@@ -21,10 +21,10 @@ def flow_scheduler(**config):
         {"shift": 5.0, "shift_terminal": 0.1},
         {"use_dynamic_shifting": True},
         {"use_dynamic_shifting": True, "shift": 3.0, "time_shift_type": "linear"},
-        {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02},
+        {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("num_steps", [2, 10, 28])
 @pytest.mark.parametrize("grid", ["clean", "diffusers"])
 def test_sigmas_are_those_of_diffusers(config, num_steps, grid):

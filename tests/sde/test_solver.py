@@ -87,7 +87,9 @@ def test_rows_may_stand_at_different_levels(solver):
     batch = solver.transition(x, v, sigma, sigma_next, previous)
     for row in range(2):
         start, end = float(sigma[row]), float(sigma_next[row])
-        alone = solver.transition(x[row : row + 1], v[row : row + 1], start, end, Previous(0.8, previous.x0[row : row + 1]))
+        alone = solver.transition(
+            x[row : row + 1], v[row : row + 1], start, end, Previous(0.8, previous.x0[row : row + 1])
+        )
         assert torch.equal(alone.mean[0], batch.mean[row])
 
 

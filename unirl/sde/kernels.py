@@ -150,7 +150,6 @@ class DPMSolver2M(LinearKernel):
 
     multistep: ClassVar[bool] = True
     preserves: ClassVar[str] = "path"
-    order: ClassVar[int] = 2
     variant: SolverVariant = "midpoint"
     """`heun` is exact for a clean prediction that is linear in lambda."""
 

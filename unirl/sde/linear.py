@@ -90,8 +90,6 @@ class LinearKernel(ABC):
     """Whether `transition` reads `previous`."""
     preserves: ClassVar[str]
     """What exact predictions keep, in the words of the README; `unirl.testing.check_kernel` proves it."""
-    order: ClassVar[int] = 1
-    """The power of the step size with which the error of what it preserves falls."""
 
     @abstractmethod
     def coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:

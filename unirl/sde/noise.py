@@ -64,7 +64,7 @@ class NoiseSource:
 
 
 class NoiseAhead:
-    """The normals of `whats` in order, each drawn in a thread while the one before it is used.
+    """The normals of `draws` in order, each drawn in a thread while the one before it is used.
 
         with NoiseAhead(source, ids, [f"s{i}" for i in sde_indices], shape) as ahead:
             noise = next(ahead)  # == source.normal(ids, "s0", shape), byte for byte
@@ -72,9 +72,9 @@ class NoiseAhead:
     At most one draw waits. An error in the thread is raised by the `next` that would have returned its draw.
     """
 
-    def __init__(self, source: NoiseSource, ids: Sequence[str], whats: Sequence[str], shape: Sequence[int]) -> None:
+    def __init__(self, source: NoiseSource, ids: Sequence[str], draws: Sequence[str], shape: Sequence[int]) -> None:
         self._source, self._ids, self._shape = source, tuple(ids), tuple(shape)
-        self._whats = deque(whats)
+        self._draws = deque(draws)
         self._pending: Future[Tensor] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="noise-ahead")
 
@@ -101,8 +101,8 @@ class NoiseAhead:
 
     def _submit(self) -> None:
         """Starts the next draw, if there is one."""
-        if self._whats:
-            what = self._whats.popleft()
+        if self._draws:
+            what = self._draws.popleft()
             self._pending = self._thread.submit(self._source.normal, self._ids, what, self._shape)
         else:
             self._pending = None

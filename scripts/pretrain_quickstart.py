@@ -1,0 +1,306 @@
+"""Makes the weights of the quick start: a small SD3 that draws coloured shapes well and half obeys its caption.
+
+The pictures are drawn here, so nothing is downloaded. Captions on the web are often wrong, and so are these: with
+probability `--wrong`, each attribute that a caption names is another one than the picture shows. So the model learns to
+draw every shape, and to trust a caption no further than it deserves. Making it follow the prompt is left to RL.
+
+    python scripts/pretrain_quickstart.py --out unirl/models/sd3/quickstart      # about half an hour on two cores
+    python scripts/pretrain_quickstart.py --prompts datasets/shapes              # the prompt files, at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unirl.reward.local.shapes import GROUND, PALETTE, PLACES, SHAPES, coverage
+
+Drawing = tuple[str, str, str]  # color, shape, place
+
+ALL: list[Drawing] = list(itertools.product(PALETTE, SHAPES, PLACES))
+CAPTIONS = ("a {color} {shape} {place}", "draw a {color} {shape} {place}", "{color} {shape} {place}")
+PLACE_WORDS = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
+MAX_TOKENS = 10
+"""Begin, "draw a red circle on the left", end, and one to spare."""
+SIZE = 24
+"""Pixels along a side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The training run."""
+
+    steps: int = 6000
+    batch_size: int = 32
+    learning_rate: float = 1.5e-3
+    wrong: float = 0.35
+    """How often an attribute that a caption names is not the picture's."""
+    ema_decay: float = 0.999
+    seed: int = 0
+
+
+# What is drawn, and what is said of it
+
+
+def held_out() -> list[Drawing]:
+    """A quarter of the combinations, never asked for in training; all pairs of two attributes are."""
+    index = {name: i for names in (PALETTE, SHAPES, PLACES) for i, name in enumerate(names)}
+    return [drawing for drawing in ALL if sum(index[name] for name in drawing) % len(PLACES) == 0]
+
+
+def caption(drawing: Drawing, style: int = 0) -> str:
+    """One of the wordings for a drawing."""
+    color, shape, place = drawing
+    return CAPTIONS[style].format(color=color, shape=shape, place=PLACE_WORDS[place])
+
+
+def noisy_caption(drawing: Drawing, wrong: float, rng: np.random.Generator) -> str:
+    """A caption in a random wording; each attribute is a random other one with probability `wrong`."""
+
+    def said(shown: str, names: Sequence[str]) -> str:
+        others = [name for name in names if name != shown]
+        return others[int(rng.integers(len(others)))] if rng.random() < wrong else shown
+
+    color, shape, place = drawing
+    named = (said(color, list(PALETTE)), said(shape, list(SHAPES)), said(place, list(PLACES)))
+    return caption(named, int(rng.integers(len(CAPTIONS))))
+
+
+def draw(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndarray:
+    """[3, size, size] in [0, 1]: one flat anti-aliased shape; its place, size and color are a little random."""
+    color, shape, place = drawing
+    center = (0.5 + 0.21 * np.array(PLACES[place]) + rng.uniform(-0.03, 0.03, 2)) * size
+    half = size * rng.uniform(0.22, 0.25)
+    cover = coverage(shape, size, (center[0], center[1]), (half, half))
+    ground = np.array(GROUND)
+    paint = np.clip(np.array(PALETTE[color]) + rng.normal(0, 0.02, 3), 0, 1)
+    return (ground[:, None, None] + (paint - ground)[:, None, None] * cover).astype(np.float32)
+
+
+def write_prompts(folder: Path) -> None:
+    """train.jsonl and eval.jsonl: a prompt and what it asks for per line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = set(held_out())
+    for name, drawings in (("train", [d for d in ALL if d not in out]), ("eval", held_out())):
+        rows = [
+            {"prompt": caption(drawing), "metadata": dict(zip(("color", "shape", "place"), drawing, strict=True))}
+            for drawing in drawings
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# The model
+
+
+def merged(pieces: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
+    """The pieces of one word after byte-pair merging, lowest rank first."""
+    while True:
+        pairs = [pair for pair in itertools.pairwise(pieces) if pair in merges]
+        if not pairs:
+            return pieces
+        best = min(pairs, key=merges.index)
+        i = list(itertools.pairwise(pieces)).index(best)
+        pieces = [*pieces[:i], best[0] + best[1], *pieces[i + 2 :]]
+
+
+def build_tokenizer() -> Any:
+    """A CLIP tokenizer whose merges make one token of each of our words, and letters of any other."""
+    from transformers import CLIPTokenizer
+
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    words = {word for drawing in ALL for style in range(len(CAPTIONS)) for word in caption(drawing, style).split()}
+    merges: list[tuple[str, str]] = []
+    for word in sorted(words):
+        parts = merged([*word[:-1], word[-1] + "</w>"], merges)
+        while len(parts) > 1:
+            merges.append((parts[0], parts[1]))
+            pieces.append(parts[0] + parts[1])
+            parts = merged(parts, merges)
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
+
+
+def build_text_encoder(tokenizer: Any, width: int = 64) -> Any:
+    """A two-layer CLIP text model, trained along with the transformer and frozen afterwards."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_TOKENS,
+        projection_dim=width,
+        hidden_act="gelu",
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModelWithProjection(config)
+
+
+def build_transformer(text_width: int = 64, heads: int = 4, layers: int = 4, patch: int = 4) -> Any:
+    """An MMDiT of 2.3 million parameters that works on pixels: 36 image tokens of 4 x 4 pixels."""
+    from diffusers import SD3Transformer2DModel
+
+    return SD3Transformer2DModel(
+        sample_size=SIZE,
+        patch_size=patch,
+        in_channels=3,
+        out_channels=3,
+        num_layers=layers,
+        attention_head_dim=32,
+        num_attention_heads=heads,
+        joint_attention_dim=text_width,
+        caption_projection_dim=32 * heads,
+        pooled_projection_dim=text_width,
+        pos_embed_max_size=SIZE // patch,
+        qk_norm="rms_norm",
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """The parts that are saved together."""
+
+    tokenizer: Any
+    text_encoder: Any
+    transformer: Any
+
+    @staticmethod
+    def build(seed: int) -> Model:
+        """Fresh weights."""
+        torch.manual_seed(seed)
+        tokenizer = build_tokenizer()
+        return Model(tokenizer, build_text_encoder(tokenizer), build_transformer())
+
+    def parameters(self) -> list[Tensor]:
+        return [*self.transformer.parameters(), *self.text_encoder.parameters()]
+
+    def velocity(self, x: Tensor, sigma: Tensor, tokens: Tensor) -> Tensor:
+        """[B, 3, H, W] predicted noise minus picture; text as SD3 reads it, from the last layer of CLIP but one."""
+        out = self.text_encoder(tokens, output_hidden_states=True)
+        return self.transformer(
+            hidden_states=x,
+            encoder_hidden_states=out.hidden_states[-2],
+            pooled_projections=out.text_embeds,
+            timestep=1000 * sigma,
+            return_dict=False,
+        )[0]
+
+    def save(self, folder: Path) -> None:
+        """The diffusers folder layout, in bfloat16."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        self.transformer.to(torch.bfloat16).save_pretrained(folder / "transformer")
+        self.text_encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+        self.tokenizer.save_pretrained(folder / "tokenizer")
+        FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
+        absent = (
+            "vae",
+            "text_encoder_2",
+            "text_encoder_3",
+            "tokenizer_2",
+            "tokenizer_3",
+            "image_encoder",
+            "feature_extractor",
+        )
+        index: dict[str, Any] = {
+            "_class_name": "StableDiffusion3Pipeline",
+            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+            "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+            "tokenizer": ["transformers", "CLIPTokenizer"],
+            "transformer": ["diffusers", "SD3Transformer2DModel"],
+        } | {name: [None, None] for name in absent}
+        (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Ready-made pictures to take batches from."""
+
+    drawings: list[Drawing]
+    pictures: Tensor  # [n, 3, H, W] in [-1, 1]
+
+    @staticmethod
+    def make(per_drawing: int, rng: np.random.Generator) -> Stock:
+        drawings = [drawing for drawing in ALL for _ in range(per_drawing)]
+        pixels = torch.from_numpy(np.stack([draw(drawing, SIZE, rng) for drawing in drawings]))
+        return Stock(drawings, 2 * pixels - 1)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Fifty steps of warm-up, then a cosine to a fiftieth."""
+    decay = 0.51 + 0.49 * math.cos(math.pi * step / settings.steps)
+    return settings.learning_rate * min(1.0, (step + 1) / 50) * decay
+
+
+def train(model: Model, settings: Settings) -> None:
+    """Flow matching: regress noise minus picture at logit-normal sigmas; the model ends with averaged weights."""
+    rng = np.random.default_rng(settings.seed)
+    stock = Stock.make(100, rng)
+    parameters = model.parameters()
+    average = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
+    start = time.time()
+    for step in range(settings.steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
+        loss = flow_matching_loss(model, stock, settings, rng)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        decay = min(settings.ema_decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - decay)
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}/{settings.steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+    torch._foreach_copy_([p.detach() for p in parameters], average)
+
+
+def flow_matching_loss(model: Model, stock: Stock, settings: Settings, rng: np.random.Generator) -> Tensor:
+    """Mean squared error of the velocity on one batch of fresh noise, sigmas and captions."""
+    rows = rng.integers(len(stock.drawings), size=settings.batch_size)
+    captions = [noisy_caption(stock.drawings[row], settings.wrong, rng) for row in rows]
+    tokens = model.tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
+    x0 = stock.pictures[rows]
+    noise = torch.randn_like(x0)
+    sigma = torch.sigmoid(torch.randn(len(rows)))
+    s = sigma[:, None, None, None]
+    return (model.velocity((1 - s) * x0 + s * noise, sigma, tokens) - (noise - x0)).square().mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder to write the model to")
+    parser.add_argument("--prompts", type=Path, help="folder to write train.jsonl and eval.jsonl to")
+    for name, default in vars(Settings()).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    args = vars(parser.parse_args())
+    out, prompts = args.pop("out"), args.pop("prompts")
+    if prompts:
+        write_prompts(prompts)
+    if out:
+        settings = Settings(**args)
+        model = Model.build(settings.seed)
+        train(model, settings)
+        model.save(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ said is judged afterwards, by `build.check_node`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class ComposedConfig:
 
     def why(self, path: str) -> list[Origin]:
         """Every layer that sets a key, the one in effect first; none when it has its default."""
-        return origins(self.layers, path)
+        return [_through_environment(origin) for origin in origins(self.layers, path)]
 
     def where(self, path: str) -> str:
         """` (sd3_trainside.yaml:12)` or ` (command line: batch_size=4)`; "" when no layer sets the key."""
@@ -143,6 +144,16 @@ def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
 
 
 # Environment
+
+
+def _through_environment(origin: Origin) -> Origin:
+    """A recipe's `${oc.env:NAME,...}` is the environment's word when NAME is set."""
+    names = [name for name in re.findall(r"\$\{oc\.env:\s*(\w+)", str(origin.value)) if name in os.environ]
+    if not names:
+        return origin
+    return replace(
+        origin, source="environment", place=f"{names[0]}, read at {origin.place}", value=os.environ[names[0]]
+    )
 
 
 def _environment_layer(recipe: Tree) -> Layer:

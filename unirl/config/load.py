@@ -23,6 +23,9 @@ from unirl.config.values import Place, read, show
 from unirl.config.walk import schemas_of
 
 
+DATA_KEYS = ("data_source.data_path", "evaluation.data_path")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A recipe that passed every check that needs no model."""
@@ -84,6 +87,7 @@ def check(composed: ComposedConfig) -> Recipe:
     composed = _drop_idle_environment(composed, tree, plugins)
     if get(tree, "scale") == "toy":
         composed = composed.under_command_line(toy_layer(tree, plugins))
+    composed = composed.under_command_line(data_layer(composed.resolved(), composed.recipe.path))
     tree = composed.resolved()
     try:
         root = check_node(tree, RecipeConfig, plugins=plugins, where=composed.where)
@@ -104,6 +108,17 @@ def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[
         return error
     text = f"unknown key '{error.path}'{composed.where(error.path)}. Did you mean '{paths[best]}'?"
     return UnknownKeyError(text, error.path, hinted=True)
+
+
+def data_layer(tree: Tree, recipe: Path) -> Layer:
+    """Data files that lie not in the working directory but in the project of the recipe, by their full paths."""
+    project = next((folder.parent for folder in recipe.parents if folder.name == "examples"), recipe.parent)
+    found: Tree = {}
+    for key in DATA_KEYS:
+        path = get(tree, key)
+        if isinstance(path, str) and not Path(path).expanduser().exists() and (project / path).is_file():
+            put(found, key, str(project / path))
+    return Layer("found beside the recipe", found)
 
 
 def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:

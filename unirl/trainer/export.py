@@ -1,0 +1,123 @@
+"""Trained weights as files that other tools load, proven by loading them there and comparing what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unirl.config.errors import CheckpointError, ConfigError
+from unirl.distributed.group.dispatch import rank0
+from unirl.models.export import Adapter, write_diffusers_lora, write_peft_adapter
+from unirl.train.backend.base import TrainBackend
+from unirl.train.configs import LoraConfig
+from unirl.types.protocols import ModelFacts
+from unirl.types.sampling import DiffusionSamplingParams
+
+ExportFormat = Literal["diffusers-lora", "peft", "full"]
+TOLERANCE = 1e-4
+"""Largest difference that float32 arithmetic explains, in pixel or latent units."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far other libraries' output from it is from ours (None: not compared)."""
+
+    format: ExportFormat
+    folder: Path
+    max_abs_difference: float | None
+
+
+class ExportableBundle(Protocol):
+    """What exporting asks of a bundle."""
+
+    path: str
+    dtype: torch.dtype
+    facts: ModelFacts
+
+    def untrained(self) -> nn.Module:
+        """The trained module with the checkpoint's own weights."""
+        ...
+
+
+class ExportablePipeline(Protocol):
+    """What exporting asks of a pipeline."""
+
+    bundle: ExportableBundle
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """The whole model with these parameters, in the layout of its home library."""
+        ...
+
+    def verify_lora(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float: ...
+
+    def verify_model(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float: ...
+
+
+class Exporter:
+    """The role that writes and verifies, beside the weights."""
+
+    def __init__(self, pipeline: ExportablePipeline, backend: TrainBackend, lora: LoraConfig | None) -> None:
+        self.pipeline = pipeline
+        self.backend = backend
+        self.lora = lora
+        self.writers: dict[ExportFormat, Callable[[Path, Mapping[str, Tensor]], Path]] = {
+            "diffusers-lora": lambda folder, tensors: write_diffusers_lora(folder, self._adapter(tensors)),
+            "peft": lambda folder, tensors: write_peft_adapter(
+                folder, self._adapter(tensors), self.pipeline.bundle.path
+            ),
+            "full": self._write_full,
+        }
+
+    @rank0
+    def write(self, folder: str, format: ExportFormat, weights: str = "live") -> Path:
+        """The weights `live` or of a snapshot, in `format`; gives back what was written."""
+        if format not in self.writers:
+            raise ConfigError(
+                f"no export format {format!r}: choose one of {', '.join(get_args(ExportFormat))}", code=2004
+            )
+        return self.writers[format](Path(folder), self.backend.gather(weights))
+
+    @rank0
+    def verify(
+        self,
+        folder: str,
+        format: ExportFormat,
+        texts: Sequence[str],
+        params: DiffusionSamplingParams,
+        weights: str = "live",
+    ) -> float | None:
+        """Largest difference between our sampler and the home library with the file; None where that has no loader.
+
+        Raises CheckpointError (7001) when float32 arithmetic cannot explain the difference.
+        """
+        if format == "peft":
+            return None
+        check = self.pipeline.verify_lora if format == "diffusers-lora" else self.pipeline.verify_model
+        with torch.no_grad(), nullcontext() if weights == "live" else self.backend.weights(weights):
+            difference = check(Path(folder), texts, params)
+        if self.pipeline.bundle.dtype == torch.float32 and not difference <= TOLERANCE:
+            raise CheckpointError(
+                f"{folder} was written, but what it draws differs from our sampler by {difference:.2g} "
+                f"(at most {TOLERANCE:g} is arithmetic): do not use the file, and report it",
+                code=7001,
+            )
+        return difference
+
+    def _adapter(self, tensors: Mapping[str, Tensor]) -> Adapter:
+        if self.lora is None:
+            raise ConfigError("this run trained all weights, not adapters: export with format full", code=2004)
+        named = self.lora.target_modules
+        targets = self.pipeline.bundle.facts.lora_targets if named == "model" else named
+        return Adapter.from_named(tensors, rank=self.lora.rank, alpha=self.lora.alpha, target_modules=tuple(targets))
+
+    def _write_full(self, folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+        """The whole model; adapters are added to the weights that they adapt."""
+        if self.lora is not None:
+            tensors = self._adapter(tensors).merged_into(self.pipeline.bundle.untrained().state_dict())
+        return self.pipeline.write_model(tensors, folder)

@@ -1,0 +1,43 @@
+"""SwanLab: metrics and pictures with captions; offline runs are kept for `swanlab sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from unirl.tracking.backends.base import Preview, RunAbout
+
+
+class SwanLabMirror:
+    """One SwanLab run. SWANLAB_MODE decides where it lives unless `offline` does."""
+
+    name: ClassVar[str] = "swanlab"
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def start(self, about: RunAbout) -> None:
+        import swanlab
+
+        log_dir = about.root / "swanlab"
+        log_dir.mkdir(exist_ok=True)
+        self._run = swanlab.init(
+            project=about.project,
+            workspace=about.entity,
+            name=about.run_id,
+            config=dict(about.config),
+            log_dir=str(log_dir),
+            mode="offline" if about.offline else None,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+        import swanlab
+
+        media = [swanlab.Image(str(preview.path), caption=preview.caption) for preview in previews]
+        self._run.log({f"media/{key}": media}, step=step)
+
+    def finish(self, code: int) -> None:
+        self._run.finish() if code == 0 else self._run.finish(state="crashed", error=f"exit status {code}")

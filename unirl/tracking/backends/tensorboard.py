@@ -1,0 +1,39 @@
+"""TensorBoard: event files in the run directory, readable by `tensorboard --logdir`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from unirl.tracking.backends.base import Preview, RunAbout
+
+
+class TensorBoardMirror:
+    """Writes `<run.dir>/tensorboard`; after a resume, points of later steps are purged by TensorBoard itself."""
+
+    name: ClassVar[str] = "tensorboard"
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def start(self, about: RunAbout) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if about.resumed_step is None else about.resumed_step + 1
+        self._writer = SummaryWriter(str(about.root / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+        for number, preview in enumerate(previews):
+            with Image.open(preview.path) as picture:
+                self._writer.add_image(f"{key}/{number}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def finish(self, code: int) -> None:
+        self._writer.close()

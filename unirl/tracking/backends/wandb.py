@@ -1,0 +1,47 @@
+"""Weights & Biases: metrics on the axis of our own step, pictures with captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from unirl.tracking.backends.base import Preview, RunAbout
+
+
+class WandbMirror:
+    """One W&B run with the id of ours. WANDB_MODE=offline, or `offline`, keeps it on disk for `wandb sync`."""
+
+    name: ClassVar[str] = "wandb"
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def start(self, about: RunAbout) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=about.project,
+            entity=about.entity,
+            name=about.run_id,
+            id=about.run_id,
+            resume="allow",
+            dir=str(about.root),
+            config=dict(about.config),
+            mode="offline" if about.offline else None,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # W&B's own step can only grow; ours goes back when a run resumes from an earlier checkpoint.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+        import wandb
+
+        media = [wandb.Image(str(preview.path), caption=preview.caption) for preview in previews]
+        self._run.log({"step": step, f"media/{key}": media})
+
+    def finish(self, code: int) -> None:
+        self._run.finish(exit_code=code)

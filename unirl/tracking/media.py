@@ -1,0 +1,226 @@
+"""Pictures of samples: contact sheets and before/after sheets, drawn by PIL alone. Text is drawn, never interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from unirl.tracking.samples import SampleGroup, SampleTable
+
+Colour = tuple[int, int, int]
+
+BACKGROUND = (250, 250, 247)
+INK = (32, 36, 43)
+MUTED = (112, 118, 128)
+RULE = (226, 227, 222)
+LOW, MIDDLE, HIGH = (201, 92, 60), (226, 176, 74), (38, 140, 124)
+"""Colours of small, middling and large rewards; distinguishable without red-green vision."""
+
+TILE = 128
+"""Pixels along a tile's side; the height of a tile of a picture that is not square follows."""
+GAP = 10
+MARGIN = 36
+LABEL = 210
+CAPTION = 24
+BAR = 4
+TITLE_SIZE, HEAD_SIZE, TEXT_SIZE, SMALL_SIZE = 26, 17, 16, 14
+MAX_GROUPS = 40
+MAX_PER_GROUP = 8
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle on the sheet, pixels."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+
+class Sheet:
+    """A light page with margins, a title and a place to draw rows; its height is fixed when it is made."""
+
+    def __init__(self, width: int, height: int, title: str, subtitle: str = "") -> None:
+        self.image = Image.new("RGB", (width, height), BACKGROUND)
+        self.draw = ImageDraw.Draw(self.image)
+        self.text(MARGIN, MARGIN - 6, title, TITLE_SIZE)
+        self.text(MARGIN, MARGIN + 28, subtitle, TEXT_SIZE, MUTED)
+
+    def text(self, x: int, y: int, text: str, size: int, colour: Colour = INK, anchor: str = "la") -> None:
+        self.draw.text((x, y), printable(text), fill=colour, font=font(size), anchor=anchor)
+
+    def wrapped(self, box: Box, text: str, size: int) -> int:
+        """Draws text within a box's width, cut with an ellipsis at its height; gives back the y below it."""
+        y = box.y
+        for line in wrap(text, box.width, size, max_lines=max(box.height // (size + 5), 1)):
+            self.text(box.x, y, line, size)
+            y += size + 5
+        return y
+
+    def rule(self, y: int) -> None:
+        self.draw.line([(MARGIN, y), (self.image.width - MARGIN, y)], fill=RULE, width=1)
+
+    def tile(self, box: Box, picture: np.ndarray, caption: str, level: float) -> None:
+        """One picture [H, W, 3] with its reward below: as text, and as a bar of that length and colour."""
+        self.image.paste(fit(picture, box.width, box.height), (box.x, box.y))
+        y = box.y + box.height + 2
+        self.draw.rectangle([box.x, y, box.x + box.width - 1, y + BAR - 1], fill=RULE)
+        self.draw.rectangle([box.x, y, box.x + max(round((box.width - 1) * level), 1), y + BAR - 1], fill=shade(level))
+        self.text(box.x + box.width // 2, y + BAR + 3, caption, SMALL_SIZE, MUTED, anchor="ma")
+
+
+def contact_sheet(table: SampleTable, title: str) -> Image.Image:
+    """One row of pictures per prompt, best reward first, with the prompt and its mean reward beside them."""
+    groups = table.groups()[:MAX_GROUPS]
+    columns = min(max(len(group.rows) for group in groups), MAX_PER_GROUP)
+    tile_width, tile_height = tile_size(table.images)
+    row_height = tile_height + BAR + CAPTION + GAP + 8
+    top = MARGIN + 72
+    width = max(2 * MARGIN + LABEL + GAP + columns * (tile_width + GAP) - GAP, 560)
+    sheet = Sheet(width, top + len(groups) * row_height + MARGIN - GAP, title, _summary(table, len(groups)))
+    levels = Levels.of(table)
+    for index, group in enumerate(groups):
+        y = top + index * row_height
+        sheet.rule(y - 9)
+        _label(sheet, Box(MARGIN, y, LABEL - 12, tile_height - 24), group)
+        for column, row in enumerate(group.best_first()[:columns]):
+            box = Box(MARGIN + LABEL + GAP + column * (tile_width + GAP), y, tile_width, tile_height)
+            reward = table.rows[row].reward
+            sheet.tile(box, table.images[row], f"{reward:.2f}", levels.of_reward(reward))
+    return sheet.image
+
+
+def before_after_sheet(before: SampleTable, after: SampleTable, names: tuple[str, str], title: str) -> Image.Image:
+    """One row per prompt: the same noise drawn by the policy before training, and after it.
+
+    Pictures keep their order of sampling, so that the k-th on the left and the k-th on the right share their noise.
+    """
+    groups = [(old, new) for old in before.groups() for new in after.groups() if old.prompt == new.prompt][:MAX_GROUPS]
+    if not groups:
+        raise ValueError("no prompt was evaluated both before and after; a before/after sheet needs the same prompts")
+    columns = min(max(len(old.rows) for old, _ in groups), MAX_PER_GROUP // 2)
+    tile_width, tile_height = tile_size(after.images)
+    block = columns * (tile_width + GAP) - GAP
+    row_height = tile_height + BAR + CAPTION + GAP + 8
+    top = MARGIN + 112
+    lefts = (MARGIN + LABEL + GAP, MARGIN + LABEL + GAP + block + 4 * GAP)
+    sheet = Sheet(lefts[1] + block + MARGIN, top + len(groups) * row_height + MARGIN - GAP, title, _rise(before, after))
+    levels = Levels.of(before, after)
+    for left, table, name in zip(lefts, (before, after), names, strict=True):
+        sheet.text(left, top - 40, name, HEAD_SIZE)
+        sheet.text(left + block, top - 40, f"mean {table.mean_reward:.2f}", HEAD_SIZE, MUTED, anchor="ra")
+    for index, pair in enumerate(groups):
+        y = top + index * row_height
+        sheet.rule(y - 9)
+        _pair_label(sheet, Box(MARGIN, y, LABEL - 12, tile_height - 24), *pair)
+        for left, table, group in zip(lefts, (before, after), pair, strict=True):
+            for column, row in enumerate(group.rows[:columns]):
+                box = Box(left + column * (tile_width + GAP), y, tile_width, tile_height)
+                reward = table.rows[row].reward
+                sheet.tile(box, table.images[row], f"{reward:.2f}", levels.of_reward(reward))
+    return sheet.image
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Rewards as levels in [0, 1]: of all rewards shown, or of [0, 1] itself where they lie within it."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def of(*tables: SampleTable) -> Levels:
+        rewards = [row.reward for table in tables for row in table.rows]
+        if min(rewards) >= 0 and max(rewards) <= 1:
+            return Levels(0.0, 1.0)
+        return Levels(min(rewards), max(rewards))
+
+    def of_reward(self, reward: float) -> float:
+        return (reward - self.low) / (self.high - self.low) if self.high > self.low else 1.0
+
+
+def tile_size(images: np.ndarray) -> tuple[int, int]:
+    """(width, height) of a tile for pictures [B, H, W, 3]: whole multiples of small pictures, so pixels stay square."""
+    height, width = images.shape[1:3]
+    if width <= TILE:
+        return width * (TILE // width), height * (TILE // width)
+    return TILE * 2, round(TILE * 2 * height / width)
+
+
+def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
+    """The picture [H, W, 3] uint8 at that size: enlarged by repeating pixels, shrunk by averaging them."""
+    image = Image.fromarray(np.ascontiguousarray(picture))
+    if image.width <= width:
+        return image.resize((width, height), Image.Resampling.NEAREST)
+    return image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The font that PIL carries, at that size in pixels."""
+    return ImageFont.load_default(size)
+
+
+def wrap(text: str, width: int, size: int, max_lines: int) -> list[str]:
+    """Lines of at most `width` pixels; the last ends in `...` when more follows."""
+    measure = font(size).getlength
+    lines: list[str] = [""]
+    for word in printable(text).split():
+        for piece in _pieces(word, width, measure):
+            joined = f"{lines[-1]} {piece}".strip()
+            if measure(joined) <= width:
+                lines[-1] = joined
+            else:
+                lines.append(piece)
+    if len(lines) <= max_lines:
+        return lines
+    last = lines[max_lines - 1]
+    while last and measure(last + " ...") > width:
+        last = last[:-1]
+    return [*lines[: max_lines - 1], last + " ..."]
+
+
+def printable(text: str) -> str:
+    """`text` on one line: every control character, line break and invisible mark is a blank."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def shade(level: float) -> Colour:
+    """The colour of a level in [0, 1]."""
+    first, second, part = (LOW, MIDDLE, 2 * level) if level < 0.5 else (MIDDLE, HIGH, 2 * level - 1)
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(first, second, strict=True))
+    return red, green, blue
+
+
+def _label(sheet: Sheet, box: Box, group: SampleGroup) -> None:
+    y = sheet.wrapped(box, group.prompt, TEXT_SIZE)
+    sheet.text(box.x, y + 2, f"mean {group.mean_reward:.2f}", SMALL_SIZE, MUTED)
+
+
+def _pair_label(sheet: Sheet, box: Box, old: SampleGroup, new: SampleGroup) -> None:
+    y = sheet.wrapped(box, old.prompt, TEXT_SIZE)
+    colour = HIGH if new.mean_reward > old.mean_reward else MUTED
+    sheet.text(box.x, y + 2, f"{old.mean_reward:.2f} to {new.mean_reward:.2f}", SMALL_SIZE, colour)
+
+
+def _summary(table: SampleTable, shown: int) -> str:
+    more = f", {shown} of {len(table.groups())} prompts shown" if shown < len(table.groups()) else ""
+    return f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, best first{more}"
+
+
+def _rise(before: SampleTable, after: SampleTable) -> str:
+    return f"held-out prompts, same noise; mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
+
+
+def _pieces(word: str, width: int, measure: Callable[[str], float]) -> Sequence[str]:
+    """A word cut into pieces that fit; texts without blanks (as in Chinese) wrap anywhere."""
+    pieces = [""]
+    for character in word:
+        if measure(pieces[-1] + character) <= width:
+            pieces[-1] += character
+        else:
+            pieces.append(character)
+    return pieces

@@ -1,0 +1,116 @@
+"""The names of all metrics and their meanings: one table, for the documents and for refusing what is not in it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """One line of the table. `<word>` in a name stands for any word, such as a reward component."""
+
+    name: str
+    meaning: str
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the names that this line covers."""
+        return re.sub(r"<\w+>", r"[\\w.+-]+", re.escape(self.name))
+
+
+METRICS = (
+    MetricName("rollout/reward_mean", "mean reward of the step's samples"),
+    MetricName("rollout/reward_std", "population standard deviation of the rewards"),
+    MetricName("rollout/reward_min", "smallest reward"),
+    MetricName("rollout/reward_max", "largest reward"),
+    MetricName("rollout/zero_std_group_ratio", "share of groups whose rewards are all equal: they teach nothing"),
+    MetricName("rollout/adv_abs_mean", "mean absolute advantage"),
+    MetricName("rollout/adv_std", "standard deviation of the advantages"),
+    MetricName("rollout/parity_absdiff_max", "largest |log-prob of the engine - replayed one|, nats; 0 when exact"),
+    MetricName("rollout/response_len_<statistic>", "tokens per response"),
+    MetricName("rollout/truncated_ratio", "share of responses cut at the length limit"),
+    MetricName("rollout/staleness_<statistic>", "updates between sampling and training of a row"),
+    MetricName("reward/<component>_mean", "mean of one reward component"),
+    MetricName("reward/<component>_std", "standard deviation of one reward component"),
+    MetricName("train/loss", "loss per element, as differentiated"),
+    MetricName("train/policy_loss", "surrogate part of the loss"),
+    MetricName("train/kl_loss", "weighted divergence part of the loss"),
+    MetricName("train/value_loss", "loss of the value head"),
+    MetricName("train/<name>_loss", "another part of the loss"),
+    MetricName("train/ratio_mean", "mean importance ratio pi_theta / pi_old; 1 at the first update"),
+    MetricName("train/ratio_std", "standard deviation of the importance ratio"),
+    MetricName("train/ratio_min", "smallest importance ratio"),
+    MetricName("train/ratio_max", "largest importance ratio"),
+    MetricName("train/clip_fraction", "share of elements whose ratio left the trust region"),
+    MetricName("train/clip_fraction_high", "share clipped above"),
+    MetricName("train/clip_fraction_low", "share clipped below"),
+    MetricName("train/clip_range", "half width of the trust region in this step"),
+    MetricName("train/approx_kl", "estimate of KL(pi_old || pi_theta), nats"),
+    MetricName("train/kl", "divergence to the reference policy, nats"),
+    MetricName("train/kl_<reference>", "divergence to a named policy, nats"),
+    MetricName("train/entropy", "entropy of the policy, nats"),
+    MetricName("train/grad_norm", "norm of the gradient before clipping"),
+    MetricName("train/lr", "learning rate of the last update"),
+    MetricName("train/lr_<group>", "learning rate of one parameter group"),
+    MetricName("train/updates", "optimizer updates done since the start of the run"),
+    MetricName("train/skipped_updates", "updates skipped because loss or gradient was not finite"),
+    MetricName("train/value_explained", "share of the returns' variance that the value head explains"),
+    MetricName("eval/reward_mean", "mean reward on held-out prompts"),
+    MetricName("eval/reward_std", "standard deviation of the reward on held-out prompts"),
+    MetricName("eval/reward_stderr", "standard error of that mean, over prompts"),
+    MetricName("eval/reward_min", "smallest reward on held-out prompts"),
+    MetricName("eval/reward_max", "largest reward on held-out prompts"),
+    MetricName("eval/<component>_mean", "mean of one reward component on held-out prompts"),
+    MetricName("eval/<component>_std", "its standard deviation"),
+    MetricName("env/return_<statistic>", "sum of rewards of an episode"),
+    MetricName("env/length_<statistic>", "steps of an episode"),
+    MetricName("env/success_once", "share of episodes that succeeded at any step"),
+    MetricName("time/step", "wall time of the step, seconds"),
+    MetricName("time/generate", "sampling, seconds"),
+    MetricName("time/reward", "scoring, seconds"),
+    MetricName("time/advantage", "credit, seconds"),
+    MetricName("time/train", "optimizer updates with their anchor passes, seconds"),
+    MetricName("time/sync", "weight transport, seconds"),
+    MetricName("time/eval", "evaluation since the last line, seconds"),
+    MetricName("time/checkpoint", "saving since the last line, seconds"),
+    MetricName("sync/version", "updates that the sampling weights have seen"),
+    MetricName("sync/bytes", "bytes of weights moved"),
+    MetricName("sync/seconds", "seconds of the last weight transport, as the transport measured it"),
+    MetricName("samples/generated", "samples generated in the step"),
+    MetricName("samples/scored", "samples scored"),
+    MetricName("samples/dropped", "samples dropped, for any reason"),
+    MetricName("throughput/samples_per_s", "samples per second of the whole step"),
+    MetricName("mem/host_peak_gib", "largest resident memory of the driver so far, GiB"),
+    MetricName("mem/device_peak_gib", "largest memory allocated on the device in the step, GiB"),
+)
+
+NOT_REPRODUCIBLE = ("time/", "throughput/", "mem/")
+"""Namespaces that differ between two runs of the same recipe; all others are bit-identical on one machine."""
+
+
+def check_names(names: Iterable[str], tracks: tuple[str, ...] = ()) -> None:
+    """Raises ValueError for a name that the table does not have. One of `tracks` may stand before it, with a slash."""
+    for name in names:
+        track, _, rest = name.partition("/")
+        if not _matches(rest if track in tracks else name):
+            raise ValueError(f"unknown metric {name!r}.{_nearest(name)} Add it with its meaning to tracking/metrics.py")
+
+
+def markdown() -> str:
+    """The table, for the documents."""
+    lines = [f"| `{metric.name}` | {metric.meaning} |" for metric in METRICS]
+    return "\n".join(["| metric | meaning |", "|---|---|", *lines]) + "\n"
+
+
+@cache
+def _matches(name: str) -> bool:
+    return any(re.fullmatch(metric.pattern, name) for metric in METRICS)
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,317 @@
+"""The run directory: every file of a run, who is writing it, and how it ended. Files first: every view reads these.
+
+<root>/  run.json  heartbeat  env.json  config/{recipe,resolved}.yaml  logs/  events.jsonl
+         metrics.jsonl  metrics.csv  eval_metrics.csv  ledger.jsonl  samples/  eval/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import unirl
+from unirl.tracking.redact import allowed_environment, redact
+from unirl.tracking.tables import replace_text
+
+SCHEMA_VERSION = 1
+HEARTBEAT_S = 5.0
+STALLED_AFTER_S = 60.0
+STEP_FOLDER = re.compile(r"step-(\d+)")
+NAME = re.compile(r"[\w][\w.+-]*")
+RECORDED_PACKAGES = ("torch", "numpy", "diffusers", "transformers", "peft", "safetensors")
+
+
+class RunDirectoryError(ValueError):
+    """The run directory cannot be used: its name, its place, or another process that is writing it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """What a run is called and what it is a run of."""
+
+    project: str
+    recipe: str
+    argv: Sequence[str] = ()
+    seed: int | None = None
+    determinism: str = "bitwise"
+    """`bitwise` = a second run is equal bit for bit; `statistical` = only in distribution."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run is doing, derived from its files: it cannot be wrong because a process died."""
+
+    state: str
+    """running, stalled (alive but silent), finished, stopped (asked to), failed, or lost (died without a word)."""
+    code: int | None = None
+    reason: str = ""
+
+
+@dataclass
+class Heartbeat:
+    """Holds a file's lock for the life of the process, and touches it every few seconds."""
+
+    path: Path
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _descriptor: int = -1
+
+    def start(self) -> None:
+        self._descriptor = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o644)
+        _lock(self._descriptor)
+        os.utime(self.path)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                os.utime(self.path)
+            except OSError:
+                return  # the folder was removed; the next write of a metric says so
+
+
+class RunDirectory:
+    """One run's folder, open for writing by this process."""
+
+    def __init__(self, root: str | Path, identity: RunIdentity) -> None:
+        """Makes the folder, or continues the run that is in it. Raises RunDirectoryError when that is impossible."""
+        self.root = Path(root)
+        self.identity = identity
+        self._heartbeat = Heartbeat(self.root / "heartbeat")
+        try:
+            for folder in ("config", "logs", "samples", "eval", "checkpoints"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run.dir={self.root} cannot be made: {error.strerror} ({error.filename}). Set run.dir or OUTPUT_DIR "
+                "to a folder that can be written"
+            ) from error
+        self._refuse_second_writer()
+        self._heartbeat.start()
+        self._write_start()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def id(self) -> str:
+        """The run's id: the name of its folder when it was made."""
+        return str(read_record(self.root)["id"])
+
+    def write_config(self, recipe: str, resolved: str) -> None:
+        """The recipe as written, and every key with the value that is used (both YAML)."""
+        replace_text(self.root / "config" / "recipe.yaml", redact(recipe))
+        replace_text(self.root / "config" / "resolved.yaml", redact(resolved))
+
+    def fresh_step_folder(self, kind: str, step: int) -> Path:
+        """An empty `samples/step-000010` or `eval/step-000010`."""
+        folder = step_folder(self.root, kind, step)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def cut_step_folders(self, step: int) -> None:
+        """Removes sample and evaluation folders of steps after `step`."""
+        for kind in ("samples", "eval"):
+            for folder in (self.root / kind).iterdir():
+                match = STEP_FOLDER.fullmatch(folder.name)
+                if match and int(match[1]) > step:
+                    shutil.rmtree(folder)
+
+    def note(self, **entries: Any) -> None:
+        """Adds entries to run.json, such as a mirror's address."""
+        _write_record(self.root, read_record(self.root) | entries)
+
+    def close(self, code: int, reason: str = "") -> None:
+        """Records how the run ended and stops the heartbeat."""
+        self.note(exit={"code": code, "reason": redact(reason), "time": now()})
+        self._heartbeat.stop()
+
+    def _refuse_second_writer(self) -> None:
+        if status_of(self.root).state in ("running", "stalled"):
+            session = read_record(self.root)["sessions"][-1]
+            raise RunDirectoryError(
+                f"run.dir={self.root} is being written by process {session['pid']} on {session['host']}. "
+                "Wait for it, stop it, or choose another run.dir or run.name"
+            )
+
+    def _write_start(self) -> None:
+        session = {"started": now(), "pid": os.getpid(), "host": socket.gethostname(), "argv": _argv(self.identity)}
+        try:
+            record = read_record(self.root)
+        except RunDirectoryError:
+            record = _new_record(self.root, self.identity)
+        record |= {"exit": None, "sessions": [*record["sessions"], session], "versions": _versions(), "git": _git()}
+        _write_record(self.root, record)
+        environment = {"variables": allowed_environment(os.environ), "machine": _machine(), "versions": _versions()}
+        replace_text(self.root / "env.json", json.dumps(environment, indent=1, sort_keys=True) + "\n")
+
+
+def default_root(project: str, recipe: str, name: str | None = None, base: str | Path = "runs") -> Path:
+    """`runs/<project>/<name>`, where the name is made of time, recipe and four letters when there is none."""
+    for key, value in (("run.project", project), ("run.name", name)):
+        if value is not None and not NAME.fullmatch(value):
+            raise RunDirectoryError(f"{key}={value!r} is not a plain name: use letters, digits, '.', '_', '+' and '-'")
+    made = f"{datetime.now():%Y%m%d-%H%M%S}-{recipe.replace('/', '-')}-{_four_letters()}"
+    return Path(base) / project / (name or made)
+
+
+def latest_run(project: str, recipe: str, base: str | Path = "runs") -> Path | None:
+    """The newest run of a recipe, by the time it was made."""
+    records = []
+    for path in (Path(base) / project).glob("*/run.json"):
+        try:
+            record = read_record(path.parent)
+        except RunDirectoryError:
+            continue  # not a run of ours, or one that died while it was made
+        if record["recipe"] == recipe:
+            records.append((record["created"], path.parent))
+    return max(records)[1] if records else None
+
+
+def read_record(root: str | Path) -> dict[str, Any]:
+    """What run.json says. Raises RunDirectoryError when it is absent or damaged."""
+    path = Path(root) / "run.json"
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{path} cannot be read ({error}): is {root} a run directory?") from error
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        raise RunDirectoryError(f"{path} is not a run record of schema {SCHEMA_VERSION}")
+    return record
+
+
+def status_of(root: str | Path) -> RunStatus:
+    """How the run in `root` is doing; a folder without a run counts as lost."""
+    try:
+        record = read_record(root)
+    except RunDirectoryError as error:
+        return RunStatus("lost", reason=str(error))
+    if record["exit"]:
+        code = record["exit"]["code"]
+        state = {0: "finished", 75: "stopped", 130: "stopped", 143: "stopped"}.get(code, "failed")
+        return RunStatus(state, code, record["exit"]["reason"])
+    if not _is_alive(Path(root) / "heartbeat", record["sessions"][-1]):
+        return RunStatus("lost")
+    silent = time.time() - (Path(root) / "heartbeat").stat().st_mtime
+    return RunStatus("stalled" if silent > STALLED_AFTER_S else "running")
+
+
+def step_folder(root: Path, kind: str, step: int) -> Path:
+    """`<root>/<kind>/step-000010`."""
+    return root / kind / f"step-{step:06d}"
+
+
+def now() -> str:
+    """The time, for records (UTC, ISO 8601)."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _is_alive(heartbeat: Path, session: Mapping[str, Any]) -> bool:
+    """Whether the last writer lives. Elsewhere than on its host, only the file's age can tell."""
+    if session["host"] == socket.gethostname():
+        return _process_exists(session["pid"]) and _is_locked(heartbeat)
+    return heartbeat.exists() and time.time() - heartbeat.stat().st_mtime < STALLED_AFTER_S
+
+
+def _process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    if not path.exists():
+        return False
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return not _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Takes the lock; False when another has it. Where a file system knows no locks, it counts as taken by another."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
+
+
+def _new_record(root: Path, identity: RunIdentity) -> dict[str, Any]:
+    known = {key: value for key, value in asdict(identity).items() if key != "argv"}
+    made = {"schema_version": SCHEMA_VERSION, "id": root.resolve().name, "created": now(), "sessions": [], "exit": None}
+    return made | known
+
+
+def _write_record(root: Path, record: Mapping[str, Any]) -> None:
+    replace_text(root / "run.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def _argv(identity: RunIdentity) -> list[str]:
+    return [redact(word) for word in identity.argv]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "unirl": unirl.__version__}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    return {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit of the code and whether it was changed; None outside a repository or without git."""
+    where = ["git", "-C", str(Path(unirl.__file__).parent)]
+    try:
+        commit = subprocess.run([*where, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        changes = subprocess.run([*where, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(changes.stdout.strip())}
+
+
+def _four_letters() -> str:
+    """A pronounceable word that no seed decides: two runs of the same second must differ."""
+    draw = random.SystemRandom()
+    return "".join(draw.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2)

@@ -1,0 +1,267 @@
+"""One place that metrics, samples and events go to: the run directory's files, the console, and mirrors of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from PIL import Image
+
+from unirl.tracking.backends.base import Mirror, Preview, RunAbout
+from unirl.tracking.console import Banner, Change, Console, Summary
+from unirl.tracking.events import check_event
+from unirl.tracking.media import before_after_sheet, contact_sheet
+from unirl.tracking.metrics import check_names
+from unirl.tracking.mirrors import Mirrors
+from unirl.tracking.run import RunDirectory, now
+from unirl.tracking.samples import (
+    SampleTable,
+    read_samples,
+    save_pictures,
+    table_of_evaluation,
+    write_manifest,
+)
+from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
+from unirl.tracking.timing import PhaseTimers, peak_memory
+from unirl.types.evaluation import EvalResult
+from unirl.types.protocols import State
+
+MAX_PREVIEWS = 8
+"""Pictures of one step that are mirrored one by one, beside the contact sheet."""
+
+
+class Tracker:
+    """Everything a run reports. `step` is the number of finished steps, so the first row is step 1."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        console: Console | None = None,
+        mirrors: Sequence[Mirror] = (),
+        about: RunAbout | None = None,
+        tracks: tuple[str, ...] = (),
+    ) -> None:
+        """`about` is for the mirrors. `tracks`, when there are several, may stand before metric names."""
+        self.run = run
+        self.console = console
+        self.timers = PhaseTimers()
+        self.position = 0
+        self._tracks = tracks
+        self._mirrors = Mirrors(mirrors, about or RunAbout.of(run.root, run.id), self._mirror_failed)
+        self._recorded: dict[str, float] = {}
+        self._metrics = JsonLines(run.metrics)
+        self._table = CsvTable(run.root / "metrics.csv")
+        self._eval_table = CsvTable(run.root / "eval_metrics.csv")
+        self._ledger = JsonLines(run.root / "ledger.jsonl")
+        self._events = JsonLines(run.root / "events.jsonl")
+        self._closed = False
+        self.event("run.start", argv=list(run.identity.argv))
+
+    # One step
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Takes metrics of the step that runs; `log_step` writes them. Raises ValueError for unknown names."""
+        check_names(metrics, self._tracks)
+        self._recorded |= {name: float(value) for name, value in metrics.items()}
+
+    def log_step(self, step: int) -> dict[str, float]:
+        """Writes what was recorded, with the times of the phases and the memory; gives it back."""
+        if step <= self.position:
+            raise ValueError(f"step {step} was logged after step {self.position}; call truncate when a run goes back")
+        clock = self.timers.take()
+        metrics = self._recorded | clock | peak_memory() | self._throughput(clock)
+        check_names(metrics, self._tracks)
+        self._recorded = {}
+        self.position = step
+        self._metrics.append({"step": step, **metrics})
+        self._table.append({"step": step, **metrics})
+        self.event("step.end", step=step)
+        if self.console:
+            self.console.step(step, metrics)
+        self._mirrors.log(step, metrics)
+        return metrics
+
+    def ledger(
+        self, step: int, *, generated: int, scored: int, dropped: int = 0, pending: int = 0, **reasons: int
+    ) -> None:
+        """Writes where the step's samples went, and refuses a step that lost one. `reasons` count the drops."""
+        if generated != scored + dropped + pending or (reasons and sum(reasons.values()) != dropped):
+            raise ValueError(
+                f"samples of step {step} do not add up: generated {generated} != scored {scored} + dropped {dropped} "
+                f"{reasons or ''} + pending {pending}"
+            )
+        counts = {"generated": generated, "scored": scored, "dropped": dropped}
+        self._ledger.append({"step": step, **counts, "pending": pending, "reasons": reasons})
+        self.record({f"samples/{name}": count for name, count in counts.items()})
+
+    def samples(self, step: int, table: SampleTable) -> Path:
+        """Keeps samples of a training step: pictures, their facts, and a contact sheet, whose path is given back."""
+        folder = self.run.fresh_step_folder("samples", step)
+        saved = save_pictures(table, folder)
+        write_manifest(saved, folder / "manifest.jsonl")
+        sheet = _save(contact_sheet(saved, f"samples of step {step}"), folder / "contact_sheet.png")
+        self._mirrors.images(step, "samples", _previews(saved, folder, sheet, f"step {step}"))
+        return sheet
+
+    def eval(self, step: int, result: EvalResult) -> Path:
+        """Keeps an evaluation: scores, pictures, contact sheet, and before/after against the first one of this run."""
+        metrics = result.metrics()
+        check_names(metrics, self._tracks)
+        folder = self.run.fresh_step_folder("eval", step)
+        saved = save_pictures(table_of_evaluation(result), folder)
+        rows = [vars(row) for row in saved.rows]
+        scores = {"step": step, "metrics": metrics, "samples": rows}
+        replace_text(folder / "scores.json", json.dumps(finite(scores), indent=1, sort_keys=True) + "\n")
+        sheet = _save(contact_sheet(saved, f"evaluation after step {step}"), folder / "contact_sheet.png")
+        self._before_after(step, saved, folder)
+        self._eval_table.append({"step": step, **metrics})
+        self.event("eval.end", step=step, **metrics)
+        if self.console:
+            spread = f"{metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
+            self.console.note(f"eval after step {step}: reward {spread}, {sheet}")
+        self._mirrors.log(step, metrics)
+        self._mirrors.images(step, "eval", _previews(saved, folder, sheet, f"evaluation after step {step}"))
+        return sheet
+
+    # Words
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Appends to events.jsonl, a history that is never cut back. Raises ValueError for an unknown event."""
+        check_event(name)
+        self._events.append({"t": now(), "v": 1, "ev": name, **fields})
+
+    def warn(self, text: str) -> None:
+        """Says something that a person must not miss, on the console and in the events."""
+        self.event("warning", text=text)
+        if self.console:
+            self.console.warn(text)
+
+    def banner(self, banner: Banner) -> None:
+        """Says what is about to run."""
+        if self.console:
+            self.console.banner(banner)
+
+    def summary(self, title: str, lines: Sequence[tuple[str, str]] = ()) -> Summary:
+        """Says what became of the metrics that matter, from the files of the whole run; gives it back."""
+        summary = Summary(title=title, changes=self.changes(), lines=lines)
+        if self.console:
+            self.console.summary(summary)
+        return summary
+
+    def changes(self) -> list[Change]:
+        """First and last value of the rewards: of the steps, and of the evaluations if there were two."""
+        self.flush()
+        rows = list(read_rows(self.run.metrics))
+        scores = [json.loads(path.read_text())["metrics"] for path in sorted(self.run.root.glob("eval/*/scores.json"))]
+        held_out = [_change(scores, name) for name in _reward_means(scores)] if len(scores) > 1 else []
+        return held_out + [_change(rows, name) for name in _reward_means(rows)]
+
+    # The life of a run
+
+    def truncate(self, step: int) -> None:
+        """Goes back to a checkpoint: everything of later steps is removed from the files (events excepted)."""
+        for table in (self._metrics, self._table, self._eval_table, self._ledger):
+            table.cut(step)
+        self.run.cut_step_folders(step)
+        self.position = max(step, 0)
+        if step > 0:
+            self._mirrors.resume_after(step)
+            self.event("run.resume", step=step)
+
+    def flush(self) -> None:
+        """Makes every row durable: called at the end of a step, before its checkpoint."""
+        for table in (self._metrics, self._table, self._eval_table, self._ledger, self._events):
+            table.sync()
+
+    def finish(self, code: int = 0, reason: str = "") -> None:
+        """Records how the run ended and closes everything; further calls change nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.event("run.end", code=code, reason=reason)
+        self._mirrors.finish(code)
+        if self.console:
+            self.console.close()
+        self.flush()
+        for table in (self._metrics, self._table, self._eval_table, self._ledger, self._events):
+            table.close()
+        self.run.close(code, reason)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Ends the run as failed (1) unless whoever knows better has called `finish`."""
+        if error is None:
+            self.finish()
+            return
+        # A full disk may be what ended the run; it must not hide the error that is on its way.
+        with suppress(OSError):
+            self.finish(1, f"{type(error).__name__}: {error}")
+
+    def state_dict(self) -> State:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: State) -> None:
+        self.truncate(int(state["position"]))
+
+    # Inside
+
+    def _throughput(self, clock: Mapping[str, float]) -> dict[str, float]:
+        generated, seconds = self._recorded.get("samples/generated"), clock.get("time/step")
+        return {"throughput/samples_per_s": generated / seconds} if generated and seconds else {}
+
+    def _before_after(self, step: int, after: SampleTable, folder: Path) -> None:
+        first = min(self.run.root.glob("eval/step-*/scores.json"))
+        if first.parent == folder:
+            return
+        scores = json.loads(first.read_text())
+        before = read_samples(scores["samples"], first.parent)
+        if before.images.shape[1:] != after.images.shape[1:] or not _same_prompts(before, after):
+            self.warn(f"no before/after sheet: {first.parent.name} was made with other prompts or another picture size")
+            return
+        names = (f"before (step {scores['step']})", f"after (step {step})")
+        _save(before_after_sheet(before, after, names, "before and after training"), folder / "before_after.png")
+
+    def _mirror_failed(self, name: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self.event("mirror.failed", mirror=name, error=text)
+        if self.console:
+            self.console.warn(
+                f"{name} failed and is off for the rest of this run ({text}). "
+                f"Training goes on, and all metrics are in {self.run.metrics}"
+            )
+
+
+def _save(sheet: Image.Image, path: Path) -> Path:
+    sheet.save(path, optimize=True)
+    return path
+
+
+def _previews(table: SampleTable, folder: Path, sheet: Path, title: str) -> list[Preview]:
+    rows = table.rows[:MAX_PREVIEWS]
+    return [Preview(sheet, title), *(Preview(folder / row.file, f"{row.reward:.3f}  {row.prompt}") for row in rows)]
+
+
+def _same_prompts(before: SampleTable, after: SampleTable) -> bool:
+    return bool({row.prompt for row in before.rows} & {row.prompt for row in after.rows})
+
+
+def _reward_means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics of the first and last row that are means of rewards."""
+    if not rows:
+        return []
+    starts = ("rollout/reward_mean", "reward/", "eval/")
+    names = [name for name in rows[0] if name.startswith(starts) and name.endswith("_mean") and name in rows[-1]]
+    return sorted(names, key=lambda name: (not name.endswith("/reward_mean"), name))
+
+
+def _change(rows: Sequence[Mapping[str, Any]], name: str) -> Change:
+    spread = rows[-1].get("eval/reward_stderr") if name == "eval/reward_mean" else None
+    error = None if spread is None else float(spread)
+    return Change(name=name, start=float(rows[0][name]), end=float(rows[-1][name]), spread=error)

@@ -1,6 +1,7 @@
 """`unirl check RECIPE`: everything about a recipe that can be known before a model is loaded."""
 
 import json
+import sys
 from collections.abc import Sequence
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
@@ -26,7 +27,14 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def checked(recipe: str, overrides: Sequence[str]):
-    """The recipe, loaded and judged by every rule that needs no model; raises the first that it breaks."""
-    from unirl.config.load import load
+    """The recipe, loaded and judged by every rule that needs no model; raises the first that it breaks.
 
-    return load(recipe, overrides)
+    What the user should know without it being wrong goes to stderr.
+    """
+    from unirl.config.load import load
+    from unirl.config.preflight import preflight
+
+    found = load(recipe, overrides)
+    for notice in preflight(found).notices:
+        print(f"unirl: {notice}", file=sys.stderr)
+    return found

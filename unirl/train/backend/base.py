@@ -70,20 +70,18 @@ class LrSchedulerConfig:
             return (update + 1) / self.warmup_updates
         if self.type == "constant":
             return 1.0
-        total = self.end(run_updates)
+        total = run_updates if self.total_updates is None else self.total_updates
+        assert total is not None, "check() comes first"
         done = min((update - self.warmup_updates) / max(total - self.warmup_updates, 1), 1.0)
         left = 1.0 - done if self.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.final_fraction + (1.0 - self.final_fraction) * left
 
-    def end(self, run_updates: int | None) -> int:
-        """The update at which linear and cosine reach their end."""
-        if self.total_updates is not None:
-            return self.total_updates
-        if run_updates is None:
+    def check(self, run_updates: int | None) -> None:
+        """Raises ConfigError if linear or cosine has no end."""
+        if self.type != "constant" and self.total_updates is None and run_updates is None:
             raise ConfigError(
                 f"scheduler_cfg.type={self.type} needs an end: set scheduler_cfg.total_updates, or use type: constant"
             )
-        return run_updates
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class FSDPBackend(TrainBackend):
         if not self.trainable:
             raise ConfigError(f"{type(self.module).__name__} has no trainable parameter: unfreeze it or set lora_cfg")
         self.optimizer = adamw(list(self.trainable.values()), optimizer_cfg)
-        self.learning_rate()  # refuses a schedule without an end before the run starts
+        self.schedule.check(run_updates)
         self.rules: tuple[SnapshotRule, ...] = tuple(rule for rule in (ema_cfg, ema_lora_cfg) if rule is not None)
         self.snapshots = Snapshots(self.trainable)
         for rule in self.rules:

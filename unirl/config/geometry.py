@@ -97,7 +97,8 @@ def check_geometry(geometry: Geometry) -> None:
         ConfigError: 2010.
     """
     if not geometry.is_legal:
-        raise ConfigError(f"{_equation(geometry)}. Use {' or '.join(_ways_out(geometry))}", code=ILLEGAL)
+        ways_out = " or ".join(_ways_out(geometry)) or _joint_way_out(geometry)
+        raise ConfigError(f"{_equation(geometry)}. Use {ways_out}", code=ILLEGAL)
 
 
 def geometry_table(config: RecipeConfig) -> str:
@@ -152,6 +153,19 @@ def _ways_out(geometry: Geometry) -> Iterator[str]:
         values = [str(value) for value in nearest_legal(geometry, field)]
         if values:
             yield f"{key}={'|'.join(values)}"
+
+
+def _joint_way_out(geometry: Geometry) -> str:
+    """Where no single count helps: group and micro-batch rounded up to whole bundles, and prompts to match."""
+    bundle = geometry.rows_together
+    group, micro = (-(-size // bundle) * bundle for size in (geometry.samples_per_prompt, geometry.micro_batch_size))
+    rounded = dataclasses.replace(geometry, samples_per_prompt=group, micro_batch_size=micro)
+    prompts = rounded.num_prompts if rounded.is_legal else nearest_legal(rounded, "num_prompts")[-1]
+    fixed = dataclasses.replace(rounded, num_prompts=prompts)
+    changed = [
+        f"{key}={vars(fixed)[field]}" for field, key in KNOBS.items() if vars(fixed)[field] != vars(geometry)[field]
+    ]
+    return f"{', '.join(changed)} together"
 
 
 def nearest_legal(geometry: Geometry, field: str) -> list[int]:

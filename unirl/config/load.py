@@ -22,7 +22,6 @@ from unirl.config.toy import toy_layer
 from unirl.config.values import Place, read, show
 from unirl.config.walk import schemas_of
 
-
 DATA_KEYS = ("data_source.data_path", "evaluation.data_path")
 
 

@@ -11,7 +11,6 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from unirl.config.errors import ConfigError, did_you_mean
-from unirl.config.interpolation import one_line
 from unirl.config.layers import DELETED, Layer, Tree, fold, get, join, put
 
 COMMAND_LINE = "command line"
@@ -40,7 +39,7 @@ def _read_override(text: str) -> tuple[str, Any]:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
         raise ConfigError(
-            f"cannot read the override '{text}': {one_line(error)}. Text with blanks or special characters "
+            f"cannot read the override '{text}': {str(error).splitlines()[0]}. Text with blanks or special characters "
             "goes in quotes within quotes: 'key=\"some text\"'",
             code=2004,
         ) from error

@@ -27,7 +27,7 @@ def check_plugins(plugins: Sequence[str]) -> None:
     """
     for name in plugins:
         standard = name.partition(".")[0] in sys.stdlib_module_names
-        if standard or not name.replace(".", "_").isidentifier():
+        if standard or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f"plugins may not name '{name}': give the package of your own classes", code=2030)
 
 

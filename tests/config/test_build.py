@@ -1,0 +1,193 @@
+"""The signature is the schema: keys, types, ranges, defaults and wiring all come from constructors."""
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+
+from tests.config import stand_ins
+from tests.config.stand_ins import Inner, Nested, Outer, Square, Worker
+from unirl.config.build import build, check_node
+from unirl.config.errors import ConfigError
+from unirl.config.listing import list_keys
+from unirl.config.schema import docs_of, schema_of
+
+PLUGINS = ("tests",)
+HERE = "tests.config.stand_ins"
+
+
+def checked(tree, expected=Outer):
+    return check_node(tree, expected, "top", PLUGINS)
+
+
+def refused(tree, expected=Outer):
+    with pytest.raises(ConfigError) as caught:
+        checked(tree, expected)
+    return caught.value
+
+
+def test_a_checked_node_builds_what_the_constructor_would_make():
+    tree = {
+        "size": 3,
+        "ratio": 1,
+        "name": "x",
+        "steps": [1, 2],
+        "pair": [3, 4],
+        "table": {"a": 1},
+        "inner": {"count": 7},
+        "shape": {"_target_": f"{HERE}.Square", "side": 2},
+        "shapes": [{"_target_": f"{HERE}.Square"}],
+    }
+    expected = Outer(
+        size=3,
+        ratio=1.0,
+        name="x",
+        steps=(1, 2),
+        pair=(3, 4.0),
+        table={"a": 1.0},
+        inner=Inner(count=7),
+        shape=Square(side=2.0),
+        shapes=[Square()],
+    )
+    assert build(checked(tree)) == expected
+    assert type(build(checked(tree)).ratio) is float
+
+
+def test_resolved_holds_every_key_and_checks_to_the_same_object():
+    node = checked({"size": 2, "shape": {"_target_": f"{HERE}.Square"}})
+    data = yaml.safe_load(yaml.safe_dump(node.resolved()))
+    assert set(data) == {field.name for field in dataclasses.fields(Outer)}
+    assert data["inner"] == {"count": 3, "mode": "fast"}
+    assert build(checked(data)) == build(node)
+    assert checked(data).resolved() == node.resolved()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("size", "3", 2004),
+        ("size", 3.0, 2004),
+        ("size", True, 2004),
+        ("size", None, 2004),
+        ("size", {"a": 1}, 2004),
+        ("ratio", "abc", 2004),
+        ("ratio", math.nan, 2004),
+        ("ratio", False, 2004),
+        ("name", 3, 2004),
+        ("flag", 1, 2004),
+        ("flag", "true", 2004),
+        ("steps", 3, 2004),
+        ("steps", "12", 2004),
+        ("steps", [1, "2"], 2004),
+        ("pair", [1], 2004),
+        ("pair", [1, 2, 3], 2004),
+        ("table", [1], 2004),
+        ("table", {"a": "b"}, 2004),
+        ("inner", 3, 2005),
+        ("inner", None, 2005),
+        ("inner", {"count": 0}, 2004),
+        ("inner", {"mode": "fats"}, 2004),
+        ("inner", {"coutn": 2}, 2003),
+        ("inner", {"_target_": f"{HERE}.Square"}, 2004),
+        ("shape", {"side": 2}, 2003),
+        ("shape", "Square", 2005),
+        ("shape", {"_target_": f"{HERE}.Blob"}, 2004),
+        ("shape", {"_target_": f"{HERE}.Square", "side": -1}, 2004),
+        ("shapes", [{"_target_": f"{HERE}.Blob"}], 2004),
+        ("anything", {"_target_": f"{HERE}.Square"}, 2003),
+        ("anything", [{"deep": {"_target_": "os.system"}}], 2003),
+        ("_partial_", True, 2003),
+        ("_recursive_", False, 2003),
+        ("_args_", [1], 2003),
+        ("_convert_", "all", 2003),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_path(key, value, code):
+    error = refused({"size": 1} | {key: value})
+    assert error.code == code
+    assert f"top.{key}" in str(error)
+    assert error.exit_status == 2
+
+
+def test_a_missing_required_key_is_named():
+    assert "top.size is required" in str(refused({}))
+    assert "top.size is required" in str(refused({"size": "???"}))
+
+
+def test_a_range_error_names_the_key_path_the_value_and_the_rule():
+    assert str(refused({"size": 1, "inner": {"count": -2}})) == "top.inner.count must be >= 1, got -2"
+
+
+def test_a_dataclass_may_raise_its_own_config_error_and_it_names_the_path_too():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Strict:
+        count: int = 1
+
+        def __post_init__(self):
+            if self.count < 1:
+                raise ConfigError(f"strict.count must be >= 1, got {self.count}", code=2010)
+
+    error = refused({"count": 0}, Strict)
+    assert (str(error), error.code) == ("top.count must be >= 1, got 0", 2010)
+
+
+def test_a_key_that_the_trainer_gives_is_not_the_recipes():
+    error = refused({"_target_": f"{HERE}.Worker", "engine": 3}, Worker)
+    assert error.code == 2003
+    assert "Worker gets 'engine' from the trainer" in str(error)
+
+
+def test_checking_makes_no_object_but_config_dataclasses():
+    stand_ins.made.clear()
+    node = checked({"_target_": f"{HERE}.Worker", "depth": 2, "inner": {"count": 2}}, Worker)
+    assert stand_ins.made == []
+    worker = build(node, engine="motor", backend="not asked for")
+    assert stand_ins.made == ["Worker"]
+    assert (worker.engine, worker.seed, worker.depth, worker.inner) == ("motor", 0, 2, Inner(count=2))
+
+
+def test_wired_parameters_reach_nodes_below():
+    node = checked({"_target_": f"{HERE}.Nested", "worker": {"_target_": f"{HERE}.Worker"}}, Nested)
+    assert build(node, engine="motor", seed=5).worker.seed == 5
+
+
+def test_a_wired_parameter_that_nobody_offers_is_named():
+    with pytest.raises(ConfigError, match=r"asks the trainer for engine.*offered: seed"):
+        build(checked({"_target_": f"{HERE}.Worker"}, Worker), seed=1)
+
+
+def test_a_constructors_own_rule_becomes_a_config_error_and_a_bug_inside_it_does_not():
+    node = checked({"_target_": f"{HERE}.Worker", "depth": 0}, Worker)
+    with pytest.raises(ConfigError, match=r"^top\.depth must be >= 1, got 0$"):
+        build(node, engine="motor")
+
+
+def test_a_classmethod_is_a_target_with_keys_of_its_own():
+    node = checked({"_target_": f"{HERE}.Worker.shallow", "inner": {"count": 9}}, Worker)
+    assert build(node, engine="motor").inner == Inner(count=9)
+    assert refused({"_target_": f"{HERE}.Worker.shallow", "depth": 1}, Worker).code == 2003
+    assert node.resolved()["_target_"] == f"{HERE}.Worker.shallow"
+
+
+def test_a_class_that_swallows_any_key_is_not_usable_in_recipes():
+    with pytest.raises(TypeError, match="names every key"):
+        checked({"_target_": f"{HERE}.Sloppy"}, stand_ins.Sloppy)
+
+
+def test_docs_come_from_field_docstrings_and_args_sections():
+    assert docs_of(Square)["side"] == "Length in metres."
+    assert docs_of(Worker)["depth"] == "how deep to dig, in layers."
+
+
+def test_the_listing_names_every_key_with_type_and_default():
+    lines = {doc.path: doc.line() for doc in list_keys(checked({"size": 1}))}
+    assert lines["top.size"] == "top.size: int = required  Required."
+    assert lines["top.inner.mode"] == "top.inner.mode: fast | slow = 'fast'"
+    assert lines["top.steps"] == "top.steps: list of int = []"
+
+
+def test_positional_parameters_are_wired_and_keyword_only_ones_are_keys():
+    schema = schema_of(Worker)
+    assert dict(schema.wired) == {"engine": True, "seed": False}
+    assert list(schema.keys) == ["depth", "inner"]

@@ -1,0 +1,274 @@
+"""Composition: layers, variants, the command line's grammar, the environment, interpolation. Hydra is the oracle."""
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from unirl.config.compose import ENVIRONMENT, compose
+from unirl.config.errors import ConfigError, UsageError
+from unirl.config.load import load
+from unirl.config.recipes import CARD_SUFFIX, find_recipe, list_recipes
+
+BASE = """\
+# @package _global_
+batch_size: 4
+sampling:
+  _target_: unirl.types.sampling.DiffusionSamplingParams
+  height: 64
+  kernel: {_target_: unirl.sde.kernels.FlowSDEStrategy, eta: 0.5}
+run: {name: base}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_path_variables(monkeypatch):
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def examples(tmp_path):
+    """A folder of recipes to write to."""
+    folder = tmp_path / "examples" / "diffusion"
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text(BASE)
+    return folder
+
+
+def composed(examples, name="base", *overrides):
+    return compose(f"diffusion/{name}", overrides, (examples.parent,))
+
+
+def write(examples, name, text):
+    (examples / f"{name}.yaml").write_text(text)
+
+
+def refused(examples, name, *overrides):
+    with pytest.raises((ConfigError, UsageError)) as caught:
+        composed(examples, name, *overrides).resolved()
+    return caught.value
+
+
+def by_hydra(folder, name, overrides=()):
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        return OmegaConf.to_container(hydra.compose(name, overrides=list(overrides)), resolve=False)
+
+
+OVERRIDES = [
+    "batch_size=3",
+    "++sampling.width=7",
+    "+sampling.extra=null",
+    "sampling.sde_indices=[0,2,5]",
+    "run.name='a b=c'",
+    'run.name="it, is"',
+    "run.name=plain-text_1.2/x",
+    "sampling.height=1e3",
+    "sampling.kernel.eta=.5",
+    "flag=true",
+    "new.deep.key={a: 1, b: [x, 'y z']}",
+    "~sampling.height",
+    "~run",
+    "run.dir=${run.name}",
+]
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_overrides_mean_what_hydra_says_they_mean(examples, override):
+    forced = override if override[0] in "~+" else f"++{override}"
+    assert composed(examples, "base", override).tree == by_hydra(examples, "base", [forced])
+
+
+def test_a_variant_without_a_changed_target_composes_as_hydra_composes_it(examples):
+    write(examples, "wide", "# @package _global_\ndefaults: [base, _self_]\nsampling: {width: 9, kernel: {eta: 0.9}}\n")
+    assert composed(examples, "wide").tree == by_hydra(examples, "wide")
+
+
+def test_a_changed_target_replaces_the_node(examples):
+    write(
+        examples,
+        "dance",
+        "defaults: [base, _self_]\nsampling: {kernel: {_target_: unirl.sde.kernels.DanceSDEStrategy}}\n",
+    )
+    tree = composed(examples, "dance").tree
+    assert tree["sampling"]["kernel"] == {"_target_": "unirl.sde.kernels.DanceSDEStrategy"}
+    assert tree["sampling"]["height"] == 64
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_changed_target_on_the_command_line_keeps_only_what_the_command_line_says(examples, first):
+    overrides = ["sampling.kernel._target_=unirl.sde.kernels.EulerODE", "sampling.kernel.order=1"]
+    tree = composed(examples, "base", *(overrides if first else overrides[::-1])).tree
+    assert tree["sampling"]["kernel"] == {"_target_": "unirl.sde.kernels.EulerODE", "order": 1}
+
+
+def test_the_same_target_written_again_keeps_the_node(examples):
+    tree = composed(examples, "base", "sampling.kernel._target_=unirl.sde.kernels.FlowSDEStrategy").tree
+    assert tree["sampling"]["kernel"]["eta"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        "[base]",
+        "[_self_, base]",
+        "[base, other, _self_]",
+        "[../base, _self_]",
+        "[{group: x}, _self_]",
+        "base",
+        "[bsae, _self_]",
+    ],
+)
+def test_a_variant_extends_exactly_one_recipe_of_its_own_folder(examples, defaults):
+    write(examples, "variant", f"defaults: {defaults}\nbatch_size: 2\n")
+    assert "variant.yaml" in str(refused(examples, "variant"))
+
+
+def test_a_variant_of_a_variant_is_refused(examples):
+    write(examples, "one", "defaults: [base, _self_]\n")
+    write(examples, "two", "defaults: [one, _self_]\n")
+    assert "extends another" in str(refused(examples, "two"))
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("batch_size", 2003),
+        ("=3", 2003),
+        ("batch_size=1,2", 2004),
+        ("batch_size=range(1,3)", 2004),
+        ("sampling={", 2004),
+        ("sampling=64", 2005),
+        ("sampling.kernel=dance", 2005),
+        ("~batch_sizes", 2003),
+        ("~", 2003),
+        ("kernel@sampling=x", 2003),
+        ("a/b=c", 2003),
+        ("a..b=1", 2004),
+    ],
+)
+def test_overrides_that_cannot_be_meant_are_refused(examples, override, code):
+    assert refused(examples, "base", override).code == code
+
+
+def test_the_error_for_a_replaced_block_says_what_to_write(examples):
+    assert "sampling.kernel.eta=dance" in str(refused(examples, "base", "sampling.kernel=dance"))
+
+
+def test_one_item_of_a_list_cannot_be_set(examples):
+    error = refused(examples, "base", "sampling.sde_indices=[1,2]", "sampling.sde_indices.0=3")
+    assert "write it whole" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [1",
+        "- 1\n- 2\n",
+        "batch_size: 1\nbatch_size: 2\n",
+        "a: *nowhere\n",
+        "a: !!python/object/apply:os.system [x]\n",
+    ],
+)
+def test_broken_yaml_is_one_short_error(examples, text):
+    write(examples, "broken", text)
+    error = refused(examples, "broken")
+    assert error.code == 2004
+    assert "broken.yaml" in str(error)
+
+
+def test_yaml_that_is_not_utf8_is_one_short_error(examples):
+    (examples / "latin.yaml").write_bytes(b"run: {name: caf\xe9}\n")
+    assert refused(examples, "latin").code == 2004
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.decode:1}", "${hydra:runtime.cwd}", "x${ oc.create:1}y", "[{a: '${oc.select:b}'}]"]
+)
+def test_no_other_resolver_than_oc_env_exists(examples, value):
+    assert "is not allowed" in str(refused(examples, "base", f"sampling.x={value}"))
+
+
+def test_references_and_environment_are_resolved(examples, monkeypatch):
+    monkeypatch.setenv("MY_FOLDER", "/data")
+    tree = composed(examples, "base", "run.dir=${oc.env:MY_FOLDER}/${run.name}", "a=${oc.env:NOT_SET,7}").resolved()
+    assert (tree["run"]["dir"], tree["a"]) == ("/data/base", "7")
+
+
+@pytest.mark.parametrize("value", ["${nothing.here}", "${oc.env:NOT_SET}", "${run.dir}"])
+def test_a_reference_to_nothing_is_refused(examples, value):
+    error = refused(examples, "base", f"run.dir={value}")
+    assert error.code == 2003
+    assert "run.dir" in str(error)
+
+
+@pytest.mark.parametrize(("variable", "key"), ENVIRONMENT.items())
+def test_path_variables_work_with_any_recipe(variable, key, monkeypatch):
+    monkeypatch.setenv(variable, "toy")
+    for recipe in list_recipes():
+        overrides = ["data_source.data_path=x"] if key == "bundle.path" else []
+        assert load(recipe.name, overrides).value(key) == "toy", recipe.name
+
+
+def test_the_command_line_beats_the_environment_and_that_the_recipe(examples, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_NAME", "from-env")
+    assert composed(examples, "base").tree["run"]["name"] == "from-env"
+    both = composed(examples, "base", "run.name=typed")
+    assert both.tree["run"]["name"] == "typed"
+    assert [(origin.source, origin.value, origin.wins) for origin in both.why("run.name")] == [
+        ("command line", "typed", True),
+        ("environment", "from-env", False),
+        ("recipe", "base", False),
+    ]
+    assert both.why("run.name")[2].place == "base.yaml:7"
+
+
+def test_an_empty_path_variable_counts_as_not_set(examples, monkeypatch):
+    monkeypatch.setenv("OUTPUT_DIR", "")
+    assert "dir" not in composed(examples, "base").tree["run"]
+
+
+def test_a_recipe_that_reads_a_variable_itself_is_told_apart_from_its_fallback(monkeypatch):
+    assert load("diffusion/sd3_trainside").composed.why("bundle.path")[0].source == "recipe"
+    monkeypatch.setenv("PRETRAINED_MODEL", "toy")
+    assert load("diffusion/sd3_trainside").composed.why("bundle.path")[0].source == "environment"
+
+
+def test_data_path_is_ignored_by_built_in_prompts(monkeypatch):
+    monkeypatch.setenv("DATA_PATH", "/data/x.txt")
+    node = "data_source={_target_: unirl.data.data_source.DefaultDataSource}"
+    assert "data_path" not in load("diffusion/sd3_trainside", [node]).value("data_source")
+
+
+def test_cfg_job_prints_as_hydra_does(examples):
+    assert composed(examples, "base").text() == OmegaConf.to_yaml(by_hydra(examples, "base"))
+
+
+def test_a_recipe_is_found_by_name_by_path_and_from_anywhere(examples, tmp_path, monkeypatch):
+    search = (examples.parent,)
+    assert find_recipe("diffusion/base", search).path == examples / "base.yaml"
+    assert find_recipe("examples/diffusion/base.yaml", search).path == examples / "base.yaml"
+    assert find_recipe(str(examples / "base.yaml"), ()).name == "diffusion/base"
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("diffusion/sd3_trainside").domain == "diffusion"
+
+
+@pytest.mark.parametrize(
+    "name", ["diffusion/sd3_trainsid", "sd3_trainside", "diffusion/sd3-trainside", "difusion/sd3_trainside"]
+)
+def test_an_unknown_recipe_is_answered_with_the_nearest_names(name):
+    with pytest.raises(UsageError) as caught:
+        find_recipe(name)
+    assert caught.value.code == 2001
+    assert "Nearest: diffusion/sd3_trainside, " in str(caught.value)
+
+
+def test_relative_data_of_a_recipe_is_found_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = load("diffusion/sd3_trainside").value("data_source.data_path")
+    assert path.endswith("/datasets/pickscore/train.txt") and path.startswith("/")
+
+
+def test_cards_are_not_recipes(examples):
+    (examples / f"base{CARD_SUFFIX}").write_text("status: toy\ndate: 2026-11-20\n")
+    (recipe,) = list_recipes((examples.parent,))
+    assert (recipe.card.status, recipe.card.date, recipe.card.result) == ("toy", "2026-11-20", "none")

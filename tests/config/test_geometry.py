@@ -1,0 +1,94 @@
+"""Geometry: what divides what, said with its equation and with values that really are legal."""
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirl.config.errors import ConfigError
+from unirl.config.geometry import KNOBS, Geometry, check_geometry, geometry_table, nearest_legal
+from unirl.config.load import load
+
+COUNT = st.integers(1, 24)
+
+
+def geometry(prompts=48, samples=16, devices=8, updates=2, micro=8, together=1):
+    return Geometry(
+        num_prompts=prompts,
+        samples_per_prompt=samples,
+        num_devices=devices,
+        num_updates=updates,
+        micro_batch_size=micro,
+        rows_together=together,
+    )
+
+
+GEOMETRIES = st.builds(geometry, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(1, 4))
+
+
+@given(GEOMETRIES)
+def test_legal_means_that_cutting_the_rows_leaves_no_remainder(case):
+    rows = list(range(case.num_samples))
+    size = len(rows) // case.num_updates
+    cut = [rows[u * size : (u + 1) * size] for u in range(case.num_updates)]
+    shares = [update[d :: case.num_devices] for update in cut for d in range(case.num_devices)]
+    even = sum(map(len, cut)) == len(rows) and len({len(share) for share in shares}) == 1
+    if case.rows_together == 1:
+        assert case.is_legal == even
+    if case.is_legal:
+        assert case.num_micros == -(-len(shares[0]) // case.micro_batch_size)
+
+
+@given(GEOMETRIES)
+def test_every_suggested_value_is_legal_and_none_is_nearer(case):
+    for field in KNOBS:
+        now = vars(case)[field]
+        for value in nearest_legal(case, field):
+            assert dataclasses.replace(case, **{field: value}).is_legal
+            between = range(min(now, value) + 1, max(now, value))
+            assert not any(dataclasses.replace(case, **{field: other}).is_legal for other in between)
+
+
+@given(GEOMETRIES)
+def test_an_illegal_geometry_always_offers_a_way_out_that_works(case):
+    if case.is_legal:
+        check_geometry(case)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_geometry(case)
+    assert caught.value.code == 2010
+    advice = str(caught.value).partition(". Use ")[2]
+    fields = {key: field for field, key in KNOBS.items()}
+    offered = [(fields[key], values.split("|")) for key, values in re.findall(r"([\w.]+)=([\d|]+)", advice)]
+    assert offered
+    if advice.endswith(" together"):
+        check_geometry(dataclasses.replace(case, **{field: int(value) for field, (value,) in offered}))
+        return
+    for field, values in offered:
+        for value in values:
+            check_geometry(dataclasses.replace(case, **{field: int(value)}))
+
+
+def test_the_error_shows_the_equation():
+    with pytest.raises(ConfigError) as caught:
+        check_geometry(geometry(updates=5))
+    assert str(caught.value).startswith(
+        "stack.num_updates_per_batch=5 does not divide the 96 samples each worker holds "
+        "(batch_size 48 x samples_per_prompt 16 / num_devices 8). Use stack.num_updates_per_batch=4|6 or "
+    )
+
+
+def test_the_table_agrees_with_the_published_setting():
+    """Flow-GRPO on SD3 draws 48 x 16 = 768 samples a step and updates twice on 384."""
+    table = geometry_table(load("diffusion/sd3_dancegrpo").config)
+    assert (
+        "48 prompts x 16 samples = 768 samples per step; 2 updates of 384 = 1 device x 48 micro-batches of 8" in table
+    )
+    assert "10 denoising steps at 512 x 512; 10000 steps, 20000 updates in all" in table
+
+
+def test_the_table_says_when_the_last_micro_batch_is_smaller():
+    table = geometry_table(load("diffusion/sd3_dancegrpo", ["stack.micro_batch_size=100"]).config)
+    assert "4 micro-batches of 100 (the last of 84)" in table

@@ -1,0 +1,107 @@
+"""What is refused on the driver before anything loads, and how it is said."""
+
+import shutil
+import sys
+import time
+
+import pytest
+
+from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
+from unirl.config.load import load
+from unirl.config.preflight import check_disk, preflight
+from unirl.config.recipe import RecipeConfig
+from unirl.config.recipes import find_recipe
+
+RECIPE = "diffusion/sd3_trainside"
+
+
+def refused(*overrides):
+    with pytest.raises(UniRLError) as caught:
+        preflight(load(RECIPE, overrides))
+    return caught.value
+
+
+def test_the_shipped_recipe_may_start():
+    assert preflight(load(RECIPE)).geometry.num_samples == 768
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "says"),
+    [
+        (["runtime=ray"], 2020, "not in this version"),
+        (["num_devices=8"], 2020, "drives one device"),
+        (["placement={train: 0-3, rollout: 4-7}"], 2020, "placement"),
+        (["stack.num_updates_per_batch=5"], 2010, "does not divide the 768 samples"),
+        (["stack.num_updates_per_batch=0"], 2004, "stack.num_updates_per_batch must be >= 1, got 0"),
+        (["stack.micro_batch_size=-1"], 2004, "stack.micro_batch_size must be >= 1, got -1"),
+        (["sampling.height=500"], 2004, "sampling.height=500 is not a positive multiple of 16"),
+        (["sampling.num_inference_steps=1"], 2004, "sampling.sde_steps"),
+        (["sampling.kernel._target_=unirl.sde.kernels.EulerODE"], 2020, "no step of sampling has one (EulerODE"),
+        (["~sampling.sde_steps", "sampling.sde_indices=[]"], 2020, "trains on log-probs"),
+        (["evaluation.weights=ema"], 2020, "backend.ema_cfg"),
+        (["bundle.path=/no/such/folder"], 4001, "there is no such directory"),
+        (["bundle.path=toy2"], 4001, "toy2"),
+        (["data_source.data_path=nowhere.txt"], 4002, "DATA_PATH"),
+        (["evaluation.data_path=nowhere.txt"], 4002, "EVAL_DATA_PATH"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_rule_and_way_out(overrides, code, says):
+    error = refused(*overrides)
+    assert error.code == code
+    assert says in str(error)
+
+
+def test_a_missing_data_file_is_answered_with_the_most_similar_one(tmp_path):
+    (tmp_path / "prompts_train.txt").write_text("a cat\n")
+    error = refused(f"data_source.data_path={tmp_path}/prompt_train.txt")
+    assert isinstance(error, DataError)
+    assert f"Did you mean '{tmp_path}/prompts_train.txt'?" in str(error)
+
+
+def test_an_average_makes_its_evaluation_legal():
+    preflight(load(RECIPE, ["backend.ema_cfg={}", "evaluation.weights=ema"]))
+
+
+def test_settings_without_effect_and_values_from_the_environment_are_said_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    said = preflight(load(RECIPE, ["weight_sync_interval=2", "sampling.samples_per_prompt=1"])).notices
+    assert len(said) == 3
+    assert any("weight_sync_interval=2 has no effect" in line for line in said)
+    assert any("a group of one has no advantage" in line for line in said)
+    assert any("run.dir" in line and "OUTPUT_DIR" in line for line in said)
+
+
+def test_a_disk_that_is_too_full_is_refused_with_both_numbers(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_disk(tmp_path / "run" / "that is not there yet", free / 2, "5 checkpoints")
+    with pytest.raises(CheckpointError) as caught:
+        check_disk(tmp_path / "run", free * 2.0, "5 checkpoints")
+    assert (caught.value.code, caught.value.exit_status) == (7003, 7)
+    assert "5 checkpoints needs" in str(caught.value)
+
+
+def test_checking_a_recipe_takes_well_under_two_seconds_once_torch_is_there():
+    load(RECIPE)
+    start = time.process_time()
+    preflight(load(RECIPE, ["scale=toy"]))
+    assert time.process_time() - start < 0.5
+
+
+def test_checking_imports_no_heavy_library():
+    preflight(load(RECIPE))
+    fresh = {"ray", "datasets"}
+    assert not fresh & set(sys.modules)
+
+
+def test_a_recipe_that_lacks_blocks_says_which(tmp_path):
+    (tmp_path / "bare.yaml").write_text("batch_size: 2\n")
+    with pytest.raises(ConfigError, match="bundle is required"):
+        load(str(tmp_path / "bare.yaml"))
+
+
+def test_scalars_of_the_recipe_have_ranges():
+    for key in ("batch_size", "num_rollouts", "num_devices"):
+        assert str(refused(f"{key}=0")) == f"{key} must be >= 1, got 0 (command line: {key}=0)"
+    assert refused("save_interval=-1").code == 2004
+    assert RecipeConfig.__dataclass_fields__["num_rollouts"].default == 100
+    assert find_recipe(RECIPE).card.status in ("untested", "toy", "trained")

@@ -1,0 +1,74 @@
+"""scale=toy: small values for any recipe, which the command line overrules."""
+
+import math
+
+import pytest
+import yaml
+
+from unirl.config.layers import fold, get
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.config.recipes import list_recipes
+from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
+
+RECIPES = [recipe.name for recipe in list_recipes()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_legal_and_small_at_toy_scale(name):
+    recipe = load(name, ["scale=toy"])
+    geometry = preflight(recipe).geometry
+    assert geometry.num_samples <= 32
+    assert recipe.value("bundle.path") == "toy"
+    assert recipe.config.num_rollouts == QUANTITIES["num_rollouts"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_toy_changes_sizes_and_never_what_is_learned(name):
+    full, toy = load(name), load(name, ["scale=toy"])
+    assert full.value("algorithm") == toy.value("algorithm")
+    assert full.value("advantage") == toy.value("advantage")
+    assert full.value("sampling.kernel") == toy.value("sampling.kernel")
+    assert full.value("stack.num_updates_per_batch") == toy.value("stack.num_updates_per_batch")
+
+
+def test_the_command_line_wins_over_toy():
+    recipe = load(
+        "diffusion/sd3_trainside", ["sampling.height=64", "scale=toy", "bundle.path=/models/x", "batch_size=6"]
+    )
+    assert recipe.value("sampling.height") == 64
+    assert recipe.value("sampling.width") == 32
+    assert recipe.value("bundle.path") == "/models/x"
+    assert recipe.config.batch_size == 6
+
+
+def test_toy_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("PRETRAINED_MODEL", "/models/sd3")
+    assert load("diffusion/sd3_trainside", ["scale=toy"]).value("bundle.path") == "toy"
+
+
+def test_a_class_says_its_own_toy_values_wherever_it_stands():
+    recipe = load("diffusion/sd3_trainside", ["scale=toy"])
+    assert recipe.value("reward.backend.config.path") == "toy"
+    assert recipe.value("sampling.sde_steps.num_steps") == 2
+    assert recipe.value("backend.lora_cfg.rank") == 4
+
+
+@pytest.mark.parametrize("updates", range(1, 13))
+def test_the_number_of_prompts_fits_any_number_of_updates(updates):
+    tree = load("diffusion/sd3_trainside").composed.resolved()
+    tree["stack"]["num_updates_per_batch"] = updates
+    toy = fold((toy_layer(tree),))
+    samples = toy["batch_size"] * get(toy, "sampling.samples_per_prompt")
+    assert samples % updates == 0
+    assert toy["batch_size"] >= NUM_PROMPTS
+    assert toy["batch_size"] <= NUM_PROMPTS * updates
+
+
+def test_a_recipe_may_say_that_it_is_toy(tmp_path):
+    text = yaml.safe_dump({"defaults": ["base", "_self_"], "scale": "toy"}, sort_keys=False)
+    base = load("diffusion/sd3_trainside").file.path.read_text()
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "small.yaml").write_text(text)
+    assert load(str(tmp_path / "small.yaml")).config.num_rollouts == 3
+    assert math.isclose(load(str(tmp_path / "base.yaml")).config.num_rollouts, 10000)

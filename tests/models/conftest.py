@@ -44,7 +44,7 @@ def pixel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=None,
         text_encoder=encoder,
-        tokenizer=toy.tokenizers()["tokenizer"],
+        tokenizer=toy.toy_tokenizers()["tokenizer"],
         text_encoder_2=None,
         tokenizer_2=None,
         text_encoder_3=None,

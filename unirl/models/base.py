@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -94,15 +95,17 @@ class Decoder(Protocol):
         ...
 
 
-class DiffusionBundle(Bundle):
+class DiffusionBundle(Bundle, ABC):
     """A bundle of a denoising model: what its pipeline is made of."""
 
+    @abstractmethod
     def denoiser(self) -> Denoiser:
         """The trained network as a velocity field."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text_encoder(self) -> TextEncoder:
-        raise NotImplementedError
+        """Prompts to conditions."""
 
+    @abstractmethod
     def decoder(self) -> Decoder:
-        raise NotImplementedError
+        """Latents to pixels."""

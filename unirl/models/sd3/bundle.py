@@ -13,10 +13,10 @@ from unirl.config.errors import DataError
 from unirl.models.base import Decoder, DiffusionBundle, TextEncoder
 from unirl.models.hub import NOT_FOUND, components
 from unirl.models.quiet import quiet_libraries
-from unirl.models.sd3 import toy
 from unirl.models.sd3.architecture import Architecture, ModelEstimate, directory_of, estimate
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.text import SD3TextEncoder
+from unirl.models.sd3.toy import SEED, toy_tokenizers
 from unirl.models.sd3.vae import PixelDecoder, SD3Decoder
 from unirl.types.protocols import TORCH_DTYPES, DtypeName, ModelFacts
 
@@ -81,7 +81,7 @@ class SD3Bundle(DiffusionBundle):
 
     def _load_tokenizers(self) -> dict[str, Any]:
         if self.path == "toy":
-            return toy.tokenizers()
+            return toy_tokenizers()
         from transformers import AutoTokenizer
 
         root = directory_of(self.path, self.revision)
@@ -101,7 +101,7 @@ def _dtype_of(component: str, dtype: torch.dtype) -> torch.dtype:
 def _random(architecture: Architecture, component: str, dtype: torch.dtype) -> nn.Module:
     """The toy's component: the same random weights whenever and wherever it is built."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(toy.SEED)
+        torch.manual_seed(SEED)
         module = architecture.build(component)
     return module if dtype == torch.float32 else module.to(dtype)
 

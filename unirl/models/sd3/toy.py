@@ -72,7 +72,7 @@ SEED = 20250
 PRINTABLE = range(33, 127)
 
 
-def tokenizers() -> dict[str, Any]:
+def toy_tokenizers() -> dict[str, Any]:
     """Character-level tokenizers by component name, made without files."""
     return {"tokenizer": _clip_tokenizer(), "tokenizer_2": _clip_tokenizer(), "tokenizer_3": _t5_tokenizer()}
 

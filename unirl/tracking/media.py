@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -27,8 +28,13 @@ LABEL = 210
 CAPTION = 24
 BAR = 4
 TITLE_SIZE, HEAD_SIZE, TEXT_SIZE, SMALL_SIZE = 26, 17, 16, 14
-MAX_GROUPS = 40
-MAX_PER_GROUP = 8
+TOP, HEADING = MARGIN + 72, 48
+"""Where rows begin, and the room for column headings above them."""
+BETWEEN = 36
+"""Between blocks that stand side by side."""
+PAGE, MIN_WIDTH = 1330, 560
+MAX_GROUPS = 64
+MAX_PER_ROW = 8
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,13 @@ class Box:
 class Sheet:
     """A light page with margins, a title and a place to draw rows; its height is fixed when it is made."""
 
-    def __init__(self, width: int, height: int, title: str, subtitle: str = "") -> None:
+    def __init__(self, width: int, height: int, title: str) -> None:
         self.image = Image.new("RGB", (width, height), BACKGROUND)
         self.draw = ImageDraw.Draw(self.image)
         self.text(MARGIN, MARGIN - 6, title, TITLE_SIZE)
-        self.text(MARGIN, MARGIN + 28, subtitle, TEXT_SIZE, MUTED)
+
+    def subtitle(self, text: str) -> None:
+        self.text(MARGIN, MARGIN + 28, text, TEXT_SIZE, MUTED)
 
     def text(self, x: int, y: int, text: str, size: int, colour: Colour = INK, anchor: str = "la") -> None:
         self.draw.text((x, y), printable(text), fill=colour, font=font(size), anchor=anchor)
@@ -74,23 +82,22 @@ class Sheet:
 
 
 def contact_sheet(table: SampleTable, title: str) -> Image.Image:
-    """One row of pictures per prompt, best reward first, with the prompt and its mean reward beside them."""
+    """Pictures by prompt, best reward first, with the prompt and its mean reward beside them."""
     groups = table.groups()[:MAX_GROUPS]
-    columns = min(max(len(group.rows) for group in groups), MAX_PER_GROUP)
-    tile_width, tile_height = tile_size(table.images)
-    row_height = tile_height + BAR + CAPTION + GAP + 8
-    top = MARGIN + 72
-    width = max(2 * MARGIN + LABEL + GAP + columns * (tile_width + GAP) - GAP, 560)
-    sheet = Sheet(width, top + len(groups) * row_height + MARGIN - GAP, title, _summary(table, len(groups)))
+    tile = tile_size(table.images)
+    columns = min(max(len(group.rows) for group in groups), MAX_PER_ROW)
+    block = LABEL + columns * (tile[0] + GAP) - GAP
+    bands = _bands(groups, block, [_row_height(tile) * -(-len(group.rows) // columns) for group in groups])
+    sheet = Sheet(_page_width(bands, block), TOP + sum(band.height for band in bands) + MARGIN - GAP, title)
+    sheet.subtitle(_summary(table, len(groups)))
     levels = Levels.of(table)
-    for index, group in enumerate(groups):
-        y = top + index * row_height
+    y = TOP
+    for band in bands:
         sheet.rule(y - 9)
-        _label(sheet, Box(MARGIN, y, LABEL - 12, tile_height - 24), group)
-        for column, row in enumerate(group.best_first()[:columns]):
-            box = Box(MARGIN + LABEL + GAP + column * (tile_width + GAP), y, tile_width, tile_height)
-            reward = table.rows[row].reward
-            sheet.tile(box, table.images[row], f"{reward:.2f}", levels.of_reward(reward))
+        for x, index in zip(_lefts(block), band.members, strict=False):
+            _label(sheet, Box(x, y, LABEL - 14, tile[1] - 24), groups[index])
+            _tiles(sheet, table, groups[index].best_first(), Box(x + LABEL, y, *tile), columns, levels)
+        y += band.height
     return sheet.image
 
 
@@ -98,31 +105,81 @@ def before_after_sheet(before: SampleTable, after: SampleTable, names: tuple[str
     """One row per prompt: the same noise drawn by the policy before training, and after it.
 
     Pictures keep their order of sampling, so that the k-th on the left and the k-th on the right share their noise.
+    Where a prompt has more than fits, the first are shown; the means are of all.
     """
-    groups = [(old, new) for old in before.groups() for new in after.groups() if old.prompt == new.prompt][:MAX_GROUPS]
-    if not groups:
+    pairs = [(old, new) for old in before.groups() for new in after.groups() if old.prompt == new.prompt][:MAX_GROUPS]
+    if not pairs:
         raise ValueError("no prompt was evaluated both before and after; a before/after sheet needs the same prompts")
-    columns = min(max(len(old.rows) for old, _ in groups), MAX_PER_GROUP // 2)
-    tile_width, tile_height = tile_size(after.images)
-    block = columns * (tile_width + GAP) - GAP
-    row_height = tile_height + BAR + CAPTION + GAP + 8
-    top = MARGIN + 112
-    lefts = (MARGIN + LABEL + GAP, MARGIN + LABEL + GAP + block + 4 * GAP)
-    sheet = Sheet(lefts[1] + block + MARGIN, top + len(groups) * row_height + MARGIN - GAP, title, _rise(before, after))
+    tile = tile_size(after.images)
+    columns = min(max(len(old.rows) for old, _ in pairs), MAX_PER_ROW // 2)
+    half = columns * (tile[0] + GAP) - GAP
+    block = LABEL + 2 * half + 3 * GAP
+    bands = _bands(pairs, block, [_row_height(tile)] * len(pairs))
+    sheet = Sheet(_page_width(bands, block), TOP + HEADING + sum(band.height for band in bands) + MARGIN - GAP, title)
+    sheet.subtitle(_rise(before, after))
+    sides = [(LABEL, before, names[0]), (LABEL + half + 3 * GAP, after, names[1])]
     levels = Levels.of(before, after)
-    for left, table, name in zip(lefts, (before, after), names, strict=True):
-        sheet.text(left, top - 40, name, HEAD_SIZE)
-        sheet.text(left + block, top - 40, f"mean {table.mean_reward:.2f}", HEAD_SIZE, MUTED, anchor="ra")
-    for index, pair in enumerate(groups):
-        y = top + index * row_height
+    y = TOP + HEADING
+    for x, _ in zip(_lefts(block), bands[0].members, strict=False):
+        for offset, table, name in sides:
+            _heading(sheet, Box(x + offset, y - HEADING + 4, half, HEADING), name, table.mean_reward)
+    for band in bands:
         sheet.rule(y - 9)
-        _pair_label(sheet, Box(MARGIN, y, LABEL - 12, tile_height - 24), *pair)
-        for left, table, group in zip(lefts, (before, after), pair, strict=True):
-            for column, row in enumerate(group.rows[:columns]):
-                box = Box(left + column * (tile_width + GAP), y, tile_width, tile_height)
-                reward = table.rows[row].reward
-                sheet.tile(box, table.images[row], f"{reward:.2f}", levels.of_reward(reward))
+        for x, index in zip(_lefts(block), band.members, strict=False):
+            _pair_label(sheet, Box(x, y, LABEL - 14, tile[1] - 24), *pairs[index])
+            for (offset, table, _), group in zip(sides, pairs[index], strict=True):
+                _tiles(sheet, table, group.rows[:columns], Box(x + offset, y, *tile), columns, levels)
+        y += band.height
     return sheet.image
+
+
+@dataclass(frozen=True)
+class Band:
+    """Groups that stand side by side on the page, by number."""
+
+    members: tuple[int, ...]
+    height: int
+
+
+def _bands(groups: Sequence[object], block: int, heights: Sequence[int]) -> list[Band]:
+    """As many blocks of that width side by side as the page takes."""
+    across = max((PAGE + BETWEEN) // (block + BETWEEN), 1)
+    numbers = [tuple(range(start, min(start + across, len(groups)))) for start in range(0, len(groups), across)]
+    return [Band(members, max(heights[member] for member in members)) for members in numbers]
+
+
+def _lefts(block: int) -> Iterator[int]:
+    return count(MARGIN, block + BETWEEN)
+
+
+def _page_width(bands: Sequence[Band], block: int) -> int:
+    across = len(bands[0].members)
+    return max(2 * MARGIN + across * (block + BETWEEN) - BETWEEN, MIN_WIDTH)
+
+
+def _row_height(tile: tuple[int, int]) -> int:
+    return tile[1] + BAR + CAPTION + GAP + 8
+
+
+def _tiles(sheet: Sheet, table: SampleTable, rows: Sequence[int], first: Box, columns: int, levels: Levels) -> None:
+    """Tiles from the box `first` to the right, and on below it."""
+    for position, row in enumerate(rows):
+        down, right = divmod(position, columns)
+        x, y = first.x + right * (first.width + GAP), first.y + down * _row_height((first.width, first.height))
+        reward = table.rows[row].reward
+        box = Box(x, y, first.width, first.height)
+        sheet.tile(box, table.images[row], f"{reward:.2f}", levels.of_reward(reward))
+
+
+def _heading(sheet: Sheet, box: Box, name: str, mean: float) -> None:
+    """A column's name and mean: on one line where they fit, else below each other."""
+    text = f"mean {mean:.2f}"
+    if font(HEAD_SIZE).getlength(f"{name}   {text}") <= box.width:
+        sheet.text(box.x, box.y + 6, name, HEAD_SIZE)
+        sheet.text(box.x + box.width, box.y + 6, text, HEAD_SIZE, MUTED, anchor="ra")
+    else:
+        sheet.text(box.x, box.y - 6, name, SMALL_SIZE)
+        sheet.text(box.x, box.y + 11, text, SMALL_SIZE, MUTED)
 
 
 @dataclass(frozen=True)
@@ -197,7 +254,8 @@ def shade(level: float) -> Colour:
 
 def _label(sheet: Sheet, box: Box, group: SampleGroup) -> None:
     y = sheet.wrapped(box, group.prompt, TEXT_SIZE)
-    sheet.text(box.x, y + 2, f"mean {group.mean_reward:.2f}", SMALL_SIZE, MUTED)
+    if len(group.rows) > 1:
+        sheet.text(box.x, y + 2, f"mean {group.mean_reward:.2f}", SMALL_SIZE, MUTED)
 
 
 def _pair_label(sheet: Sheet, box: Box, old: SampleGroup, new: SampleGroup) -> None:
@@ -212,7 +270,7 @@ def _summary(table: SampleTable, shown: int) -> str:
 
 
 def _rise(before: SampleTable, after: SampleTable) -> str:
-    return f"held-out prompts, same noise; mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
+    return f"evaluation prompts, same noise; mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
 
 
 def _pieces(word: str, width: int, measure: Callable[[str], float]) -> Sequence[str]:

@@ -1,0 +1,172 @@
+"""A reward curve as a picture: axes, a line, a band; drawn by PIL alone, at twice the size and then shrunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+from unirl.tracking.media import (
+    BACKGROUND,
+    HIGH,
+    INK,
+    MARGIN,
+    MUTED,
+    RULE,
+    SMALL_SIZE,
+    TEXT_SIZE,
+    TITLE_SIZE,
+    Colour,
+    printable,
+)
+from unirl.tracking.media import font as font_of
+
+SCALE = 2
+"""Drawn this many times larger and averaged down, for smooth lines."""
+BAND_OPACITY = 0.18
+SECOND = (94, 96, 170)
+COLOURS: tuple[Colour, ...] = (HIGH, SECOND)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line through points, with a band of +- `spreads` around it (empty: no band), and dots if it has few points."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    spreads: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.steps) != len(self.values) or (self.spreads and len(self.spreads) != len(self.values)):
+            raise ValueError(f"series {self.label!r}: steps, values and spreads must be of one length")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and greatest value that must be visible."""
+        spreads = self.spreads or [0.0] * len(self.values)
+        pairs = list(zip(self.values, spreads, strict=True))
+        return min(value - spread for value, spread in pairs), max(value + spread for value, spread in pairs)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where the data lies: a rectangle in pixels for a rectangle of steps and values."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    steps: tuple[float, float]
+    values: tuple[float, float]
+
+    def x(self, step: float) -> float:
+        low, high = self.steps
+        return self.left + (step - low) / (high - low) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self.values
+        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+
+
+def reward_curve(
+    series: Sequence[Series], title: str, *, width: int = 720, height: int = 420, x_label: str = "step"
+) -> Image.Image:
+    """The picture of up to two series over steps; points that are not finite are left out."""
+    drawn = [kept for one in series if (kept := _finite(one)).values]
+    if not drawn or len(drawn) > len(COLOURS):
+        raise ValueError(f"a curve needs 1 to {len(COLOURS)} series with a finite point, got {len(drawn)}")
+    canvas = Image.new("RGB", (width * SCALE, height * SCALE), BACKGROUND)
+    axes = _axes(drawn, width, height)
+    _grid(canvas, axes, x_label)
+    for one, colour in zip(drawn, COLOURS, strict=False):
+        _band(canvas, axes, one, colour)
+        _line(canvas, axes, one, colour)
+    _words(canvas, drawn, title)
+    return canvas.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def beside(left: Image.Image, right: Image.Image) -> Image.Image:
+    """Two pictures side by side on one page, centred vertically."""
+    page = Image.new("RGB", (left.width + right.width, max(left.height, right.height)), BACKGROUND)
+    page.paste(left, (0, (page.height - left.height) // 2))
+    page.paste(right, (left.width, (page.height - right.height) // 2))
+    return page
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from at most `low` to at least `high`."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _finite(series: Series) -> Series:
+    spreads = series.spreads or [0.0] * len(series.values)
+    points = zip(series.steps, series.values, spreads, strict=True)
+    kept = [point for point in points if all(map(math.isfinite, point))]
+    steps, values, bands = ([point[i] for point in kept] for i in range(3))
+    return Series(series.label, steps, values, bands if series.spreads else ())
+
+
+def _axes(series: Sequence[Series], width: int, height: int) -> Axes:
+    low, high = min(one.bounds[0] for one in series), max(one.bounds[1] for one in series)
+    ticks = nice_ticks(low, high if high > low else low + 1.0)
+    steps = [step for one in series for step in one.steps]
+    last = max(steps) if max(steps) > min(steps) else min(steps) + 1
+    left, top = MARGIN + 40, MARGIN + 66
+    box = (left * SCALE, top * SCALE, (width - MARGIN) * SCALE, (height - MARGIN - 34) * SCALE)
+    return Axes(*box, steps=(min(steps), last), values=(ticks[0], ticks[-1]))
+
+
+def _grid(canvas: Image.Image, axes: Axes, x_label: str) -> None:
+    draw = ImageDraw.Draw(canvas)
+    small = font_of(SMALL_SIZE * SCALE)
+    ticks = nice_ticks(*axes.values)
+    digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
+    for value in ticks:
+        y = axes.y(value)
+        draw.line([(axes.left, y), (axes.right, y)], fill=RULE, width=SCALE)
+        draw.text((axes.left - 10 * SCALE, y), f"{value:.{digits}f}", fill=MUTED, font=small, anchor="rm")
+    for step in nice_ticks(*axes.steps, count=6):
+        if axes.steps[0] <= step <= axes.steps[1]:
+            draw.text((axes.x(step), axes.bottom + 10 * SCALE), f"{step:g}", fill=MUTED, font=small, anchor="ma")
+    draw.text((axes.right, axes.bottom + 30 * SCALE), printable(x_label), fill=MUTED, font=small, anchor="ra")
+
+
+def _band(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> None:
+    if not series.spreads or len(series.values) < 2:
+        return
+    points = list(zip(series.steps, series.values, series.spreads, strict=True))
+    upper = [(axes.x(step), axes.y(value + spread)) for step, value, spread in points]
+    lower = [(axes.x(step), axes.y(value - spread)) for step, value, spread in reversed(points)]
+    mask = Image.new("L", canvas.size, 0)
+    ImageDraw.Draw(mask).polygon([*upper, *lower], fill=round(255 * BAND_OPACITY))
+    canvas.paste(Image.new("RGB", canvas.size, colour), (0, 0), mask)
+
+
+def _line(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> None:
+    draw = ImageDraw.Draw(canvas)
+    points = [(axes.x(step), axes.y(value)) for step, value in zip(series.steps, series.values, strict=True)]
+    if len(points) > 1:
+        draw.line(points, fill=colour, width=2 * SCALE + 1, joint="curve")
+    radius = 4 * SCALE if len(points) <= 12 else 0
+    for x, y in points if radius else []:
+        draw.ellipse([x - radius, y - radius, x + radius, y + radius], fill=colour)
+
+
+def _words(canvas: Image.Image, series: Sequence[Series], title: str) -> None:
+    draw = ImageDraw.Draw(canvas)
+    draw.text((MARGIN * SCALE, (MARGIN - 6) * SCALE), printable(title), fill=INK, font=font_of(TITLE_SIZE * SCALE))
+    text = font_of(TEXT_SIZE * SCALE)
+    x = MARGIN * SCALE
+    for one, colour in zip(series, COLOURS, strict=False):
+        y = (MARGIN + 38) * SCALE
+        draw.ellipse([x, y - 5 * SCALE, x + 10 * SCALE, y + 5 * SCALE], fill=colour)
+        label = printable(one.label)
+        draw.text((x + 18 * SCALE, y), label, fill=MUTED, font=text, anchor="lm")
+        x += round(text.getlength(label)) + 46 * SCALE

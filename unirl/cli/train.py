@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
+from unirl.cli.check import checked
 from unirl.cli.failures import Session
 from unirl.cli.main import run_command
 from unirl.cli.signals import stop_on_signal
@@ -45,16 +46,12 @@ def read_arguments(argv: Sequence[str]) -> RecipeArguments:
     return parse_recipe(parser, argv)
 
 
-def train(recipe: str, overrides: Sequence[str], session: Session):
-    """Run a recipe to its end; gives back the trainer. A signal stops it after the step that runs."""
-    from unirl.config.compose import compose
-    from unirl.trainer.build import build_trainer
+def train(recipe: str, overrides: Sequence[str], session: Session) -> None:
+    """Run a recipe to its end. A signal stops it after the step that runs."""
+    from unirl.cli.runs import open_run
 
-    trainer = build_trainer(compose(recipe, overrides))
-    session.run_dir = trainer.tracker.run.root
-    with stop_on_signal(trainer.request_stop):
+    with open_run(checked(recipe, overrides), session) as trainer, stop_on_signal(trainer.request_stop):
         trainer.train()
-    return trainer
 
 
 def _check_domain(recipe: str, domain: str | None) -> None:
@@ -68,8 +65,6 @@ def _check_domain(recipe: str, domain: str | None) -> None:
 
 
 def _print_config(arguments: RecipeArguments) -> int:
-    from unirl.cli.check import checked
-
     recipe = checked(arguments.recipe, arguments.overrides)
     print(recipe.composed.text(resolve_all=arguments.options.resolve), end="")
     return 0

@@ -19,6 +19,7 @@ from unirl.data.datasets import Prompt
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.tensor.transport import ColumnStore
 from unirl.distributed.weight_sync.base import WeightSync
+from unirl.tracking.samples import SampleRow, SampleTable, pixels
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
 from unirl.trainer.resume import check_same_recipe, resume_point
@@ -38,6 +39,7 @@ class Roles:
     reward: Handle
     stack: Handle
     backend: Handle
+    exporter: Handle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,9 @@ class Trainer(ABC):
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
             shown = min(len(track), self.config.tracking.max_samples)
-            self.tracker.samples(done, sample_table(req, track, self.roles.rollout, shown))
+            rows = track.slice(0, shown)
+            pictures = pixels(self.roles.rollout.preview(rows.decoded))
+            self.tracker.samples(done, SampleTable(sample_rows(req, rows), pictures))
 
     def finish_step(self) -> None:
         """The end of a step: evaluate, flush the files, checkpoint; then stop if a signal asked for it."""
@@ -279,15 +283,39 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def sample_rows(req: RolloutReq, track: RolloutTrack) -> tuple[SampleRow, ...]:
+    """What is known of each row of `track`, which are the first rows of the request's."""
+    assert track.rewards is not None and track.advantages is not None
+    components = track.component_rewards or {}
+    return tuple(
+        SampleRow(
+            sample_id=track.sample_ids[i],
+            group_id=track.group_ids[i],
+            prompt=texts_of(req)[i],
+            reward=float(track.rewards[i]),
+            rewards={name: float(scores[i]) for name, scores in components.items()},
+            advantage=float(track.advantages[i]),
+            weight=float(track.weight[i]),
+            weight_version=int(track.weight_version[i]),
+        )
+        for i in range(len(track))
+    )
+
+
+def texts_of(req: RolloutReq) -> list[str]:
+    """The prompt of every row."""
+    prompts = req.primitives["text"]
+    assert isinstance(prompts, Texts)
+    return prompts.texts
+
+
 def eval_result(req: RolloutReq, track: RolloutTrack, images: Tensor) -> EvalResult:
     """The scores of an evaluation with what was asked and what was drawn."""
     assert track.rewards is not None
-    prompts = req.primitives["text"]
-    assert isinstance(prompts, Texts)
     return EvalResult(
         sample_ids=tuple(track.sample_ids),
         group_ids=tuple(track.group_ids),
-        prompts=tuple(prompts.texts),
+        prompts=tuple(texts_of(req)),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
         images=images,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,25 @@ from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.trainer.base import Parts, Roles
 from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.trainer.export import Exporter
+from unirl.trainer.run import open_tracker
 from unirl.types.protocols import Stateful
 
 ROLES = ("bundle", "pipeline", "backend", "algorithm", "stack", "rollout", "reward")
 """The order in which siblings are built: each may take those before it."""
 
 
-def build_diffusion_trainer(recipe: Recipe, tracker: Tracker, checkpoints: CheckpointStore) -> DiffusionTrainer:
+def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> DiffusionTrainer:
+    """The trainer of a recipe that passed preflight, with its run directory open."""
+    tracker = open_tracker(recipe, argv)
+    try:
+        return join_parts(recipe, tracker)
+    except BaseException as error:
+        tracker.finish(1, f"{type(error).__name__}: {error}")
+        raise
+
+
+def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
     """Place the roles of a recipe on its devices and join them."""
     config = recipe.config
     sampling = build(config.sampling)
@@ -43,7 +56,7 @@ def build_diffusion_trainer(recipe: Recipe, tracker: Tracker, checkpoints: Check
         advantage=advantage,
         sync=NoSync(),
         tracker=tracker,
-        checkpoints=checkpoints,
+        checkpoints=CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints),
         columns=pool.store,
         stateful={
             name: part for name, part in [("data", data), ("advantage", advantage)] if isinstance(part, Stateful)
@@ -51,7 +64,7 @@ def build_diffusion_trainer(recipe: Recipe, tracker: Tracker, checkpoints: Check
         recipe=recipe.resolved(),
         environment=environment(),
     )
-    roles = Roles(**{name: handles[name] for name in ("rollout", "reward", "stack", "backend")})
+    roles = Roles(**{name: handles[name] for name in ("rollout", "reward", "stack", "backend", "exporter")})
     return DiffusionTrainer(parts, roles, sampling)
 
 
@@ -61,7 +74,14 @@ def place_roles(group: LocalGroup, config: RecipeConfig, **wired: Any) -> dict[s
     handles = {}
     for name, node in nodes.items():
         handles[name] = group.place(Remote(name, lambda siblings, node=node: _make(node, siblings, wired)))
+    handles["exporter"] = group.place(Remote("exporter", _exporter(config)))
     return handles
+
+
+def _exporter(config: RecipeConfig) -> Callable[[Siblings], Exporter]:
+    lora = config.backend.values["lora_cfg"]
+    made = None if lora is None else build(lora)
+    return lambda siblings: Exporter(siblings["pipeline"], siblings["backend"], made)
 
 
 def _make(node: Node, siblings: Siblings, wired: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ class DiffusionTrainer(Trainer):
         return self._request(prompts, self.sampling, step, "r", "live")
 
     def make_eval_request(self, prompts: Sequence[Prompt]) -> RolloutReq:
-        """Held-out prompts with the evaluation's settings, deterministic steps and noise that is the same every time."""
+        """Held-out prompts with the evaluation's settings, deterministic steps, noise that never changes."""
         return self._request(prompts, self.eval_sampling, 0, "eval", self.config.evaluation.weights)
 
     def _request(

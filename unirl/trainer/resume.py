@@ -82,8 +82,8 @@ def check_same_recipe(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoi
     changed = changed_keys(saved, now)
     if changed:
         raise CheckpointError(
-            f"{checkpoint.path.name} was written by another recipe ({'; '.join(changed)}): set these back to continue the "
-            f"run, or branch off a new one with resume={checkpoint.path} run.dir=<new folder>",
+            f"{checkpoint.path.name} was written by another recipe ({'; '.join(changed)}): set these back to continue "
+            f"the run, or branch off a new one with resume={checkpoint.path} run.dir=<new folder>",
             code=7002,
         )
 

@@ -36,7 +36,7 @@ class Pending:
                 raise
             raise StallError(
                 f"{self.what} gave no result within {deadline_s:g} s. Raise the deadline if it is only slow; "
-                "send SIGUSR1 to the process to see where every thread stands",
+                "`py-spy dump --pid <pid>` shows where every thread stands",
                 code=8001,
             ) from timeout
 

@@ -58,10 +58,34 @@ def test_neighbours_change_no_bit_of_a_row_at_sd3_size(neighbours):
         assert torch.equal(part.kl(Gaussian(v[rows], part.std)), kl[rows])
 
 
-def test_row_means_is_the_mean_of_each_row():
-    values = latents(3, 60, torch.float64)[0].reshape(3, 4, 5, 3)
-    torch.testing.assert_close(row_means(values), values.flatten(1).mean(1))
-    assert row_means(values[:, 0, 0, 0]).tolist() == values[:, 0, 0, 0].tolist()
+@pytest.mark.parametrize("size", [1, 2, 3, 17, 64, 1000])
+def test_row_means_is_the_mean_of_each_row(size):
+    values = latents(3, size, torch.float64)[0]
+    torch.testing.assert_close(row_means(values), values.mean(1), rtol=1e-13, atol=1e-15)
+
+
+def test_row_means_takes_any_number_of_latent_dims():
+    values = latents(3, 60, torch.float64)[0]
+    for shape in ((3, 60), (3, 4, 15), (3, 4, 5, 3)):
+        assert torch.equal(row_means(values.reshape(shape)), row_means(values))
+    assert torch.equal(row_means(values[:, 0]), values[:, 0])
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (2, 7), (2, 3, 5)])
+def test_row_means_has_the_gradient_of_a_mean(shape):
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(row_means, values)
+    assert torch.autograd.gradgradcheck(row_means, values)
+
+
+def test_the_number_of_threads_changes_no_bit_of_a_log_prob():
+    x, v, noise = latents(1, 16 * 64 * 64, torch.float32)
+    threads, found = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(FlowSDEStrategy().transition(x, v, 0.5, 0.45).log_prob(noise))
+    torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize(("given", "worked"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)])

@@ -1,0 +1,169 @@
+"""Every recipe that ships: it composes, checks, writes nothing that is a default, stays short, and has a card."""
+
+import copy
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.source_tree import ROOT
+from unirl.config.compose import ComposedConfig, compose
+from unirl.config.errors import ConfigError
+from unirl.config.layers import get, leaves
+from unirl.config.load import check, load
+from unirl.config.preflight import preflight
+from unirl.config.recipes import CARD_SUFFIX, Card, list_recipes
+
+RECIPES = list_recipes((ROOT / "examples",))
+NAMES = [recipe.name for recipe in RECIPES]
+LAUNCHER = ROOT / "examples" / "run_experiment_single_node.sh"
+
+SD3 = {
+    "batch_size": 48,
+    "num_rollouts": 10000,
+    "sampling.samples_per_prompt": 16,
+    "stack.num_updates_per_batch": 2,
+    "algorithm.clip_range": 1e-4,
+    "algorithm.old_logp_source": "replay",
+    "advantage.std": "batch",
+    "backend.optimizer_cfg.learning_rate": 3e-4,
+    "backend.optimizer_cfg.adam_beta1": 0.9,
+    "backend.optimizer_cfg.adam_beta2": 0.999,
+    "backend.optimizer_cfg.adam_epsilon": 1e-8,
+    "backend.lora_cfg.rank": 32,
+    "backend.lora_cfg.alpha": 64.0,
+    "bundle.dtype": "bf16",
+    "stack.max_grad_norm": 1.0,
+    "sampling.trajectory_dtype": "bf16",
+    "sampling.num_inference_steps": 10,
+    "sampling.kernel.eta": 0.7,
+    "sampling.guidance_scale": 1.0,
+    "sampling.height": 512,
+    "sampling.width": 512,
+    "sampling.seed": 42,
+}
+"""What the published runs on SD3.5 Medium share."""
+
+FIRST_HALF = {"sampling.sde_steps.num_steps": 3, "sampling.sde_steps.low": 0.0, "sampling.sde_steps.high": 0.5}
+WINDOW = {"sampling.sde_steps.size": 4, "sampling.sde_steps.stride": 3, "sampling.sde_steps.iters_per_window": 25}
+
+PUBLISHED = {
+    "diffusion/sd3_trainside": SD3
+    | FIRST_HALF
+    | {"stack.micro_batch_size": 1, "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
+    | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
+    "diffusion/sd3_dancegrpo": SD3
+    | FIRST_HALF
+    | {"stack.micro_batch_size": 8, "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
+    | {"sampling.kernel._target_": "unirl.sde.kernels.DanceSDEStrategy"},
+    "diffusion/sd3_mixgrpo": SD3
+    | WINDOW
+    | {"stack.micro_batch_size": 8, "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}
+    | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
+}
+
+
+def idle_lines(composed: ComposedConfig) -> list[str]:
+    """Key paths that a recipe's own file writes and without which the resolved configuration is the same."""
+    own = composed.layers[-3]
+    full = check(composed).resolved()
+    return [path for path, _ in leaves(own.tree) if resolved_without(composed, path) == full]
+
+
+def resolved_without(composed: ComposedConfig, path: str) -> dict | None:
+    """The resolved configuration of a recipe that lacks one line; None when it is then refused."""
+    *below, own, environment, typed = composed.layers
+    tree = copy.deepcopy(own.tree)
+    parent, _, key = path.rpartition(".")
+    del (get(tree, parent) if parent else tree)[key]
+    layers = (*below, replace(own, tree=tree), environment, typed)
+    try:
+        return check(replace(composed, layers=layers)).resolved()
+    except ConfigError:
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recipe_composes_checks_and_may_start(name):
+    if name == "diffusion/quickstart" and not (ROOT / "unirl/models/sd3/quickstart").is_dir():
+        pytest.skip("the quick start's weights are not made yet: scripts/pretrain_quickstart.py")
+    preflight(load(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recipe_writes_no_value_that_would_hold_without_it(name):
+    assert idle_lines(compose(name)) == []
+
+
+def test_an_idle_line_is_found_in_a_recipe_and_in_a_variant(tmp_path):
+    base = load("diffusion/sd3_trainside").file.path.read_text()
+    (tmp_path / "base.yaml").write_text(base + "tracking: {sample_steps: 10}\n")
+    (tmp_path / "same.yaml").write_text(
+        "defaults: [base, _self_]\nbatch_size: 48\nsampling: {trajectory_dtype: fp32}\n"
+    )
+    assert idle_lines(compose(str(tmp_path / "base.yaml"))) == ["tracking.sample_steps"]
+    assert idle_lines(compose(str(tmp_path / "same.yaml"))) == ["batch_size"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+def test_the_recipe_is_short_and_starts_with_its_package(recipe):
+    lines = recipe.path.read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1].startswith("# ") and lines[1].endswith(".")
+    assert len([line for line in lines if line.strip()]) <= 45
+    if any(line.startswith("defaults:") for line in lines):
+        assert len(lines) <= 15
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+def test_the_recipe_has_a_card_that_claims_no_more_than_was_run(recipe):
+    path = recipe.path.with_suffix(CARD_SUFFIX)
+    fields = yaml.safe_load(path.read_text())
+    assert set(fields) == set(vars(Card()))
+    assert recipe.card.status in ("untested", "toy", "trained")
+    said = {name: value for name, value in vars(recipe.card).items() if name != "status"}
+    assert all(value == "none" for value in said.values()) == (recipe.card.status == "untested")
+
+
+@pytest.mark.parametrize(("name", "settings"), PUBLISHED.items(), ids=PUBLISHED)
+def test_the_recipe_has_the_published_hyper_parameters(name, settings):
+    resolved = dict(leaves(load(name).resolved()))
+    assert {key: resolved.get(key) for key in settings} == settings
+
+
+def test_prompt_lists_have_no_duplicates_and_nothing_in_common():
+    train, test = (Path(ROOT / f"datasets/pickscore/{name}.txt").read_text().splitlines() for name in ("train", "test"))
+    assert (len(train), len(test)) == (200, 50)
+    assert len(set(train) | set(test)) == 250
+
+
+def run_launcher(*arguments, **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in ("DATA_PATH", "GPUS_PER_NODE")}
+    command = ["bash", str(LAUNCHER), *arguments]
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
+
+
+def test_the_launcher_prints_the_recipe_and_its_command_in_a_dry_run():
+    done = run_launcher(
+        "diffusion/sd3_trainside",
+        "num_rollouts=7",
+        DRY_RUN="1",
+        REPORT_TO_WANDB="1",
+        DATA_PATH=str(ROOT / "datasets/pickscore/test.txt"),
+    )
+    assert done.returncode == 0, done.stderr
+    tree = yaml.safe_load(done.stdout.partition("# would run:")[0])
+    assert tree["num_rollouts"] == 7
+    assert tree["tracking"]["mirrors"] == ["wandb"]
+    assert tree["data_source"]["data_path"].endswith("test.txt")
+    assert "-m unirl.train_diffusion --config-name=diffusion/sd3_trainside" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("num_rollouts=3",), ("--help",)])
+def test_the_launcher_wants_a_recipe_first(arguments):
+    done = run_launcher(*arguments)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr

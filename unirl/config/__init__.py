@@ -1,0 +1,1 @@
+"""Recipes: composed, checked against the classes they name, and built."""

@@ -1,0 +1,80 @@
+"""Opens the run directory of a recipe: where it is, what is written first, who mirrors it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import unirl
+from unirl.config.errors import ConfigError, DependencyError
+from unirl.config.geometry import geometry_table
+from unirl.config.load import Recipe
+from unirl.tracking.backends import MirrorUnavailable, make_mirrors
+from unirl.tracking.backends.base import RunAbout
+from unirl.tracking.console import Banner, Console
+from unirl.tracking.run import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
+from unirl.tracking.tracker import Tracker
+
+
+def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
+    """The tracker of a new or continued run, with its configuration written down and its banner shown.
+
+    Raises:
+        ConfigError: 2004 when the run directory cannot be used.
+        DependencyError: 3001 when a mirror's library is not installed.
+    """
+    config = recipe.config
+    try:
+        root = run_root(recipe)
+        mirrors = make_mirrors(config.tracking.mirrors)
+        identity = RunIdentity(
+            project=config.run.project, recipe=recipe.file.name, argv=argv, seed=recipe.value("sampling.seed")
+        )
+        run = RunDirectory(root, identity)
+    except RunDirectoryError as error:
+        raise ConfigError(str(error), code=2004) from error
+    except MirrorUnavailable as error:
+        raise DependencyError(str(error), code=3001) from error
+    run.write_config(recipe.composed.text(resolve_all=True), recipe.resolved_text())
+    about = RunAbout(
+        root=root,
+        project=config.run.project,
+        run_id=run.id,
+        entity=config.tracking.entity,
+        offline=config.tracking.offline,
+        config=recipe.resolved(),
+    )
+    tracker = Tracker(run, console=Console(config.num_rollouts), mirrors=mirrors, about=about)
+    tracker.banner(banner(recipe, root))
+    return tracker
+
+
+def run_root(recipe: Recipe) -> Path:
+    """The folder of the run: as set, the newest of this recipe for resume=latest, or a new one."""
+    run = recipe.config.run
+    if run.dir is not None:
+        return Path(run.dir).expanduser()
+    if recipe.config.resume == "latest" and run.name is None:
+        found = latest_run(run.project, recipe.file.name)
+        if found is None:
+            raise ConfigError(
+                f"resume=latest, but runs/{run.project} holds no run of {recipe.file.name}: "
+                "start one without resume, or name its folder with run.dir",
+                code=2004,
+            )
+        return found
+    return default_root(run.project, recipe.file.name, run.name)
+
+
+def banner(recipe: Recipe, root: Path) -> Banner:
+    """What is said before the first step."""
+    geometry = [line.strip() for line in geometry_table(recipe.config).removeprefix("geometry").splitlines()]
+    return Banner(
+        title=f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}",
+        lines=[
+            *zip(("geometry", ""), geometry, strict=False),
+            ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
+            ("stop", "Ctrl-C (finishes the step and saves)"),
+            ("resume", f"unirl train {recipe.file.name} run.dir={root}"),
+        ],
+    )

@@ -172,11 +172,11 @@ def _read_default_node(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
 
 def _default(key: Key, place: Place) -> Any:
     """The default; one that is a config dataclass becomes a node, so that its keys are listed and filled in."""
-    kind = type(key.default)
+    kind: Any = type(key.default)
     if not is_config(kind):
         return key.default
     schema = schema_of(kind)
-    keys = [Key(sub.name, sub.annotation, vars(key.default)[sub.name]) for sub in schema.keys.values()]
+    keys = [Key(sub.name, sub.annotation, getattr(key.default, sub.name)) for sub in schema.keys.values()]
     below = {sub.name: _default(sub, place.below(sub.name)) for sub in keys}
     return Node(place.path, schema, below, frozenset(), typed=kind is key.annotation)
 

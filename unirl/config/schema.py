@@ -131,7 +131,7 @@ def _signature_schema(target: Callable[..., Any]) -> Schema:
 
 def _names_at(target: Callable[..., Any]) -> dict[str, Any]:
     """The names that the constructor's annotations were written with."""
-    function = target.__init__ if inspect.isclass(target) else target.__func__  # type: ignore[misc,attr-defined]
+    function = target.__init__ if inspect.isclass(target) else target.__func__  # type: ignore[attr-defined]
     return function.__globals__ if inspect.isfunction(function) else {}
 
 

@@ -165,10 +165,9 @@ def _read_literal(value: Any, annotation: Any, place: Place) -> Any:
 
 
 def _read_union(value: Any, annotation: Any, place: Place) -> Any:
-    members = get_args(annotation)
-    if value is None and type(None) in members:
+    if value is None and type(None) in get_args(annotation):
         return None
-    members = [member for member in members if member is not type(None)]
+    members = [member for member in get_args(annotation) if member is not type(None)]
     problems = []
     for member in members:
         try:

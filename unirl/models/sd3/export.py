@@ -14,13 +14,14 @@ from unirl.models.hub import components
 from unirl.models.quiet import quiet_libraries
 from unirl.models.sd3.architecture import ENCODERS
 from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
+
+    from unirl.models.sd3.pipeline import SD3Pipeline
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 

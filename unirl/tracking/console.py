@@ -161,5 +161,5 @@ def _changes(changes: Sequence[Change], glyphs: Glyphs) -> Table:
     for change in changes:
         spread = f" {glyphs.plus_minus} {change.spread:.3f}" if change.spread is not None else ""
         cells = (change.name, f"{change.start:.3f}", f"{change.end:.3f}{spread}", f"{change.end - change.start:+.3f}")
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table

@@ -142,8 +142,9 @@ class Band:
 
 
 def _bands(groups: Sequence[object], block: int, heights: Sequence[int]) -> list[Band]:
-    """As many blocks of that width side by side as the page takes."""
-    across = max((PAGE + BETWEEN) // (block + BETWEEN), 1)
+    """Blocks of that width below each other, and side by side where the page would grow too long."""
+    fitting = max((PAGE + BETWEEN) // (block + BETWEEN), 1)
+    across = min(-(-sum(heights) // PAGE), fitting)
     numbers = [tuple(range(start, min(start + across, len(groups)))) for start in range(0, len(groups), across)]
     return [Band(members, max(heights[member] for member in members)) for members in numbers]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from unirl.tracking.backends.base import Mirror, Preview, RunAbout
+from unirl.tracking.redact import redact_tree
 
 
 class Mirrors:
@@ -15,7 +16,7 @@ class Mirrors:
     def __init__(self, mirrors: Sequence[Mirror], about: RunAbout, report: Callable[[str, Exception], None]) -> None:
         self._waiting = list(mirrors)
         self._working: list[Mirror] = []
-        self._about = about
+        self._about = replace(about, config=redact_tree(about.config))
         self._report = report
 
     def resume_after(self, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 ALLOWED = (
     "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED",
@@ -27,6 +28,21 @@ def redact(text: str) -> str:
     text = USER_INFO.sub(rf"\1{MASK}@", text)
     text = ASSIGNMENT.sub(rf"\1{MASK}", text)
     return KEY_SHAPES.sub(MASK, text)
+
+
+def redact_tree(value: Any) -> Any:
+    """The same for JSON data: values below keys that sound secret, and every text."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {key: MASK if _is_secret(key, entry) else redact_tree(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_tree(entry) for entry in value]
+    return value
+
+
+def _is_secret(key: object, value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(SECRET_NAME, str(key), re.IGNORECASE) is not None
 
 
 def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:

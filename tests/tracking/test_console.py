@@ -1,0 +1,147 @@
+"""What a person sees: live on a terminal, one plain line per step elsewhere, nothing interpreted."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+
+import pytest
+
+from unirl.tracking.console import Banner, Change, Console, Summary, is_live
+from unirl.tracking.lines import Glyphs, duration, sparkline, step_line
+
+UNICODE, ASCII = Glyphs.of("utf-8"), Glyphs.of("ascii")
+METRICS = {
+    "rollout/reward_mean": 0.4123,
+    "rollout/reward_std": 0.0831,
+    "reward/color_mean": 0.55,
+    "reward/color_std": 0.1,
+    "reward/shape_mean": 0.09,
+    "train/ratio_mean": 1.0,
+    "train/ratio_std": 0.0004,
+    "train/clip_fraction": 0.0,
+    "train/kl": 0.003,
+    "rollout/zero_std_group_ratio": 0.0625,
+    "time/step": 3.1,
+    "time/generate": 1.9,
+    "time/reward": 0.4,
+    "time/train": 0.7,
+    "time/sync": 0.1,
+    "throughput/samples_per_s": 20.6,
+    "samples/dropped": 0.0,
+    "mem/host_peak_gib": 1.2,
+}
+EVIL = "a [bold red]cat[/] :smile: \x1b[2J\x1b]0;title\x07 \u202e\nnew line"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_line_has_the_documented_form():
+    assert step_line("11:21:52", 12, 60, METRICS, 149.0, UNICODE) == (
+        "11:21:52 step 12/60 reward=0.412\u00b10.083 color=0.55 shape=0.09"
+        " | ratio=1.0000\u00b10.0004 clip=0.00 kl=0.003 zstd=0.06"
+        " | 3.1s gen=1.9 rwd=0.4 trn=0.7 syn=0.1 20.6/s | drop=0 mem=1.2G | eta 2m29s"
+    )
+
+
+def test_any_subset_of_metrics_gives_one_line_of_bounded_width():
+    for size in range(4):
+        for names in itertools.combinations(METRICS, size):
+            line = step_line("11:21:52", 1, 9, {name: METRICS[name] for name in names}, None, ASCII)
+            assert line.isascii()
+            assert not re.search(r"\|\s*\||\|\s*$|  ", line)
+    wide = METRICS | {f"reward/{'x' * 90}{i}_mean": 1.0 for i in range(9)}
+    assert len(step_line("11:21:52", 1, 9, wide, None, UNICODE)) == 200
+
+
+def test_stream_that_cannot_show_unicode_gets_ascii():
+    class Latin(io.StringIO):
+        encoding = "ascii"
+
+    stream = Latin()
+    Console(3, stream, {}).step(1, METRICS)
+    assert stream.getvalue().isascii()
+    assert "reward=0.412+-0.083" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (60, "1m00s"), (149, "2m29s"), (11100, "3h05m"), (187200, "2d04h")]
+)
+def test_durations_are_short_words(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_sparkline_rises_with_the_values_and_skips_what_is_not_finite():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], UNICODE) == UNICODE.spark
+    assert sparkline([float("nan"), 1, 2], ASCII) == ASCII.spark[0] + ASCII.spark[-1]
+    assert sparkline([], ASCII) == ""
+
+
+@pytest.mark.parametrize("environ", [{"TERM": "dumb"}, {"CI": "1", "TERM": "xterm"}])
+def test_terminals_that_cannot_redraw_and_ci_get_plain_lines(environ):
+    assert not is_live(Terminal(), environ)
+    stream = Terminal()
+    Console(2, stream, environ).step(1, METRICS)
+    assert stream.getvalue().count("\n") == 1
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_pipe_gets_one_line_per_step_without_any_escape():
+    stream = io.StringIO()
+    console = Console(3, stream, {"TERM": "xterm-256color"})
+    for step in (1, 2, 3):
+        console.step(step, METRICS)
+    lines = stream.getvalue().splitlines()
+    assert [re.match(r"\d\d:\d\d:\d\d (step \d/3) ", line)[1] for line in lines] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_live_bar_with_estimate_and_no_colour_on_request():
+    stream, plain = Terminal(), Terminal()
+    for target, environ in ((stream, {"TERM": "xterm"}), (plain, {"TERM": "xterm", "NO_COLOR": "1"})):
+        console = Console(60, target, environ)
+        console.step(1, METRICS)
+        console.step(2, METRICS)
+        console.close()
+        console.close()
+        assert "step 2/60" in target.getvalue()
+        assert "eta" in target.getvalue()
+    assert re.search(r"\x1b\[\d*;?3[0-9]", stream.getvalue())
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain.getvalue())
+
+
+def test_live_display_shows_the_cursor_again():
+    stream = Terminal()
+    console = Console(2, stream, {"TERM": "xterm"})
+    console.step(1, METRICS)
+    console.close()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+def test_text_of_users_is_neither_markup_nor_terminal_commands(stream):
+    console = Console(2, stream, {"TERM": "xterm", "NO_COLOR": "1"})
+    console.banner(Banner(title=EVIL, lines=[(EVIL, EVIL)]))
+    console.note(EVIL)
+    console.warn(EVIL)
+    console.step(1, {f"reward/{EVIL}_mean": 1.0})
+    console.summary(Summary(title=EVIL, changes=[Change(name=EVIL, start=0, end=1)], lines=[(EVIL, EVIL)]))
+    text = stream.getvalue()
+    assert text.count("[bold red]cat[/] :smile:") >= 7
+    assert "\x1b[2J" not in text
+    assert "\x1b]0;" not in text
+    assert "\u202e" not in text
+
+
+def test_summary_shows_start_end_change_and_spread():
+    stream = io.StringIO()
+    change = Change(name="eval/reward_mean", start=0.633, end=0.859, spread=0.012)
+    Console(2, stream, {}).summary(Summary(title="done", changes=[change], lines=[("export", "a/b")]))
+    assert re.search(r"eval/reward_mean +0\.633 +0\.859 (\S+) 0\.012 +\+0\.226", stream.getvalue())
+    assert "export  a/b" in stream.getvalue()

@@ -1,0 +1,158 @@
+"""Pictures: what is on them, measured in pixels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
+from unirl.tracking.media import (
+    BACKGROUND,
+    HIGH,
+    LOW,
+    TILE,
+    before_after_sheet,
+    contact_sheet,
+    fit,
+    font,
+    shade,
+    tile_size,
+    wrap,
+)
+from unirl.tracking.samples import SampleRow, SampleTable, pixels
+
+EVIL = "[b]<script>\x1b[2J \u732b" + "verylongword" * 30
+
+
+def table(rewards: list[list[float]], side: int = 16) -> SampleTable:
+    """One flat colour per sample, so that it can be found on a sheet."""
+    rows = [
+        SampleRow(sample_id=f"{p}:{s}", group_id=f"g{p}", prompt=f"prompt {p}", reward=reward)
+        for p, group in enumerate(rewards)
+        for s, reward in enumerate(group)
+    ]
+    images = np.stack([np.full((side, side, 3), [250, 10 * i, 5], np.uint8) for i in range(len(rows))])
+    return SampleTable(tuple(rows), images)
+
+
+def places(sheet: Image.Image, sample: int) -> tuple[int, int, int, int]:
+    """The rectangle (left, top, right, bottom) of a sample's colour."""
+    y, x = np.nonzero((np.asarray(sheet) == [250, 10 * sample, 5]).all(axis=2))
+    return x.min(), y.min(), x.max() + 1, y.max() + 1
+
+
+def test_every_sample_of_a_group_is_on_the_sheet_best_first():
+    rewards = [[0.1, 0.9, 0.5], [0.4, 0.2, 0.3]]
+    sheet = contact_sheet(table(rewards), "title")
+    boxes = [places(sheet, sample) for sample in range(6)]
+    assert all((right - left, bottom - top) == (TILE, TILE) for left, top, right, bottom in boxes)
+    for group in (0, 1):
+        order = sorted(range(3), key=lambda s: boxes[3 * group + s][0])
+        assert order == sorted(range(3), key=lambda s: -rewards[group][s])
+    assert boxes[0][1] < boxes[3][1]
+
+
+def test_sheet_has_a_light_margin_all_around():
+    for rewards in ([[0.1] * 20], [[0.5]] * 30, [[1.0, -4.0]]):
+        for sheet in (contact_sheet(table(rewards), "t"), before_after(rewards)):
+            image = np.asarray(sheet)
+            for frame in (image[:20], image[-20:], image[:, :20], image[:, -20:]):
+                assert (frame == BACKGROUND).all()
+
+
+def before_after(rewards: list[list[float]]) -> Image.Image:
+    return before_after_sheet(table(rewards), table(rewards), ("before", "after"), "t")
+
+
+def test_before_is_left_of_after_in_the_same_row_and_order():
+    before = table([[0.1, 0.9], [0.5, 0.6]])
+    after = SampleTable(before.rows, before.images.copy())
+    after.images[..., 2] = 200
+    sheet = before_after_sheet(before, after, ("before", "after"), "t")
+    for sample in range(4):
+        _, top, right, _ = places(sheet, sample)
+        y, x = np.nonzero((np.asarray(sheet) == [250, 10 * sample, 200]).all(axis=2))
+        assert (x.min() > right, y.min()) == (True, top)
+    assert places(sheet, 0)[0] < places(sheet, 1)[0]
+
+
+def test_before_and_after_without_a_common_prompt_is_refused():
+    other = table([[0.5]])
+    row = SampleRow(sample_id="x", group_id="x", prompt="another", reward=1.0)
+    with pytest.raises(ValueError, match="same prompts"):
+        before_after_sheet(other, SampleTable((row,), other.images), ("a", "b"), "t")
+
+
+def test_small_pictures_keep_their_pixels_and_large_ones_their_shape():
+    checker = np.indices((16, 16)).sum(0)[..., None].repeat(3, 2).astype(np.uint8) % 2 * 255
+    width, height = tile_size(checker[None])
+    large = np.asarray(fit(checker, width, height))
+    assert (large == checker.repeat(TILE // 16, 0).repeat(TILE // 16, 1)).all()
+    assert tile_size(np.zeros((1, 384, 512, 3))) == (256, 192)
+    assert tile_size(np.zeros((1, 48, 24, 3))) == (120, 240)
+
+
+def test_wrapped_lines_fit_and_say_when_they_are_cut():
+    lines = wrap(EVIL, 120, 16, max_lines=4)
+    assert len(lines) == 4
+    assert lines[-1].endswith(" ...")
+    assert all(font(16).getlength(line) <= 120 for line in lines)
+    assert "\x1b" not in "".join(lines)
+    assert wrap("a b", 500, 16, max_lines=4) == ["a b"]
+
+
+def test_any_prompt_can_be_drawn():
+    rows = (SampleRow(sample_id="a", group_id="a", prompt=EVIL, reward=0.0),)
+    assert contact_sheet(SampleTable(rows, np.zeros((1, 8, 8, 3), np.uint8)), EVIL).width > 100
+
+
+def test_colour_of_a_reward_runs_from_low_to_high():
+    assert (shade(0.0), shade(1.0)) == (LOW, HIGH)
+    assert shade(0.499) == pytest.approx(shade(0.501), abs=2)
+
+
+def test_pixels_of_float_images_are_rounded_to_levels():
+    image = torch.tensor([0.0, 0.5, 1.2]).view(1, 3, 1, 1)
+    assert pixels(image).tolist() == [[[[0, 128, 255]]]]
+    assert pixels((image.clamp(0, 1) * 255).round().byte()).tolist() == pixels(image).tolist()
+
+
+def test_curve_goes_up_where_the_values_do_and_leaves_out_what_is_not_finite():
+    series = Series("reward", list(range(30)), [i / 30 if i != 7 else float("nan") for i in range(30)], [0.05] * 30)
+    image = np.asarray(reward_curve([series], "title")).astype(int)
+    line = np.abs(image - np.array(HIGH)).sum(axis=2) < 150
+    columns = [column for column in range(100, 680, 20) if line[100:350, column].any()]
+    heights = [np.nonzero(line[100:350, column])[0].mean() for column in columns]
+    assert len(columns) > 25
+    assert all(a > b for a, b in pairwise(heights))
+
+
+def test_curve_without_a_point_and_with_ragged_series_is_refused():
+    with pytest.raises(ValueError, match="finite point"):
+        reward_curve([Series("x", [1], [float("nan")])], "t")
+    with pytest.raises(ValueError, match="one length"):
+        Series("x", [1, 2], [1.0])
+    assert reward_curve([Series("x", [5], [0.5])], "one point").size == (720, 420)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.63, 0.88), (-3, 4000), (1e-7, 2e-7), (-0.2, -0.1)])
+def test_ticks_are_round_few_and_enclose_the_data(low, high):
+    ticks = nice_ticks(low, high)
+    assert 3 <= len(ticks) <= 9
+    assert ticks[0] <= low + 1e-12
+    assert ticks[-1] >= high - 1e-12
+    gaps = np.diff(ticks)
+    assert np.allclose(gaps, gaps[0])
+    mantissa = gaps[0] / 10 ** np.floor(np.log10(gaps[0]) + 1e-9)
+    assert min(abs(mantissa - nice) for nice in (1, 2, 5)) < 1e-6
+
+
+def test_pictures_stand_beside_each_other():
+    page = beside(Image.new("RGB", (30, 10), "red"), Image.new("RGB", (20, 40), "blue"))
+    assert page.size == (50, 40)
+    assert page.getpixel((5, 20)) == (255, 0, 0)
+    assert page.getpixel((45, 2)) == (0, 0, 255)

@@ -64,13 +64,14 @@ def test_a_target_that_is_no_text_is_refused(value):
     assert refused(value).code == 2030
 
 
-def test_a_refused_package_is_not_imported(tmp_path, monkeypatch):
-    (tmp_path / "evil_pack").mkdir()
-    (tmp_path / "evil_pack" / "__init__.py").write_text("raise SystemExit('imported')")
+@pytest.mark.parametrize("package", ["evil_pack", "unirl_evil", "tests2"])
+def test_a_refused_package_is_not_imported(package, tmp_path, monkeypatch):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    error = refused("evil_pack.Thing")
-    assert "plugins=[evil_pack]" in str(error)
-    assert "evil_pack" not in sys.modules
+    error = refused(f"{package}.Thing")
+    assert f"plugins=[{package}]" in str(error)
+    assert package not in sys.modules
 
 
 def test_a_package_that_the_user_names_is_allowed(tmp_path, monkeypatch):

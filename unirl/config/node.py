@@ -68,4 +68,6 @@ def plain(value: Any) -> Any:
 def _instance(value: Any) -> dict[str, Any]:
     fields = [field.name for field in dataclasses.fields(value) if field.init]
     kind = type(value)
-    return {"_target_": f"{kind.__module__}.{kind.__qualname__}"} | {name: plain(getattr(value, name)) for name in fields}
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}"} | {
+        name: plain(getattr(value, name)) for name in fields
+    }

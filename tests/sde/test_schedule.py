@@ -117,6 +117,7 @@ def test_a_falsy_terminal_means_no_stretch(off):
         (lambda: DYNAMIC.sigmas(4), r"dynamic='exponential' needs image_seq_len"),
         (lambda: SigmaSchedule(shift_terminal=0.1).sigmas(1), r"cannot be reached with num_inference_steps=1"),
         (lambda: SigmaSchedule.from_diffusers({"use_karras_sigmas": True}), "use_karras_sigmas"),
+        (lambda: SigmaSchedule.from_diffusers({"num_train_timesteps": 500}), r"num_train_timesteps=500; only 1000"),
         (lambda: SigmaSchedule.from_diffusers({"use_dynamic_shifting": True, "time_shift_type": "?"}), r"dynamic='\?'"),
     ],
 )

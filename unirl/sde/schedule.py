@@ -105,6 +105,11 @@ class SigmaSchedule:
         for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas"):
             if config.get(option):
                 raise ValueError(f"the scheduler config sets {option}, which SigmaSchedule does not offer; unset it")
+        timesteps = config.get("num_train_timesteps", NUM_TRAIN_TIMESTEPS)
+        if timesteps != NUM_TRAIN_TIMESTEPS:
+            raise ValueError(
+                f"the scheduler config has num_train_timesteps={timesteps}; only {NUM_TRAIN_TIMESTEPS} is known"
+            )
         known = {field.name for field in fields(cls)} - {"dynamic", "mu", "grid"}
         values = {name: value for name, value in config.items() if name in known}
         dynamic = config.get("time_shift_type", "exponential") if config.get("use_dynamic_shifting") else "off"

@@ -97,10 +97,11 @@ def difference(
     ours = pipeline.stage.sample(pipeline.encode(texts, params), x_T, params, noise, ids).final
     bundle = pipeline.bundle
     if all(name in bundle.modules for name in (*ENCODERS, "vae")):
-        with bundle.resident(bundle.frozen):
+        with bundle.resident(bundle.frozen), quiet_libraries():
             theirs = _drawn_from_prompts(plain, texts, x_T, params)
             return _max_abs(pipeline.decoder.decode(ours), theirs)
-    return _max_abs(ours, _drawn_from_embeddings(pipeline, plain, texts, x_T, params))
+    with quiet_libraries():
+        return _max_abs(ours, _drawn_from_embeddings(pipeline, plain, texts, x_T, params))
 
 
 def _drawn_from_prompts(

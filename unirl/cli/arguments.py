@@ -102,7 +102,7 @@ def split_settings(argv: Sequence[str], options: Mapping[str, bool]) -> tuple[li
             own.append(word)
             own += [_value_after(word, words)] if options[name] and not has_value else []
         elif name.startswith("--"):
-            settings.append(f"{_key(name)}={value if has_value else _value_after(word, words)}")
+            settings.append(_setting(name, value if has_value else _value_after(word, words)))
         elif word.startswith("~") or has_value:
             settings.append(word)
         else:
@@ -110,8 +110,13 @@ def split_settings(argv: Sequence[str], options: Mapping[str, bool]) -> tuple[li
     return own, settings
 
 
-def _key(option: str) -> str:
-    return SHORTHANDS.get(option, option[2:].replace("-", "_"))
+def _setting(option: str, value: str) -> str:
+    """`key=value` in Hydra's grammar; a shorthand's value needs no quotes from the user."""
+    if option not in SHORTHANDS:
+        return f"{option[2:].replace('-', '_')}={value}"
+    plain = all(letter.isalnum() or letter in "_-./+:" for letter in value)
+    quoted = value.replace('"', r"\"")
+    return f"{SHORTHANDS[option]}={value}" if plain else f'{SHORTHANDS[option]}="{quoted}"'
 
 
 def _value_after(option: str, words: Iterator[str]) -> str:

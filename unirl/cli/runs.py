@@ -1,23 +1,22 @@
-"""Runs: starting one in its directory, and finding the recipe and weights behind one that exists."""
+"""Runs: opening one in its directory, and finding the recipe and weights behind one that exists."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import unirl
 from unirl.cli.failures import Session, failure_of
-from unirl.config.errors import CheckpointError, ConfigError, DependencyError, UsageError
+from unirl.config.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from unirl.config.layers import Tree
     from unirl.config.load import Recipe
-    from unirl.config.recipe import RecipeConfig
-    from unirl.tracking.run import RunDirectory
     from unirl.tracking.tracker import Tracker
     from unirl.train.backend.checkpoint import Checkpoint
     from unirl.trainer.base import Trainer
@@ -25,114 +24,53 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_run(recipe: Recipe, session: Session) -> Iterator[Trainer]:
-    """The trainer of a recipe, in its run directory. However the block ends, the directory says so."""
-    from unirl.train.backend.checkpoint import CheckpointStore
-    from unirl.trainer.build import build_diffusion_trainer
+    """The trainer of a recipe, in its run directory."""
+    from unirl.trainer.run import open_tracker
 
-    config = recipe.config
-    with open_tracker(recipe, run_root(config, recipe.file.name), session) as tracker:
-        checkpoints = CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints)
-        yield build_diffusion_trainer(recipe, tracker, checkpoints)
-
-
-def run_root(config: RecipeConfig, recipe: str) -> Path:
-    """Where a run of `recipe` lives. `resume=latest` is its newest run, an error if there is none."""
-    from unirl.tracking.run import RunDirectoryError, default_root, latest_run
-
-    run = config.run
-    if run.dir is not None:
-        return Path(run.dir).expanduser()
-    if config.resume == "latest" and run.name is None:
-        found = latest_run(run.project, recipe)
-        if found is None:
-            raise CheckpointError(
-                f"resume=latest: there is no run of {recipe} in runs/{run.project}. Start one with resume=auto",
-                code=7001,
-            )
-        return found
-    try:
-        return default_root(run.project, recipe, run.name)
-    except RunDirectoryError as error:
-        raise ConfigError(str(error), code=2004) from error
+    with _trainer(recipe, open_tracker(recipe, session.argv), session) as trainer:
+        yield trainer
 
 
 @contextmanager
-def open_tracker(recipe: Recipe, root: Path, session: Session) -> Iterator[Tracker]:
-    """The run directory with its files, console and mirrors."""
-    from unirl.tracking.backends import MirrorUnavailable, make_mirrors
-    from unirl.tracking.backends.base import RunAbout
-    from unirl.tracking.console import Console
+def open_saved(saved: SavedRun, out: Path, session: Session) -> Iterator[Trainer]:
+    """The trainer of a saved run, without its checkpoint yet; what it reports goes to `out`, and not to the console."""
+    from unirl.tracking.run import RunDirectory, RunDirectoryError, RunIdentity
     from unirl.tracking.tracker import Tracker
 
-    config = recipe.config
+    config = saved.recipe.config
+    identity = RunIdentity(project=config.run.project, recipe=saved.recipe.file.name, argv=session.argv)
     try:
-        mirrors = make_mirrors(config.tracking.mirrors)
-    except MirrorUnavailable as error:
-        raise DependencyError(str(error), code=3001) from error
-    run = _run_directory(recipe, root, session)
-    session.run_dir = run.root
-    about = RunAbout(
-        root=run.root,
-        project=config.run.project,
-        run_id=run.id,
-        entity=config.tracking.entity,
-        offline=config.tracking.offline,
-        config=recipe.resolved(),
-    )
-    tracker = Tracker(run, console=Console(config.num_rollouts), mirrors=mirrors, about=about)
-    with ExitStack() as stack:
-        stack.push(_Ending(tracker))
-        tracker.banner(_banner(recipe, run))
-        yield tracker
-        tracker.finish()
+        run = RunDirectory(out, identity)
+    except RunDirectoryError as error:
+        raise ConfigError(str(error), code=2004) from error
+    with _trainer(saved.recipe, Tracker(run), session) as trainer:
+        yield trainer
+
+
+@contextmanager
+def _trainer(recipe: Recipe, tracker: Tracker, session: Session) -> Iterator[Trainer]:
+    """The trainer that reports to `tracker`. However the block ends, the run directory says so."""
+    from unirl.trainer.build import join_parts
+
+    session.run_dir = tracker.run.root
+    with _Ending(tracker):
+        yield join_parts(recipe, tracker)
 
 
 @dataclass
-class _Ending:
-    """Writes into run.json how a run ended that did not end well."""
+class _Ending(AbstractContextManager[None]):
+    """Writes into run.json how a run ended."""
 
     tracker: Tracker
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
-            failure = failure_of(error)
-            # A full disk may be what ended the run; it must not hide the error that is on its way.
-            with suppress(OSError):
-                self.tracker.finish(failure.status, failure.message)
-
-
-def _run_directory(recipe: Recipe, root: Path, session: Session) -> RunDirectory:
-    from unirl.tracking.run import RunDirectory, RunDirectoryError, RunIdentity
-
-    identity = RunIdentity(
-        project=recipe.config.run.project,
-        recipe=recipe.file.name,
-        argv=session.argv,
-        seed=recipe.value("sampling.seed"),
-    )
-    try:
-        run = RunDirectory(root, identity)
-    except RunDirectoryError as error:
-        raise ConfigError(str(error), code=2004) from error
-    run.write_config(recipe.composed.text(resolve_all=True), recipe.resolved_text())
-    return run
-
-
-def _banner(recipe: Recipe, run: RunDirectory):
-    from unirl.config.geometry import geometry_table
-    from unirl.tracking.console import Banner
-
-    geometry = [line.strip() for line in geometry_table(recipe.config).removeprefix("geometry").splitlines()]
-    mirrors = ", ".join(recipe.config.tracking.mirrors)
-    return Banner(
-        title=f"unirl {unirl.__version__}  {recipe.file.name}  ->  {run.root}",
-        lines=[
-            *zip(("geometry", ""), geometry, strict=False),
-            ("tracking", f"files{', ' + mirrors if mirrors else ''}"),
-            ("stop", "Ctrl-C (finishes the step and saves)"),
-            ("resume", f"unirl train {recipe.file.name} run.dir={run.root}"),
-        ],
-    )
+        if error is None:
+            self.tracker.finish()
+            return
+        failure = failure_of(error)
+        # A full disk may be what ended the run; it must not hide the error that is on its way.
+        with suppress(OSError):
+            self.tracker.finish(failure.status, failure.message)
 
 
 # Runs that exist
@@ -145,15 +83,14 @@ class SavedRun:
     checkpoint: Checkpoint
     recipe: Recipe
 
-    @property
-    def root(self) -> Path:
-        """The run directory that the checkpoint lies in, or the checkpoint itself when it was moved out of one."""
-        folder = self.checkpoint.path.parent
-        return folder.parent if folder.name == "checkpoints" else self.checkpoint.path
 
+def saved_run(path: str, overrides: Sequence[str] = (), settings: Tree | None = None) -> SavedRun:
+    """The valid checkpoint at `path` (a checkpoint, or a run: its newest), with the recipe that is saved in it.
 
-def saved_run(path: str, overrides: Sequence[str] = ()) -> SavedRun:
-    """The valid checkpoint at `path` (a checkpoint, or a run: its newest), with the recipe that is saved in it."""
+    Args:
+        overrides: `key=value` from the command line.
+        settings: what the command itself sets, as a tree.
+    """
     from unirl.config.compose import ComposedConfig
     from unirl.config.layers import Layer
     from unirl.config.load import check
@@ -168,10 +105,15 @@ def saved_run(path: str, overrides: Sequence[str] = ()) -> SavedRun:
     found = open_checkpoint(path)
     file = found.path / "trainer.json"
     tree = json.loads(file.read_text())["recipe"] | {"resume": "none", "scale": "full"}
-    layers = (Layer("recipe", tree), command_line_layer(overrides, tree))
+    layers = (Layer("recipe", tree), Layer("unirl", settings or {}), command_line_layer(overrides, tree))
     return SavedRun(found, check(ComposedConfig(RecipeFile(f"saved/{found.path.name}", file), layers)))
 
 
-def output_folder(saved: SavedRun, kind: str, out: str | None) -> Path:
-    """Where a command puts what it makes of a checkpoint: `--out`, else `<run>/<kind>/<checkpoint>`."""
-    return Path(out) if out else saved.root / kind / saved.checkpoint.path.name
+def output_folder(path: str, kind: str, out: str | None) -> Path:
+    """Where a command puts what it makes of a run or checkpoint: `out`, else a new folder in `<run>/<kind>`."""
+    if out is not None:
+        return Path(out)
+    folder = Path(path).resolve()
+    inside = folder.parent.name == "checkpoints"
+    root, name = (folder.parent.parent, folder.name) if inside else (folder, "latest")
+    return root / kind / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,45 @@
+"""`unirl eval RUN`: the held-out score of a checkpoint, with the settings that its run evaluated with."""
+
+import json
+
+from unirl.cli.arguments import Parser, split_settings
+from unirl.cli.failures import Session
+
+EXAMPLES = (
+    "unirl eval runs/unirl/first",
+    "unirl eval runs/unirl/first/checkpoints/checkpoint-000050 --baseline",
+    "unirl eval runs/unirl/first --prompts my_prompts.txt evaluation.samples_per_prompt=4",
+)
+
+
+def run(argv: list[str], session: Session) -> int:
+    from unirl.cli.runs import open_saved, output_folder, saved_run
+
+    parser = _parser()
+    own, overrides = split_settings(argv, parser.takes_value)
+    options = parser.parse(own)
+    out = output_folder(options.run, "evaluations", options.out)
+    evaluation = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
+    saved = saved_run(options.run, overrides, {"evaluation": evaluation})
+    with open_saved(saved, out, session) as trainer:
+        if options.baseline:
+            trainer.evaluate()
+        trainer.load(saved.checkpoint)
+        result = trainer.evaluate()
+        folder = out / "eval" / f"step-{trainer.step:06d}"
+    if options.json:
+        print(json.dumps(result.metrics() | {"step": saved.checkpoint.step, "folder": str(folder)}, indent=1))
+    else:
+        print(f"held-out reward {result.mean:.4f} +- {result.standard_error:.4f}   {folder}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("eval", "Score a checkpoint on held-out prompts, with fixed seeds.", EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
+    parser.option("--prompts", metavar="FILE", help="other prompts than the run's")
+    parser.option("--weights", choices=("live", "ema"), default="live", help="which weights (default live)")
+    parser.option("--baseline", action="store_true", help="score the untrained model first, and show both side by side")
+    parser.option("--out", metavar="DIR", help="default: RUN/evaluations/...")
+    parser.option("--json", action="store_true", help="the scores as JSON, last on stdout")
+    return parser

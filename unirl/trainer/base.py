@@ -39,7 +39,6 @@ class Roles:
     reward: Handle
     stack: Handle
     backend: Handle
-    exporter: Handle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.trainer.base import Parts, Roles
 from unirl.trainer.diffusion import DiffusionTrainer
-from unirl.trainer.export import Exporter
 from unirl.trainer.run import open_tracker
 from unirl.types.protocols import Stateful
 
@@ -64,7 +63,7 @@ def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
         recipe=recipe.resolved(),
         environment=environment(),
     )
-    roles = Roles(**{name: handles[name] for name in ("rollout", "reward", "stack", "backend", "exporter")})
+    roles = Roles(**{name: handles[name] for name in ("rollout", "reward", "stack", "backend")})
     return DiffusionTrainer(parts, roles, sampling)
 
 
@@ -74,14 +73,7 @@ def place_roles(group: LocalGroup, config: RecipeConfig, **wired: Any) -> dict[s
     handles = {}
     for name, node in nodes.items():
         handles[name] = group.place(Remote(name, lambda siblings, node=node: _make(node, siblings, wired)))
-    handles["exporter"] = group.place(Remote("exporter", _exporter(config)))
     return handles
-
-
-def _exporter(config: RecipeConfig) -> Callable[[Siblings], Exporter]:
-    lora = config.backend.values["lora_cfg"]
-    made = None if lora is None else build(lora)
-    return lambda siblings: Exporter(siblings["pipeline"], siblings["backend"], made)
 
 
 def _make(node: Node, siblings: Siblings, wired: dict[str, Any]) -> Any:

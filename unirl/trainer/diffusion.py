@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from unirl.config.recipe import EvaluationConfig
 from unirl.data.datasets import Prompt
 from unirl.trainer.base import Parts, Roles, Trainer
-from unirl.trainer.export import Exported, ExportFormat
 from unirl.types.primitives import Texts
 from unirl.types.protocols import ModelFacts
 from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec, group_id
 from unirl.types.sampling import DiffusionSamplingParams
 
 TRACK = "image"
-VERIFIED_PROMPTS = 4
 
 
 class DiffusionTrainer(Trainer):
@@ -37,16 +34,6 @@ class DiffusionTrainer(Trainer):
     def make_eval_request(self, prompts: Sequence[Prompt]) -> RolloutReq:
         """Held-out prompts with the evaluation's settings, deterministic steps, noise that never changes."""
         return self._request(prompts, self.eval_sampling, 0, "eval", self.config.evaluation.weights)
-
-    def export(self, folder: Path, format: ExportFormat, weights: str = "live", verify: bool = True) -> Exported:
-        """Write the trained weights for other tools, load them there, and compare what is drawn of held-out prompts."""
-        exporter = self.roles.exporter
-        exporter.write(str(folder), format, weights)
-        difference = None
-        if verify:
-            texts = [prompt.text for prompt in self.parts.data.eval_prompts(VERIFIED_PROMPTS)]
-            difference = exporter.verify(str(folder), format, texts, self.eval_sampling, weights)
-        return Exported(format, folder, difference)
 
     def _request(
         self, prompts: Sequence[Prompt], sampling: DiffusionSamplingParams, step: int, purpose: Purpose, weights: str

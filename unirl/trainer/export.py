@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -22,15 +21,6 @@ from unirl.types.sampling import DiffusionSamplingParams
 ExportFormat = Literal["diffusers-lora", "peft", "full"]
 TOLERANCE = 1e-4
 """Largest difference that float32 arithmetic explains, in pixel or latent units."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written, and how far other libraries' output from it is from ours (None: not compared)."""
-
-    format: ExportFormat
-    folder: Path
-    max_abs_difference: float | None
 
 
 class ExportableBundle(Protocol):

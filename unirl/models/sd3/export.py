@@ -32,8 +32,9 @@ def plain_pipeline(bundle: SD3Bundle, transformer: nn.Module) -> StableDiffusion
 
     frozen = {name: bundle.modules.get(name) for name in (*ENCODERS, "vae")}
     tokenizers = {name: bundle.tokenizers.get(name) for name in TOKENIZERS}
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(dict(bundle.architecture.scheduler))
-    plain = diffusers.StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **frozen, **tokenizers)
+    with quiet_libraries():
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(dict(bundle.architecture.scheduler))
+        plain = diffusers.StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **frozen, **tokenizers)
     return without_bar(plain)
 
 

@@ -67,10 +67,9 @@ class _Ending(AbstractContextManager[None]):
         if error is None:
             self.tracker.finish()
             return
-        failure = failure_of(error)
         # A full disk may be what ended the run; it must not hide the error that is on its way.
         with suppress(OSError):
-            self.tracker.finish(failure.status, failure.message)
+            self.tracker.finish(failure_of(error).status, f"{type(error).__name__}: {error}")
 
 
 # Runs that exist

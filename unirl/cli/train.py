@@ -1,13 +1,16 @@
 """`unirl train RECIPE`, which is also `python -m unirl.train_<domain> --config-name=RECIPE`."""
 
+import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.failures import Session
 from unirl.cli.main import run_command
 from unirl.cli.signals import stop_on_signal
-from unirl.config.errors import UsageError
+from unirl.config.errors import Interrupted, Preempted, UsageError
 
 EXAMPLES = (
     "unirl train diffusion/quickstart",
@@ -47,11 +50,21 @@ def read_arguments(argv: Sequence[str]) -> RecipeArguments:
 
 
 def train(recipe: str, overrides: Sequence[str], session: Session) -> None:
-    """Run a recipe to its end. A signal stops it after the step that runs."""
+    """Run a recipe to its end. A signal stops it after the step that runs, and the way to continue is said."""
     from unirl.cli.runs import open_run
 
-    with open_run(checked(recipe, overrides), session) as trainer, stop_on_signal(trainer.request_stop):
-        trainer.train()
+    try:
+        with open_run(checked(recipe, overrides), session) as trainer, stop_on_signal(trainer.request_stop):
+            trainer.train()
+    except (Preempted, Interrupted):
+        print(f"continue with:\n  {continuation(recipe, overrides, session.run_dir)}", file=sys.stderr)
+        raise
+
+
+def continuation(recipe: str, overrides: Sequence[str], root: Path | None) -> str:
+    """The command that continues a run with the same settings."""
+    kept = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
+    return shlex.join(["unirl", "train", recipe, *kept, "--out", str(root)])
 
 
 def _check_domain(recipe: str, domain: str | None) -> None:

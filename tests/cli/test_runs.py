@@ -1,0 +1,158 @@
+"""The commands about a recipe and its run, on a toy-scaled SD3: train, stop, continue, eval, sample, export."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+from unirl.cli.main import main
+from unirl.trainer.base import Trainer
+
+RECIPE = "diffusion/sd3_trainside"
+TOY = (RECIPE, "scale=toy", "num_rollouts=2", "evaluation.max_prompts=1", "save_interval=1")
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run of two steps, in a folder with a blank in its name."""
+    before = Path.cwd()
+    os.chdir(ROOT)
+    folder = tmp_path_factory.mktemp("runs") / "my run"
+    assert main(["train", *TOY, "--out", str(folder)]) == 0
+    os.chdir(before)
+    return folder
+
+
+def rows(run: Path) -> list[dict]:
+    """Metrics without what depends on the clock and the machine."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in found]
+
+
+def test_a_run_leaves_its_files_and_says_that_it_finished(run_dir):
+    record = json.loads((run_dir / "run.json").read_text())
+    assert (record["recipe"], record["exit"]["code"]) == (RECIPE, 0)
+    assert (run_dir / "config" / "resolved.yaml").is_file()
+    assert [row["step"] for row in rows(run_dir)] == [1, 2]
+
+
+def test_the_module_entrypoint_is_the_same_command(run_dir, tmp_path):
+    from unirl.cli import train
+
+    words = [f"--config-name={RECIPE}", *TOY[1:], f"run.dir={tmp_path / 'other'}"]
+    assert train.main(words, domain="diffusion") == 0
+    assert rows(tmp_path / "other") == rows(run_dir)
+
+
+def test_an_entrypoint_refuses_the_recipe_of_another_domain(capsys):
+    from unirl.cli import train
+
+    assert train.main(["--config-name=vlm/some_recipe"], domain="diffusion") == 2
+    assert "python -m unirl.train_vlm" in capsys.readouterr().err
+
+
+def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir, tmp_path, monkeypatch, capsys):
+    learn = Trainer.learn
+
+    def learn_and_interrupt(self, step, resp):
+        os.kill(os.getpid(), signal.SIGINT)
+        learn(self, step, resp)
+
+    monkeypatch.setattr(Trainer, "learn", learn_and_interrupt)
+    assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 130
+    shown = capsys.readouterr().err
+    assert f"continue with:\n  unirl train {' '.join(TOY)} --out {tmp_path / 'run'}" in shown
+    assert len(rows(tmp_path / "run")) == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT)
+    assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 0
+    assert rows(tmp_path / "run") == rows(run_dir)
+
+
+def test_eval_gives_the_scores_of_the_run(run_dir, tmp_path, capsys):
+    scores = sorted(run_dir.glob("eval/step-*/scores.json"))[-1]
+    assert main(["eval", str(run_dir), "--baseline", "--json", "--out", str(tmp_path / "scored")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 2
+    assert found["eval/reward_mean"] == json.loads(scores.read_text())["metrics"]["eval/reward_mean"]
+    assert (tmp_path / "scored/eval/step-000002/before_after.png").is_file()
+
+
+def test_sample_draws_a_row_per_prompt(run_dir, tmp_path):
+    out = tmp_path / "drawn"
+    assert main(["sample", str(run_dir), "-p", "a cat", "-p", "a dog", "--count", "3", "--out", str(out)]) == 0
+    assert len(list(out.glob("p0?-s0?.png"))) == 6
+    assert (out / "grid.png").is_file()
+
+
+def test_export_writes_adapters_that_draw_the_same_elsewhere(run_dir, tmp_path, capsys):
+    assert main(["export", str(run_dir), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "diffusers-lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
+    assert "max difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["diffusion/sd3_trainsid"], 2, "diffusion/sd3_trainside"),
+        ([RECIPE, "batch_siz=4"], 2, "batch_size"),
+        ([RECIPE, "batch_size=many"], 2, "batch_size"),
+        ([RECIPE, "scale=toy", "stack.num_updates_per_batch=5", "batch_size=3"], 2, "error[2010]"),
+        ([RECIPE, "scale=toy", "data_source.data_path=nowhere.txt"], 4, "nowhere.txt"),
+        ([RECIPE, "bundle.path=/no/such/model"], 4, "/no/such/model"),
+        ([RECIPE, "scale=toy", "bundle=sd3"], 2, "error[2005]"),
+    ],
+    ids=lambda value: str(value)[-20:],
+)
+def test_mistakes_are_answered_before_a_model_is_loaded(capsys, tmp_path, words, status, said):
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == status
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "Traceback" not in shown.err + shown.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before(run_dir, tmp_path, capsys):
+    import shutil
+
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    newest = copy / "checkpoints" / "checkpoint-000002"
+    (newest / "trainer.json").write_text("{}")
+    assert main(["eval", str(newest)]) == 7
+    shown = capsys.readouterr().err
+    assert "trainer.json" in shown
+    assert "checkpoint-000001" in shown
+
+
+def test_config_says_who_set_a_key(capsys):
+    assert main(["config", "why", "batch_size", RECIPE, "batch_size=6"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("batch_size = 6\n")
+    assert "-> command line" in shown
+
+
+def test_cfg_job_prints_the_composed_recipe(capsys):
+    assert main(["train", RECIPE, "batch_size=6", "--cfg", "job"]) == 0
+    shown = capsys.readouterr().out
+    assert "batch_size: 6\n" in shown
+    assert "${oc.env:PRETRAINED_MODEL" in shown
+    assert main(["train", RECIPE, "--cfg", "job", "--resolve"]) == 0
+    assert "${" not in capsys.readouterr().out
+
+
+def test_plan_counts_the_parameters_that_are_trained(capsys):
+    assert main(["plan", RECIPE, "scale=toy", "--json"]) == 0
+    lora = json.loads(capsys.readouterr().out)
+    assert main(["plan", RECIPE, "scale=toy", "backend.lora_cfg=null", "--json"]) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert full["sizes"]["trainable_parameters"] == full["parameters"]["transformer"]
+    assert lora["sizes"]["trainable_parameters"] < full["sizes"]["trainable_parameters"]

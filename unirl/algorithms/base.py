@@ -92,10 +92,9 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return float(rows.weight.sum()) * sum(len(part) for part in self.parts(rows.segment))
 
     def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
-        """[B, len(part)] the advantage of every element; 0 in rows that do not count."""
+        """[B, len(part)] the advantage of every element."""
         assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
-        counted = torch.where(rows.weight > 0, rows.advantages, 0.0)
-        return counted[:, None].expand(-1, len(part))
+        return rows.advantages[:, None].expand(-1, len(part))
 
     def anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor | None:
         """[B, len(part), ...] an anchor column's entries; None before the anchor pass has filled it."""

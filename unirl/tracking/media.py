@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 
 import numpy as np
@@ -217,6 +218,7 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.LANCZOS)
 
 
+@cache
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """The font that PIL carries, at that size in pixels."""
     return ImageFont.load_default(size)

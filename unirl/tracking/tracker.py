@@ -239,7 +239,7 @@ class Tracker:
 
 
 def _save(sheet: Image.Image, path: Path) -> Path:
-    sheet.save(path, optimize=True)
+    sheet.save(path)
     return path
 
 

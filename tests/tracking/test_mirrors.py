@@ -1,0 +1,104 @@
+"""The mirrors for real, without a network: what they keep on disk is read back by their own libraries."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from unirl.tracking.backends import MIRRORS, MirrorUnavailable, make_mirrors
+from unirl.tracking.backends.base import Preview, RunAbout
+
+METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
+CAPTION = "0.500  a [b]red[/b] circle"
+
+
+def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: int | None = None) -> None:
+    """Drives the mirror of that name through a run with two steps and one picture."""
+    (mirror,) = make_mirrors([name])
+    config = {"sampling": {"seed": 42}}
+    mirror.start(
+        RunAbout(root=root, project="demo", run_id="run-one", offline=True, config=config, resumed_step=resumed_step)
+    )
+    Image.new("RGB", (8, 8), "red").save(root / "p00-s00.webp", lossless=True)
+    for step in steps:
+        mirror.log(step, METRICS[step])
+    mirror.images(steps[-1], "samples", [Preview(root / "p00-s00.webp", CAPTION)])
+    mirror.finish(0)
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a `.wandb` file: 7 bytes, then a LevelDB log (blocks of 32 KiB; crc, length, kind, data)."""
+    at, parts = 7, b""
+    while at + 7 <= len(log):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", log, at + 4)
+        parts += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+def test_tensorboard_reads_back_scalars_and_pictures_and_purges_after_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    feed("tensorboard", tmp_path)
+    feed("tensorboard", tmp_path, steps=(2,), resumed_step=1)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("rollout/reward_mean")] == [(1, 0.5), (2, 0.75)]
+    assert [event.step for event in found.Images("samples/0")] == [2]
+
+
+def test_wandb_offline_keeps_metrics_on_our_own_step_and_pictures_with_captions(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    feed("wandb", tmp_path)
+    wandb.teardown()  # as at the exit of a process: the service has written everything
+    (path,) = tmp_path.glob("wandb/offline-run-*-run-one/run-run-one.wandb")
+    history = [Record.FromString(data).history.item for data in leveldb_records(path.read_bytes())]
+    rows = [{item.key or "/".join(item.nested_key): item.value_json for item in items} for items in history if items]
+    assert [(row["step"], row["rollout/reward_mean"]) for row in rows[:2]] == [("1", "0.5"), ("2", "0.75")]
+    assert json.loads(rows[2]["media/samples/captions"]) == [CAPTION]
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.webp")) != []
+
+
+def test_swanlab_offline_keeps_metrics_and_pictures(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "home"))
+    feed("swanlab", tmp_path)
+    (path,) = tmp_path.glob("swanlab/run-*/run-*.swanlab")
+    kept = path.read_bytes()
+    assert b"rollout/reward_mean" in kept
+    assert CAPTION.encode() in kept
+    assert [file for file in tmp_path.glob("swanlab/run-*/media/**/*") if file.is_file()] != []
+
+
+def test_mirror_without_its_library_is_refused_with_the_install_line(monkeypatch):
+    monkeypatch.setattr("unirl.tracking.backends.find_spec", lambda name: None)
+    with pytest.raises(MirrorUnavailable, match=r"pip install 'unirl\[wandb\]'"):
+        make_mirrors(["wandb"])
+
+
+def test_unknown_mirror_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown mirror 'wandbb'; there are swanlab, tensorboard, wandb"):
+        make_mirrors(["wandbb"])
+
+
+def test_libraries_are_not_imported_before_a_mirror_starts():
+    assert importlib.util.find_spec("unirl.tracking.tracker")
+    before = set(sys.modules) & set(MIRRORS)
+    make_mirrors([name for name in MIRRORS if importlib.util.find_spec(name)])
+    assert set(sys.modules) & set(MIRRORS) == before

@@ -1,0 +1,279 @@
+"""The tracker: what is in the files after a step, after a crash and a resume, and after an evaluation."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from unirl.tracking.backends.base import Preview, RunAbout
+from unirl.tracking.console import Console
+from unirl.tracking.run import RunDirectory, RunIdentity, status_of
+from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, read_samples
+from unirl.tracking.tables import read_rows
+from unirl.tracking.tracker import Tracker
+from unirl.types.evaluation import EvalResult
+from unirl.types.protocols import Stateful
+
+CLOCKS = ("time/", "mem/", "throughput/")
+
+
+@pytest.fixture(autouse=True)
+def memory_speed_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def tracker(root: Path, **options) -> Tracker:
+    return Tracker(RunDirectory(root, RunIdentity(project="demo", recipe="diffusion/quickstart")), **options)
+
+
+def evaluation(level: float) -> EvalResult:
+    rewards = torch.tensor([0.1, 0.2, 0.3, 0.4]) + level
+    return EvalResult(
+        sample_ids=("a@0:0", "a@0:1", "b@0:0", "b@0:1"),
+        group_ids=("a@0", "a@0", "b@0", "b@0"),
+        prompts=("a cat", "a cat", "a dog", "a dog"),
+        rewards=rewards,
+        components={"shape": rewards / 2},
+        images=(torch.arange(4 * 3 * 64).reshape(4, 3, 8, 8) * (1 + level)).to(torch.uint8),
+    )
+
+
+def samples() -> SampleTable:
+    rows = tuple(
+        SampleRow(sample_id=f"a@0:{j}", group_id="a@0", prompt="a cat \u732b", reward=j / 3, rewards={"x": 1.0})
+        for j in range(3)
+    )
+    return SampleTable(rows, np.arange(3 * 8 * 8 * 3, dtype=np.uint8).reshape(3, 8, 8, 3))
+
+
+def run_steps(target: Tracker, first: int, last: int, crash: int | None = None) -> None:
+    """Steps whose metrics depend on the step alone; a new column appears at step 4; evaluation every 3."""
+    for step in range(first, last + 1):
+        with target.timers.phase("step"):
+            target.record({"rollout/reward_mean": step / 7, "train/loss": float("inf") if step == 2 else 0.1 * step})
+            target.ledger(step, generated=8, scored=7, dropped=1, not_finite=1)
+            if step >= 4:
+                target.record({"train/kl": 1 / step})
+        if step % 2 == 0:
+            target.samples(step, samples())
+        if step == crash:
+            return
+        target.log_step(step)
+        if step % 3 == 0:
+            target.eval(step, evaluation(step / 10))
+        target.flush()
+
+
+def abandon(target: Tracker, half_line: str) -> None:
+    """The process dies: nothing is closed in order, and every file ends in half a line."""
+    for table in (target._metrics, target._table, target._eval_table, target._ledger, target._events):
+        table.close()
+        with open(table.path, "a") as file:
+            file.write(half_line)
+    target.run._heartbeat.stop()
+
+
+def content(root: Path) -> dict[str, object]:
+    """Everything that must be bit-identical, by file; clocks left out."""
+    found: dict[str, object] = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_file() and name not in ("run.json", "env.json", "heartbeat", "events.jsonl"):
+            found[name] = path.read_bytes()
+    found["metrics.jsonl"] = [timeless(row) for row in read_rows(root / "metrics.jsonl")]
+    with open(root / "metrics.csv", newline="") as file:
+        found["metrics.csv"] = [timeless(row) for row in csv.DictReader(file, strict=True)]
+    return found
+
+
+def timeless(row: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("unbroken") / "run"
+    with tracker(root) as target:
+        target.truncate(-1)
+        target.eval(0, evaluation(0.0))
+        run_steps(target, 1, 9)
+    return root
+
+
+HALF_JSON, HALF_CSV = '{"step": 6, "tr', "6,0.25"
+
+
+@pytest.mark.parametrize(
+    ("crash", "back", "half_line"),
+    [(1, -1, HALF_CSV), (3, -1, ""), (5, 4, HALF_JSON), (8, 4, HALF_CSV), (8, 2, HALF_JSON), (9, 8, "")],
+)
+def test_killed_and_resumed_run_has_the_files_of_an_unbroken_one(crash, back, half_line, unbroken, tmp_path):
+    root = tmp_path / "run"
+    first = tracker(root)
+    first.truncate(-1)
+    first.eval(0, evaluation(0.0))
+    run_steps(first, 1, crash, crash=crash)
+    abandon(first, half_line)
+    with tracker(root) as second:
+        second.truncate(back)
+        if back < 0:
+            second.eval(0, evaluation(0.0))
+        run_steps(second, max(back, 0) + 1, 9)
+    assert content(root) == content(unbroken)
+
+
+def test_unbroken_run_has_every_file_and_a_record_of_its_end(unbroken):
+    names = set(content(unbroken))
+    assert {"metrics.jsonl", "metrics.csv", "eval_metrics.csv", "ledger.jsonl"} <= names
+    assert {"samples/step-000008/manifest.jsonl", "samples/step-000008/contact_sheet.png"} <= names
+    assert {"eval/step-000009/scores.json", "eval/step-000009/before_after.png"} <= names
+    assert "eval/step-000000/before_after.png" not in names
+    assert status_of(unbroken).state == "finished"
+    events = [row["ev"] for row in read_rows(unbroken / "events.jsonl")]
+    assert (events[0], events[-1], events.count("step.end"), events.count("eval.end")) == (
+        "run.start", "run.end", 9, 4,
+    )  # fmt: skip
+
+
+def test_rows_of_metrics_are_numbers_under_their_names(unbroken):
+    rows = list(read_rows(unbroken / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    assert rows[0]["rollout/reward_mean"] == 1 / 7
+    assert (rows[1]["train/loss"], "train/kl" in rows[2], rows[3]["train/kl"]) == ("inf", False, 0.25)
+    assert rows[0]["throughput/samples_per_s"] == 8 / rows[0]["time/step"]
+    assert rows[0]["samples/dropped"] == 1
+    with open(unbroken / "eval_metrics.csv", newline="") as file:
+        means = [float(row["eval/reward_mean"]) for row in csv.DictReader(file)]
+    assert means == pytest.approx([0.25, 0.55, 0.85, 1.15])
+
+
+def test_kept_samples_read_back_exactly_with_their_facts(unbroken):
+    folder = unbroken / "samples" / "step-000004"
+    rows = list(manifest_rows(folder / "manifest.jsonl"))
+    table = read_samples(rows, folder)
+    assert (table.images == samples().images).all()
+    assert [row.file for row in table.rows] == ["p00-s00.webp", "p00-s01.webp", "p00-s02.webp"]
+    assert (table.rows[1].prompt, table.rows[1].rewards) == ("a cat \u732b", {"x": 1.0})
+
+
+def test_scores_of_an_evaluation_hold_every_sample_and_the_metrics(unbroken):
+    scores = json.loads((unbroken / "eval" / "step-000003" / "scores.json").read_text())
+    assert scores["metrics"]["eval/reward_mean"] == pytest.approx(0.55)
+    assert [row["reward"] for row in scores["samples"]] == pytest.approx([0.4, 0.5, 0.6, 0.7])
+    assert scores["samples"][0]["rewards"]["shape"] == pytest.approx(0.2)
+
+
+def test_samples_that_do_not_add_up_are_refused_with_the_numbers(tmp_path):
+    with tracker(tmp_path / "r") as target:
+        with pytest.raises(ValueError, match=r"step 1 do not add up: generated 8 != scored 6 \+ dropped 1"):
+            target.ledger(1, generated=8, scored=6, dropped=1)
+        with pytest.raises(ValueError, match="do not add up"):
+            target.ledger(1, generated=8, scored=7, dropped=1, late=2)
+
+
+def test_unknown_metric_and_step_out_of_order_are_refused(tmp_path):
+    with tracker(tmp_path / "r") as target:
+        with pytest.raises(ValueError, match="Did you mean 'train/loss'"):
+            target.record({"train/los": 1.0})
+        target.log_step(1)
+        with pytest.raises(ValueError, match="step 1 was logged after step 1"):
+            target.log_step(1)
+
+
+def test_position_is_state(tmp_path):
+    with tracker(tmp_path / "r") as target:
+        assert isinstance(target, Stateful)
+        target.log_step(1)
+        state = target.state_dict()
+        target.log_step(2)
+        target.load_state_dict(state)
+        target.log_step(2)
+    assert [row["step"] for row in read_rows(tmp_path / "r" / "metrics.jsonl")] == [1, 2]
+
+
+def test_error_in_the_run_is_recorded_and_passed_on(tmp_path):
+    with pytest.raises(ZeroDivisionError), tracker(tmp_path / "r"):
+        raise ZeroDivisionError("by zero")
+    status = status_of(tmp_path / "r")
+    assert (status.state, status.code, status.reason) == ("failed", 1, "ZeroDivisionError: by zero")
+
+
+def test_changes_span_the_whole_run_also_after_a_resume(unbroken, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(unbroken, root)
+    with tracker(root) as target:
+        target.truncate(8)
+        changes = {change.name: (change.start, change.end) for change in target.changes()}
+    assert changes["rollout/reward_mean"] == (1 / 7, 8 / 7)
+    assert changes["eval/reward_mean"] == pytest.approx((0.25, 0.85))
+
+
+def test_other_evaluation_prompts_give_a_warning_instead_of_a_wrong_sheet(tmp_path):
+    stream = io.StringIO()
+    with tracker(tmp_path / "r", console=Console(2, stream, {})) as target:
+        target.eval(0, evaluation(0.0))
+        other = EvalResult(**{**vars(evaluation(1.0)), "prompts": ("x", "x", "y", "y")})
+        target.eval(1, other)
+    assert not (tmp_path / "r" / "eval" / "step-000001" / "before_after.png").exists()
+    assert "warning: no before/after sheet" in stream.getvalue()
+
+
+class Broken:
+    """A mirror that fails at one of its methods and counts its calls."""
+
+    name = "broken"
+
+    def __init__(self, at: str) -> None:
+        self.at, self.calls = at, []
+
+    def _call(self, method: str) -> None:
+        self.calls.append(method)
+        if method == self.at:
+            raise ConnectionError("no route")
+
+    def start(self, about: RunAbout) -> None:
+        self._call("start")
+        self.about = about
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._call("log")
+
+    def images(self, step: int, key: str, previews: list[Preview]) -> None:
+        self._call("images")
+        assert all(preview.path.exists() for preview in previews)
+
+    def finish(self, code: int) -> None:
+        self._call("finish")
+
+
+@pytest.mark.parametrize("at", ["start", "log", "images", "finish"])
+def test_failing_mirror_is_reported_once_and_never_stops_the_run(at, tmp_path):
+    stream, broken, whole = io.StringIO(), Broken(at), Broken("never")
+    with tracker(tmp_path / "r", console=Console(9, stream, {}), mirrors=[broken, whole]) as target:
+        run_steps(target, 1, 4)
+    assert stream.getvalue().count("warning: broken failed") == 1
+    assert "ConnectionError: no route" in stream.getvalue()
+    assert broken.calls.count(at) == 1
+    assert broken.calls[-1] == at
+    assert whole.calls.count("log") == 5
+    assert whole.calls[-1] == "finish"
+    failed = [row for row in read_rows(tmp_path / "r" / "events.jsonl") if row["ev"] == "mirror.failed"]
+    assert [(row["mirror"], row["error"]) for row in failed] == [("broken", "ConnectionError: no route")]
+
+
+def test_mirror_learns_where_a_resumed_run_continues_and_no_secret(tmp_path):
+    mirror = Broken("never")
+    about = RunAbout(root=tmp_path, project="demo", run_id="r", config={"reward": {"api_key": "canary"}})
+    with tracker(tmp_path / "r", mirrors=[mirror], about=about) as target:
+        target.truncate(3)
+        run_steps(target, 4, 4)
+    assert mirror.about.resumed_step == 3
+    assert "canary" not in str(mirror.about)

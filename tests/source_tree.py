@@ -1,7 +1,7 @@
 """Read the project's own source: which modules there are and what each imports. For tests about the code itself."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,11 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: `target` is dotted; `top_level` is False inside a function."""
+    """One imported name, dotted."""
 
     target: str
     line: int
-    top_level: bool
+    top_level: bool  # runs when the module is imported
+    for_types: bool  # never runs: under `if TYPE_CHECKING:`
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +52,26 @@ def _read(folder: str) -> Iterator[Module]:
 @cache
 def imports_of(module: Module) -> list[Import]:
     """Every import of the module, wherever it stands."""
-    inside = {id(node) for function in ast.walk(module.tree) if _is_function(function) for node in ast.walk(function)}
+    inside = _below(module, _is_function)
+    for_types = _below(module, _is_type_checking)
     return [
-        Import(target, node.lineno, id(node) not in inside)
+        Import(target, node.lineno, id(node) not in inside | for_types, id(node) in for_types)
         for node in ast.walk(module.tree)
         for target in _targets(node, module)
     ]
 
 
+def _below(module: Module, chosen: Callable[[ast.AST], bool]) -> set[int]:
+    """The ids of every node at or below one that is chosen."""
+    return {id(node) for top in ast.walk(module.tree) if chosen(top) for node in ast.walk(top)}
+
+
 def _is_function(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
 
 
 def _targets(node: ast.AST, module: Module) -> list[str]:

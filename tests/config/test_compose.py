@@ -233,10 +233,12 @@ def test_a_recipe_that_reads_a_variable_itself_is_told_apart_from_its_fallback(m
     assert load("diffusion/sd3_trainside").composed.why("bundle.path")[0].source == "environment"
 
 
-def test_data_path_is_ignored_by_built_in_prompts(monkeypatch):
+def test_data_path_is_ignored_by_a_recipe_with_built_in_prompts(tmp_path, monkeypatch):
+    tree = load("diffusion/sd3_trainside").composed.tree
+    tree["data_source"] = {"_target_": "unirl.data.data_source.DefaultDataSource"}
+    (tmp_path / "built_in.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
     monkeypatch.setenv("DATA_PATH", "/data/x.txt")
-    node = "data_source={_target_: unirl.data.data_source.DefaultDataSource}"
-    assert "data_path" not in load("diffusion/sd3_trainside", [node]).value("data_source")
+    assert "data_path" not in load(str(tmp_path / "built_in.yaml")).value("data_source")
 
 
 def test_cfg_job_prints_as_hydra_does(examples):

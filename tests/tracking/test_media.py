@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
+from unirl.tracking.lettering import lettering, width_of, wrap
 from unirl.tracking.media import (
     BACKGROUND,
     HIGH,
@@ -18,10 +19,8 @@ from unirl.tracking.media import (
     before_after_sheet,
     contact_sheet,
     fit,
-    font,
     shade,
     tile_size,
-    wrap,
 )
 from unirl.tracking.samples import SampleRow, SampleTable, pixels
 
@@ -100,9 +99,21 @@ def test_wrapped_lines_fit_and_say_when_they_are_cut():
     lines = wrap(EVIL, 120, 16, max_lines=4)
     assert len(lines) == 4
     assert lines[-1].endswith(" ...")
-    assert all(font(16).getlength(line) <= 120 for line in lines)
+    assert all(width_of(line, 16) <= 120 for line in lines)
     assert "\x1b" not in "".join(lines)
     assert wrap("a b", 500, 16, max_lines=4) == ["a b"]
+
+
+def test_text_that_no_font_here_can_draw_loses_accents_and_is_never_a_box(monkeypatch):
+    monkeypatch.setattr("unirl.tracking.lettering._wide_font", lambda size: None)
+    assert lettering("caf\u00e9 \u732b a", 16)[0] == "cafe ? a"
+
+
+def test_text_of_other_scripts_takes_a_font_of_this_machine_letter_by_letter():
+    text, font = lettering("caf\u00e9 \u732b", 16)
+    assert text in ("caf\u00e9 \u732b", "caf\u00e9 ?", "cafe ?")
+    missing = bytes(font.getmask("\U0010ffff"))
+    assert all(bytes(font.getmask(letter)) != missing for letter in text if letter != " ")
 
 
 def test_any_prompt_can_be_drawn():

@@ -8,20 +8,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from unirl.tracking.media import (
-    BACKGROUND,
-    HIGH,
-    INK,
-    MARGIN,
-    MUTED,
-    RULE,
-    SMALL_SIZE,
-    TEXT_SIZE,
-    TITLE_SIZE,
-    Colour,
-    printable,
-)
-from unirl.tracking.media import font as font_of
+from unirl.tracking.lettering import Colour, draw_text, width_of
+from unirl.tracking.media import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SMALL_SIZE, TEXT_SIZE, TITLE_SIZE
 
 SCALE = 2
 """Drawn this many times larger and averaged down, for smooth lines."""
@@ -125,17 +113,17 @@ def _axes(series: Sequence[Series], width: int, height: int) -> Axes:
 
 def _grid(canvas: Image.Image, axes: Axes, x_label: str) -> None:
     draw = ImageDraw.Draw(canvas)
-    small = font_of(SMALL_SIZE * SCALE)
+    small = SMALL_SIZE * SCALE
     ticks = nice_ticks(*axes.values)
     digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
     for value in ticks:
         y = axes.y(value)
         draw.line([(axes.left, y), (axes.right, y)], fill=RULE, width=SCALE)
-        draw.text((axes.left - 10 * SCALE, y), f"{value:.{digits}f}", fill=MUTED, font=small, anchor="rm")
+        draw_text(draw, (axes.left - 10 * SCALE, y), f"{value:.{digits}f}", small, MUTED, "rm")
     for step in nice_ticks(*axes.steps, count=6):
         if axes.steps[0] <= step <= axes.steps[1]:
-            draw.text((axes.x(step), axes.bottom + 10 * SCALE), f"{step:g}", fill=MUTED, font=small, anchor="ma")
-    draw.text((axes.right, axes.bottom + 30 * SCALE), printable(x_label), fill=MUTED, font=small, anchor="ra")
+            draw_text(draw, (axes.x(step), axes.bottom + 10 * SCALE), f"{step:g}", small, MUTED, "ma")
+    draw_text(draw, (axes.right, axes.bottom + 30 * SCALE), x_label, small, MUTED, "ra")
 
 
 def _band(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> None:
@@ -161,12 +149,10 @@ def _line(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> No
 
 def _words(canvas: Image.Image, series: Sequence[Series], title: str) -> None:
     draw = ImageDraw.Draw(canvas)
-    draw.text((MARGIN * SCALE, (MARGIN - 6) * SCALE), printable(title), fill=INK, font=font_of(TITLE_SIZE * SCALE))
-    text = font_of(TEXT_SIZE * SCALE)
+    draw_text(draw, (MARGIN * SCALE, (MARGIN - 6) * SCALE), title, TITLE_SIZE * SCALE, INK, "la")
     x = MARGIN * SCALE
     for one, colour in zip(series, COLOURS, strict=False):
         y = (MARGIN + 38) * SCALE
         draw.ellipse([x, y - 5 * SCALE, x + 10 * SCALE, y + 5 * SCALE], fill=colour)
-        label = printable(one.label)
-        draw.text((x + 18 * SCALE, y), label, fill=MUTED, font=text, anchor="lm")
-        x += round(text.getlength(label)) + 46 * SCALE
+        draw_text(draw, (x + 18 * SCALE, y), one.label, TEXT_SIZE * SCALE, MUTED, "lm")
+        x += round(width_of(one.label, TEXT_SIZE * SCALE)) + 46 * SCALE

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import count
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
 from unirl.tracking.samples import SampleGroup, SampleTable
-
-Colour = tuple[int, int, int]
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -60,7 +58,7 @@ class Sheet:
         self.text(MARGIN, MARGIN + 28, text, TEXT_SIZE, MUTED)
 
     def text(self, x: int, y: int, text: str, size: int, colour: Colour = INK, anchor: str = "la") -> None:
-        self.draw.text((x, y), printable(text), fill=colour, font=font(size), anchor=anchor)
+        draw_text(self.draw, (x, y), text, size, colour, anchor)
 
     def wrapped(self, box: Box, text: str, size: int) -> int:
         """Draws text within a box's width, cut with an ellipsis at its height; gives back the y below it."""
@@ -176,7 +174,7 @@ def _tiles(sheet: Sheet, table: SampleTable, rows: Sequence[int], first: Box, co
 def _heading(sheet: Sheet, box: Box, name: str, mean: float) -> None:
     """A column's name and mean: on one line where they fit, else below each other."""
     text = f"mean {mean:.2f}"
-    if font(HEAD_SIZE).getlength(f"{name}   {text}") <= box.width:
+    if width_of(f"{name}   {text}", HEAD_SIZE) <= box.width:
         sheet.text(box.x, box.y + 6, name, HEAD_SIZE)
         sheet.text(box.x + box.width, box.y + 6, text, HEAD_SIZE, MUTED, anchor="ra")
     else:
@@ -218,36 +216,6 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.LANCZOS)
 
 
-@cache
-def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The font that PIL carries, at that size in pixels."""
-    return ImageFont.load_default(size)
-
-
-def wrap(text: str, width: int, size: int, max_lines: int) -> list[str]:
-    """Lines of at most `width` pixels; the last ends in `...` when more follows."""
-    measure = font(size).getlength
-    lines: list[str] = [""]
-    for word in printable(text).split():
-        for piece in _pieces(word, width, measure):
-            joined = f"{lines[-1]} {piece}".strip()
-            if measure(joined) <= width:
-                lines[-1] = joined
-            else:
-                lines.append(piece)
-    if len(lines) <= max_lines:
-        return lines
-    last = lines[max_lines - 1]
-    while last and measure(last + " ...") > width:
-        last = last[:-1]
-    return [*lines[: max_lines - 1], last + " ..."]
-
-
-def printable(text: str) -> str:
-    """`text` on one line: every control character, line break and invisible mark is a blank."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 def shade(level: float) -> Colour:
     """The colour of a level in [0, 1]."""
     first, second, part = (LOW, MIDDLE, 2 * level) if level < 0.5 else (MIDDLE, HIGH, 2 * level - 1)
@@ -274,14 +242,3 @@ def _summary(table: SampleTable, shown: int) -> str:
 
 def _rise(before: SampleTable, after: SampleTable) -> str:
     return f"evaluation prompts, same noise; mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
-
-
-def _pieces(word: str, width: int, measure: Callable[[str], float]) -> Sequence[str]:
-    """A word cut into pieces that fit; texts without blanks (as in Chinese) wrap anywhere."""
-    pieces = [""]
-    for character in word:
-        if measure(pieces[-1] + character) <= width:
-            pieces[-1] += character
-        else:
-            pieces.append(character)
-    return pieces

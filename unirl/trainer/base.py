@@ -96,7 +96,6 @@ class Trainer(ABC):
                 resp = self.produce(self.step)
                 self.learn(self.step, resp)
             self.finish_step()
-        self.tracker.finish()
 
     def produce(self, step: int) -> RolloutResp:
         """Samples of one step, scored and credited."""

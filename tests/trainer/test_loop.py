@@ -1,0 +1,177 @@
+"""The loop on the toy Stable Diffusion 3: what it promises at every step, at stops, at resumes and at failures."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from unirl.config.errors import CheckpointError, ConfigError, Interrupted, Preempted, RewardError
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.trainer.build import build_trainer
+from unirl.trainer.resume import changed_keys
+
+COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
+
+
+def trainer_of(folder: Path, *overrides: str):
+    recipe = load("diffusion/sd3_trainside", [*COMMON, f"run.dir={folder}", *overrides])
+    preflight(recipe)
+    return build_trainer(recipe)
+
+
+def run(folder: Path, *overrides: str):
+    trainer = trainer_of(folder, *overrides)
+    with trainer.tracker:
+        trainer.train()
+    return trainer
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
+
+
+def weights_of(folder: Path, step: int) -> bytes:
+    return (folder / f"checkpoints/checkpoint-{step:06d}/policy/weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(folder, "save_interval=1")
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_forward_batch_size_changes_no_bit_of_a_run(size, finished, tmp_path) -> None:
+    run(tmp_path, f"rollout.forward_batch_size={size}")
+    assert metrics_of(tmp_path) == metrics_of(finished)
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_an_embedding_cache_that_is_refilled_changes_no_bit_of_a_run(finished, tmp_path) -> None:
+    run(tmp_path, "pipeline.embedding_cache_gb=0")
+    assert metrics_of(tmp_path) == metrics_of(finished)
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_rollout_and_replay_agree_to_the_bit(finished) -> None:
+    assert [row["rollout/parity_absdiff_max"] for row in metrics_of(finished)] == [0.0, 0.0]
+
+
+def test_the_first_update_has_ratio_exactly_one(tmp_path) -> None:
+    run(tmp_path, "stack.num_updates_per_batch=1")
+    for row in metrics_of(tmp_path):
+        assert row["train/ratio_mean"] == 1.0 and row["train/ratio_std"] == 0.0
+        assert row["train/clip_fraction"] == 0.0 and row["train/approx_kl"] == 0.0
+
+
+def test_training_changes_the_weights(finished) -> None:
+    assert weights_of(finished, 1) != weights_of(finished, 2)
+
+
+def test_every_step_accounts_for_every_sample(finished) -> None:
+    rows = [json.loads(line) for line in (finished / "ledger.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["generated"], row["scored"]) for row in rows] == [(1, 8, 8), (2, 8, 8)]
+
+
+def test_an_evaluation_repeats_to_the_bit_and_does_not_disturb_training(finished, tmp_path) -> None:
+    trainer = trainer_of(tmp_path, "evaluation.eval_steps=1")
+    with trainer.tracker:
+        first, second = trainer.evaluate(), trainer.evaluate()
+        assert torch.equal(first.rewards, second.rewards) and torch.equal(first.images, second.images)
+        trainer.train()
+    assert metrics_of(tmp_path) == metrics_of(finished)
+
+
+def test_an_evaluation_of_the_average_uses_its_weights(tmp_path) -> None:
+    trainer = trainer_of(
+        tmp_path, "evaluation.eval_steps=1", "evaluation.weights=ema", "backend.ema_cfg={every: 1, target_decay: 0.0}"
+    )
+    with trainer.tracker:
+        trainer.train()
+        from_average = trainer.evaluate()
+        assert torch.equal(from_average.rewards, trainer.evaluate().rewards)
+    # With decay 0 the average is the live weights.
+    live = trainer_of(tmp_path / "live", "evaluation.eval_steps=1")
+    with live.tracker:
+        live.train()
+        assert torch.equal(live.evaluate().rewards, from_average.rewards)
+
+
+@pytest.mark.parametrize(("signum", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)])
+def test_a_signal_stops_after_the_step_with_a_checkpoint_that_continues_exactly(
+    signum, error, finished, tmp_path
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.request_stop(signum)
+    with pytest.raises(error, match="checkpoint saved"), trainer.tracker:
+        trainer.train()
+    assert (tmp_path / "checkpoints" / "LATEST").read_text().strip() == "checkpoint-000001"
+    run(tmp_path)
+    assert metrics_of(tmp_path) == metrics_of(finished)
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished, tmp_path) -> None:
+    run(tmp_path, "save_interval=1")
+    weights = tmp_path / "checkpoints/checkpoint-000002/policy/weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    run(tmp_path, "save_interval=1")
+    assert metrics_of(tmp_path) == metrics_of(finished)
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_restarted(tmp_path) -> None:
+    run(tmp_path)
+    (tmp_path / "checkpoints/checkpoint-000002/trainer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid .*trainer.json"):
+        run(tmp_path)
+
+
+def test_starting_anew_over_a_run_is_refused(finished) -> None:
+    with pytest.raises(ConfigError, match=r"resume=none, but .* holds checkpoint-000002"):
+        run(finished, "resume=none")
+
+
+def test_continuing_with_another_recipe_is_refused_and_names_the_key(finished) -> None:
+    with pytest.raises(CheckpointError, match=r"algorithm.clip_range: 0.0001 -> 0.01.*resume=.*run.dir="):
+        run(finished, "algorithm.clip_range=0.01", "num_rollouts=3")
+
+
+def test_a_branch_from_another_runs_checkpoint_may_change_the_recipe(finished, tmp_path) -> None:
+    branch = run(tmp_path, "algorithm.clip_range=0.01", f"resume={finished / 'checkpoints/checkpoint-000001'}")
+    assert branch.step == 2 and [row["step"] for row in metrics_of(tmp_path)] == [2]
+
+
+def test_only_keys_that_change_results_count_as_changed() -> None:
+    before = {"num_rollouts": 2, "rollout": {"forward_batch_size": 8}, "batch_size": 4, "run": {"dir": "a"}}
+    after = {"num_rollouts": 9, "rollout": {"forward_batch_size": 1}, "batch_size": 8, "run": {"dir": "b"}}
+    assert changed_keys(before, after) == ["batch_size: 4 -> 8"]
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_and_loses_nothing(tmp_path, monkeypatch) -> None:
+    run(tmp_path, "num_rollouts=1")
+    from unirl.reward.local.pickscore import PickScoreRewardScorer
+
+    score = PickScoreRewardScorer.score
+
+    def poisoned(self, request):
+        answer = score(self, request)
+        answer.total[1] = float("nan")
+        answer.components["pickscore"][1] = float("nan")
+        return answer
+
+    monkeypatch.setattr(PickScoreRewardScorer, "score", poisoned)
+    with pytest.raises(RewardError, match=r"PickScoreRewardScorer.*nan.*:1'"):
+        run(tmp_path, "num_rollouts=2")
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1]
+    assert (tmp_path / "checkpoints" / "LATEST").read_text().strip() == "checkpoint-000001"
+    assert json.loads((tmp_path / "run.json").read_text())["exit"]["code"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
+BundleT = TypeVar("BundleT", bound=DiffusionBundle)
+
 
 @dataclass(frozen=True)
 class _Draw:
@@ -32,12 +35,12 @@ class _Draw:
     start_ids: list[str]  # whose x_T: the sample's own, or its group's
 
 
-class DiffusionPipeline:
+class DiffusionPipeline(Generic[BundleT]):
     """Text to image with one bundle, which brings denoiser, encoders and decoder of its family."""
 
     def __init__(
         self,
-        bundle: DiffusionBundle,
+        bundle: BundleT,
         *,
         encode_batch_size: int = 8,
         decode_batch_size: int = 8,

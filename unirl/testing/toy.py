@@ -205,5 +205,5 @@ class ToyBundle(DiffusionBundle):
         return _PictureDecoder()
 
 
-class ToyPipeline(DiffusionPipeline):
+class ToyPipeline(DiffusionPipeline[ToyBundle]):
     """The general pipeline over the toy."""

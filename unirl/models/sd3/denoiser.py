@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from unirl.types.conditions import Conditions, TextEmbedCondition
 
-if TYPE_CHECKING:
-    from diffusers import SD3Transformer2DModel
-
 
 class SD3Denoiser:
     """One forward of the transformer."""
 
-    def __init__(self, transformer: SD3Transformer2DModel, timestep_scale: float) -> None:
-        self.transformer = transformer
+    def __init__(self, transformer: Any, timestep_scale: float) -> None:
+        self.transformer = transformer  # diffusers' SD3Transformer2DModel, which has no types
         self.timestep_scale = timestep_scale
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:

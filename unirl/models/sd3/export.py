@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unirl.models.hub import components
+from unirl.models.pipeline import DiffusionPipeline
 from unirl.models.quiet import quiet_libraries
 from unirl.models.sd3.architecture import ENCODERS
 from unirl.models.sd3.bundle import SD3Bundle
@@ -18,15 +19,14 @@ from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams
 
-if TYPE_CHECKING:
-    from diffusers import StableDiffusion3Pipeline
+PlainPipeline = Any
+"""diffusers' StableDiffusion3Pipeline, which has no types."""
 
-    from unirl.models.sd3.pipeline import SD3Pipeline
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
 
-def plain_pipeline(bundle: SD3Bundle, transformer: nn.Module) -> StableDiffusion3Pipeline:
+def plain_pipeline(bundle: SD3Bundle, transformer: nn.Module) -> PlainPipeline:
     """diffusers' own pipeline around `transformer` and the bundle's frozen components; absent ones are None."""
     import diffusers
 
@@ -38,7 +38,7 @@ def plain_pipeline(bundle: SD3Bundle, transformer: nn.Module) -> StableDiffusion
     return without_bar(plain)
 
 
-def without_bar(plain: StableDiffusion3Pipeline) -> StableDiffusion3Pipeline:
+def without_bar(plain: PlainPipeline) -> PlainPipeline:
     """The same pipeline without a progress bar."""
     plain.set_progress_bar_config(disable=True)
     return plain
@@ -58,7 +58,9 @@ def write_model(bundle: SD3Bundle, tensors: Mapping[str, Tensor], folder: Path) 
     return folder
 
 
-def verify_lora(pipeline: SD3Pipeline, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
+def verify_lora(
+    pipeline: DiffusionPipeline[SD3Bundle], folder: Path, texts: Sequence[str], params: DiffusionSamplingParams
+) -> float:
     """Max abs difference between our sampler with the weights of now and diffusers with the adapter in `folder`."""
     bundle = pipeline.bundle
     plain = plain_pipeline(bundle, bundle.untrained().to(bundle.device))
@@ -67,7 +69,9 @@ def verify_lora(pipeline: SD3Pipeline, folder: Path, texts: Sequence[str], param
     return difference(pipeline, plain, texts, params)
 
 
-def verify_model(pipeline: SD3Pipeline, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
+def verify_model(
+    pipeline: DiffusionPipeline[SD3Bundle], folder: Path, texts: Sequence[str], params: DiffusionSamplingParams
+) -> float:
     """Max abs difference between our sampler with the weights of now and diffusers with the model in `folder`."""
     import diffusers
 
@@ -81,8 +85,8 @@ def verify_model(pipeline: SD3Pipeline, folder: Path, texts: Sequence[str], para
 
 @torch.no_grad()
 def difference(
-    pipeline: SD3Pipeline,
-    plain: StableDiffusion3Pipeline,
+    pipeline: DiffusionPipeline[SD3Bundle],
+    plain: PlainPipeline,
     texts: Sequence[str],
     params: DiffusionSamplingParams,
 ) -> float:
@@ -106,7 +110,7 @@ def difference(
 
 
 def _drawn_from_prompts(
-    plain: StableDiffusion3Pipeline,
+    plain: PlainPipeline,
     texts: Sequence[str],
     x_T: Tensor,  # noqa: N803
     params: DiffusionSamplingParams,
@@ -128,8 +132,8 @@ def _drawn_from_prompts(
 
 
 def _drawn_from_embeddings(
-    pipeline: SD3Pipeline,
-    plain: StableDiffusion3Pipeline,
+    pipeline: DiffusionPipeline[SD3Bundle],
+    plain: PlainPipeline,
     texts: Sequence[str],
     x_T: Tensor,  # noqa: N803
     params: DiffusionSamplingParams,

@@ -13,10 +13,8 @@ from unirl.models.sd3.bundle import SD3Bundle
 from unirl.types.sampling import DiffusionSamplingParams
 
 
-class SD3Pipeline(DiffusionPipeline):
+class SD3Pipeline(DiffusionPipeline[SD3Bundle]):
     """SD3's guidance, schedule and conditioning are the general ones."""
-
-    bundle: SD3Bundle
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """A diffusers directory of the model whose transformer has `tensors` in place of its own."""

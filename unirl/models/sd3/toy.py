@@ -27,7 +27,7 @@ TOY: dict[str, Any] = {
         "num_layers": 2,
         "attention_head_dim": 8,
         "num_attention_heads": 4,
-        "joint_attention_dim": 64,
+        "joint_attention_dim": 96,
         "caption_projection_dim": 32,
         "pooled_projection_dim": 64,
         "pos_embed_max_size": 32,
@@ -55,7 +55,7 @@ TOY: dict[str, Any] = {
         "text_encoder_2": _CLIP,
         "text_encoder_3": {
             "vocab_size": 98,
-            "d_model": 64,
+            "d_model": 96,
             "d_kv": 8,
             "d_ff": 64,
             "num_layers": 2,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
 
 
 class SD3Decoder:
@@ -15,8 +12,8 @@ class SD3Decoder:
 
     components: tuple[str, ...] = ("vae",)
 
-    def __init__(self, vae: AutoencoderKL) -> None:
-        self.vae = vae
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae  # diffusers' AutoencoderKL, which has no types
 
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] of latents [B, C, H / 8, W / 8]."""

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from unirl.tracking.console import Banner, Change, Console, Summary, is_live
+from unirl.tracking.console import Banner, Change, Console, Pace, Summary, is_live
 from unirl.tracking.lines import Glyphs, duration, sparkline, step_line
 
 UNICODE, ASCII = Glyphs.of("utf-8"), Glyphs.of("ascii")
@@ -114,6 +114,16 @@ def test_a_terminal_gets_a_live_bar_with_estimate_and_no_colour_on_request():
         assert "eta" in target.getvalue()
     assert re.search(r"\x1b\[\d*;?3[0-9]", stream.getvalue())
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain.getvalue())
+
+
+def test_estimate_leaves_out_the_time_before_the_first_step(monkeypatch):
+    clock = iter([100.0, 150.0, 154.0])
+    monkeypatch.setattr("unirl.tracking.console.time.monotonic", lambda: next(clock))
+    pace = Pace(total=12, clock=next(clock))
+    pace.mark(2.0)
+    assert pace.remaining_s(1) == 22.0
+    pace.mark(2.0)
+    assert pace.remaining_s(2) == 10 * (2.0 + 4.0) / 2
 
 
 def test_live_display_shows_the_cursor_again():

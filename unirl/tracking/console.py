@@ -59,10 +59,13 @@ class Pace:
     clock: float = field(default_factory=time.monotonic)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
-    def mark(self) -> None:
-        """A step ended; everything since the last one counts, evaluations and checkpoints too."""
+    def mark(self, step_s: float | None) -> None:
+        """A step ended; everything since the last one counts, evaluations and checkpoints too.
+
+        `step_s`: the step's own time. It stands for the first step, before which models were loaded.
+        """
         now = time.monotonic()
-        self.recent.append(now - self.clock)
+        self.recent.append(now - self.clock if self.recent or step_s is None else step_s)
         self.clock = now
 
     def remaining_s(self, step: int) -> float | None:
@@ -94,7 +97,7 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step."""
-        self._pace.mark()
+        self._pace.mark(metrics.get("time/step"))
         self._rewards.append(metrics.get("rollout/reward_mean", float("nan")))
         eta = self._pace.remaining_s(step)
         if self.live_wanted:

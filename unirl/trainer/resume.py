@@ -19,6 +19,7 @@ RESULT_NEUTRAL = (
     "evaluation",
     "offload_idle",
     "plugins",
+    "data_source.data_path",  # the data source compares its own fingerprint
     "rollout.forward_batch_size",
 )
 """Keys that may change between a checkpoint and its continuation without another future."""

@@ -86,7 +86,8 @@ def report(results: list[Ratio], path: str | None) -> None:
     """Print a line per result; write everything as JSON when `path` is given."""
     for r in results:
         print(
-            f"{r.name:32s} ours {r.ours_s:8.4f} s   bare {r.bare_s:8.4f} s   ratio {r.ratio:.3f}   ({r.pairs} pairs) {r.shapes}"
+            f"{r.name:32s} ours {r.ours_s:8.4f} s   bare {r.bare_s:8.4f} s   ratio {r.ratio:.3f}   "
+            f"({r.pairs} pairs) {r.shapes}"
         )
     if path:
         content = {"machine": machine(), "results": [asdict(r) for r in results]}

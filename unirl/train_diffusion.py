@@ -1,4 +1,4 @@
-"""Train a diffusion or flow model: `python -m unirl.train_diffusion --config-name=diffusion/<recipe> [key=value ...]`."""
+"""Train a diffusion or flow model: python -m unirl.train_diffusion --config-name=diffusion/<recipe> [key=value ...]"""
 
 import sys
 

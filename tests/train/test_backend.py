@@ -190,13 +190,17 @@ def test_activation_checkpointing_changes_no_gradient_and_saves_fewer_tensors() 
     assert saved[1] < saved[0]
 
 
-def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda block: compiled.append(block)
-    )  # the compiler itself takes 20 s to import
-    backend = backend_of(ToyBundle(blocks=2), fsdp_cfg=FSDPConfig(use_torch_compile=True))
-    assert compiled == [backend.module.get_submodule("blocks.0"), backend.module.get_submodule("blocks.1")]
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
+    calls: list[str] = []
+
+    def compile_(forward: Any) -> Any:  # the compiler itself takes 20 s to import
+        return lambda *inputs: (calls.append(type(forward.__self__).__name__), forward(*inputs))[1]
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    config = FSDPConfig(use_torch_compile=True, activation_checkpointing=checkpointed)
+    loss_of(backend_of(ToyBundle(blocks=2), fsdp_cfg=config), 0).backward()
+    assert calls == ["ToyBlock"] * (4 if checkpointed else 2)  # recomputing runs the compiled forward too
 
 
 class Narrow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unirl.models.chunks import even_size, filled_rows, full_chunks, map_chunks
@@ -13,6 +13,7 @@ SIZES = st.integers(1, 20)
 MULTIPLES = st.sampled_from([1, 2, 4, 8])
 
 
+@settings(deadline=None)
 @given(COUNTS, SIZES, MULTIPLES)
 def test_chunks_cover_the_rows_once_and_are_of_one_size(count: int, size: int, multiple: int) -> None:
     chunks = full_chunks(count, size, multiple)
@@ -21,6 +22,7 @@ def test_chunks_cover_the_rows_once_and_are_of_one_size(count: int, size: int, m
     assert all(set(chunk.rows[chunk.kept :]) <= set(chunk.rows[: chunk.kept]) for chunk in chunks)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), SIZES, MULTIPLES)
 def test_an_even_size_needs_no_more_chunks_and_fewer_copies(count: int, size: int, multiple: int) -> None:
     even = even_size(count, size, multiple)
@@ -31,12 +33,14 @@ def test_an_even_size_needs_no_more_chunks_and_fewer_copies(count: int, size: in
     assert sum(len(chunk.rows) - chunk.kept for chunk in found) < len(found) * multiple
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), SIZES, MULTIPLES)
 def test_mapping_in_chunks_is_mapping_at_once(count: int, size: int, multiple: int) -> None:
     values = torch.arange(count * 2).view(count, 2)
     assert torch.equal(map_chunks(lambda v: v * 2, values, size, multiple), values * 2)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), MULTIPLES)
 def test_filling_adds_copies_of_the_first_row_up_to_the_multiple(count: int, multiple: int) -> None:
     rows = filled_rows(count, multiple)

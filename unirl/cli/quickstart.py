@@ -22,7 +22,7 @@ EXAMPLES = (
 
 def run(argv: list[str], session: Session) -> int:
     from unirl.cli.export import export
-    from unirl.cli.train import train
+    from unirl.cli.train import continuation, train
 
     parser = recipe_parser("quickstart", "Train the small built-in model on a CPU; takes minutes.", EXAMPLES)
     parser.usage = "unirl quickstart [key=value ...]"
@@ -32,6 +32,8 @@ def run(argv: list[str], session: Session) -> int:
     scores = read_scores(session.run_dir)
     for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):
         print(line)
+    longer = [f"num_rollouts={2 * len(read_steps(session.run_dir))}"]
+    print(f"train on         {continuation(arguments.recipe, (*arguments.overrides, *longer), session.run_dir)}")
     check_promise(scores, arguments.overrides)
     return 0
 
@@ -39,6 +41,11 @@ def run(argv: list[str], session: Session) -> int:
 def read_scores(root: Path) -> list[dict[str, float]]:
     """The metrics of every evaluation of a run, first to last."""
     return [json.loads(path.read_text())["metrics"] for path in sorted(root.glob("eval/step-*/scores.json"))]
+
+
+def read_steps(root: Path) -> list[str]:
+    """A line per finished step."""
+    return (root / "metrics.jsonl").read_text().splitlines()
 
 
 def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
@@ -51,7 +58,6 @@ def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
         f"before/after     {last / 'before_after.png'}",
         f"samples          {root / 'samples'}",
         f"metrics          {root / 'metrics.csv'}",
-        f"continue         unirl train {RECIPE} run.dir={root} num_rollouts=<more>",
     ]
 
 

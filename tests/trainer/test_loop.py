@@ -12,6 +12,7 @@ import torch
 from unirl.config.errors import CheckpointError, ConfigError, Interrupted, Preempted, RewardError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
+from unirl.trainer.base import spread_rows
 from unirl.trainer.build import build_trainer
 from unirl.trainer.resume import changed_keys
 
@@ -175,3 +176,22 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_loses_nothing(tmp_path, m
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]
     assert (tmp_path / "checkpoints" / "LATEST").read_text().strip() == "checkpoint-000001"
     assert json.loads((tmp_path / "run.json").read_text())["exit"]["code"] == 1
+
+
+def test_kept_samples_are_spread_over_the_groups() -> None:
+    groups = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    assert spread_rows(groups, 6) == [0, 1, 4, 5, 8, 9]
+    assert spread_rows(groups, 2) == [0, 4]
+    assert spread_rows(groups, 99) == list(range(12))
+
+
+def test_going_back_to_an_earlier_checkpoint_of_a_run_forgets_its_later_ones(finished, tmp_path) -> None:
+    run(tmp_path, "save_interval=1")
+    first = tmp_path / "checkpoints/checkpoint-000001"
+    trainer = trainer_of(tmp_path, f"resume={first}")
+    with trainer.tracker:
+        trainer.restore()
+        assert trainer.step == 1
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")) == ["checkpoint-000001"]
+    run(tmp_path, "save_interval=1")
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)

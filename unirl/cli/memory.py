@@ -29,7 +29,7 @@ class Sizes:
     rollout_rows: int  # rows of one forward in rollout, guidance included
     train_rows: int  # rows of one forward in training, guidance and steps per forward included
     recompute: bool
-    offload_idle: bool
+    keep_resident: bool  # encoders and VAE stay on the device while idle
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,9 @@ def table(sizes: Sizes) -> list[Row]:
         _resident("policy weights", _policy_bytes(sizes)),
         _resident("adapters", 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES),
         _one_phase("gradients", train=sizes.trainable_parameters * MASTER_BYTES),
-        _idle_in_rollout("optimizer (AdamW)", 2 * sizes.trainable_parameters * MASTER_BYTES, sizes.offload_idle),
-        _idle_in_rollout(
-            "snapshots", sizes.num_snapshots * sizes.trainable_parameters * MASTER_BYTES, sizes.offload_idle
-        ),
-        _idle_in_train("encoders and VAE", sizes.other_parameters * sizes.dtype_bytes, sizes.offload_idle),
+        _resident("optimizer (AdamW)", 2 * sizes.trainable_parameters * MASTER_BYTES),
+        _resident("snapshots", sizes.num_snapshots * sizes.trainable_parameters * MASTER_BYTES),
+        _idle_in_train("encoders and VAE", sizes.other_parameters * sizes.dtype_bytes, not sizes.keep_resident),
         _one_phase("activations", rollout=_live_bytes(sizes), train=_stored_bytes(sizes)),
     ]
 
@@ -82,10 +80,6 @@ def _resident(role: str, size: int) -> Row:
 
 def _one_phase(role: str, rollout: int = 0, train: int = 0) -> Row:
     return Row(role, rollout / GIB, train / GIB)
-
-
-def _idle_in_rollout(role: str, size: int, offload: bool) -> Row:
-    return _one_phase(role, rollout=0 if offload else size, train=size)
 
 
 def _idle_in_train(role: str, size: int, offload: bool) -> Row:

@@ -70,7 +70,7 @@ def _sizes(recipe, estimate) -> memory.Sizes:
         rollout_rows=recipe.value("rollout.forward_batch_size") * guidance_rows,
         train_rows=recipe.value("stack.micro_batch_size") * guidance_rows,
         recompute=fsdp.get("activation_checkpointing", False),
-        offload_idle=recipe.value("offload_idle") or not recipe.value("pipeline.keep_resident"),
+        keep_resident=recipe.value("pipeline.keep_resident"),
     )
 
 

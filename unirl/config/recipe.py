@@ -117,8 +117,6 @@ class RecipeConfig:
     """local = every role in this process; ray = one worker per device."""
     placement: dict[str, str | int] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
-    offload_idle: bool = False
-    """Keep on the device only what the running phase needs: slower, smaller."""
     weight_sync_interval: int = 1
     """Send weights to a separate engine every this many steps."""
     save_interval: int = 50

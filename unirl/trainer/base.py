@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,10 +143,9 @@ class Trainer(ABC):
         self.tracker.ledger(done, generated=len(track), scored=scored, dropped=len(track) - scored)
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
-            shown = min(len(track), self.config.tracking.max_samples)
-            rows = track.slice(0, shown)
-            pictures = pixels(self.roles.rollout.preview(rows.decoded))
-            self.tracker.samples(done, SampleTable(sample_rows(req, rows), pictures))
+            chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
+            pictures = pixels(self.roles.rollout.preview(track.decoded.select(chosen)))
+            self.tracker.samples(done, SampleTable(sample_rows(req.select(chosen), track.select(chosen)), pictures))
 
     def finish_step(self) -> None:
         """The end of a step: evaluate, flush the files, checkpoint; then stop if a signal asked for it."""
@@ -207,6 +207,7 @@ class Trainer(ABC):
             self.tracker.warn(reason)
         if point.checkpoint is not None:
             self.load(point.checkpoint)
+            self.parts.checkpoints.discard_after(self.step)
         self.tracker.truncate(self.step if point.checkpoint else -1)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -281,8 +282,18 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
+    """At most `count` row numbers, as evenly from the groups as can be: first rows of each, siblings adjacent."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for i, group in enumerate(group_ids):
+        ranks.append((seen[group], i))
+        seen[group] += 1
+    return sorted(i for _, i in sorted(ranks)[:count])
+
+
 def sample_rows(req: RolloutReq, track: RolloutTrack) -> tuple[SampleRow, ...]:
-    """What is known of each row of `track`, which are the first rows of the request's."""
+    """What is known of each row of `track`; the request's rows are the same."""
     assert track.rewards is not None and track.advantages is not None
     components = track.component_rewards or {}
     return tuple(

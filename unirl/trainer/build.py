@@ -43,17 +43,18 @@ def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
     """Place the roles of a recipe on its devices and join them."""
     config = recipe.config
     sampling = build(config.sampling)
+    # Data is read before the model, so that a bad line is known before anything heavy is loaded.
+    data = build(config.data_source, seed=sampling.seed, eval_data_path=config.evaluation.data_path)
+    advantage = build(config.advantage)
     pool = DevicePool(config.num_devices)
     run_updates = config.num_rollouts * recipe.value("stack.num_updates_per_batch")
     with placement(pool) as group:
         handles = place_roles(group, config, device=device(), seed=sampling.seed, run_updates=run_updates)
-    data = build(config.data_source, seed=sampling.seed, eval_data_path=config.evaluation.data_path)
-    advantage = build(config.advantage)
     parts = Parts(
         config=config,
         data=data,
         advantage=advantage,
-        sync=NoSync(),
+        sync=NoSync() if config.sync is None else build(config.sync),
         tracker=tracker,
         checkpoints=CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints),
         columns=pool.store,

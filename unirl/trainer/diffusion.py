@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from unirl.config.recipe import EvaluationConfig
-from unirl.data.datasets import Prompt
+from unirl.data.datasets import Prompt, require_text_only
 from unirl.trainer.base import Parts, Roles, Trainer
 from unirl.types.primitives import Texts
 from unirl.types.protocols import ModelFacts
-from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec, group_id
+from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
 from unirl.types.sampling import DiffusionSamplingParams
 
 TRACK = "image"
@@ -38,7 +38,8 @@ class DiffusionTrainer(Trainer):
     def _request(
         self, prompts: Sequence[Prompt], sampling: DiffusionSamplingParams, step: int, purpose: Purpose, weights: str
     ) -> RolloutReq:
-        groups = [group_id(prompt.prompt_id, prompt.epoch) for prompt in prompts]
+        require_text_only(prompts, self.facts.family)
+        groups = [prompt.group_id for prompt in prompts]
         return RolloutReq(
             sample_ids=groups,
             group_ids=groups,

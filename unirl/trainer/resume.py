@@ -17,7 +17,7 @@ RESULT_NEUTRAL = (
     "run",
     "tracking",
     "evaluation",
-    "offload_idle",
+    "pipeline.keep_resident",
     "plugins",
     "data_source.data_path",  # the data source compares its own fingerprint
     "rollout.forward_batch_size",

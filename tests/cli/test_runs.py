@@ -69,11 +69,11 @@ def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir,
     monkeypatch.setattr(Trainer, "learn", learn_and_interrupt)
     assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 130
     shown = capsys.readouterr().err
-    assert f"continue with:\n  unirl train {' '.join(TOY)} --out {tmp_path / 'run'}" in shown
+    assert f"continue with:\n  unirl train {' '.join(TOY)} run.dir={tmp_path / 'run'}" in shown
     assert len(rows(tmp_path / "run")) == 1
     monkeypatch.undo()
     monkeypatch.chdir(ROOT)
-    assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 0
+    assert main(["train", *TOY, f"run.dir={tmp_path / 'run'}"]) == 0
     assert rows(tmp_path / "run") == rows(run_dir)
 
 

@@ -9,7 +9,7 @@ from unirl.config.errors import ConfigError, RewardError
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
-from unirl.reward.service import RewardService, joined
+from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
 from unirl.types.primitives import Images, Texts
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -198,7 +198,7 @@ def test_answers_of_ranks_join_to_the_answer_of_one():
         service.score_and_attach(req.slice(a, b), RolloutResp({"image": track.slice(a, b)}))
         for a, b in ((0, 1), (1, 4))
     ]
-    assert torch.equal(joined(parts).tracks["image"].rewards, whole.rewards)
+    assert torch.equal(RolloutResp.concat(parts).tracks["image"].rewards, whole.rewards)
 
 
 def test_offload_reaches_the_scorer():

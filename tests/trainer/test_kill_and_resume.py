@@ -26,7 +26,7 @@ OVERRIDES = (
     "tracking.sample_steps=7",
     "backend.ema_cfg={target_decay: 0.9}",
 )
-PRELOAD = ["unirl.trainer.build", "unirl.models.sd3.bundle", "diffusers", "transformers", "peft", "torch.optim"]
+PRELOAD = ["unirl.trainer.build", "unirl.models.sd3.bundle", "diffusers", "transformers", "peft", "torch._dynamo"]
 
 
 def train(folder: str) -> None:

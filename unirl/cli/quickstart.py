@@ -21,8 +21,10 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
+    from unirl.cli.check import checked
     from unirl.cli.export import export
-    from unirl.cli.train import continuation, train
+    from unirl.cli.train import train
+    from unirl.trainer.run import continuation
 
     parser = recipe_parser("quickstart", "Train the small built-in model on a CPU; takes minutes.", EXAMPLES)
     parser.usage = "unirl quickstart [key=value ...]"
@@ -32,8 +34,10 @@ def run(argv: list[str], session: Session) -> int:
     scores = read_scores(session.run_dir)
     for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):
         print(line)
-    longer = [f"num_rollouts={2 * len(read_steps(session.run_dir))}"]
-    print(f"train on         {continuation(arguments.recipe, (*arguments.overrides, *longer), session.run_dir)}")
+    longer = f"num_rollouts={2 * len(read_steps(session.run_dir))}"
+    print(
+        f"train on         {continuation(checked(arguments.recipe, [*arguments.overrides, longer]), session.run_dir)}"
+    )
     check_promise(scores, arguments.overrides)
     return 0
 

@@ -1,9 +1,7 @@
 """`unirl train RECIPE`, which is also `python -m unirl.train_<domain> --config-name=RECIPE`."""
 
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.cli.check import checked
@@ -52,19 +50,17 @@ def read_arguments(argv: Sequence[str]) -> RecipeArguments:
 def train(recipe: str, overrides: Sequence[str], session: Session) -> None:
     """Run a recipe to its end. A signal stops it after the step that runs, and the way to continue is said."""
     from unirl.cli.runs import open_run
+    from unirl.trainer.run import continuation
 
+    found = checked(recipe, overrides)
     try:
-        with open_run(checked(recipe, overrides), session) as trainer, stop_on_signal(trainer.request_stop):
+        with open_run(found, session) as trainer, stop_on_signal(trainer.request_stop):
             trainer.train()
+            trainer.tracker.summary(f"{found.file.name}: {trainer.step} steps", [("run", str(session.run_dir))])
     except (Preempted, Interrupted):
-        print(f"continue with:\n  {continuation(recipe, overrides, session.run_dir)}", file=sys.stderr)
+        assert session.run_dir is not None
+        print(f"continue with:\n  {continuation(found, session.run_dir)}", file=sys.stderr)
         raise
-
-
-def continuation(recipe: str, overrides: Sequence[str], root: Path | None) -> str:
-    """The command that continues a run with the same settings."""
-    kept = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
-    return shlex.join(["unirl", "train", recipe, *kept, "--out", str(root)])
 
 
 def _check_domain(recipe: str, domain: str | None) -> None:

@@ -51,6 +51,11 @@ class ComposedConfig:
         """The composed recipe with `${...}` replaced."""
         return resolve(self.tree, self.where)
 
+    @property
+    def overrides(self) -> list[str]:
+        """What the command line set, as typed."""
+        return list(self.layers[-1].places.values())
+
     def why(self, path: str) -> list[Origin]:
         """Every layer that sets a key, the one in effect first; none when it has its default."""
         return [_through_environment(origin) for origin in origins(self.layers, path)]

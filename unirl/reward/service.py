@@ -21,11 +21,6 @@ MEDIA: dict[str, type[Any]] = {"images": Images, "texts": Texts}
 """Which kind of decoded media holds a column."""
 
 
-def joined(parts: Sequence[RolloutResp]) -> RolloutResp:
-    """One response from those of the ranks, rows in rank order."""
-    return RolloutResp({name: RolloutTrack.concat([part.tracks[name] for part in parts]) for name in parts[0].tracks})
-
-
 class RewardService:
     """Holds one scorer, or a weighted set of them. Strict: a failure stops the step and is never a zero."""
 
@@ -39,7 +34,7 @@ class RewardService:
                 )
         self.backend = backend
 
-    @scatter(joined)
+    @scatter(RolloutResp.concat)
     def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
         """The response with rewards [B] and component rewards on every leaf track.
 

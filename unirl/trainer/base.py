@@ -256,7 +256,7 @@ class Trainer(ABC):
 
 def reward_metrics(track: RolloutTrack) -> dict[str, float]:
     """Reward statistics over rows of weight > 0."""
-    assert track.rewards is not None and track.advantages is not None
+    assert track.rewards is not None
     alive = track.weight > 0
     rewards = track.rewards[alive].double()
     metrics = {
@@ -264,7 +264,6 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
         "rollout/reward_std": float(rewards.std(correction=0)),
         "rollout/reward_min": float(rewards.min()),
         "rollout/reward_max": float(rewards.max()),
-        "rollout/adv_abs_mean": float(track.advantages[alive].abs().mean()),
     }
     for name, scores in (track.component_rewards or {}).items():
         chosen = scores[alive].double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,13 +72,10 @@ def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
 def place_roles(group: LocalGroup, config: RecipeConfig, **wired: Any) -> dict[str, Handle]:
     """Build every role of the recipe beside its siblings; a role takes the siblings that its constructor names."""
     nodes: dict[str, Node] = {name: vars(config)[name] for name in ROLES}
-    handles = {}
-    for name, node in nodes.items():
-        handles[name] = group.place(Remote(name, lambda siblings, node=node: _make(node, siblings, wired)))
-    return handles
+    return {name: group.place(Remote(name, partial(_make, node, wired))) for name, node in nodes.items()}
 
 
-def _make(node: Node, siblings: Siblings, wired: dict[str, Any]) -> Any:
+def _make(node: Node, wired: dict[str, Any], siblings: Siblings) -> Any:
     stage = {"stage": siblings["pipeline"].stage} if "pipeline" in siblings else {}
     return build(node, **wired, **siblings, **stage)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,6 +76,13 @@ def banner(recipe: Recipe, root: Path) -> Banner:
             *zip(("geometry", ""), geometry, strict=False),
             ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
             ("stop", "Ctrl-C (finishes the step and saves)"),
-            ("resume", f"unirl train {recipe.file.name} run.dir={root}"),
+            ("resume", continuation(recipe, root)),
         ],
     )
+
+
+def continuation(recipe: Recipe, root: Path) -> str:
+    """The command that continues the run in `root` with the same settings."""
+    said = recipe.composed.overrides
+    kept = [setting for setting in said if not setting.lstrip("+").startswith(("run.", "resume="))]
+    return shlex.join(["unirl", "train", recipe.file.name, *kept, f"run.dir={root}"])

@@ -83,6 +83,12 @@ class RolloutResp:
         if unknown:
             raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
 
+    @staticmethod
+    def concat(parts: Sequence[RolloutResp]) -> RolloutResp:
+        """One response from those of several ranks, rows in rank order."""
+        names = parts[0].tracks
+        return RolloutResp({name: RolloutTrack.concat([part.tracks[name] for part in parts]) for name in names})
+
     def pick(self, names: Sequence[str]) -> RolloutResp:
         """The response with these tracks only, lineage to others dropped."""
         chosen = {}

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine, and how the ranks' answers become one."""
+"""The contract of a rollout engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from unirl.distributed.group.dispatch import rank0, scatter
 from unirl.types.primitives import Images
 from unirl.types.protocols import Capabilities, ModelFacts
 from unirl.types.rollout_req import RolloutReq
-from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.rollout_resp import RolloutResp
 
 
-def joined(parts: Sequence[RolloutResp]) -> RolloutResp:
-    """One response from those of the ranks, rows in rank order."""
-    names = parts[0].tracks
-    return RolloutResp({name: RolloutTrack.concat([part.tracks[name] for part in parts]) for name in names})
+def rows_of_all_ranks(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors end to end, in rank order."""
+    return torch.cat(list(parts))
 
 
 class RolloutEngine(ABC):
@@ -27,7 +26,7 @@ class RolloutEngine(ABC):
 
     capabilities: ClassVar[Capabilities]
 
-    @scatter(joined)
+    @scatter(RolloutResp.concat)
     @abstractmethod
     def generate(self, req: RolloutReq) -> RolloutResp:
         """One track per track spec; rows in the order of the request; the pinned sigmas are used and echoed."""
@@ -37,7 +36,7 @@ class RolloutEngine(ABC):
     def facts(self) -> ModelFacts:
         """What the model knows of itself, for the driver to pin requests with."""
 
-    @scatter(torch.cat)
+    @scatter(rows_of_all_ranks)
     def preview(self, decoded: Images) -> Tensor:
         """[B, 3, H, W] uint8 pixels for people to look at."""
         return (decoded.pixels * 255).round().to(torch.uint8).cpu()

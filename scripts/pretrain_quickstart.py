@@ -80,8 +80,8 @@ def noisy_caption(drawing: Drawing, wrong: float, rng: np.random.Generator) -> s
 def draw(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndarray:
     """[3, size, size] in [0, 1]: one flat anti-aliased shape; its place, size and color are a little random."""
     color, shape, place = drawing
-    center = (0.5 + 0.21 * np.array(PLACES[place]) + rng.uniform(-0.03, 0.03, 2)) * size
-    half = size * rng.uniform(0.22, 0.25)
+    center = (0.5 + 0.21 * np.array(PLACES[place]) + rng.uniform(-0.01, 0.01, 2)) * size
+    half = size * rng.uniform(0.235, 0.245)
     cover = coverage(shape, size, (center[0], center[1]), (half, half))
     ground = np.array(GROUND)
     paint = np.clip(np.array(PALETTE[color]) + rng.normal(0, 0.02, 3), 0, 1)

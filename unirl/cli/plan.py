@@ -1,8 +1,10 @@
 """`unirl plan RECIPE`: what a run would do and hold, without loading a model."""
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from unirl.cli import memory
 from unirl.cli.arguments import parse_recipe, recipe_parser
@@ -39,8 +41,38 @@ def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> i
     print(f"{found.file.name}   {found.file.path}\n{geometry_table(found.config)}")
     print(_parameters_text(estimate.parameters, sizes))
     print(_memory_text(rows))
-    print("time       known once a step was measured: num_rollouts=1, or scale=toy for the shape of it")
+    print(f"time       {_time_text(found)}")
     return 0
+
+
+def _time_text(recipe) -> str:
+    """What the run will take, from the steps of the newest run with the same settings."""
+    from unirl.tracking.lines import duration
+    from unirl.tracking.run import latest_run
+
+    config = recipe.config
+    root = Path(config.run.dir).expanduser() if config.run.dir else latest_run(config.run.project, recipe.file.name)
+    seconds = [] if root is None else _step_seconds(recipe, root)
+    if not seconds:
+        return "known once a step was measured: run with num_rollouts=1, then plan again"
+    step = statistics.median(seconds)
+    total = duration(step * config.num_rollouts)
+    return f"{config.num_rollouts} steps x {step:.2f} s = {total} (median of {len(seconds)} steps in {root})"
+
+
+def _step_seconds(recipe, root: Path) -> list[float]:
+    """Seconds of every step that the run in `root` finished, if its settings are those of the recipe."""
+    import yaml
+
+    from unirl.tracking.tables import read_rows
+    from unirl.trainer.resume import changed_keys
+
+    resolved, metrics = root / "config" / "resolved.yaml", root / "metrics.jsonl"
+    if not (resolved.is_file() and metrics.is_file()):
+        return []
+    if changed_keys(yaml.safe_load(resolved.read_text()), recipe.resolved()):
+        return []
+    return [row["time/step"] for row in read_rows(metrics) if "time/step" in row]
 
 
 def _estimate(recipe):

@@ -82,7 +82,7 @@ class ShapesSpec:
     """Farthest a blob's median color may lie from a palette entry."""
     min_overlap: float = 0.7
     """Least intersection over union of blob and silhouette."""
-    max_residual: float = 0.1
+    max_residual: float = 0.04
     """Largest root mean square of what one flat shape leaves unexplained: texture, specks, a second shape."""
     min_offset: float = 0.1
     """Least distance of the blob from the middle, as a share of the picture's side, to be on a side."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def ahead_threads():
 def test_noise_drawn_ahead_has_the_bytes_of_noise_drawn_now():
     draws = ["s0", "s2", "s5"]
     with NoiseAhead(SOURCE, IDS, draws, SHAPE) as ahead:
-        found = list(ahead)
+        found = list(islice(ahead, 10))
     assert len(found) == 3
     for what, noise in zip(draws, found, strict=True):
         assert torch.equal(noise, SOURCE.normal(IDS, what, SHAPE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -195,3 +196,18 @@ def test_going_back_to_an_earlier_checkpoint_of_a_run_forgets_its_later_ones(fin
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")) == ["checkpoint-000001"]
     run(tmp_path, "save_interval=1")
     assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(tmp_path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("unirl.config.preflight.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"checkpoints needs .* Free some, set run.dir"):
+        trainer_of(tmp_path)
+
+
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(finished) -> None:
+    trainer = trainer_of(finished)
+    with trainer.tracker:
+        expected = trainer.roles.backend.checkpoint_bytes()
+    written = sum(p.stat().st_size for p in (finished / "checkpoints/checkpoint-000002/policy").iterdir())
+    assert expected <= written <= 1.5 * expected

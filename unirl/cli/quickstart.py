@@ -60,9 +60,30 @@ def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
     return [
         f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error over prompts)",
         f"before/after     {last / 'before_after.png'}",
+        f"overview         {draw_overview(root, last / 'before_after.png')}",
         f"samples          {root / 'samples'}",
         f"metrics          {root / 'metrics.csv'}",
     ]
+
+
+def draw_overview(root: Path, sheet: Path) -> Path:
+    """The before/after sheet beside the reward curve of the run, as one picture."""
+    from PIL import Image
+
+    from unirl.tracking.curve import Series, beside, reward_curve
+    from unirl.tracking.tables import read_rows
+
+    rows = list(read_rows(root / "metrics.jsonl"))
+    curve = Series(
+        "reward, mean +- std over samples",
+        [row["step"] for row in rows],
+        [row["rollout/reward_mean"] for row in rows],
+        [row["rollout/reward_std"] for row in rows],
+    )
+    path = root / "overview.png"
+    with Image.open(sheet) as pictures:
+        beside(pictures.convert("RGB"), reward_curve([curve], "training reward")).save(path, optimize=True)
+    return path
 
 
 def check_promise(scores: Sequence[dict[str, float]], overrides: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from unirl import __version__
 from unirl.config.build import build
 from unirl.config.load import Recipe
 from unirl.config.node import Node
+from unirl.config.preflight import check_disk
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.placement import placement
@@ -65,6 +66,9 @@ def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
         recipe=recipe.resolved(),
         environment=environment(),
     )
+    kept = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
+    needed = kept * handles["backend"].checkpoint_bytes()
+    check_disk(tracker.run.checkpoints, needed, f"{kept} checkpoints")
     roles = Roles(**{name: handles[name] for name in ("rollout", "reward", "stack", "backend")})
     return DiffusionTrainer(parts, roles, sampling)
 

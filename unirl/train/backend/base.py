@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import ConfigError
-from unirl.distributed.group.dispatch import broadcast
+from unirl.distributed.group.dispatch import broadcast, rank0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +160,11 @@ class TrainBackend(ABC):
     @abstractmethod
     def gather(self, name: str = "live") -> Mapping[str, Tensor]:
         """Full trainable tensors on the CPU by parameter name, live or of a snapshot."""
+
+    @rank0
+    @abstractmethod
+    def checkpoint_bytes(self) -> int:
+        """About how many bytes `save` writes."""
 
     @broadcast
     @abstractmethod

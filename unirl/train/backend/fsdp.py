@@ -147,6 +147,10 @@ class FSDPBackend(TrainBackend):
 
     # State
 
+    def checkpoint_bytes(self) -> int:
+        copies = 3 + len(self.snapshots.stored)  # weights and AdamW's two moments, and the snapshots
+        return copies * sum(p.numel() * p.element_size() for p in self.trainable.values())
+
     def save(self, directory: str) -> None:
         assert self.snapshots.in_force == LIVE, "a checkpoint inside weights(...) would save a snapshot as live weights"
         tensors: dict[str, state.Tensors] = {

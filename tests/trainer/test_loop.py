@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unirl.config.errors import CheckpointError, ConfigError, Interrupted, Preempted, RewardError
+from unirl.config.errors import CheckpointError, ConfigError, DataError, Interrupted, Preempted, RewardError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.trainer.base import spread_rows
@@ -211,3 +211,18 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(finished) -> Non
         expected = trainer.roles.backend.checkpoint_bytes()
     written = sum(p.stat().st_size for p in (finished / "checkpoints/checkpoint-000002/policy").iterdir())
     assert expected <= written <= 1.5 * expected
+
+
+def test_a_refused_continuation_leaves_the_runs_own_recipe_in_place(finished) -> None:
+    resolved = finished / "config/resolved.yaml"
+    before = resolved.read_text()
+    with pytest.raises(CheckpointError, match="clip_range"):
+        run(finished, "algorithm.clip_range=0.01", "num_rollouts=3")
+    assert resolved.read_text() == before
+
+
+def test_a_bad_data_line_is_refused_before_a_run_directory_is_made(tmp_path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    with pytest.raises(DataError, match=r"bad.jsonl:2: no 'prompt'"):
+        trainer_of(tmp_path / "run", f"data_source.data_path={tmp_path / 'bad.jsonl'}")
+    assert not (tmp_path / "run").exists()

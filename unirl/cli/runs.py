@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from unirl.tracking.tracker import Tracker
     from unirl.train.backend.checkpoint import Checkpoint
     from unirl.trainer.base import Trainer
+    from unirl.types.protocols import DataSource
 
 
 @contextmanager
 def open_run(recipe: Recipe, session: Session) -> Iterator[Trainer]:
     """The trainer of a recipe, in its run directory."""
+    from unirl.trainer.build import data_of
     from unirl.trainer.run import open_tracker
 
-    with _trainer(recipe, open_tracker(recipe, session.argv), session) as trainer:
+    data = data_of(recipe)
+    with _trainer(recipe, data, open_tracker(recipe, session.argv), session) as trainer:
         yield trainer
 
 
@@ -36,25 +39,27 @@ def open_saved(saved: SavedRun, out: Path, session: Session) -> Iterator[Trainer
     """The trainer of a saved run, without its checkpoint yet; what it reports goes to `out`, and not to the console."""
     from unirl.tracking.run import RunDirectory, RunDirectoryError, RunIdentity
     from unirl.tracking.tracker import Tracker
+    from unirl.trainer.build import data_of
 
+    data = data_of(saved.recipe)
     config = saved.recipe.config
     identity = RunIdentity(project=config.run.project, recipe=saved.recipe.file.name, argv=session.argv)
     try:
         run = RunDirectory(out, identity)
     except RunDirectoryError as error:
         raise ConfigError(str(error), code=2004) from error
-    with _trainer(saved.recipe, Tracker(run), session) as trainer:
+    with _trainer(saved.recipe, data, Tracker(run), session) as trainer:
         yield trainer
 
 
 @contextmanager
-def _trainer(recipe: Recipe, tracker: Tracker, session: Session) -> Iterator[Trainer]:
+def _trainer(recipe: Recipe, data: DataSource, tracker: Tracker, session: Session) -> Iterator[Trainer]:
     """The trainer that reports to `tracker`. However the block ends, the run directory says so."""
     from unirl.trainer.build import join_parts
 
     session.run_dir = tracker.run.root
     with _Ending(tracker):
-        yield join_parts(recipe, tracker)
+        yield join_parts(recipe, data, tracker)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import json
 import signal
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,8 @@ class Parts:
     stateful: dict[str, Stateful]
     recipe: Mapping[str, Any]
     """The resolved recipe, every key."""
+    write_config: Callable[[], None]
+    """Writes the recipe into the run directory; called when it is known to be the run's own."""
     environment: dict[str, str]
     """What decides bits outside the recipe: library versions, CPU capability, thread count."""
 
@@ -90,6 +92,7 @@ class Trainer(ABC):
     def train(self) -> None:
         """Run the loop from the last checkpoint to the last step."""
         self.restore()
+        self.parts.write_config()
         if self.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
         while self.step < self.config.num_rollouts:

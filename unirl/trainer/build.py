@@ -25,7 +25,7 @@ from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.trainer.base import Parts, Roles
 from unirl.trainer.diffusion import DiffusionTrainer
 from unirl.trainer.run import open_tracker
-from unirl.types.protocols import Stateful
+from unirl.types.protocols import DataSource, Stateful
 
 ROLES = ("bundle", "pipeline", "backend", "algorithm", "stack", "rollout", "reward")
 """The order in which siblings are built: each may take those before it."""
@@ -33,20 +33,28 @@ ROLES = ("bundle", "pipeline", "backend", "algorithm", "stack", "rollout", "rewa
 
 def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> DiffusionTrainer:
     """The trainer of a recipe that passed preflight, with its run directory open."""
+    data = data_of(recipe)
     tracker = open_tracker(recipe, argv)
     try:
-        return join_parts(recipe, tracker)
+        return join_parts(recipe, data, tracker)
     except BaseException as error:
         tracker.finish(1, f"{type(error).__name__}: {error}")
         raise
 
 
-def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
+def data_of(recipe: Recipe) -> DataSource:
+    """The prompts of a recipe. Read first: a bad line is known before a folder is made or a model loaded."""
+    config = recipe.config
+    source: DataSource = build(
+        config.data_source, seed=recipe.value("sampling.seed"), eval_data_path=config.evaluation.data_path
+    )
+    return source
+
+
+def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionTrainer:
     """Place the roles of a recipe on its devices and join them."""
     config = recipe.config
     sampling = build(config.sampling)
-    # Data is read before the model, so that a bad line is known before anything heavy is loaded.
-    data = build(config.data_source, seed=sampling.seed, eval_data_path=config.evaluation.data_path)
     advantage = build(config.advantage)
     pool = DevicePool(config.num_devices)
     run_updates = config.num_rollouts * recipe.value("stack.num_updates_per_batch")
@@ -64,6 +72,7 @@ def join_parts(recipe: Recipe, tracker: Tracker) -> DiffusionTrainer:
             name: part for name, part in [("data", data), ("advantage", advantage)] if isinstance(part, Stateful)
         },
         recipe=recipe.resolved(),
+        write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
         environment=environment(),
     )
     kept = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1

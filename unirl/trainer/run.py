@@ -18,7 +18,7 @@ from unirl.tracking.tracker import Tracker
 
 
 def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
-    """The tracker of a new or continued run, with its configuration written down and its banner shown.
+    """The tracker of a new or continued run, with its banner shown.
 
     Raises:
         ConfigError: 2004 when the run directory cannot be used.
@@ -36,7 +36,6 @@ def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
         raise ConfigError(str(error), code=2004) from error
     except MirrorUnavailable as error:
         raise DependencyError(str(error), code=3001) from error
-    run.write_config(recipe.composed.text(resolve_all=True), recipe.resolved_text())
     about = RunAbout(
         root=root,
         project=config.run.project,

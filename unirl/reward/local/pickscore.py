@@ -22,8 +22,8 @@ SCALE = 26.0
 """Scores of good pictures come out near 1: PickScore's own logits lie near 20 to 26."""
 MAX_TOKENS = 77
 ROWS = 4
-"""Forward batches are multiples of this: on one CPU thread a row's bits then do not depend on the batch; on several, CLIP's
-last bits depend on the row's place in it (2e-8 of a score), and are the same whenever the same batch is scored."""
+"""Forward batches are multiples of this: on one CPU thread a row's bits then do not depend on the batch. On several,
+CLIP's last bit depends on the row's place in it (2e-8 of a score); the same batch always gives the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

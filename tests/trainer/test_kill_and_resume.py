@@ -30,9 +30,12 @@ PRELOAD = ["unirl.trainer.build", "unirl.models.sd3.bundle", "diffusers", "trans
 
 
 def train(folder: str) -> None:
-    """The body of a child process: the command that a user types."""
+    """The body of a child process: the command that a user types, on one thread, since two run at a time."""
+    import torch
+
     from unirl.cli.main import main
 
+    torch.set_num_threads(1)
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -8,6 +8,14 @@ import pytest
 from unirl.cli.signals import STOPPING, stop_on_signal
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Python's own Ctrl-C, also where a shell started the tests in the background and so ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
 

@@ -88,8 +88,6 @@ def resolved_without(composed: ComposedConfig, path: str) -> dict | None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recipe_composes_checks_and_may_start(name):
-    if name == "diffusion/quickstart" and not (ROOT / "unirl/models/sd3/quickstart").is_dir():
-        pytest.skip("the quick start's weights are not made yet: scripts/pretrain_quickstart.py")
     preflight(load(name))
 
 
@@ -113,7 +111,7 @@ def test_the_recipe_is_short_and_starts_with_its_package(recipe):
     lines = recipe.path.read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1].startswith("# ") and lines[1].endswith(".")
-    assert len([line for line in lines if line.strip()]) <= 48
+    assert len([line for line in lines if line.strip()]) <= 45
     if any(line.startswith("defaults:") for line in lines):
         assert len(lines) <= 15
 

@@ -2,7 +2,8 @@
 
     UniRLError
       UsageError 2 (ConfigError)  DependencyError 3   DataError 4        ResourceError 5    RewardError 6
-      CheckpointError 7            StallError 8        DivergenceError 9  WorkerError 10     Preempted 75
+      CheckpointError 7            StallError 8        DivergenceError 9  WorkerError 10 (SyncError)
+      Preempted 75
       Interrupted 130
 
 A message names the thing, its value, the rule and the way out; the command line prints
@@ -102,6 +103,12 @@ class WorkerError(UniRLError):
 
     default_code = 10001
     exit_status = 10
+
+
+class SyncError(WorkerError):
+    """Weights that an engine should sample from did not arrive as they were sent."""
+
+    default_code = 10002
 
 
 class Preempted(UniRLError):

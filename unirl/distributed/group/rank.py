@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +22,17 @@ class RankInfo:
     world_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    device: torch.device = torch.device("cpu")
+    group: ProcessGroup | None = None
+    """The default process group of the role's ranks; None when alone."""
 
     def sum_over_dp(self, value: float) -> float:
         """The sum of `value` over the data-parallel ranks."""
-        if self.dp_size != 1:
-            raise AssertionError("a role with several data-parallel ranks needs a process group")
-        return value
+        if self.dp_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=self.group)
+        return float(total)
 
 
 _ALONE = RankInfo()

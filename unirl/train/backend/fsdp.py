@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
+from unirl.models.lora import LoraSpec, choose_targets, inject_lora
 from unirl.train.backend import state
 from unirl.train.backend.base import LrSchedulerConfig, Offloadable, OptimizerConfig, TrainBackend, UpdateStats
-from unirl.train.backend.lora import inject_lora
 from unirl.train.backend.offload import move_module, move_optimizer
 from unirl.train.backend.snapshots import LIVE, Snapshots
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig, SnapshotRule, TrainTopology
@@ -230,7 +230,8 @@ def prepare_module(bundle: Trained, config: FSDPConfig, lora: LoraConfig | None,
     module = bundle.trainable().eval()
     refuse_dropout(module)
     if lora is not None:
-        inject_lora(module, lora, bundle.facts.lora_targets, seed)
+        targets = choose_targets(module, lora.target_modules, bundle.facts.lora_targets)
+        inject_lora(module, LoraSpec(lora.rank, lora.alpha, targets), seed)
     set_dtypes(module, config)
     blocks = [m for m in module.modules() if type(m).__name__ in bundle.facts.block_class_names]
     if (config.activation_checkpointing or config.use_torch_compile) and not blocks:

@@ -104,6 +104,10 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         order = [entry for each in self.parts(rows.segment) for entry in each]
         return column[:, [order.index(entry) for entry in part]]
 
+    def trust_width(self) -> float | None:
+        """Half the width of the trust region on the importance ratio, by which disagreement is judged; None: no ratio."""
+        return None
+
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
         """How far `columns` (measured on the weights that sampled) are from what the engine recorded."""
         return {}

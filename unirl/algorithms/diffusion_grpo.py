@@ -72,6 +72,9 @@ class DiffusionGRPO(StageAlgorithm[DiffusionStage]):
         metrics = ratio_metrics(log_ratio, weights, low, high) | {"train/clip_range": Metric.mean(low)}
         return LossResult(weighted_sum(losses, weights), metrics, columns)
 
+    def trust_width(self) -> float:
+        return min(self.clip_at(0.0))
+
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
         recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
         gap = (recorded - columns["logp"]).abs() * (rows.weight > 0)[:, None]

@@ -13,6 +13,7 @@ from unirl.config.errors import ConfigError, DivergenceError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
+from unirl.train.parity import parity_of
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -103,6 +104,12 @@ class TrainStack:
         results[0] = merge([results[0], parity])
         self.backend.finish_step()
         return TrainStepResult(tuple(results))
+
+    @scatter(merge)
+    def measure_parity(self, track: RolloutTrack) -> Metrics:
+        """The importance ratio of every denoising step between what the engine recorded and the live weights."""
+        micros = [micro for update in self._split(track) for micro in update]
+        return merge(parity_of(self.algorithm, self.stage, self._placed(micro)) for micro in micros)
 
     def _split(self, track: RolloutTrack) -> list[Update]:
         """Update u of U is the rows [u B / U, (u + 1) B / U)."""

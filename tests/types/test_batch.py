@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.types.batch import Batch, num_rows, packed, packed_offsets, reduced, row, shared
+from unirl.types.batch import Batch, compact, num_rows, packed, packed_offsets, reduced, row, shared
 from unirl.types.column import Column, Piece
 from unirl.types.primitives import Images, Texts, Videos
 
@@ -137,6 +137,24 @@ def test_only_heavy_fields_become_columns() -> None:
     assert type(heavy.values) is Column and type(heavy.inner["images"].pixels) is Column
     assert heavy.names == ["n0", "n1"] and heavy.inner["text"].texts == ["a", "b"]
     assert len(heavy.select([1, 1, 0])) == 3
+
+
+def test_packed_columns_are_selected_and_joined_by_entries() -> None:
+    column = Column((Piece("w", "k", (0, 1, 2, 3, 4)),))
+    videos = Videos(frames=column, offsets=torch.tensor([0, 2, 5]))  # type: ignore[arg-type]
+    last = videos.select([1])
+    assert last.frames.pieces == (Piece("w", "k", (2, 3, 4)),)  # type: ignore[attr-defined]
+    joined = Videos.concat([last, videos.select([0])])
+    assert joined.frames.pieces == (Piece("w", "k", (2, 3, 4, 0, 1)),)  # type: ignore[attr-defined]
+
+
+def test_a_compact_view_holds_its_own_rows_only() -> None:
+    whole = Images(pixels=torch.arange(48.0).view(4, 3, 2, 2))
+    view = whole.select([1])
+    alone = compact({"images": view})["images"]
+    assert view.pixels.untyped_storage().nbytes() == 48 * 4 and alone.pixels.untyped_storage().nbytes() == 12 * 4
+    assert torch.equal(alone.pixels, view.pixels)
+    assert compact(whole).pixels.data_ptr() == whole.pixels.data_ptr()
 
 
 def test_a_column_cannot_be_read_on_the_driver() -> None:

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from unirl.distributed.group.layout import rank_rows, sent_order
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.steps import FractionSteps
 from unirl.types.primitives import Texts
@@ -74,6 +77,54 @@ def test_children_inherit_their_parents_advantage() -> None:
     resp = tree([1.0, 3.0, 6.0, 4.0])
     resp = resp.with_track("ar", resp.tracks["ar"].replace(advantages=torch.tensor([-1.0, 2.0])))
     assert resp.inherit_advantages("image").tracks["image"].advantages.tolist() == [-1.0, -1.0, 2.0, 2.0]
+
+
+def deep_tree(roots: int, j_major: bool = False) -> RolloutResp:
+    """Two levels below the roots, 2 children per row; `j_major` rows stand by child number first."""
+
+    def level(name: str, parent: str, parents: list[str]) -> RolloutTrack:
+        ids = child_ids(parents, name, 2)
+        ids = sorted(ids, key=lambda i: i[-1]) if j_major else ids
+        return track(ids, ids, parent_track=parent, parent_ids=[i.rpartition("/")[0] for i in ids])
+
+    top = [f"p:{i}" for i in range(roots)]
+    middle = level("image", "text", top)
+    return RolloutResp({"text": track(top, top), "image": middle, "crop": level("crop", "image", middle.sample_ids)})
+
+
+def ids_of(resp: RolloutResp) -> dict[str, list[str]]:
+    return {name: member.sample_ids for name, member in resp.tracks.items()}
+
+
+def test_selected_rows_bring_their_descendants() -> None:
+    chosen = deep_tree(3).select([2, 0])
+    assert len(chosen) == 2 and chosen.tracks["text"].sample_ids == ["p:2", "p:0"]
+    assert chosen.tracks["image"].sample_ids == child_ids(["p:2", "p:0"], "image", 2)
+    assert chosen.tracks["crop"].sample_ids == child_ids(chosen.tracks["image"].sample_ids, "crop", 2)
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_a_tree_cut_over_ranks_comes_back_as_it_was_sent(roots, num_updates, num_ranks, j_major) -> None:
+    resp = deep_tree(roots, j_major)
+    rows = rank_rows(roots, num_updates, num_ranks)
+    back = RolloutResp.concat([resp.select(share) for share in rows]).select(sent_order(rows))
+    assert ids_of(back) == ids_of(resp.select(range(roots)))
+    assert {name: sorted(ids) for name, ids in ids_of(back).items()} == {
+        name: sorted(ids) for name, ids in ids_of(resp).items()
+    }
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.booleans(), st.data())
+def test_each_copy_of_a_row_has_its_own_copies_of_the_descendants(indices, j_major, data) -> None:
+    resp = deep_tree(3, j_major)
+    copies = resp.select(indices)
+    assert {name: len(member) for name, member in copies.tracks.items()} == {
+        "text": len(indices),
+        "image": 2 * len(indices),
+        "crop": 4 * len(indices),
+    }
+    again = data.draw(st.permutations(range(len(indices))))
+    assert ids_of(copies.select(again)) == ids_of(resp.select([indices[i] for i in again]))
 
 
 def test_a_parent_id_that_does_not_exist_is_refused() -> None:

@@ -34,7 +34,7 @@ class RewardService:
                 )
         self.backend = backend
 
-    @scatter(RolloutResp.concat)
+    @scatter(RolloutResp.concat, order=RolloutResp.select)
     def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
         """The response with rewards [B] and component rewards on every leaf track.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unirl.types.column import Column
+from unirl.types.rows import Rows
 
 
 class Kind(Enum):
@@ -71,7 +72,7 @@ def _field(kind: Kind, heavy: bool, optional: bool) -> Any:
     return dataclasses.field(metadata=metadata)
 
 
-class Batch:
+class Batch(Rows):
     """Mix-in for dataclasses of samples. Treat instances as values: every method returns a new one."""
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class Batch:
         for name, bounds in self._values(Kind.OFFSETS):
             entries, lengths = _entries(bounds, chosen)
             changes[name] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-            changes |= {packed_name: value[entries] for packed_name, value in self._values(Kind.PACKED)}
+            changes |= {packed_name: _take_entries(value, entries) for packed_name, value in self._values(Kind.PACKED)}
         return self.replace(**changes)
 
     def slice(self, start: int, stop: int) -> Self:
@@ -195,16 +196,18 @@ def _entries(bounds: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64), stops - starts
 
 
+def _take_entries(value: Any, entries: Tensor) -> Any:
+    return value[entries] if isinstance(value, Tensor) else take_rows(value, entries.tolist())
+
+
 def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
     values = [part.__dict__[name] for part in parts]
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
         raise ValueError(f"{type(parts[0]).__name__}.{name} is absent in some parts and present in others: cannot join")
-    if kind is Kind.ROW:
+    if kind in (Kind.ROW, Kind.PACKED):
         return concat_rows(values)
-    if kind is Kind.PACKED:
-        return torch.cat(values)
     if kind is Kind.OFFSETS:
         lengths = torch.cat([value.diff() for value in values])
         return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -256,6 +259,16 @@ def _concat(first: Any, values: Sequence[Any]) -> Any:
 def map_value(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """`fn` applied to the tensors of a per-row value; other values pass."""
     return value
+
+
+def compact(value: Any) -> Any:
+    """The value with every tensor in storage of its own size: a view keeps alive, and ships, all it is a view of."""
+    return map_value(value, _own_storage)
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    own = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @singledispatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unirl.types.rows import Rows
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -18,7 +20,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Rows):
     """Rows of a field that stay where they were made (design, section 6).
 
     The driver may take the length, select rows and concatenate. Reading the data is the callee's business: a handle

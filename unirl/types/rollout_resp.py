@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -9,8 +10,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from unirl.types.batch import Batch, map_heavy, row, shared
+from unirl.types.batch import Batch, map_heavy, map_value, row, shared
 from unirl.types.results import Metrics
+from unirl.types.rows import Rows
 
 RewardOp = Literal["mean", "max", "sum", "last"]
 _REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
@@ -61,7 +63,7 @@ class RolloutTrack(Batch):
 
 
 @dataclass(frozen=True)
-class RolloutResp:
+class RolloutResp(Rows):
     """Tracks by name; every child names its parent track and, per row, its parent's sample id."""
 
     tracks: dict[str, RolloutTrack]
@@ -82,6 +84,40 @@ class RolloutResp:
         unknown = set(track.parent_ids) - set(self.tracks[track.parent_track].sample_ids)
         if unknown:
             raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
+
+    def __len__(self) -> int:
+        """The rows of the root track."""
+        return len(self.root_track())
+
+    def select(self, indices: Sequence[int]) -> RolloutResp:
+        """The rows `indices` of the root track, in that order, each followed by its own descendants.
+
+        Repeats are allowed: each copy of a row has copies of its descendants, under the same ids.
+        """
+        chosen: dict[str, list[int]] = {}
+        for name in self._by_depth():
+            if self.tracks[name].parent_track is None:
+                self.root_track()
+                chosen[name] = list(indices)
+            else:
+                children = self._children_of_rows(name)
+                chosen[name] = [child for row in chosen[self.tracks[name].parent_track] for child in children[row]]
+        return RolloutResp({name: track.select(chosen[name]) for name, track in self.tracks.items()})
+
+    def _children_of_rows(self, name: str) -> list[list[int]]:
+        """For each row of the parent track, the rows of track `name` below it.
+
+        Ids repeat where rows do, so the n-th row with an id belongs to the n-th row with its parent's id.
+        """
+        track = self.tracks[name]
+        assert track.parent_track is not None and track.parent_ids is not None
+        parents = self.tracks[track.parent_track].sample_ids
+        row_of = {key: row for row, key in enumerate(zip(parents, _occurrences(parents), strict=True))}
+        children: list[list[int]] = [[] for _ in parents]
+        keys = zip(track.parent_ids, _occurrences(track.sample_ids), strict=True)
+        for child, key in enumerate(keys):
+            children[row_of[key]].append(child)
+        return children
 
     @staticmethod
     def concat(parts: Sequence[RolloutResp]) -> RolloutResp:
@@ -162,6 +198,21 @@ class RolloutResp:
             elif parent.weight[i] > 0:
                 raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
         return parent.replace(rewards=rewards)
+
+
+def _occurrences(ids: Sequence[str]) -> list[int]:
+    """How often each entry has occurred before it."""
+    seen: Counter[str] = Counter()
+    numbers = []
+    for entry in ids:
+        numbers.append(seen[entry])
+        seen[entry] += 1
+    return numbers
+
+
+@map_value.register
+def _(value: RolloutResp, fn: Callable[[Tensor], Tensor]) -> RolloutResp:
+    return RolloutResp({name: track.map_tensors(fn) for name, track in value.tracks.items()})
 
 
 @map_heavy.register

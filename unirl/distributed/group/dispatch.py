@@ -1,7 +1,11 @@
 """What happens to the arguments of a role's method when the driver calls it.
 
-A method that may cross a process boundary is marked once, with the rule that joins the ranks' results. Nothing is
-guessed from a leading dimension: `scatter` cuts arguments that are `Batch`es by rows and passes everything else.
+A method that may cross a process boundary is marked once, with the rule that joins the ranks' results:
+
+    @scatter(RolloutResp.concat, order=RolloutResp.select)
+    def generate(self, req: RolloutReq) -> RolloutResp: ...
+
+Nothing is guessed from a leading dimension: `scatter` cuts arguments that are `Rows` and passes everything else.
 """
 
 from __future__ import annotations
@@ -11,9 +15,17 @@ from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any, Literal, TypeVar
 
-Mode = Literal["scatter", "broadcast", "rank0"]
-Merge = Callable[[Sequence[Any]], Any]
+from unirl.config.errors import ConfigError
+from unirl.distributed.group.layout import rank_rows, sent_order
+from unirl.types.batch import compact
+from unirl.types.rows import Rows
+
+Mode = Literal["scatter", "broadcast", "rank0", "collect"]
+Join = Callable[[Sequence[Any]], Any]
+Order = Callable[[Any, list[int]], Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,8 @@ class Dispatch:
     """How one method is called on the ranks of its role, and how their results become one."""
 
     mode: Mode
-    merge: Merge
+    join: Join
+    order: Order | None = None
 
 
 def first(results: Sequence[Any]) -> Any:
@@ -29,9 +42,14 @@ def first(results: Sequence[Any]) -> Any:
     return results[0]
 
 
-def scatter(merge: Merge) -> Callable[[Method], Method]:
-    """Each data-parallel rank gets its rows; `merge` joins the results."""
-    return _marked(Dispatch("scatter", merge))
+def scatter(join: Join, order: Order | None = None) -> Callable[[Method], Method]:
+    """Each data-parallel rank gets its rows; `join` makes one result of theirs, in rank order.
+
+    Args:
+        order: for results with one entry per row: `order(joined, indices)` selects entries. The caller gets them as it
+            sent the rows, without fill. A result that is no row of anything (metrics) has none.
+    """
+    return _marked(Dispatch("scatter", join, order))
 
 
 def broadcast(method: Method) -> Method:
@@ -42,6 +60,11 @@ def broadcast(method: Method) -> Method:
 def rank0(method: Method) -> Method:
     """Rank 0 alone is called."""
     return _marked(Dispatch("rank0", first))(method)
+
+
+def collect(method: Method) -> Method:
+    """Every rank gets the same arguments; the caller gets a list of their results, in rank order."""
+    return _marked(Dispatch("collect", list))(method)
 
 
 def _marked(dispatch: Dispatch) -> Callable[[Method], Method]:
@@ -60,3 +83,74 @@ def remote_methods(role: type) -> dict[str, Dispatch]:
             if isfunction(member) and "dispatch" in vars(member):
                 marks[name] = vars(member)["dispatch"]
     return marks
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A call as its ranks get it, and the way back from their results to the caller's."""
+
+    dispatch: Dispatch
+    calls: tuple[Call, ...]
+    """The arguments of ranks 0, 1, ...: of rank 0 alone when only it is called."""
+    indices: list[int] | None = None
+    """Where the rows that were sent stand in the joined result; absent when they stand there as they were sent."""
+
+    def merge(self, results: Sequence[Any]) -> Any:
+        """One result from those of the ranks, in rank order."""
+        joined = self.dispatch.join(results)
+        if self.dispatch.order is None or self.indices is None:
+            return joined
+        return self.dispatch.order(joined, self.indices)
+
+
+def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> Cut:
+    """The call of each rank.
+
+    Args:
+        what: the call's name in errors, `role.method`.
+        num_updates: U of the row layout.
+
+    Raises:
+        TypeError: a scattered call over several ranks has nothing to cut.
+        ValueError: its arguments differ in their number of rows, or have none.
+        ConfigError: 2010 when the rows do not divide among the ranks and the result has no row that could be left out.
+    """
+    if dispatch.mode != "scatter":
+        return Cut(dispatch, (call,) * (1 if dispatch.mode == "rank0" else num_ranks))
+    num_rows = _common_rows(what, call)
+    if num_ranks == 1:
+        return Cut(dispatch, (call,))
+    if num_rows is None:
+        raise TypeError(f"{what} is scattered over {num_ranks} ranks, but no argument has rows: mark it @broadcast")
+    rows = rank_rows(num_rows, num_updates, num_ranks)
+    if dispatch.order is None and sum(map(len, rows)) > num_rows:
+        raise ConfigError(
+            f"{what} got {num_rows} rows for {num_ranks} workers: {num_rows} / {num_ranks} is no whole number, and "
+            "copies that fill up would count twice. Make batch_size x samples_per_prompt a multiple of the workers",
+            code=2010,
+        )
+    indices = sent_order(rows)
+    in_place = indices == list(range(sum(map(len, rows))))
+    return Cut(dispatch, tuple(_share(call, chosen) for chosen in rows), None if in_place else indices)
+
+
+def _common_rows(what: str, call: Call) -> int | None:
+    args, kwargs = call
+    named = [(f"argument {i + 1}", value) for i, value in enumerate(args)] + list(kwargs.items())
+    sizes = {f"{name} ({type(value).__name__})": len(value) for name, value in named if isinstance(value, Rows)}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ValueError(f"{what} cuts its arguments by the same rows, but {listed} rows")
+    if 0 in sizes.values():
+        raise ValueError(f"{what} got no rows: {', '.join(sizes)} is empty")
+    return next(iter(sizes.values()), None)
+
+
+def _share(call: Call, rows: list[int]) -> Call:
+    """The call with the arguments' rows `rows`, in storage of their own: a view would travel with all of its rows."""
+
+    def share(value: Any) -> Any:
+        return compact(value.select(rows)) if isinstance(value, Rows) else value
+
+    args, kwargs = call
+    return tuple(share(value) for value in args), {name: share(value) for name, value in kwargs.items()}

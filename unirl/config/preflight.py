@@ -7,7 +7,6 @@ is the only thing done here, on the driver.
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,15 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from unirl.config.build import build
+from unirl.config.declared import capabilities_of
 from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
 from unirl.config.geometry import Geometry, check_geometry, geometry_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node
+from unirl.config.placement import GEOMETRY, UNSUPPORTED, Plan, plan_of
 from unirl.config.recipe import RecipeConfig
 from unirl.types.protocols import Capabilities, ModelFacts, Needs
 from unirl.types.sampling import DiffusionSamplingParams
-
-UNSUPPORTED = 2020
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -44,6 +43,7 @@ class Preflight:
     """A recipe that may start."""
 
     geometry: Geometry
+    plan: Plan
     notices: tuple[str, ...] = field(default=())
     """What the user should see once: settings without effect, values from the environment."""
 
@@ -57,14 +57,15 @@ def preflight(recipe: Recipe) -> Preflight:
     """
     config = recipe.config
     needs = needs_of(config)
-    check_runtime(config)
+    plan = plan_of(config)
+    check_runtime(config, plan)
     geometry = geometry_of(config, needs.rows_together)
     check_geometry(geometry)
     check_combination(config, needs)
     check_sampling(config, needs)
     check_model(config)
     check_data(config)
-    return Preflight(geometry, tuple(notices(recipe, geometry)))
+    return Preflight(geometry, plan, tuple(notices(recipe, geometry)))
 
 
 def needs_of(config: RecipeConfig) -> Needs:
@@ -73,18 +74,26 @@ def needs_of(config: RecipeConfig) -> Needs:
     return needs
 
 
-def check_runtime(config: RecipeConfig) -> None:
-    """Refuse what only a runtime with worker processes can do."""
-    if config.runtime == "ray":
-        raise ConfigError("runtime=ray is not in this version: use runtime=local, one device", code=UNSUPPORTED)
-    if config.num_devices > 1:
+def check_runtime(config: RecipeConfig, plan: Plan) -> None:
+    """The runtime can drive the slabs of the plan."""
+    for role, slab in plan.slabs.items():
+        if config.runtime == "local" and len(slab) > 1:
+            raise ConfigError(
+                f"runtime=local is one process, and {role} has {len(slab)} devices ({slab}). Set runtime=ray, or give "
+                f"{role} one device",
+                code=UNSUPPORTED,
+            )
+    per_node = config.devices_per_node
+    if per_node is not None and config.num_devices % per_node:
         raise ConfigError(
-            f"num_devices={config.num_devices}: runtime=local drives one device, and no other runtime is in this "
-            "version. Use num_devices=1",
-            code=UNSUPPORTED,
+            f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node gives equally "
+            f"many. Use devices_per_node={_divisors(config.num_devices)}",
+            code=GEOMETRY,
         )
-    if config.placement is not None:
-        raise ConfigError("placement: runtime=local has one device for every role. Remove the block", code=UNSUPPORTED)
+
+
+def _divisors(number: int) -> str:
+    return "|".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 # Needs and capabilities
@@ -117,12 +126,6 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
             )
     if config.evaluation.weights == "ema" and config.backend.values.get("ema_cfg") is None:
         yield "evaluation.weights=ema needs an average to evaluate: write backend.ema_cfg={} or evaluation.weights=live"
-
-
-def capabilities_of(node: Node) -> Capabilities:
-    """What a node's class declares; nothing when it declares nothing."""
-    declared = inspect.getattr_static(node.schema.owner, "capabilities", None)
-    return declared if isinstance(declared, Capabilities) else Capabilities()
 
 
 def _declares(node: Node) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from unirl.config.node import Node
+
+Where = str | int | tuple[int, ...]
+"""A place on the pool: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
+
+MAX_DEVICES = 2**16
 
 
 def _check_at_least(low: int, **values: float | None) -> None:
@@ -79,6 +85,25 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    """How far the engine's log-probs may be from the trainer's replay of the same steps, before the first update.
+
+    The measure is the largest |log ratio|, nats, in units of the loss's clip range: at 1 the trust region is used up
+    before anything was learned.
+    """
+
+    warn: float = 0.1
+    """From here on the run warns; 0 = never."""
+    stop: float = 1.0
+    """From here on the run stops; 0 = never. With both 0 nothing is measured."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(0, warn=self.warn, stop=self.stop)
+        if 0 < self.stop < self.warn:
+            raise ValueError(f"stop must be >= warn ({self.warn:g}) or 0, got {self.stop:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """A whole recipe. Blocks are nodes (a class by `_target_`, and its keys); the trainer builds them."""
 
@@ -104,6 +129,7 @@ class RecipeConfig:
     """How samples are drawn."""
     sync: Node | None = None
     """Weights to an engine that holds its own; absent = the engine borrows the trained ones."""
+    parity: ParityConfig = ParityConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -113,12 +139,17 @@ class RecipeConfig:
     num_rollouts: int = 100
     """Steps of the loop."""
     num_devices: int = 1
+    """Devices of the pool: GPUs, or CPU processes where there is none."""
+    devices_per_node: int | None = None
+    """Absent = Ray spreads them as it likes."""
     runtime: Literal["local", "ray"] = "local"
     """local = every role in this process; ray = one worker per device."""
-    placement: dict[str, str | int] | None = None
+    placement: dict[str, Where] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
+    stall_timeout_s: float = 1800.0
+    """A call that takes longer has stalled: the run ends and shows where every worker stands."""
     weight_sync_interval: int = 1
-    """Send weights to a separate engine every this many steps."""
+    """Send weights to an engine of its own every this many steps."""
     save_interval: int = 50
     """Checkpoint every this many steps and after the last; 0 = only after the last."""
     keep_checkpoints: int = 3
@@ -133,4 +164,8 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         _check_at_least(1, batch_size=self.batch_size, num_rollouts=self.num_rollouts, num_devices=self.num_devices)
         _check_at_least(0, save_interval=self.save_interval, keep_checkpoints=self.keep_checkpoints)
-        _check_at_least(1, weight_sync_interval=self.weight_sync_interval)
+        _check_at_least(1, weight_sync_interval=self.weight_sync_interval, devices_per_node=self.devices_per_node)
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"num_devices must be <= {MAX_DEVICES}, got {self.num_devices}")
+        if not 0 < self.stall_timeout_s < math.inf:
+            raise ValueError(f"stall_timeout_s must be > 0, got {self.stall_timeout_s:g}")

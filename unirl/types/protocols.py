@@ -174,6 +174,8 @@ class Capabilities:
     behaviour_logp: bool = False
     snapshots: bool = False
     """Can sample from a named snapshot."""
+    dedicated: bool = False
+    """An engine with weights of its own, which a sync block brings to it; otherwise it borrows the trained ones."""
     differentiable: bool = False
     modalities: tuple[str, ...] = ()
 

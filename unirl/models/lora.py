@@ -48,7 +48,8 @@ def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
     present = adapter_names(module)
     if present:
         raise ConfigError(
-            f"{type(module).__name__} already carries adapters ({present[0]}): a second one would add to them", code=2020
+            f"{type(module).__name__} already carries adapters ({present[0]}): a second one would add to them",
+            code=2020,
         )
     require_targets(module, spec.targets)
     module.requires_grad_(False)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from unirl.distributed.group.dispatch import rank0, scatter
+from unirl.config.errors import SyncError
+from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
+from unirl.distributed.group.rank import current
+from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout
+from unirl.distributed.weight_sync.bucket import Bucket
+from unirl.distributed.weight_sync.channel import Inlet, Route
 from unirl.types.batch import take_rows
 from unirl.types.primitives import Images
 from unirl.types.protocols import Capabilities, ModelFacts
@@ -41,3 +46,115 @@ class RolloutEngine(ABC):
     def preview(self, decoded: Images) -> Tensor:
         """[B, 3, H, W] uint8 pixels for people to look at."""
         return (decoded.pixels * 255).round().to(torch.uint8).cpu()
+
+
+class DedicatedEngine(RolloutEngine):
+    """An engine with weights of its own, which come by weight synchronisation.
+
+    It samples only from weights whose arrival was proven: from the first bucket of a transfer to `accept` it refuses,
+    and so it does after a transfer that failed. What follows `generate` is called by the driver's `EngineSync` and, for
+    `receive`, by the sender.
+    """
+
+    held: tuple[int, str] | None = None
+    """Optimizer updates behind the weights that it holds, and their name; None = no proven weights."""
+    inlet: Inlet | None = None
+    is_asleep: bool = False
+
+    def generate(self, req: RolloutReq) -> RolloutResp:
+        """Samples from the weights that the request names; every row says what they were.
+
+        Raises:
+            SyncError: the engine holds other weights, or none.
+        """
+        if self.is_asleep:
+            raise RuntimeError("the engine was asked to sample while it sleeps: wake_up() comes first")
+        wanted = (req.weight_version, req.weights)
+        if self.held != wanted:
+            holds = "no proven weights" if self.held is None else f"version {self.held[0]} ({self.held[1]})"
+            raise SyncError(
+                f"the request asks for weights of version {wanted[0]} ({wanted[1]}), and the engine holds {holds}: "
+                "push them first"
+            )
+        with torch.no_grad():
+            resp = self.sample(req)
+        version = self.held[0]
+        return RolloutResp(
+            {
+                name: track.replace(weight_version=torch.full((len(track),), version, dtype=torch.int64))
+                for name, track in resp.tracks.items()
+            }
+        )
+
+    @abstractmethod
+    def sample(self, req: RolloutReq) -> RolloutResp:
+        """Samples from the weights of now."""
+
+    @collect
+    @abstractmethod
+    def prepare(self, layout: Layout) -> Binding:
+        """Bind every tensor that will come to exactly one parameter; inject adapters if these are what comes."""
+
+    @collect
+    def connect(self, route: Route) -> None:
+        """Open this end of a route on which it must listen. Returns when all ends are open."""
+        self.inlet = route.inlet(current().rank)
+
+    @collect
+    def listen(self) -> None:
+        """Receive one transfer."""
+        assert self.inlet is not None, "connect comes first"
+        buckets = self.inlet.buckets()
+        try:
+            for bucket in buckets:
+                self.receive(bucket)
+        finally:
+            for _ in buckets:  # the sender and the other ranks are in the collectives of this transfer
+                pass
+
+    def receive(self, bucket: Bucket) -> None:
+        """Take over the tensors of one bucket."""
+        self.held = None
+        self.take(bucket)
+
+    @abstractmethod
+    def take(self, bucket: Bucket) -> None:
+        """Copy the tensors of a bucket into the network."""
+
+    @collect
+    @abstractmethod
+    def arrival(self) -> Arrival:
+        """What the network holds, read back from it."""
+
+    @rank0
+    @abstractmethod
+    def canary_inputs(self) -> Any:
+        """A fixed question for both networks."""
+
+    @collect
+    @abstractmethod
+    def canary(self, inputs: Any, answer: Any) -> CanaryResult:
+        """How far the network's own answer is from the trainer's."""
+
+    @broadcast
+    def accept(self, version: int, weights: str) -> None:
+        """The weights that came last are proven: sample from them."""
+        self.held = (version, weights)
+
+    @broadcast
+    def sleep(self) -> None:
+        """Leave the device; weights, adapters and their version are kept."""
+        if not self.is_asleep:
+            self.move(asleep=True)
+            self.is_asleep = True
+
+    @broadcast
+    def wake_up(self) -> None:
+        """Come back to the device."""
+        if self.is_asleep:
+            self.move(asleep=False)
+            self.is_asleep = False
+
+    @abstractmethod
+    def move(self, asleep: bool) -> None:
+        """Everything to main memory, or back."""

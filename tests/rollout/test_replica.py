@@ -1,0 +1,75 @@
+"""The replica engine samples what the trainer would have sampled, bit for bit, from weights that were proven."""
+
+import pytest
+import torch
+
+from tests.models.rollouts import request_for, sampling
+from tests.sync_ends import LORA, Ends, ends, toy_pipeline
+from unirl.config.errors import SyncError
+from unirl.models.sd3.bundle import SD3Bundle
+from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.testing.toy import toy_request
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutTrack
+
+
+def sd3_pipeline() -> SD3Pipeline:
+    return SD3Pipeline(SD3Bundle(path="toy", dtype="fp32"))
+
+
+def asking(joined: Ends, weights: str = "live") -> RolloutReq:
+    if isinstance(joined.trained, SD3Pipeline):
+        req = request_for(sampling(joined.trained))
+    else:
+        req = toy_request(3)
+    return req.replace(weights=weights, weight_version=joined.backend.updates)
+
+
+def trainside(joined: Ends, req: RolloutReq) -> RolloutTrack:
+    return TrainsideRolloutEngine(joined.trained, joined.backend).generate(req).tracks["image"]
+
+
+def assert_same(ours: RolloutTrack, theirs: RolloutTrack) -> None:
+    assert ours.sample_ids == theirs.sample_ids
+    assert torch.equal(ours.segment.latents, theirs.segment.latents)
+    assert torch.equal(ours.segment.logp, theirs.segment.logp)
+    assert torch.equal(ours.decoded.pixels, theirs.decoded.pixels)
+    assert torch.equal(ours.weight_version, theirs.weight_version)
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("pipeline", [toy_pipeline, sd3_pipeline], ids=["toy", "sd3"])
+def test_its_samples_are_trainsides_bit_for_bit(pipeline, lora) -> None:
+    joined = ends(lora, pipeline)
+    for _ in range(2):
+        joined.train()
+        report = joined.sync.push(joined.backend.updates)
+        assert report.num_bytes > 0 and report.canary_absdiff == 0.0
+        req = asking(joined)
+        assert_same(joined.engine.generate(req).tracks["image"], trainside(joined, req))
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_a_snapshot_reaches_the_engine_by_its_name(lora) -> None:
+    joined = ends(lora)
+    joined.train()
+    joined.backend.snapshot("old")
+    joined.train()
+    joined.sync.push(2, "old")
+    req = asking(joined, "old")
+    theirs = trainside(joined, req)
+    assert_same(joined.engine.generate(req).tracks["image"], theirs)
+    assert not torch.equal(trainside(joined, asking(joined)).segment.latents, theirs.segment.latents)
+
+
+def test_it_samples_from_no_other_weights_than_were_asked_for() -> None:
+    joined = ends()
+    with pytest.raises(SyncError, match=r"asks for weights of version 0 \(live\), and the engine holds no proven weig"):
+        joined.engine.generate(asking(joined))
+    joined.sync.push(0)
+    with pytest.raises(SyncError, match=r"version 0 \(ema\), and the engine holds version 0 \(live\): push them first"):
+        joined.engine.generate(asking(joined, "ema"))
+    joined.train()
+    with pytest.raises(SyncError, match=r"version 1 \(live\), and the engine holds version 0"):
+        joined.engine.generate(asking(joined))

@@ -1,0 +1,135 @@
+"""Weights by collective broadcast: rank 0 of the trainer to all ranks of the engine, over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import StallError, SyncError
+from unirl.distributed.group.rank import current
+from unirl.distributed.weight_sync.bucket import Bucket
+from unirl.distributed.weight_sync.channel import END, Inlet, Ledger, Neighbour, Outlet, bucket_of, header_of
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A process group of its own: rank 0 is the sender, rank i + 1 is engine rank i. Headers go through the store."""
+
+    host: str
+    port: int
+    num_engines: int
+    deadline_s: float
+    double_buffered: bool = True
+    """The next bucket is packed while the last one is under way."""
+
+    every_rank: ClassVar[bool] = False
+    listens: ClassVar[bool] = True
+
+    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+        """Returns when all engines have joined."""
+        ledger = Ledger(self.host, self.port, self.deadline_s)
+        return BroadcastOutlet(ledger, Ring(self, ledger, 0), self.double_buffered)
+
+    def inlet(self, rank: int) -> Inlet:
+        """Returns when all ends have joined."""
+        ledger = Ledger(self.host, self.port, self.deadline_s)
+        return BroadcastInlet(ledger, Ring(self, ledger, rank + 1))
+
+
+class Ring:
+    """The process group, made explicitly: no default group, no environment."""
+
+    def __init__(self, route: Broadcast, ledger: Ledger, rank: int) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        self.deadline_s = route.deadline_s
+        self.device = current().device
+        store = PrefixStore("weights", ledger.store)
+        size, timeout = route.num_engines + 1, timedelta(seconds=route.deadline_s)
+        self.group: Any
+        if self.device.type == "cuda":
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self.group = ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self.group = ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    def start(self, data: Tensor) -> Any:
+        """Begin to broadcast from rank 0 into `data`."""
+        return self.group.broadcast(data, 0)
+
+    def wait(self, work: Any, what: str) -> None:
+        """Return when `work` is done."""
+        try:
+            work.wait(timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            if "imed out" in str(error) or "imeout" in str(error):
+                raise StallError(f"the broadcast of {what} took more than {self.deadline_s:g} s", code=8001) from error
+            raise SyncError(f"the broadcast of {what} broke off: {error}") from error
+
+
+class BroadcastOutlet:
+    """At most two buckets are in memory: one under way, one being packed."""
+
+    def __init__(self, ledger: Ledger, ring: Ring, double_buffered: bool) -> None:
+        self.ledger = ledger
+        self.ring = ring
+        self.double_buffered = double_buffered
+        self.under_way: tuple[Any, Bucket] | None = None
+        self.number = 0
+
+    def begin(self) -> None:
+        self.ledger.begin()
+        self.number = 0
+
+    def put(self, bucket: Bucket) -> None:
+        self._wait()
+        self.ledger.write(self.number, header_of(bucket))
+        self.number += 1
+        self.under_way = (self.ring.start(bucket.data), bucket)
+        if not self.double_buffered:
+            self._wait()
+
+    def finish(self) -> None:
+        self._wait()
+        self.ledger.write(self.number, END)
+
+    def abort(self, reason: str) -> None:
+        self.under_way = None
+        self.ledger.write(self.number, {"error": reason})
+
+    def _wait(self) -> None:
+        if self.under_way is not None:
+            work, bucket = self.under_way
+            self.under_way = None
+            self.ring.wait(work, f"bucket {bucket.number}")
+
+
+class BroadcastInlet:
+    """Takes the next bucket off the wire while the last one is copied into the network."""
+
+    def __init__(self, ledger: Ledger, ring: Ring) -> None:
+        self.ledger = ledger
+        self.ring = ring
+
+    def buckets(self) -> Iterator[Bucket]:
+        self.ledger.begin()
+        arrived: Bucket | None = None
+        number = 0
+        while (header := self.ledger.read(number)) != END:
+            data = torch.empty(header["num_bytes"], dtype=torch.uint8, device=self.ring.device)
+            work = self.ring.start(data)
+            if arrived is not None:
+                yield arrived
+            self.ring.wait(work, f"bucket {number}")
+            arrived = bucket_of(header, data)
+            number += 1
+        if arrived is not None:
+            yield arrived

@@ -1,0 +1,101 @@
+"""Tensors packed into flat byte buffers, so that a transfer is few large messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import SyncError
+from unirl.distributed.weight_sync.base import Layout, Terms
+
+ALIGNMENT = 16
+"""Bytes; every tensor starts at a multiple of it, so that it can be viewed in its own dtype."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The entries of one bucket."""
+
+    entries: tuple[Entry, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors of a transfer. Buckets of one transfer are numbered from 0."""
+
+    version: int
+    weights: str
+    number: int
+    entries: tuple[Entry, ...]
+    data: Tensor  # [bytes] uint8
+
+    def values(self, entry: Entry) -> Tensor:
+        """One tensor, as a view of the buffer. Raises SyncError when the buffer ends before it does."""
+        end = entry.offset + entry.num_bytes
+        if end > self.data.numel():
+            raise SyncError(
+                f"bucket {self.number} of version {self.version} was cut short: {entry.name!r} ends at byte {end}, and "
+                f"{self.data.numel()} bytes arrived"
+            )
+        return self.data[entry.offset : end].view(entry.dtype).view(entry.shape)
+
+
+def plan_buckets(layout: Layout, terms: Terms) -> list[Plan]:
+    """The layout's tensors in their order, cut into buckets of at most `terms.bucket_bytes`.
+
+    A tensor that is larger has a bucket to itself.
+    """
+    plans: list[Plan] = []
+    entries: list[Entry] = []
+    size = 0
+    for name, info in layout.tensors.items():
+        entry = Entry(name, terms.wire(name), info.shape, size)
+        if entries and size + entry.num_bytes > terms.bucket_bytes:
+            plans.append(Plan(tuple(entries), size))
+            entries, entry = [], Entry(name, entry.dtype, entry.shape, 0)
+        entries.append(entry)
+        size = -(-(entry.offset + entry.num_bytes) // ALIGNMENT) * ALIGNMENT
+    return [*plans, Plan(tuple(entries), size)] if entries else plans
+
+
+def largest(plans: Sequence[Plan]) -> int:
+    """The bytes of the largest bucket."""
+    return max((plan.num_bytes for plan in plans), default=0)
+
+
+def fill(plan: Plan, tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
+    """The buffer [bytes] of a bucket, its tensors taken from `tensors` one by one and cast on the way in.
+
+    Raises:
+        SyncError: naming the tensor, when `tensors` gives another one than the plan expects.
+    """
+    data = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+    for entry in plan.entries:
+        name, tensor = next(tensors, (None, None))
+        if name != entry.name or tensor is None or tuple(tensor.shape) != entry.shape:
+            found = "nothing" if tensor is None else f"{name!r} {list(tensor.shape)}"
+            raise SyncError(
+                f"the trainer announced {entry.name!r} {list(entry.shape)} and then sent {found} in its place: its "
+                "named_tensors must give the same tensors in the same order each time"
+            )
+        view = data[entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+        view.copy_(tensor.detach())
+    return data

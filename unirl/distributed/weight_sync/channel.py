@@ -1,0 +1,185 @@
+"""How buckets get from a sender to engines: a route, and its two ends.
+
+Route.outlet  at the sender: put(bucket), put(bucket), ..., finish()
+Route.inlet   at an engine, for routes on which it must listen: the buckets, in order
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from unirl.config.errors import StallError, SyncError
+from unirl.distributed.weight_sync.bucket import Bucket, Entry
+
+
+class Neighbour(Protocol):
+    """An engine in the sender's own process."""
+
+    def receive(self, bucket: Bucket) -> None: ...
+
+
+class Outlet(Protocol):
+    """The sender's end."""
+
+    def begin(self) -> None:
+        """Before the first bucket of a transfer."""
+        ...
+
+    def put(self, bucket: Bucket) -> None:
+        """Send a bucket; it may still be under way when this returns."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all buckets are in."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give the transfer up and tell the other ends."""
+        ...
+
+
+class Inlet(Protocol):
+    """An engine's end, where it listens."""
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The buckets of the next transfer."""
+        ...
+
+
+class Route(Protocol):
+    """A way for buckets; it travels to both ends, and each opens its own."""
+
+    every_rank: ClassVar[bool]
+    """Each rank of the trainer sends to its own neighbour; else rank 0 sends to all."""
+    listens: ClassVar[bool]
+    """The engine must be listening while the sender sends."""
+
+    def outlet(self, neighbour: Neighbour | None) -> Outlet: ...
+
+    def inlet(self, rank: int) -> Inlet:
+        """The end of engine rank `rank`."""
+        ...
+
+
+class InProcess:
+    """To the engine in the sender's own process."""
+
+    every_rank: ClassVar[bool] = True
+    listens: ClassVar[bool] = False
+
+    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+        """The neighbour itself."""
+        assert neighbour is not None, "the route is chosen where there is a neighbour"
+        return NeighbourOutlet(neighbour)
+
+    def inlet(self, rank: int) -> Inlet:
+        raise AssertionError("nobody listens on this route")
+
+
+class NeighbourOutlet:
+    """Hands buckets over."""
+
+    def __init__(self, neighbour: Neighbour) -> None:
+        self.neighbour = neighbour
+
+    def begin(self) -> None:
+        pass
+
+    def put(self, bucket: Bucket) -> None:
+        self.neighbour.receive(bucket)
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+
+class Ledger:
+    """What the ends of a listening route tell each other: headers of buckets and their receipts.
+
+    Keys are `{transfer}/{bucket}`; those of a transfer are deleted at the beginning of the next.
+    """
+
+    def __init__(self, host: str, port: int, deadline_s: float) -> None:
+        from torch.distributed import TCPStore
+
+        self.deadline_s = deadline_s
+        self.store = TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+        )
+        self.transfer = -1
+        self.used: list[str] = []
+
+    def begin(self) -> None:
+        """The next transfer."""
+        for key in self.used:
+            self.store.delete_key(key)
+        self.used.clear()
+        self.transfer += 1
+
+    def write(self, number: int, header: dict[str, Any]) -> None:
+        """Publish the header of bucket `number`."""
+        self._set(f"{self.transfer}/{number}", json.dumps(header))
+
+    def read(self, number: int) -> dict[str, Any]:
+        """The header of bucket `number`, once it is there. Raises SyncError when the sender gave up."""
+        header: dict[str, Any] = json.loads(self._get(f"{self.transfer}/{number}", f"the header of bucket {number}"))
+        if "error" in header:
+            raise SyncError(f"the trainer gave the transfer up: {header['error']}")
+        return header
+
+    def acknowledge(self, number: int, rank: int) -> None:
+        """Engine rank `rank` has taken bucket `number` over."""
+        self._set(f"{self.transfer}/{number}/{rank}", "ok")
+
+    def await_receipts(self, number: int, ranks: int) -> None:
+        """Return when engine ranks 0 .. ranks - 1 have taken bucket `number` over."""
+        for rank in range(ranks):
+            key = f"{self.transfer}/{number}/{rank}"
+            self._get(key, f"engine rank {rank}'s receipt of bucket {number}")
+            self.used.append(key)
+
+    def _set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+        self.used.append(key)
+
+    def _get(self, key: str, what: str) -> str:
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        try:
+            return bytes(self.store.get(key)).decode()
+        except DistNetworkError as error:
+            raise SyncError(f"weight sync lost its other end while it waited for {what}: {error}") from error
+        except DistStoreError as error:
+            raise StallError(f"weight sync waited {self.deadline_s:g} s for {what} in vain", code=8001) from error
+
+
+def header_of(bucket: Bucket) -> dict[str, Any]:
+    """A bucket without its bytes, ready for JSON."""
+    return {
+        "version": bucket.version,
+        "weights": bucket.weights,
+        "number": bucket.number,
+        "num_bytes": bucket.data.numel(),
+        "entries": [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.offset] for e in bucket.entries],
+    }
+
+
+def bucket_of(header: dict[str, Any], data: torch.Tensor) -> Bucket:
+    """The bucket of a header."""
+    entries = tuple(Entry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
+    return Bucket(header["version"], header["weights"], header["number"], entries, data)
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+}
+END = {"end": True}
+"""The header after the last bucket."""

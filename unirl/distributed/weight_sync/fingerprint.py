@@ -1,0 +1,116 @@
+"""A 64-bit fingerprint of a tensor's bytes and their positions, computed where the tensor lives.
+
+    digest = sum_i  M(w_i + (i + 1) K1)  mod 2^64,     M(z) = K3 (z' xor z' >> 32),  z' = K2 (z xor z >> 29)
+
+over the tensor's bytes as little-endian 64-bit words w_i (zeros fill the last one). M is a bijection, so any change of
+one word changes the digest; positions enter before the mixing, so words that trade places do too. Two different
+contents agree by chance once in 2^64. It guards against errors, not against an attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+K1, K2, K3 = (k - 2**64 for k in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, signed
+CHUNK_WORDS = {"cpu": 1 << 15, "cuda": 1 << 23}
+"""Words that are mixed at a time: what fits in a CPU's cache; what keeps a GPU busy."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Equal if and only if shape, dtype and every bit are."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.digest & (2**64 - 1):016x}"
+
+
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    """The fingerprint of one tensor."""
+    return fingerprints([("", tensor)])[""]
+
+
+def fingerprints(named: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
+    """Fingerprints by name; the device is asked for its results once."""
+    pending = Pending()
+    for name, tensor in named:
+        pending.add(name, tensor)
+    return pending.result()
+
+
+class Pending:
+    """Fingerprints whose digests are still on the device."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.digests: list[Tensor] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Start the fingerprint of `tensor`, whose values may change afterwards."""
+        self.facts[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        self.digests.append(digest(tensor))
+
+    def result(self) -> dict[str, Fingerprint]:
+        """All of them, by name."""
+        values = torch.stack(self.digests).tolist() if self.digests else []
+        return {
+            name: Fingerprint(shape, dtype, value)
+            for (name, (shape, dtype)), value in zip(self.facts.items(), values, strict=True)
+        }
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """[] int64 on the tensor's device."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.numel() == 0:
+        return total
+    size = CHUNK_WORDS.get(tensor.device.type, 1 << 20)
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8
+    words = _words(raw[: whole * 8])
+    for start in range(0, whole, size):
+        total += _mixed(words[start : start + size], start)
+    if raw.numel() % 8:
+        rest = torch.zeros(8, dtype=torch.uint8, device=raw.device)
+        rest[: raw.numel() % 8] = raw[whole * 8 :]
+        total += _mixed(rest.view(torch.int64), whole)
+    return total
+
+
+def _words(raw: Tensor) -> Tensor:
+    aligned = raw.storage_offset() % 8 == 0
+    return (raw if aligned else raw.clone()).view(torch.int64)
+
+
+def _mixed(words: Tensor, start: int) -> Tensor:
+    """The sum of M over words that stand at `start`, start + 1, ..."""
+    z = _positions(_round_up(len(words)), words.device)[: len(words)] + words
+    z.add_(_wrapped(start * K1))
+    shifted = torch.bitwise_right_shift(z, 29).bitwise_and_((1 << 35) - 1)
+    z.bitwise_xor_(shifted).mul_(K2)
+    torch.bitwise_right_shift(z, 32, out=shifted).bitwise_and_((1 << 32) - 1)
+    return z.bitwise_xor_(shifted).mul_(K3).sum()
+
+
+@lru_cache(maxsize=64)
+def _positions(count: int, device: torch.device) -> Tensor:
+    """[count] (i + 1) K1."""
+    return torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(K1)
+
+
+def _round_up(count: int) -> int:
+    return 1 << max(count - 1, 1).bit_length()
+
+
+def _wrapped(value: int) -> int:
+    """`value` mod 2^64 as a signed number."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,131 @@
+"""The train side of weight synchronisation: a role beside the backend whose weights travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import SyncError
+from unirl.distributed.group.dispatch import broadcast, rank0
+from unirl.distributed.group.process_group import host_store
+from unirl.distributed.group.rank import current
+from unirl.distributed.weight_sync.base import Canary, Layout, Numerics, Payload, SendReport, TensorInfo, Terms, Weights
+from unirl.distributed.weight_sync.bucket import Bucket, fill, plan_buckets
+from unirl.distributed.weight_sync.channel import Neighbour, Outlet, Route
+from unirl.distributed.weight_sync.fingerprint import Pending
+
+LIVE = "live"
+
+
+class WeightSender:
+    """Packs a backend's weights and puts them on the way. Materialising them is a collective: all ranks take part."""
+
+    def __init__(self, weights: Weights, canary: Canary, neighbour: Neighbour | None = None) -> None:
+        """
+        Args:
+            weights: the backend.
+            canary: a forward of the network that it trains.
+            neighbour: the engine, when it lives in this process.
+        """
+        self.weights = weights
+        self.canary_of = canary
+        self.neighbour = neighbour
+        self.layout: Layout | None = None
+        self.terms: Terms | None = None
+        self.outlet: Outlet | None = None
+
+    @broadcast
+    def prepare(self, merge_adapters: bool) -> Layout:
+        """What will be sent."""
+        spec = self.weights.adapter_spec()
+        payload = payload_of(spec is not None, merge_adapters)
+        tensors: dict[str, TensorInfo] = {}
+        for name, tensor in self.weights.named_tensors(payload):
+            if name in tensors:
+                raise SyncError(f"the trainer's named_tensors give {name!r} twice")
+            tensors[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        self.layout = Layout(
+            payload=payload,
+            tensors=tensors,
+            adapter=spec if payload == "adapter" else None,
+            numerics=Numerics.of(self.weights.module, self.canary_of.compute, self.weights.device),
+            has_neighbour=self.neighbour is not None,
+        )
+        return self.layout
+
+    @rank0
+    def listen(self, host: str) -> tuple[str, int]:
+        """Open the store where the ends of a route meet, reachable at this worker's address `host`."""
+        return host_store(host)
+
+    @broadcast
+    def connect(self, terms: Terms, route: Route) -> None:
+        """Open this end of the route. Returns when the other ends have opened theirs."""
+        self.terms = terms
+        if route.every_rank or current().rank == 0:
+            self.outlet = route.outlet(self.neighbour)
+
+    @broadcast
+    def send(self, version: int, weights: str) -> SendReport:
+        """Put all tensors of the payload on the way; returns when they are at the other ends."""
+        assert self.layout is not None and self.terms is not None, "prepare and connect come first"
+        if weights == LIVE and version != self.weights.updates:
+            raise SyncError(
+                f"asked to send the weights after {version} updates; the trainer's are those after "
+                f"{self.weights.updates}"
+            )
+        with torch.no_grad():
+            tensors = self.weights.named_tensors(self.layout.payload, weights)
+            try:
+                return self._sent(tensors, version, weights)
+            finally:
+                for _ in tensors:  # the other ranks are in the collectives of this loop
+                    pass
+
+    def _sent(self, tensors: Iterator[tuple[str, Tensor]], version: int, weights: str) -> SendReport:
+        if self.outlet is None:
+            return SendReport(version, weights, {}, 0)
+        assert self.layout is not None and self.terms is not None
+        prints = Pending()
+        num_bytes = 0
+        observed = self._observed(tensors, self.terms, prints)
+        self.outlet.begin()
+        try:
+            for number, plan in enumerate(plan_buckets(self.layout, self.terms)):
+                data = fill(plan, observed, self.weights.device)
+                self.outlet.put(Bucket(version, weights, number, plan.entries, data))
+                num_bytes += data.numel()
+            surplus = next(observed, None)
+            if surplus is not None:
+                raise SyncError(f"the trainer sent {surplus[0]!r}, which it had not announced")
+        except BaseException as error:
+            self.outlet.abort(f"{type(error).__name__}: {error}")
+            raise
+        self.outlet.finish()
+        return SendReport(version, weights, prints.result(), num_bytes)
+
+    @staticmethod
+    def _observed(tensors: Iterator[tuple[str, Tensor]], terms: Terms, prints: Pending) -> Iterator[tuple[str, Tensor]]:
+        """`tensors`, the fingerprint of each taken as the engine should store it."""
+        for name, tensor in tensors:
+            if name in terms.stored:
+                prints.add(name, tensor.to(terms.wire(name)).to(terms.stored[name]))
+            yield name, tensor
+
+    @broadcast
+    def canary(self, inputs: Any, weights: str) -> Any:
+        """The answer of the trained network with `weights` to the engine's canary inputs."""
+        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling():
+            return self.canary_of.answer(inputs.to(self.weights.device))
+
+
+def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:
+    """What travels, from what is trained."""
+    if merge_adapters and not has_adapters:
+        raise SyncError("sync.merge_adapters folds adapters into the weights, and none are trained: remove the key")
+    if not has_adapters:
+        return "full"
+    return "merged" if merge_adapters else "adapter"

@@ -63,7 +63,7 @@ def test_columns_are_freed_with_their_step(pool) -> None:
     new = camera.shoot(2)
     pool.store.release(0)
     assert camera.mean(new) == 0.5
-    with pytest.raises(KeyError):
+    with pytest.raises(LookupError, match="released with step 0"):
         camera.mean(old)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from unirl.types.batch import map_value
 
 Reduction = Literal["mean", "std", "sum", "max", "min"]
 
@@ -107,3 +109,14 @@ class TrainStepResult:
     def metrics(self) -> Metrics:
         """All updates together."""
         return merge(self.updates)
+
+
+@map_value.register
+def _(value: Metric, fn: Callable[[Tensor], Tensor]) -> Metric:
+    parts = {name: map_value(part, fn) for name, part in vars(value).items()}
+    return Metric(**parts)
+
+
+@map_value.register
+def _(value: TrainStepResult, fn: Callable[[Tensor], Tensor]) -> TrainStepResult:
+    return TrainStepResult(tuple(map_value(update, fn) for update in value.updates))

@@ -94,14 +94,15 @@ class RolloutResp(Rows):
 
         Repeats are allowed: each copy of a row has copies of its descendants, under the same ids.
         """
+        self.root_track()
         chosen: dict[str, list[int]] = {}
         for name in self._by_depth():
-            if self.tracks[name].parent_track is None:
-                self.root_track()
+            parent = self.tracks[name].parent_track
+            if parent is None:
                 chosen[name] = list(indices)
             else:
                 children = self._children_of_rows(name)
-                chosen[name] = [child for row in chosen[self.tracks[name].parent_track] for child in children[row]]
+                chosen[name] = [child for row in chosen[parent] for child in children[row]]
         return RolloutResp({name: track.select(chosen[name]) for name, track in self.tracks.items()})
 
     def _children_of_rows(self, name: str) -> list[list[int]]:

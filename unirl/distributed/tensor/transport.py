@@ -1,41 +1,65 @@
-"""Heavy fields stay where they were made; the driver holds columns. The in-process transport."""
+"""Heavy rows stay on the worker that made them; the driver holds columns, and a call fetches the rows that it reads."""
 
 from __future__ import annotations
 
-from functools import singledispatchmethod
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, Protocol
 
-from unirl.types.batch import Batch, concat_rows, map_heavy, num_rows, take_rows
+import torch
+from torch import Tensor
+
+from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value, num_rows, take_rows
 from unirl.types.column import Column, Piece
 from unirl.types.rollout_resp import RolloutResp
 
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Rows of one stored value on their way to another worker."""
+
+    value: Any
+    on_accelerator: bool
+    """Where the owner keeps them. So they arrive: on the reader's device, or on the CPU."""
+
+
+class Transport(Protocol):
+    """Brings rows that other workers own."""
+
+    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> Mapping[str, Sequence[Parcel]]:
+        """The rows of the pieces of each owner, in the same order: one request per owner, all owners at once."""
+        ...
+
 
 class ColumnStore:
-    """Stored values by key. Keys belong to a step and are freed with it."""
+    """The stored values of one worker, by key. Keys belong to a step and are freed with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str, transport: Transport | None = None, device: torch.device = CPU) -> None:
+        """
+        Args:
+            owner: the worker's name, which no other worker of the run has.
+            transport: brings the rows of other owners.
+            device: where the worker's roles compute.
+        """
+        self.owner = owner
+        self.transport = transport
+        self.device = device
         self.values: dict[str, Any] = {}
         self.step = 0
-        self.numbers = count()
+        self.num_stored = 0
 
     def begin(self, step: int) -> None:
         """Values stored from here on belong to `step`."""
         self.step = step
 
-    def put(self, value: Any, owner: str) -> Column:
-        """Keep a per-row value and give the column of its rows."""
-        key = f"{self.step}/{next(self.numbers)}"
-        self.values[key] = value
-        return Column((Piece(owner, key, tuple(range(num_rows(value) or 0))),))
-
-    def get(self, column: Column) -> Any:
-        """The rows of a column."""
-        return concat_rows([take_rows(self.values[piece.key], list(piece.rows)) for piece in column.pieces])
-
     def release(self, step: int) -> None:
         """Free everything that belongs to `step`."""
-        self.values = {key: value for key, value in self.values.items() if not key.startswith(f"{step}/")}
+        # Listed first: another thread may be storing.
+        for key in [key for key in list(self.values) if key.startswith(f"{step}/")]:
+            del self.values[key]
 
     def clear(self) -> None:
         """Free everything."""
@@ -43,25 +67,165 @@ class ColumnStore:
 
     def fetch(self, value: Any) -> Any:
         """A copy of a call's arguments with columns replaced by their rows."""
-        return self._walk(value, lambda v: self.get(v) if type(v) is Column else v)
+        found = self._resolved(columns_in(value))
+        return _walk(value, lambda v: found[v] if isinstance(v, Column) else v, _unchanged)
 
-    def stash(self, value: Any, owner: str) -> Any:
-        """A copy of a call's result with heavy fields replaced by columns."""
-        return self._walk(value, lambda v: v if type(v) is Column else self.put(v, owner))
+    def stash(self, value: Any) -> Any:
+        """A copy of a call's result with heavy fields replaced by columns, and the light tensors on the CPU."""
+        return _walk(value, lambda v: v if isinstance(v, Column) else self.put(v), to_cpu)
 
-    @singledispatchmethod
-    def _walk(self, value: Any, fn: Any) -> Any:
-        return value
+    def put(self, value: Any) -> Column:
+        """Keep a per-row value, on its device, and give the column of its rows."""
+        key = f"{self.step}/{self.num_stored}"
+        self.num_stored += 1
+        self.values[key] = compact(value)
+        return Column((Piece(self.owner, key, tuple(range(num_rows(value) or 0))),))
 
-    @_walk.register(Batch)
-    @_walk.register(RolloutResp)
-    def _(self, value: Any, fn: Any) -> Any:
-        return map_heavy(value, fn)
+    def rows(self, piece: Piece) -> Any:
+        """The rows of a piece that is stored here; neighbours are a view of the stored value.
 
-    @_walk.register(tuple)
-    def _(self, value: tuple[Any, ...], fn: Any) -> Any:
-        return tuple(self._walk(v, fn) for v in value)
+        Raises:
+            LookupError: its step has been released.
+        """
+        try:
+            stored = self.values[piece.key]
+        except KeyError:
+            raise LookupError(self._absent(piece)) from None
+        return take_rows(stored, list(piece.rows))
 
-    @_walk.register(dict)
-    def _(self, value: dict[str, Any], fn: Any) -> Any:
-        return {name: self._walk(v, fn) for name, v in value.items()}
+    def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
+        """The rows of pieces that are stored here, on the CPU, ready to be shipped."""
+        return [Parcel(map_value(value, to_cpu), is_on_accelerator(value)) for value in map(self.rows, pieces)]
+
+    def _absent(self, piece: Piece) -> str:
+        step, number = piece.key.split("/")
+        if int(number) < self.num_stored:
+            return (
+                f"rows {piece.key} of {self.owner} were released with step {step}: a column is read before the end of "
+                "the step that made it"
+            )
+        return f"{self.owner} has never stored rows {piece.key}: they belong to another worker of this name"
+
+    def _resolved(self, columns: Iterable[Column]) -> dict[Column, Any]:
+        distinct = dict.fromkeys(columns)
+        pieces = dict.fromkeys(piece for column in distinct for piece in column.pieces)
+        rows = {piece: self.rows(piece) for piece in pieces if piece.owner == self.owner}
+        rows |= self._foreign([piece for piece in pieces if piece.owner != self.owner])
+        return {column: _joined([rows[piece] for piece in column.pieces]) for column in distinct}
+
+    def _foreign(self, pieces: Sequence[Piece]) -> dict[Piece, Any]:
+        wanted = by_owner(pieces)
+        if not wanted:
+            return {}
+        if self.transport is None:
+            raise LookupError(f"{self.owner} is asked for rows of {', '.join(wanted)} and has no transport to others")
+        arrived = self.transport.fetch(wanted)
+        return {
+            piece: self._placed(parcel)
+            for owner, owned in wanted.items()
+            for piece, parcel in zip(owned, arrived[owner], strict=True)
+        }
+
+    def _placed(self, parcel: Parcel) -> Any:
+        return map_value(parcel.value, lambda t: t.to(self.device)) if parcel.on_accelerator else parcel.value
+
+
+class InProcessTransport:
+    """Between workers of one process: a table of their stores. Nothing is copied."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, ColumnStore] = {}
+
+    def add(self, store: ColumnStore) -> None:
+        """Make the values of a store readable to the others."""
+        self.stores[store.owner] = store
+
+    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[Parcel]]:
+        """The rows of the pieces of each owner."""
+        return {owner: [self._parcel(owner, piece) for piece in pieces] for owner, pieces in wanted.items()}
+
+    def _parcel(self, owner: str, piece: Piece) -> Parcel:
+        if owner not in self.stores:
+            raise LookupError(f"no worker is named {owner!r}; there are {sorted(self.stores)}")
+        value = self.stores[owner].rows(piece)
+        return Parcel(value, is_on_accelerator(value))
+
+
+def by_owner(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each owner, in order."""
+    owned: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        owned.setdefault(piece.owner, []).append(piece)
+    return owned
+
+
+def columns_in(value: Any) -> list[Column]:
+    """The columns among the heavy fields of a call's arguments, at any depth."""
+    found: list[Column] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Column):
+            found.append(leaf)
+        return leaf
+
+    _walk(value, note, _unchanged)
+    return found
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, in storage of its own size."""
+    return compact(tensor.cpu())
+
+
+def is_on_accelerator(value: Any) -> bool:
+    """Whether a per-row value has a tensor that is not on the CPU."""
+    devices: set[str] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        devices.add(tensor.device.type)
+        return tensor
+
+    map_value(value, note)
+    return bool(devices - {"cpu"})
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if not parts:
+        raise ValueError("a column without rows cannot be read: nothing says what its rows would be")
+    return parts[0] if len(parts) == 1 else concat_rows(parts)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+Change = Callable[[Any], Any]
+
+
+@singledispatch
+def _walk(value: Any, heavy: Change, light: Change) -> Any:
+    """A copy of what crosses a process boundary, with `heavy` applied to heavy fields and `light` to other tensors."""
+    return map_value(value, light)
+
+
+@_walk.register(Batch)
+@_walk.register(RolloutResp)
+def _(value: Any, heavy: Change, light: Change) -> Any:
+    # Heavy fields first: once they are columns, `light` passes them by.
+    return map_value(map_heavy(value, heavy), light)
+
+
+@_walk.register
+def _(value: Column, heavy: Change, light: Change) -> Any:
+    return heavy(value)
+
+
+@_walk.register(tuple)
+@_walk.register(list)
+def _(value: Any, heavy: Change, light: Change) -> Any:
+    return type(value)(_walk(v, heavy, light) for v in value)
+
+
+@_walk.register
+def _(value: dict, heavy: Change, light: Change) -> Any:
+    return {name: _walk(v, heavy, light) for name, v in value.items()}

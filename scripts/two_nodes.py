@@ -1,0 +1,151 @@
+"""Run a command against two Ray nodes that are both this machine: each a raylet with its own address and CPUs.
+
+    python scripts/two_nodes.py -- python -m unirl.train_diffusion --config-name=diffusion/sd3_trainside \\
+        scale=toy runtime=ray num_devices=2 devices_per_node=1
+    python scripts/two_nodes.py --kill-second-after 20 -- ...      # the second node is lost while the command runs
+
+The nodes are 127.0.0.2 and 127.0.0.3, which only this machine reaches; a secret made for this Ray keeps its other users
+out. The command finds them by RAY_ADDRESS. The exit status is the command's own; nothing is left running.
+"""
+
+import argparse
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+OBJECT_STORE_BYTES = 256 * 1024**2
+PATIENCE = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "4",
+}
+"""A node that does not answer is given up after about 12 s, as by the launcher for several nodes."""
+JOIN_S = 60
+POLL_S = 0.2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+class Node:
+    """One `ray start --block`, in a process group of its own."""
+
+    def __init__(self, words: list[str], num_cpus: int, environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        ray = Path(sys.executable).with_name("ray")
+        sizes = [f"--num-cpus={num_cpus}", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [str(ray), "start", "--block", "--disable-usage-stats", *words, *sizes],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End it at once, as a machine that loses power."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it: politely, then for certain."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10.0)
+        self.kill()
+
+
+@contextmanager
+def two_nodes(num_cpus: int) -> Iterator[tuple[dict[str, str], Node]]:
+    """Inside the block both nodes are up: the environment that leads to them, and the second."""
+    # Unix sockets live below it, and their paths must stay short.
+    folder = Path(tempfile.mkdtemp(prefix="two-", dir="/tmp"))
+    address = f"{HEAD}:{free_port()}"
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": address,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+    environment |= PATIENCE
+    # `ray start` refuses to start a head where RAY_ADDRESS names one.
+    starting = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+    port = address.rpartition(":")[2]
+    head = ["--head", f"--port={port}", f"--node-ip-address={HEAD}", "--include-dashboard=false"]
+    nodes = []
+    try:
+        nodes.append(Node([*head, f"--temp-dir={folder}"], num_cpus, starting, folder / "head.log"))
+        wait_for_nodes(1, environment, nodes)
+        nodes.append(
+            Node([f"--address={address}", f"--node-ip-address={SECOND}"], num_cpus, starting, folder / "second.log")
+        )
+        wait_for_nodes(2, environment, nodes)
+        print(f"two_nodes: RAY_ADDRESS={address}, {num_cpus} CPUs on each of two nodes", file=sys.stderr, flush=True)
+        yield environment, nodes[1]
+    finally:
+        for node in reversed(nodes):
+            node.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_nodes(number: int, environment: Mapping[str, str], nodes: list[Node]) -> None:
+    script = Path(__file__).with_name("wait_for_nodes.py")
+    command = [sys.executable, str(script), str(number), str(JOIN_S)]
+    if subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode:
+        raise SystemExit(f"two_nodes: a node did not start:\n{nodes[-1].log.read_text()[-2000:]}")
+
+
+def run(command: list[str], environment: Mapping[str, str], second: Node, kill_after_s: float | None) -> int:
+    """Run the command to its end; kill the second node on the way, if asked to. Gives back the exit status."""
+    running = subprocess.Popen(command, env=environment)
+    forward_signals(running)
+    start = time.monotonic()
+    while running.poll() is None:
+        if kill_after_s is not None and time.monotonic() - start > kill_after_s:
+            print(f"two_nodes: killing the node {SECOND} after {kill_after_s:g} s", file=sys.stderr, flush=True)
+            second.kill()
+            kill_after_s = None
+        time.sleep(POLL_S)
+    return running.returncode if running.returncode >= 0 else 128 - running.returncode
+
+
+def forward_signals(running: subprocess.Popen) -> None:
+    """From now on SIGTERM goes to the command, which decides; Ctrl-C reaches it by itself, and is not ours."""
+    signal.signal(signal.SIGTERM, lambda number, frame: running.send_signal(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpus", type=int, default=2, help="CPUs of each node, as Ray counts them (default 2)")
+    parser.add_argument("--kill-second-after", type=float, metavar="S", help="kill the second node after S seconds")
+    parser.add_argument("command", nargs="+", help="after --: the command")
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, leave)
+    with two_nodes(arguments.cpus) as (environment, second):
+        return run(arguments.command, environment, second, arguments.kill_second_after)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Wait until a Ray has enough nodes: RAY_ADDRESS=host:port python scripts/wait_for_nodes.py NUM_NODES SECONDS
+
+Exit status 0 when they are there, 8 (the status of a stall) when they are not in time.
+"""
+
+import os
+import socket
+import sys
+import time
+
+
+def is_open(address: str) -> bool:
+    """Whether something listens at `address`: asked first, because Ray's own connecting is slow and loud about a no."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_port(address: str, deadline: float) -> bool:
+    while not is_open(address):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def node_addresses() -> list[str]:
+    import ray
+
+    return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
+
+
+def wait_for_nodes(num_nodes: int, deadline: float) -> list[str]:
+    """The nodes that are there when enough are, or when the time is up; says each change."""
+    seen = None
+    while True:
+        here = node_addresses()
+        if here != seen:
+            print(f"unirl: {len(here)} of {num_nodes} nodes: {' '.join(here)}", file=sys.stderr, flush=True)
+        seen = here
+        if len(here) >= num_nodes or time.monotonic() > deadline:
+            return here
+        time.sleep(0.5)
+
+
+def main(num_nodes: int, seconds: float) -> int:
+    import ray
+
+    address, deadline = os.environ["RAY_ADDRESS"], time.monotonic() + seconds
+    if not wait_for_port(address, deadline):
+        print(f"error[8001]: no Ray answers at {address} after {seconds:g} s", file=sys.stderr)
+        return 8
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    here = wait_for_nodes(num_nodes, deadline)
+    ray.shutdown()
+    if len(here) >= num_nodes:
+        return 0
+    print(
+        f"error[8001]: {len(here)} of {num_nodes} nodes joined {address} within {seconds:g} s: {' '.join(here)}. "
+        "Look at the output of the missing ones; they need the same address, port and token",
+        file=sys.stderr,
+    )
+    return 8
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))

@@ -224,7 +224,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         FSDPBackend(Narrow(nn.Linear(2, 2).requires_grad_(False)), optimizer_cfg=ADAM)
     with pytest.raises(ConfigError, match=r"topology\.tp=2 is not available"):
         TrainTopology(tp=2)
-    with pytest.raises(ConfigError, match="one device"):
+    with pytest.raises(ConfigError, match="1 ranks train"):
         backend_of(topology=TrainTopology(dp=2))
 
 

@@ -58,7 +58,7 @@ class ToyDenoiser(nn.Module):
         hidden = self.inlet(torch.cat([x.flatten(1), sigma[:, None], pooled], dim=1))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.outlet(hidden).view_as(x)
+        return self.outlet(hidden).view_as(x).clone()  # FSDP2 hooks what a root gives back, and warns of views
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """The contract of `Denoiser`: one forward."""

@@ -12,7 +12,7 @@ from unirl.types.protocols import DtypeName
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """How the trained module is stored and run. Trainable weights are always float32 masters."""
+    """How the trained module is stored, run and, on several ranks, sharded. Trainable weights are float32 masters."""
 
     param_dtype: DtypeName | None = None
     """Storage of the frozen weights of the trained module; absent = as the bundle loaded them."""
@@ -20,6 +20,26 @@ class FSDPConfig:
     """Recompute each block in the backward pass: less memory, one more forward."""
     use_torch_compile: bool = False
     """Compile each block."""
+    shard_size: int | None = None
+    """Ranks that share one copy of the weights; others hold further copies. Absent = all ranks; 1 = whole copies."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward and gather them again in the backward pass."""
+    mixed_precision: bool = True
+    """Gather float32 masters in the dtype that the bundle was loaded in. No effect on one rank, or for fp32."""
+    defer_grad_sync: bool = True
+    """Reduce gradients over ranks once an update; false: after each part, where unsharded gradients do not fit."""
+    reduce_dtype: Literal["fp32", "fp64"] = "fp32"
+    """Gradients add up over micro-batches and ranks in this; fp64 gives the same bits for any number of ranks."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size is not None and self.shard_size < 1:
+            raise ConfigError(f"fsdp_cfg.shard_size must be >= 1, got {self.shard_size}", code=2004)
+        if self.reduce_dtype == "fp64" and not self.defer_grad_sync:
+            raise ConfigError(
+                "fsdp_cfg.defer_grad_sync=false rounds the gradient after each part, which reduce_dtype=fp64 is to "
+                "avoid. Use reduce_dtype: fp32, or defer_grad_sync: true",
+                code=2020,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +129,8 @@ SnapshotRule = EmaFullConfig | EmaLoraConfig
 class TrainTopology:
     """How many devices share one copy of the work, by kind. Only data parallelism (dp) is built."""
 
-    dp: int = 1
+    dp: int | None = None
+    """Ranks with distinct rows; absent = all that train."""
     tp: int = 1
     pp: int = 1
     sp: int = 1
@@ -117,8 +138,10 @@ class TrainTopology:
     cp: int = 1
 
     def __post_init__(self) -> None:
+        if self.dp is not None and self.dp < 1:
+            raise ConfigError(f"topology.dp must be >= 1, got {self.dp}", code=2004)
         for name, size in asdict(self).items():
-            if size < 1 or (name != "dp" and size != 1):
+            if name != "dp" and size != 1:
                 raise ConfigError(
                     f"topology.{name}={size} is not available: only dp may differ from 1. Write {name}: 1", code=2020
                 )

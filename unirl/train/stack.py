@@ -33,7 +33,7 @@ class TrainStack:
     does not depend on how rows are cut into micro-batches and parts.
     """
 
-    toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 8}
+    toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 4}
 
     def __init__(
         self,
@@ -153,18 +153,21 @@ class TrainStack:
         if count == 0:
             # Every rank sees the same total, so all of them leave together.
             return {"train/skipped_updates": Metric.sum(1.0)}
-        losses = _Losses(self.backend, rank.dp_size / count)
+        losses = _Losses(self.backend, 1.0 / count)
         found: list[Metrics] = []
         for i, micro in enumerate(micros):
             losses.last_rows = i == len(micros) - 1
-            found.append(
-                self.algorithm.compute_loss_and_backward(
-                    self.stage, self._placed(micro), losses.backward, progress, first_update=first
-                )
+            metrics = self.algorithm.compute_loss_and_backward(
+                self.stage, self._placed(micro), losses.backward, progress, first_update=first
             )
+            found.append(_widened(metrics))
         stats = self.backend.step(self.max_grad_norm, losses.total)
         self._check_finite(stats, losses.total)
-        return _update_metrics(stats) if stats.skipped else _update_metrics(stats, losses.total) | merge(found)
+        if stats.skipped:
+            return _update_metrics(stats)
+        # Each rank has its share of the loss: the mean over shares of weight 1 / dp is their sum.
+        loss = Metric(losses.total, 1.0 / rank.dp_size, "mean")
+        return _update_metrics(stats) | {"train/loss": loss} | merge(found)
 
     def _placed(self, micro: RolloutTrack) -> RolloutTrack:
         return micro.to(self.backend.device)
@@ -187,7 +190,7 @@ class _Losses:
         self.backend = backend
         self.scale = scale
         self.last_rows = False
-        self.total = torch.zeros((), device=backend.device)
+        self.total = torch.zeros((), device=backend.device, dtype=torch.float64)
 
     def backward(self, loss: Tensor, last_part: bool) -> None:
         scaled = loss * self.scale
@@ -195,9 +198,18 @@ class _Losses:
         self.backend.backward(scaled, last=self.last_rows and last_part)
 
 
-def _update_metrics(stats: UpdateStats, loss: Tensor | None = None) -> Metrics:
+def _update_metrics(stats: UpdateStats) -> Metrics:
     """The update's own metrics; of a skipped update, only that it was skipped."""
     metrics = {"train/lr": Metric.mean(stats.lr), "train/skipped_updates": Metric.sum(float(stats.skipped))}
-    if loss is not None:
-        metrics |= {"train/loss": Metric.mean(loss, 1.0), "train/grad_norm": Metric.mean(stats.grad_norm)}
-    return metrics
+    return metrics if stats.skipped else metrics | {"train/grad_norm": Metric.mean(stats.grad_norm)}
+
+
+def _widened(metrics: Metrics) -> Metrics:
+    """In float64, so that adding up does not depend on how rows are spread over micro-batches and ranks."""
+    return {
+        name: Metric(_double(m.total), _double(m.weight), m.kind, _double(m.squares)) for name, m in metrics.items()
+    }
+
+
+def _double(value: Tensor | float) -> Tensor | float:
+    return value.double() if isinstance(value, Tensor) else value

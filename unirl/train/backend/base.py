@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import ConfigError
 from unirl.distributed.group.dispatch import broadcast, rank0
+from unirl.models.lora import LoraSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,10 @@ Offloadable = Literal["policy", "optimizer"]
 """`policy`: the trained module with its gradients and snapshots. `optimizer`: its state."""
 
 
+Payload = Literal["adapter", "full", "merged"]
+"""What travels to an engine: the adapters' tensors, all trainable weights, or adapted layers with the adapter added."""
+
+
 class TrainBackend(ABC):
     """The trainable weights of one bundle: stepped, snapshotted, gathered, offloaded and saved."""
 
@@ -160,6 +165,18 @@ class TrainBackend(ABC):
     @abstractmethod
     def gather(self, name: str = "live") -> Mapping[str, Tensor]:
         """Full trainable tensors on the CPU by parameter name, live or of a snapshot."""
+
+    @abstractmethod
+    def adapter_spec(self) -> LoraSpec | None:
+        """The adapters that are trained; None when all weights are."""
+
+    @abstractmethod
+    def named_tensors(self, payload: Payload, weights: str = "live") -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on the device, one at a time, in a fixed order: of the live weights or of a snapshot.
+
+        `adapter` and `full` are trainable parameters under their own names; `merged` is W + scale B A in float32 of
+        each adapted layer, under the layer's bare name. With sharding every rank must take every item.
+        """
 
     @rank0
     @abstractmethod

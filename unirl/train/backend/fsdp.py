@@ -1,24 +1,35 @@
-"""The train backend over plain PyTorch: one process now, FSDP2 shards under a process group."""
+"""The train backend over plain PyTorch: whole weights on one rank, FSDP2 shards on several."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unirl.config.errors import ConfigError
-from unirl.distributed import current
-from unirl.models.lora import LoraSpec, choose_targets, inject_lora
-from unirl.train.backend import state
-from unirl.train.backend.base import LrSchedulerConfig, Offloadable, OptimizerConfig, TrainBackend, UpdateStats
+from unirl.config.errors import CheckpointError, ConfigError
+from unirl.distributed import RankInfo, current
+from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
+from unirl.models.saved import SavedWeights
+from unirl.train.backend import deferred, state
+from unirl.train.backend.adamw import adamw
+from unirl.train.backend.base import (
+    LrSchedulerConfig,
+    Offloadable,
+    OptimizerConfig,
+    Payload,
+    TrainBackend,
+    UpdateStats,
+)
 from unirl.train.backend.offload import move_module, move_optimizer
+from unirl.train.backend.sharding import Sharding, clip, sharding_of
 from unirl.train.backend.snapshots import LIVE, Snapshots
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig, SnapshotRule, TrainTopology
 from unirl.types.protocols import TORCH_DTYPES, ModelFacts
@@ -34,8 +45,20 @@ class Trained(Protocol):
         ...
 
 
+class Deferrable(Trained, Protocol):
+    """A bundle whose trained module may be on the meta device."""
+
+    device: torch.device
+
+    def saved(self) -> SavedWeights:
+        """The trained module's weights, row by row."""
+        ...
+
+
 class FSDPBackend(TrainBackend):
     """Trains adapters or all weights of one module by AdamW. The module stays in eval mode."""
+
+    toy: ClassVar[Mapping[str, object]] = {"fsdp_cfg.reduce_dtype": "fp64"}
 
     def __init__(
         self,
@@ -57,22 +80,32 @@ class FSDPBackend(TrainBackend):
             run_updates: optimizer updates of the whole run, where schedules end.
             lora_cfg: absent = all weights are trained.
         """
-        check_topology(topology or TrainTopology())
+        self.rank = current()
+        check_topology(topology or TrainTopology(), self.rank)
         self.schedule = scheduler_cfg or LrSchedulerConfig()
+        self.schedule.check(run_updates)
         self.run_updates = run_updates
         self.optimizer_cfg = optimizer_cfg
         self.lora = lora_cfg
         self.updates = 0
         self.skipped_in_a_row = 0
-        self.module = prepare_module(bundle, fsdp_cfg or FSDPConfig(), lora_cfg, seed)
+        self.is_gathered = False
+        config = fsdp_cfg or FSDPConfig()
+        self.sharding = sharding_of(config, self.rank)
+        self.module = bundle.trainable().eval()
+        self.adapter = add_adapters(self.module, lora_cfg, bundle.facts, seed)
+        lay_out(self.module, bundle, config, self.sharding)
+        if deferred.is_deferred(self.module):
+            load_deferred(self.module, self.sharding, cast(Deferrable, bundle), self.adapter, seed)
+        self.sharding.adopt(self.module)
         self.home = next(self.module.parameters()).device
-        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.trainable = self.sharding.trainable
         if not self.trainable:
             raise ConfigError(f"{type(self.module).__name__} has no trainable parameter: unfreeze it or set lora_cfg")
-        self.optimizer = adamw(list(self.trainable.values()), optimizer_cfg)
-        self.schedule.check(run_updates)
+        self.shards = self.sharding.shards
+        self.optimizer = adamw(self.shards.values(), optimizer_cfg, exact=config.reduce_dtype == "fp64")
         self.rules: tuple[SnapshotRule, ...] = tuple(rule for rule in (ema_cfg, ema_lora_cfg) if rule is not None)
-        self.snapshots = Snapshots(self.trainable)
+        self.snapshots = Snapshots(self.shards)
         for rule in self.rules:
             self.snapshots.take(rule.snapshot)
 
@@ -87,19 +120,22 @@ class FSDPBackend(TrainBackend):
     # Updates
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
+        self.sharding.backward(loss, last)
 
     def step(self, max_grad_norm: float, loss: Tensor) -> UpdateStats:
         lr = self.learning_rate()
-        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, foreach=True)
-        norm_value, loss_value = torch.stack([norm.float(), loss.detach().float().to(norm.device)]).tolist()
-        if not torch.isfinite(torch.tensor([norm_value, loss_value])).all():
+        gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        norm = self.sharding.squared_norm(gradients).sqrt().float()
+        norm_value, loss_value = torch.stack(
+            [norm, self.sharding.sum_over_ranks(loss).float().to(norm.device)]
+        ).tolist()
+        if not (math.isfinite(norm_value) and math.isfinite(loss_value)):
             return self._skip(norm_value, lr)
         if norm_value > max_grad_norm:
-            nn.utils.clip_grads_with_norm_(self.trainable.values(), max_grad_norm, norm, foreach=True)
+            clip(self.shards, norm, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.sharding.reshard()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._average("update", self.updates)
@@ -108,8 +144,12 @@ class FSDPBackend(TrainBackend):
         return UpdateStats(norm_value, lr, skipped=False, skipped_in_a_row=0)
 
     def _skip(self, norm: float, lr: float) -> UpdateStats:
-        gradients = {name: p.grad for name, p in self.trainable.items() if p.grad is not None}
-        culprit = next((name for name, grad in gradients.items() if not grad.isfinite().all()), "loss")
+        """Every rank comes here or none, since all saw the same norm and loss."""
+        names = list(self.shards)
+        gradients = [self.shards[name].grad for name in names]
+        bad = [i for i, grad in enumerate(gradients) if grad is not None and not grad.isfinite().all()]
+        first = self.sharding.first_of_ranks(bad[0] if bad else len(names))
+        culprit = names[first] if first < len(names) else "loss"
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped_in_a_row += 1
         return UpdateStats(norm, lr, skipped=True, skipped_in_a_row=self.skipped_in_a_row, culprit=culprit)
@@ -124,13 +164,26 @@ class FSDPBackend(TrainBackend):
 
     # Weights
 
-    def weights(self, name: str) -> AbstractContextManager[None]:
-        return self.snapshots.swapped_in(name)
+    @contextmanager
+    def weights(self, name: str) -> Iterator[None]:
+        if self.is_gathered:
+            raise RuntimeError(f"weights({name!r}) inside sampling(): the gathered weights would stay the live ones")
+        # Before and after: a module that is gathered would run on without a look at the shards.
+        self.sharding.reshard()
+        with self.snapshots.swapped_in(name):
+            try:
+                yield
+            finally:
+                self.sharding.reshard()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
+        self.is_gathered = True
+        try:
+            with torch.no_grad(), self.sharding.gathered():
+                yield
+        finally:
+            self.is_gathered = False
 
     @property
     def snapshot_names(self) -> tuple[str, ...]:
@@ -140,10 +193,41 @@ class FSDPBackend(TrainBackend):
         self.snapshots.take(name)
 
     def gather(self, name: str = LIVE) -> Mapping[str, Tensor]:
-        if name == LIVE:
-            return {key: p.detach().cpu().clone() for key, p in self.trainable.items()}
-        self.snapshots.require(name)
-        return {key: tensor.cpu().clone() for key, tensor in self.snapshots.stored[name].items()}
+        return {key: tensor.cpu().clone() for key, tensor in self._whole_tensors(name)}
+
+    def adapter_spec(self) -> LoraSpec | None:
+        return self.adapter
+
+    def named_tensors(self, payload: Payload, weights: str = LIVE) -> Iterator[tuple[str, Tensor]]:
+        if (payload == "full") == (self.adapter is not None):
+            trained = "all weights" if self.adapter is None else "an adapter"
+            raise ConfigError(f"the payload {payload!r} does not exist where {trained} is trained", code=2020)
+        return self._merged_tensors(weights) if payload == "merged" else self._whole_tensors(weights)
+
+    def _whole_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
+        values = self._shards_of(weights)
+        for name, parameter in self.trainable.items():
+            yield name, self.sharding.whole(parameter, values[name])
+
+    def _merged_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
+        """Base name and W + scale B A in float32, of every adapted layer."""
+        assert self.adapter is not None
+        values = self._shards_of(weights)
+        for name in [name for name in self.trainable if ".lora_A." in name]:
+            layer = name.removesuffix(f".lora_A.{ADAPTER}.weight")
+            a, b = (f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB")
+            product = self._whole(b, values[b]) @ self._whole(a, values[a])
+            base = self.sharding.whole(self.sharding.parameters[f"{layer}.base_layer.weight"])
+            yield f"{layer}.weight", base.float() + self.adapter.scale * product
+
+    def _whole(self, name: str, shard: Tensor) -> Tensor:
+        return self.sharding.whole(self.trainable[name], shard)
+
+    def _shards_of(self, weights: str) -> Mapping[str, Tensor]:
+        if weights == LIVE:
+            return {name: shard.detach() for name, shard in self.shards.items()}
+        self.snapshots.require(weights)
+        return self.snapshots.stored[weights]
 
     # State
 
@@ -153,28 +237,52 @@ class FSDPBackend(TrainBackend):
 
     def save(self, directory: str) -> None:
         assert self.snapshots.in_force == LIVE, "a checkpoint inside weights(...) would save a snapshot as live weights"
+        moments = state.optimizer_tensors(self.optimizer, self.shards)
         tensors: dict[str, state.Tensors] = {
-            "weights": dict(self.trainable),
-            "optimizer": state.optimizer_tensors(self.optimizer, self.trainable),
-            "snapshots": self._snapshot_tensors(),
+            "weights": self._laid_out(self.shards),
+            "optimizer": self._laid_out(moments),
+            "snapshots": self._laid_out(self._snapshot_tensors()),
         }
-        state.write(Path(directory), tensors, self._counters())
+        state.write(Path(directory), tensors, self._counters(), self.rank)
 
     def load(self, directory: str) -> None:
         path = Path(directory)
         counters = state.read_counters(path)
         self._check_counters(counters)
-        files = {stem: state.read_tensors(path, stem) for stem in ("weights", "optimizer", "snapshots")}
-        state.check_match("weights", files["weights"], self.trainable)
-        state.check_match("snapshots", files["snapshots"], self._snapshot_tensors())
-        state.check_optimizer(files["optimizer"], self.trainable)
+        saved = state.open_tensors(path, counters.files, self.rank)
+        found, snapshots = saved.headers, self._snapshot_tensors()
+        state.check_match("weights", found["weights"], self.trainable)
+        state.check_match("snapshots", found["snapshots"], self._laid_out(snapshots))
+        state.check_optimizer(found["optimizer"], self.trainable)
+        # Into fresh tensors first: a file that breaks off changes nothing.
+        fresh = {name: torch.empty_like(tensor) for name, tensor in {**self.shards, **snapshots}.items()}
+        moments = self._empty_moments(found["optimizer"])
+        saved.read(self._laid_out(fresh | moments))
+        self.sharding.reshard()
         with torch.no_grad():
-            for name, parameter in self.trainable.items():
-                parameter.copy_(files["weights"][name])
-            for name, tensor in self._snapshot_tensors().items():
-                tensor.copy_(files["snapshots"][name])
-        state.load_optimizer(self.optimizer, files["optimizer"], self.trainable)
+            for name, tensor in {**self.shards, **snapshots}.items():
+                tensor.copy_(fresh[name])
+        state.load_optimizer(self.optimizer, moments, self.shards)
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
+
+    def _empty_moments(self, found: state.Tensors) -> state.Tensors:
+        moments = {}
+        for name in state.owners(found, self.trainable):
+            for key in state.MOMENTS:
+                like = torch.zeros(()) if key == "step" else self.shards[name].detach()
+                moments[f"{name}.{key}"] = torch.empty_like(like)
+        return moments
+
+    def _laid_out(self, shards: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Tensors of the state as parts of wholes, by the parameter that their name is made of."""
+        return {name: self._laid_out_one(name, shard.detach()) for name, shard in shards.items()}
+
+    def _laid_out_one(self, name: str, shard: Tensor) -> Any:
+        key = name.rpartition(":")[2]
+        if key.endswith(".step") and key not in self.trainable:
+            return shard
+        owner = key if key in self.trainable else key.rpartition(".")[0]
+        return self.sharding.laid_out(self.trainable[owner], shard)
 
     def _snapshot_tensors(self) -> dict[str, Tensor]:
         return {f"{s}:{key}": tensor for s, held in self.snapshots.stored.items() for key, tensor in held.items()}
@@ -191,7 +299,7 @@ class FSDPBackend(TrainBackend):
             ("weight snapshots", list(found.snapshots), list(here.snapshots)),
         ):
             if theirs != ours:
-                raise state.CheckpointError(
+                raise CheckpointError(
                     f"the checkpoint's {what} are {theirs!r}, this recipe's are {ours!r}: resume with the recipe that "
                     "wrote it, or start anew with resume=none",
                     code=7002,
@@ -209,29 +317,35 @@ class FSDPBackend(TrainBackend):
         for name in names:
             if name == "policy":
                 move_module(self.module, device)
+                self.sharding.moved()
                 self.snapshots.to(device)
             else:
                 move_optimizer(self.optimizer, device)
 
 
-def check_topology(topology: TrainTopology) -> None:
-    """Raises ConfigError where the run's ranks are not what the topology says, or are more than this backend spans."""
-    ranks = current().dp_size
-    if topology.dp != ranks or ranks != 1:
+def check_topology(topology: TrainTopology, rank: RankInfo) -> None:
+    """Raises ConfigError where the role's ranks are not what the topology says."""
+    if topology.dp not in (None, rank.dp_size):
         raise ConfigError(
-            f"topology.dp={topology.dp} in a role of {ranks} data-parallel ranks: this backend trains on one device. "
-            "Use num_devices=1",
+            f"topology.dp={topology.dp}, but {rank.dp_size} ranks train. Leave topology.dp out, or write "
+            f"dp: {rank.dp_size}",
             code=2010,
         )
 
 
-def prepare_module(bundle: Trained, config: FSDPConfig, lora: LoraConfig | None, seed: int) -> nn.Module:
-    """The bundle's trained module, in place: eval mode, adapters, storage dtypes, checkpointed and compiled blocks."""
-    module = bundle.trainable().eval()
+def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, seed: int) -> LoraSpec | None:
+    """Inject the adapters that `lora` asks for; what was injected."""
     refuse_dropout(module)
-    if lora is not None:
-        targets = choose_targets(module, lora.target_modules, bundle.facts.lora_targets)
-        inject_lora(module, LoraSpec(lora.rank, lora.alpha, targets), seed)
+    if lora is None:
+        return None
+    spec = LoraSpec(lora.rank, lora.alpha, choose_targets(module, lora.target_modules, facts.lora_targets))
+    inject_lora(module, spec, seed)
+    return spec
+
+
+def lay_out(module: nn.Module, bundle: Trained, config: FSDPConfig, sharding: Sharding) -> None:
+    """Storage dtypes, checkpointed and compiled blocks, shards; in place."""
+    compute_dtype = next(module.parameters()).dtype
     set_dtypes(module, config)
     blocks = [m for m in module.modules() if type(m).__name__ in bundle.facts.block_class_names]
     if (config.activation_checkpointing or config.use_torch_compile) and not blocks:
@@ -244,7 +358,17 @@ def prepare_module(bundle: Trained, config: FSDPConfig, lora: LoraConfig | None,
         if config.activation_checkpointing:
             # Around the compiled forward: the compiler does not look into a checkpoint that it meets first.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    return module
+    sharding.wrap(module, blocks, compute_dtype)
+
+
+def load_deferred(
+    module: nn.Module, sharding: Sharding, bundle: Deferrable, adapter: LoraSpec | None, seed: int
+) -> None:
+    """Storage and values for a module that was built without."""
+    persistent = set(module.state_dict()) - {name for name, _ in module.named_parameters()}
+    deferred.give_storage(module, bundle.device)
+    sharding.adopt(module)
+    deferred.fill(module, sharding, bundle.saved(), persistent, 0 if adapter is None else adapter.rank, seed)
 
 
 def refuse_dropout(module: nn.Module) -> None:
@@ -265,15 +389,3 @@ def set_dtypes(module: nn.Module, config: FSDPConfig) -> None:
             parameter.data = parameter.data.float()
         elif config.param_dtype is not None:
             parameter.data = parameter.data.to(TORCH_DTYPES[config.param_dtype])
-
-
-def adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in its fused form: one pass over the weights."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )

@@ -17,6 +17,10 @@ class Snapshots:
     """Copies of a set of parameters, by name, on the parameters' device."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """
+        Args:
+            parameters: with sharding, this rank's shards of them.
+        """
         self.parameters = parameters
         self.stored: dict[str, dict[str, Tensor]] = {}
         self.in_force = LIVE
@@ -36,7 +40,10 @@ class Snapshots:
         if decay == 0.0:
             torch._foreach_copy_(shadows, live)
         else:
-            torch._foreach_lerp_(shadows, live, 1.0 - decay)
+            # Not lerp: what it fuses depends on an element's place in a tensor, and so on the number of shards.
+            gaps = torch._foreach_sub(live, shadows)
+            torch._foreach_mul_(gaps, 1.0 - decay)
+            torch._foreach_add_(shadows, gaps)
 
     def require(self, name: str) -> None:
         """Raises ConfigError unless a snapshot `name` exists."""

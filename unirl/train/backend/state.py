@@ -1,28 +1,34 @@
-"""A backend's state on disk: safetensors and one JSON file, read back strictly.
+"""A backend's state on disk: safetensors and one JSON file, read back strictly, by any number of ranks.
 
-weights.safetensors     parameter name -> live value
-optimizer.safetensors   parameter name + ".exp_avg" | ".exp_avg_sq" | ".step"
-snapshots.safetensors   snapshot name + ":" + parameter name
-backend.json            counters, and what the tensors belong to
+weights     parameter name -> live value
+optimizer   parameter name + ".exp_avg" | ".exp_avg_sq" | ".step"
+snapshots   snapshot name + ":" + parameter name
+backend.json            counters, what the tensors belong to, and the names of the files
+
+One rank writes `weights.safetensors`; rank r of n writes its rows to `weights-0000r-of-0000n.safetensors`, through
+torch.distributed.checkpoint, which also reads either kind.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unirl.config.errors import CheckpointError
+from unirl.distributed import RankInfo
 
-FORMAT = 1
+FORMAT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+STEMS = ("weights", "optimizer", "snapshots")
 
 Tensors = dict[str, Tensor]
 
@@ -36,16 +42,65 @@ class Counters:
     adapter: str
     """What is trained: `full`, or the adapters' rank, alpha and targets."""
     snapshots: tuple[str, ...]
+    files: tuple[str, ...] = ()
     format: int = FORMAT
 
 
-def write(directory: Path, tensors: Mapping[str, Tensors], counters: Counters) -> None:
-    """Write `tensors` (file stem -> name -> tensor) and the counters into an existing or new directory."""
+# Writing
+
+
+def write(directory: Path, tensors: Mapping[str, Tensors], counters: Counters, rank: RankInfo) -> None:
+    """Write `tensors` (file stem -> name -> tensor) and the counters into an existing or new directory.
+
+    Several ranks come here together, each with its rows as DTensors.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    files = _write_whole(directory, tensors) if rank.dp_size == 1 else _write_rows(directory, tensors, rank)
+    if rank.dp_rank == 0:
+        content = asdict(counters) | {"files": files}
+        (directory / "backend.json").write_text(json.dumps(content, indent=1, sort_keys=True))
+
+
+def _write_whole(directory: Path, tensors: Mapping[str, Tensors]) -> list[str]:
     for stem, entries in tensors.items():
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in entries.items()}
         save_file(contiguous, directory / f"{stem}.safetensors")
-    (directory / "backend.json").write_text(json.dumps(asdict(counters), indent=1, sort_keys=True))
+    return [f"{stem}.safetensors" for stem in tensors]
+
+
+def _write_rows(directory: Path, tensors: Mapping[str, Tensors], rank: RankInfo) -> list[str]:
+    """This rank's rows; the names of all ranks' files."""
+    from torch.distributed import all_gather_object
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    numbers = {name: i for i, stem in enumerate(tensors, 1) for name in tensors[stem]}
+    flat = {name: tensor.detach() for entries in tensors.values() for name, tensor in entries.items()}
+    writer = HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=numbers, save_distributed=True)
+    save(flat, storage_writer=writer, process_group=rank.group)
+    mine = []
+    for i, stem in enumerate(tensors, 1):
+        # A rank whose rows are all held by another, or are none, has no file.
+        for found in directory.glob(f"shard-{rank.dp_rank + 1:05}-model-{i:05}-of-*.safetensors"):
+            name = f"{stem}-{rank.dp_rank + 1:05}-of-{rank.dp_size:05}.safetensors"
+            found.rename(directory / name)
+            mine.append(name)
+    everyones: list[list[str]] = [[] for _ in range(rank.dp_size)]
+    all_gather_object(everyones, mine, group=rank.group)
+    return [name for names in everyones for name in names]
+
+
+# Reading
+
+
+class SavedTensors(ABC):
+    """The tensors of a checkpoint, described at once and read when asked."""
+
+    headers: Mapping[str, Tensors]
+    """File stem -> name -> a tensor of that shape and dtype."""
+
+    @abstractmethod
+    def read(self, targets: Tensors) -> None:
+        """Fill `targets`, by name; several ranks come here together, each for its rows."""
 
 
 def read_counters(directory: Path) -> Counters:
@@ -53,21 +108,64 @@ def read_counters(directory: Path) -> Counters:
     path = directory / "backend.json"
     try:
         raw = json.loads(path.read_text())
-        counters = Counters(**{**raw, "snapshots": tuple(raw["snapshots"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if raw["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {raw['format']}; this version reads {FORMAT}", code=7001)
+        return Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise _damaged(path, error) from error
-    if counters.format != FORMAT:
-        raise CheckpointError(f"{path} has format {counters.format}; this version reads {FORMAT}", code=7001)
-    return counters
 
 
-def read_tensors(directory: Path, stem: str) -> Tensors:
-    """The tensors of one file; CheckpointError (7001) if it is missing or damaged."""
-    path = directory / f"{stem}.safetensors"
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+def open_tensors(directory: Path, files: Sequence[str], rank: RankInfo) -> SavedTensors:
+    """The tensors of `files`; CheckpointError (7001) if one is missing or damaged."""
+    for name in files:
+        try:
+            with safe_open(directory / name, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise _damaged(directory / name, error) from error
+    if rank.dp_size == 1 and set(files) <= {f"{stem}.safetensors" for stem in STEMS}:
+        return _WholeFiles(directory, files)
+    return _RowFiles(directory, rank)
+
+
+class _WholeFiles(SavedTensors):
+    """What one rank wrote and one rank reads."""
+
+    def __init__(self, directory: Path, files: Sequence[str]) -> None:
+        self.headers = {name.removesuffix(".safetensors"): load_file(directory / name) for name in files}
+
+    def read(self, targets: Tensors) -> None:
+        found = {name: tensor for entries in self.headers.values() for name, tensor in entries.items()}
+        for name, target in targets.items():
+            target.copy_(found[name])
+
+
+class _RowFiles(SavedTensors):
+    """Any number of files read by any number of ranks: torch.distributed.checkpoint cuts the rows anew."""
+
+    def __init__(self, directory: Path, rank: RankInfo) -> None:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self.reader = HuggingFaceStorageReader(str(directory))
+        self.rank = rank
+        self.directory = directory
+        metadata = self.reader.read_metadata()
+        stems = {
+            index.fqn: Path(info.relative_path).name.removesuffix(".safetensors").partition("-")[0]
+            for index, info in metadata.storage_data.items()
+        }
+        headers: dict[str, Tensors] = {stem: {} for stem in STEMS}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), "a safetensors file holds tensors only"
+            headers[stems[name]][name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        self.headers = headers
+
+    def read(self, targets: Tensors) -> None:
+        from torch.distributed.checkpoint import load
+
+        alone = self.rank.dp_size == 1
+        load(dict(targets), storage_reader=self.reader, process_group=self.rank.group, no_dist=alone)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
@@ -93,12 +191,15 @@ def check_match(what: str, found: Mapping[str, Tensor], expected: Mapping[str, T
         )
 
 
-def optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Tensors:
+# AdamW
+
+
+def optimizer_tensors(optimizer: Optimizer, shards: Mapping[str, nn.Parameter]) -> Tensors:
     """AdamW's moments and counts by parameter name; a parameter that never had a gradient has none."""
     return {
-        f"{name}.{key}": optimizer.state[parameter][key]
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
+        f"{name}.{key}": optimizer.state[shard][key]
+        for name, shard in shards.items()
+        if shard in optimizer.state
         for key in MOMENTS
     }
 
@@ -106,21 +207,22 @@ def optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Paramete
 def check_optimizer(found: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises CheckpointError (7002) unless `found` is AdamW's state of some of the parameters, complete for each."""
     count = torch.zeros((), dtype=torch.float32)
-    expected = {
+    expected: dict[str, Tensor] = {
         f"{name}.{key}": count if key == "step" else parameters[name]
-        for name in _owners(found, parameters)
+        for name in owners(found, parameters)
         for key in MOMENTS
     }
     check_match("optimizer states", found, expected)
 
 
-def load_optimizer(optimizer: Optimizer, found: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
+def load_optimizer(optimizer: Optimizer, found: Tensors, shards: Mapping[str, nn.Parameter]) -> None:
     """Replace AdamW's state by checked tensors, through its own loading (which places them as it wants them)."""
-    position = {name: i for i, name in enumerate(parameters)}
-    state = {position[name]: {key: found[f"{name}.{key}"] for key in MOMENTS} for name in _owners(found, parameters)}
+    position = {name: i for i, name in enumerate(shards)}
+    state = {position[name]: {key: found[f"{name}.{key}"] for key in MOMENTS} for name in owners(found, shards)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _owners(found: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> Sequence[str]:
-    owners = {name.rpartition(".")[0] for name in found}
-    return [name for name in parameters if name in owners]
+def owners(found: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The parameters that AdamW's tensors `found` belong to."""
+    named = {name.rpartition(".")[0] for name in found}
+    return [name for name in parameters if name in named]

@@ -1,0 +1,89 @@
+"""Several ranks on this machine: processes that start with everything imported, joined by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.distributed import RankInfo
+from unirl.distributed.group.rank import running_as
+
+PRELOAD = ["peft", "diffusers", "torch.distributed.checkpoint", "unirl.models.sd3.bundle", "unirl.train.backend.fsdp"]
+DEADLINE_S = 120.0
+
+
+def run_ranks(num: int, fn: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """`fn(*args)` on `num` ranks; what each gave back, tensors as numpy arrays. The first failure is raised here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(num)]
+    processes = [
+        context.Process(target=_rank, args=(pipes[rank][1], store.port, rank, num, fn, args), daemon=True)
+        for rank in range(num)
+    ]
+    for process in processes:
+        process.start()
+    for _, write in pipes:
+        write.close()
+    try:
+        return _results([read for read, _ in pipes], time.monotonic() + deadline_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+
+
+def _results(pipes: list[Connection], deadline: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        open_ones = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+        ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(set(range(len(pipes))) - found.keys())} gave no result in time")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                error, found[rank] = pipe.recv()
+            except EOFError:
+                error = "it died without a word"
+            if error:
+                raise RuntimeError(f"rank {rank}: {error}")
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _rank(pipe: Connection, port: int, rank: int, num: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num, timeout=timedelta(seconds=DEADLINE_S)
+    )
+    group = torch.distributed.group.WORLD
+    info = RankInfo(rank=rank, world_size=num, dp_rank=rank, dp_size=num, group=group if num > 1 else None)
+    try:
+        with running_as(info):
+            result = plain(fn(*args))
+        pipe.send(("", result))
+        torch.distributed.barrier()
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    torch.distributed.destroy_process_group()
+
+
+def plain(value: Any) -> Any:
+    """Tensors as numpy arrays, so that a result outlives its process."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value

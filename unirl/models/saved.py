@@ -1,0 +1,72 @@
+"""Weights of a checkpoint that are read row by row, for a module that was built without storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from unirl.config.errors import DataError
+from unirl.models.hub import NOT_FOUND
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+class SavedWeights(Protocol):
+    """Tensors by the names that they have in the bare module."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+        ...
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows, on the CPU, in the dtype in which a bundle would load it."""
+        ...
+
+
+class ModuleWeights:
+    """The tensors of a small module in main memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors = module.state_dict()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        tensor: Tensor = self.tensors[name]
+        return tensor if rows is None else tensor[rows]
+
+
+class SafetensorsWeights:
+    """The tensors of a component's folder in the diffusers layout; only the rows that are asked for are read."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder = folder
+        self.dtype = dtype
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name) if rows is None else self._files[name].get_slice(name)[rows]
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    @cached_property
+    def _files(self) -> dict[str, Any]:
+        """Tensor name -> the open file that holds it."""
+        index = self.folder / f"{WEIGHTS}.index.json"
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS]
+            files = [safe_open(self.folder / name, "pt") for name in names]
+        except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+            raise DataError(
+                f"cannot read the weights in {self.folder}: {error}. Download the model again", code=NOT_FOUND
+            ) from error
+        return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)

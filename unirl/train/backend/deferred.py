@@ -1,0 +1,71 @@
+"""Weights for a module that was built without storage, filled in piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from unirl.config.errors import DataError
+from unirl.models.lora import adapter_names, adapter_start
+from unirl.models.saved import SavedWeights
+from unirl.train.backend.sharding import Sharding
+
+NOT_FOUND = 4001
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether the parameters have no storage yet."""
+    return next(module.parameters()).is_meta
+
+
+def give_storage(module: nn.Module, device: torch.device) -> None:
+    """Uninitialised storage for every parameter; buffers that were computed keep their values."""
+    computed = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        if name in computed:
+            buffer.copy_(computed[name])
+
+
+@torch.no_grad()
+def fill(
+    module: nn.Module, sharding: Sharding, saved: SavedWeights, persistent: set[str], rank: int, seed: int
+) -> None:
+    """This rank's rows of every parameter: the base from the checkpoint, adapters as a function of the seed.
+
+    Args:
+        persistent: names of the buffers that the checkpoint holds.
+        rank: of the adapters.
+    """
+    adapters = set(adapter_names(module))
+    wanted: dict[str, Tensor] = {n: p for n, p in sharding.parameters.items() if n not in adapters}
+    wanted |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    _check(type(module).__name__, saved.shapes(), wanted)
+    for name, parameter in sharding.parameters.items():
+        rows, shard = sharding.rows(parameter), sharding.shard(parameter)
+        if name in adapters:
+            shard.copy_(adapter_start(name, tuple(parameter.shape), rank, seed)[rows])
+        else:
+            shard.copy_(saved.read(base_name(name), rows))
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            buffer.copy_(saved.read(base_name(name)))
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter had before adapters were put around its layer."""
+    return name.replace(".base_layer.", ".")
+
+
+def _check(model: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
+    missing = [base_name(name) for name in wanted if base_name(name) not in found]
+    misshapen = [n for n, t in wanted.items() if base_name(n) in found and found[base_name(n)] != tuple(t.shape)]
+    for problem, names in (("are missing", missing), ("have another shape", misshapen)):
+        if names:
+            raise DataError(
+                f"{len(names)} weights of {model} {problem} in its checkpoint: {', '.join(names[:5])}. Use a complete "
+                "checkpoint of this architecture, or bundle.meta_init=false",
+                code=NOT_FOUND,
+            )

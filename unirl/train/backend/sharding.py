@@ -1,0 +1,278 @@
+"""How the trained parameters lie on the ranks of a role: whole on one rank, in shards (FSDP2) on several.
+
+A shard is a plain parameter that shares its storage with this rank's part of a module's parameter: the optimizer,
+snapshots and the guard see shards only, so they are the same code for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unirl.config.errors import ConfigError
+from unirl.distributed import RankInfo
+from unirl.train.configs import FSDPConfig
+
+Parameters = dict[str, nn.Parameter]
+
+
+class Sharding(ABC):
+    """The layout of one module's parameters, and how a gradient gets from a loss to the shards."""
+
+    trainable: Parameters
+    """Trainable parameters of the module by name."""
+    shards: Parameters
+    """This rank's parts of them."""
+
+    def __init__(self, config: FSDPConfig) -> None:
+        self.config = config
+
+    def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:  # noqa: B027
+        """Lay `module` out, in place, gathering `blocks` one by one and then what is left."""
+
+    def adopt(self, module: nn.Module) -> None:
+        """Take the module's parameters as they now are."""
+        self.parameters: Parameters = dict(module.named_parameters())
+        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.shards = {name: self.shard(p) for name, p in self.trainable.items()}
+
+    @abstractmethod
+    def shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's part of a parameter."""
+
+    @abstractmethod
+    def rows(self, parameter: nn.Parameter) -> slice:
+        """Which rows of the whole parameter this rank holds."""
+
+    @abstractmethod
+    def laid_out(self, parameter: nn.Parameter, shard: Tensor) -> Any:
+        """`shard` as a part of a whole that lies like `parameter`, for files."""
+
+    @abstractmethod
+    def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
+        """The whole of a parameter, or of a tensor that is laid out like it; a collective."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of `loss`; after the last one, `shards` have the sum over all ranks."""
+
+    @abstractmethod
+    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """[] float64: the sum of squares over all shards."""
+
+    @abstractmethod
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over the ranks, in float64."""
+
+    @abstractmethod
+    def first_of_ranks(self, index: int) -> int:
+        """The smallest of the ranks' numbers."""
+
+    def reshard(self) -> None:  # noqa: B027
+        """Forget gathered copies, so that the next forward reads the shards."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The module is whole inside: forwards contain no collective."""
+        yield
+
+    def moved(self) -> None:  # noqa: B027
+        """The module has been moved to another device."""
+
+
+class Whole(Sharding):
+    """One rank: nothing is cut, nothing travels."""
+
+    def __init__(self, config: FSDPConfig) -> None:
+        super().__init__(config)
+        self.sums: dict[str, Tensor] = {}
+
+    def shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter
+
+    def rows(self, parameter: nn.Parameter) -> slice:
+        return slice(0, parameter.shape[0])
+
+    def laid_out(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        return shard
+
+    def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
+        return parameter.detach() if shard is None else shard
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+        if self.config.reduce_dtype == "fp64":
+            self._add_up(last)
+
+    def _add_up(self, last: bool) -> None:
+        """Gradients of this backward into float64 sums; the last rounds the sums to the parameters' dtype, once."""
+        for name, parameter in self.trainable.items():
+            if parameter.grad is not None:
+                total = self.sums.get(name)
+                self.sums[name] = parameter.grad.double() if total is None else total.add_(parameter.grad)
+                parameter.grad = None
+        if last:
+            for name, total in self.sums.items():
+                self.trainable[name].grad = total.to(self.trainable[name].dtype)
+            self.sums.clear()
+
+    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return sum_of_squares(gradients)
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        return value.double()
+
+    def first_of_ranks(self, index: int) -> int:
+        return index
+
+
+class Sharded(Sharding):
+    """Several ranks: each holds rows of every parameter; `shard_size` ranks share a copy, others hold further ones."""
+
+    def __init__(self, config: FSDPConfig, rank: RankInfo) -> None:
+        super().__init__(config)
+        self.rank = rank
+        self.mesh = mesh_of(rank, config.shard_size)
+        self.shard_mesh = self.mesh if self.mesh.ndim == 1 else self.mesh["shard"]
+        self.modules: list[Any] = []  # FSDPModule, whose import takes seconds
+        self.module: Any = None
+
+    def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mixed = self.config.mixed_precision and compute_dtype != torch.float32
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype if mixed else None,
+            reduce_dtype=torch.float64 if self.config.reduce_dtype == "fp64" else torch.float32,
+            cast_forward_inputs=False,  # 1000 sigma does not fit in the 8 bits of bf16
+        )
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh, mp_policy=policy, reshard_after_forward=self._reshards)
+        # What the root holds is needed again as soon as the backward pass begins.
+        self.module = fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
+        self.modules = [*blocks, module]
+        for each in self.modules:
+            # Losses are divided by the count over all ranks already.
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def _reshards(self) -> bool:
+        return self.config.reshard_after_forward
+
+    def shard(self, parameter: Any) -> nn.Parameter:
+        return nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad)
+
+    def rows(self, parameter: nn.Parameter) -> slice:
+        """FSDP2 cuts as `torch.chunk` does: equal pieces, the last ones shorter or empty."""
+        count = parameter.shape[0]
+        piece = -(-count // self.shard_mesh.size())
+        start = min(self.shard_mesh.get_local_rank() * piece, count)
+        return slice(start, min(start + piece, count))
+
+    def laid_out(self, parameter: Any, shard: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def whole(self, parameter: Any, shard: Tensor | None = None) -> Tensor:
+        tensor = parameter.detach() if shard is None else self.laid_out(parameter, shard)
+        whole: Tensor = tensor.full_tensor()
+        return whole
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.module.set_requires_gradient_sync(last or not self.config.defer_grad_sync)
+        loss.backward()
+        if last:
+            for name, parameter in self.trainable.items():
+                grad: Any = parameter.grad
+                self.shards[name].grad = None if grad is None else grad.to_local()
+                parameter.grad = None
+
+    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        total = sum_of_squares(gradients).to(self.rank.device)
+        torch.distributed.all_reduce(total, group=self.shard_mesh.get_group())
+        return total
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        total = value.detach().to(self.rank.device, torch.float64, copy=True)
+        torch.distributed.all_reduce(total, group=self.rank.group)
+        return total
+
+    def first_of_ranks(self, index: int) -> int:
+        first = torch.tensor(index, device=self.rank.device)
+        torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN, group=self.rank.group)
+        return int(first)
+
+    def reshard(self) -> None:
+        for module in self.modules:
+            module.reshard()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        self._set_resharding(blocks=False)
+        for module in self.modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+            self._set_resharding(blocks=self._reshards)
+
+    def _set_resharding(self, blocks: bool) -> None:
+        for block in self.modules[:-1]:
+            block.set_reshard_after_forward(blocks, recurse=False)
+
+    def moved(self) -> None:
+        """The shards follow their parameters, which were moved in place."""
+        for name, shard in self.shards.items():
+            parameter: Any = self.trainable[name]
+            shard.data = parameter.detach().to_local()
+
+
+def sharding_of(config: FSDPConfig, rank: RankInfo) -> Sharding:
+    """Whole on one rank, else shards."""
+    return Whole(config) if rank.dp_size == 1 else Sharded(config, rank)
+
+
+def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
+    """The DeviceMesh of the role's ranks: one line, or (copies, ranks that share a copy)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    size = rank.dp_size if shard_size is None else shard_size
+    if rank.dp_size % size:
+        legal = [n for n in range(1, rank.dp_size + 1) if rank.dp_size % n == 0]
+        raise ConfigError(
+            f"fsdp_cfg.shard_size={size} does not divide the {rank.dp_size} ranks that train. "
+            f"Use one of {', '.join(map(str, legal))}",
+            code=2010,
+        )
+    assert rank.group is not None, "several ranks share a process group"
+    ranks = torch.tensor(torch.distributed.get_process_group_ranks(rank.group))
+    if size == rank.dp_size:
+        return DeviceMesh(rank.device.type, ranks, mesh_dim_names=("shard",))
+    return DeviceMesh(rank.device.type, ranks.view(-1, size), mesh_dim_names=("replicate", "shard"))
+
+
+def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """[] float64, over all elements."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, torch.float64)).square().sum()
+
+
+def clip(shards: Mapping[str, nn.Parameter], norm: Tensor, max_grad_norm: float) -> None:
+    """Scale the shards' gradients down to a total norm of `max_grad_norm`; `norm` is the present one."""
+    nn.utils.clip_grads_with_norm_(shards.values(), max_grad_norm, norm, foreach=True)

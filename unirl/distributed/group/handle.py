@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from unirl.config.errors import StallError
 from unirl.distributed.group.dispatch import remote_methods
+from unirl.distributed.group.remote import Remote
+
+
+class Pending(Protocol):
+    """A call under way."""
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""
+        ...
 
 
 class Group(Protocol):
-    """Workers that host roles: how a call reaches them is the runtime's business."""
+    """Workers that host sibling roles, one rank each. How a call reaches them is the runtime's business."""
 
-    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    name: str
+    num_ranks: int
+    deadline_s: float
 
-    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]: ...
+    @property
+    def workers(self) -> tuple[Any, ...]:
+        """The actors, in rank order; none where roles live in this process."""
+        ...
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The address of each rank's machine."""
+        ...
 
-@dataclass(frozen=True)
-class Pending:
-    """A call under way."""
+    def place(self, remote: Remote) -> Handle:
+        """Build a role on every rank, beside its siblings, and give its handle."""
+        ...
 
-    what: str
-    future: Future[Any]
+    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+        """Start a call and return at once."""
+        ...
 
-    def result(self, deadline_s: float | None = None) -> Any:
-        """The result; StallError (8001), naming the call, when it has not come within `deadline_s` seconds."""
-        try:
-            return self.future.result(deadline_s)
-        except FutureTimeout as timeout:
-            if self.future.done():
-                raise
-            raise StallError(
-                f"{self.what} gave no result within {deadline_s:g} s. Raise the deadline if it is only slow; "
-                "`py-spy dump --pid <pid>` shows where every thread stands",
-                code=8001,
-            ) from timeout
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call and wait."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,20 +60,17 @@ class RemoteMethod:
 
     def submit(self, *args: Any, **kwargs: Any) -> Pending:
         """Start the call and return at once."""
-        return Pending(
-            f"{self.role}.{self.name}",
-            self.group.submit(self.role, self.name, args, kwargs),
-        )
+        return self.group.submit(self.role, self.name, args, kwargs)
 
 
 class Handle:
     """A role as the driver sees it: only its marked methods exist here."""
 
-    def __init__(self, group: Group, name: str, role: type) -> None:
+    def __init__(self, group: Group, name: str, role_class: type) -> None:
         self.role_name = name
-        self.methods = {method: RemoteMethod(group, name, method) for method in remote_methods(role)}
+        self.methods = {method: RemoteMethod(group, name, method) for method in remote_methods(role_class)}
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("__") or name not in self.__dict__.get("methods", {}):
             raise AttributeError(
                 f"{self.__dict__.get('role_name', 'the role')!r} has no remote method {name!r}; "

@@ -1,28 +1,33 @@
-"""Which workers a set of sibling roles shares."""
+"""Which devices a set of sibling roles shares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from unirl.config.errors import ConfigError
-from unirl.distributed.group.pool import DevicePool, LocalGroup
+from unirl.config.placement import Slab
+
+__all__ = ["Slab", "placement"]
+
+if TYPE_CHECKING:
+    from unirl.distributed.group.handle import Group
+    from unirl.distributed.group.pool import Pool
 
 
 @contextmanager
-def placement(
-    pool: DevicePool, fraction: float = 1.0, shared_workers: LocalGroup | None = None
-) -> Iterator[LocalGroup]:
-    """Workers on a fraction of the pool's devices, or those of another placement: roles placed here are siblings.
+def placement(pool: Pool, fraction: float = 1.0, shared_workers: Group | None = None) -> Iterator[Group]:
+    """Workers for sibling roles: on the next fraction of the pool's devices, or those of another placement.
 
     Raises:
-        ConfigError: 2020 when the fraction does not give a whole number of devices.
+        ConfigError: 2020 when the fraction is no whole number of devices, or more than are left.
     """
-    devices = pool.num_devices * fraction
-    if devices != round(devices) or devices < 1:
+    count = pool.num_devices * fraction
+    if count != round(count) or count < 1:
         raise ConfigError(
-            f"a placement on {fraction:g} of {pool.num_devices} devices is {devices:g} devices: "
+            f"a placement on {fraction:g} of {pool.num_devices} devices is {count:g} devices: "
             "choose a fraction that gives a whole number, at least 1",
             code=2020,
         )
-    yield shared_workers or pool.group()
+    yield shared_workers or pool.group(pool.take(round(count)))

@@ -13,6 +13,8 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
@@ -22,12 +24,12 @@ class RankInfo:
     world_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     group: ProcessGroup | None = None
     """The default process group of the role's ranks; None when alone."""
 
     def sum_over_dp(self, value: float) -> float:
-        """The sum of `value` over the data-parallel ranks."""
+        """The sum of `value` over the data-parallel ranks, in float64."""
         if self.dp_size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,34 @@
+"""What tests of several folders share: one Ray for the whole session, started when the first test needs it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Ray is up in this process, with room for several pools."""
+    import ray
+
+    from unirl.distributed.group.ray_cluster import connect
+
+    connect(num_cpus=16)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_ray_pool(ray_session):
+    """Four workers of the session, without libraries of models."""
+    from unirl.distributed.group.ray_pool import RayPool
+
+    pool = RayPool(4, deadline_s=60.0, preload=())
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ray_pool(shared_ray_pool):
+    """The session's workers, without roles."""
+    yield shared_ray_pool
+    shared_ray_pool.clear()

@@ -1,0 +1,82 @@
+"""A pool of devices: what both runtimes have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from unirl.config.errors import ConfigError
+from unirl.config.placement import Slab
+from unirl.distributed.group.handle import Group
+from unirl.distributed.tensor.traffic import Traffic
+
+
+class Pool(ABC):
+    """Devices, and the groups of workers that live on them.
+
+    Args:
+        num_updates: U of the row layout, by which the rows of every scattered call are cut.
+        deadline_s: seconds that a call may take; a call past them ends in StallError (8001).
+    """
+
+    def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
+        if num_devices < 1:
+            raise ConfigError(f"num_devices must be >= 1, got {num_devices}", code=2004)
+        self.num_devices = num_devices
+        self.num_updates = num_updates
+        self.deadline_s = deadline_s
+        self.stack_dir: Path | None = None
+        """Where the stacks of a stall are written; a temporary folder when absent."""
+        self.traffic = Traffic()
+        self.step = 0
+        self.num_taken = 0
+
+    @abstractmethod
+    def group(self, slab: Slab) -> Group:
+        """The group of workers on a slab: the same one for an equal slab."""
+
+    @abstractmethod
+    def watch(self, phase: str) -> AbstractContextManager[None]:
+        """Name what the driver does inside the block, for errors, and let it not hang unseen."""
+
+    def begin(self, step: int) -> None:
+        """Columns made from here on belong to `step`."""
+        self.step = step
+
+    @abstractmethod
+    def release(self, step: int) -> None:
+        """Free the columns of a step on every worker."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """End all roles and groups, free all columns, and keep the workers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything, whatever it is doing. May be called again."""
+
+    def take(self, count: int) -> Slab:
+        """The next `count` devices.
+
+        Raises:
+            ConfigError: 2020 when fewer are left.
+        """
+        if self.num_taken + count > self.num_devices:
+            raise ConfigError(
+                f"{count} devices are asked for, and {self.num_devices - self.num_taken} "
+                f"of {self.num_devices} are left: "
+                "raise num_devices, or share the workers of another placement",
+                code=2020,
+            )
+        first, self.num_taken = self.num_taken, self.num_taken + count
+        return Slab("device", tuple(range(first, self.num_taken)))
+
+    def check(self, slab: Slab) -> None:
+        """Raise ConfigError 2004 when a slab has devices that the pool does not."""
+        if not slab.indices or (slab.kind == "device" and not set(slab.indices) <= set(range(self.num_devices))):
+            raise ConfigError(
+                f"a placement on {slab.words} needs devices of the {self.num_devices} that num_devices gives "
+                f"(0 to {self.num_devices - 1})",
+                code=2004,
+            )

@@ -1,0 +1,145 @@
+"""The `local` runtime: every group is one worker in the driver's own process, so a breakpoint works."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unirl.config.errors import ConfigError
+from unirl.config.placement import Slab
+from unirl.distributed.group.devices import Pool
+from unirl.distributed.group.dispatch import Dispatch, cut, remote_methods
+from unirl.distributed.group.handle import Handle
+from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.stacks import stack_folder, stacks_of, stall, watchdog
+from unirl.distributed.group.worker import Seat, Worker
+from unirl.distributed.tensor.transport import InProcessTransport
+
+
+@dataclass(frozen=True)
+class LocalPending:
+    """A call that runs on the group's own thread."""
+
+    what: str
+    future: Future[Any]
+    group: LocalGroup
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""
+        seconds = self.group.deadline_s if deadline_s is None else deadline_s
+        try:
+            return self.future.result(seconds)
+        except FutureTimeout as timeout:
+            if self.future.done():
+                raise
+            stacks, folder = stacks_of(self.group.busy), stack_folder(self.group.pool.stack_dir)
+            (folder / "driver.txt").write_text(stacks.text, encoding="utf-8")
+            raise stall(self.what, seconds, {self.group.name: stacks.where}, folder) from timeout
+
+
+class LocalGroup:
+    """One worker in this process: calls run inline, submitted ones on the group's own thread."""
+
+    num_ranks = 1
+    workers: tuple[Any, ...] = ()
+    hosts = ("127.0.0.1",)
+
+    def __init__(self, pool: LocalPool, slab: Slab, worker: Worker) -> None:
+        self.pool = pool
+        self.name = slab.words
+        self.deadline_s = pool.deadline_s
+        self.worker = worker
+        self.marks: dict[str, dict[str, Dispatch]] = {}
+        self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=worker.name)
+
+    def place(self, remote: Remote) -> Handle:
+        """Build a role beside its siblings and give its handle."""
+        role_class = self.worker.place(remote)
+        self.marks[remote.name] = remote_methods(role_class)
+        return Handle(self, remote.name, role_class)
+
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call and wait."""
+        parts = cut(f"{role}.{method}", self.marks[role][method], (args, kwargs), 1, self.pool.num_updates)
+        return parts.merge([self.worker.call(role, method, *call, self.pool.step) for call in parts.calls])
+
+    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalPending:
+        """Start a call and return at once."""
+        return LocalPending(f"{role}.{method}", self.executor.submit(self.run, role, method, args, kwargs), self)
+
+    @property
+    def busy(self) -> int | None:
+        """The ident of the group's own thread, once it has one."""
+        return next((thread.ident for thread in self.executor._threads), None)
+
+    def close(self) -> None:
+        """End all roles."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.worker.clear()
+
+
+class LocalPool(Pool):
+    """Devices of this process. A slab has one; several slabs are several groups beside each other."""
+
+    def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
+        super().__init__(num_devices, num_updates, deadline_s)
+        self.transport = InProcessTransport()
+        self.groups: dict[Slab, LocalGroup] = {}
+
+    def group(self, slab: Slab) -> LocalGroup:
+        """The group on a slab of one place.
+
+        Raises:
+            ConfigError: 2020 when the slab has more.
+        """
+        self.check(slab)
+        if len(slab.indices) > 1:
+            raise ConfigError(
+                f"a placement on {slab.words} needs {len(slab.indices)} workers, and runtime: local has one process, "
+                "which is one worker. Set runtime=ray, or place the role on one device",
+                code=2020,
+            )
+        if slab not in self.groups:
+            self.groups[slab] = self._group(slab)
+        return self.groups[slab]
+
+    def _group(self, slab: Slab) -> LocalGroup:
+        name = f"local-{os.getpid()}-{slab.kind}-{slab.indices[0]}"
+        worker = Worker(name, local_device(slab), self.transport)
+        worker.enter(Seat(group=name))
+        self.transport.add(worker.store)
+        return LocalGroup(self, slab, worker)
+
+    def watch(self, phase: str) -> AbstractContextManager[None]:
+        """End the process when the block takes longer than the deadline."""
+        return watchdog(f"phase {phase}", self.deadline_s, self.stack_dir)
+
+    def release(self, step: int) -> None:
+        """Free the columns of a step."""
+        for group in self.groups.values():
+            group.worker.release(step)
+
+    def clear(self) -> None:
+        """End all roles and free all columns."""
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
+        self.transport = InProcessTransport()
+        self.num_taken = 0
+
+    def close(self) -> None:
+        """The same: there is no process to end."""
+        self.clear()
+
+
+def local_device(slab: Slab) -> torch.device:
+    """The accelerator of a slab's place, if this process sees any: places beyond the last share them in turn."""
+    if slab.kind == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", slab.indices[0] % torch.cuda.device_count())

@@ -1,0 +1,196 @@
+"""The Ray cluster that a pool runs on: found or started, and the devices reserved there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unirl.config.errors import ConfigError, DependencyError, ResourceError
+
+OLDEST = (2, 54)
+NAMESPACE = "unirl"
+CPU_OBJECT_STORE = 200 * 2**20
+HEALTH = {
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+"""A node that is dead or frozen is known after about 4 s; by Ray's defaults it takes a minute."""
+REACH_S = 3.0
+RESERVE_S = 10.0
+WAY_OUT = "Start it (ray start --head), correct RAY_ADDRESS, or unset it: UniRL then starts a Ray of its own"
+
+
+def connect(num_cpus: int) -> bool:
+    """Connect this process to Ray; True when it was not before, so that who connects also leaves.
+
+    RAY_ADDRESS names a cluster; without it one starts here, with at least `num_cpus` slots, reachable from this machine
+    only.
+
+    Raises:
+        DependencyError: 3002 when Ray is too old.
+        ConfigError: 2004 when RAY_ADDRESS is no address.
+        ResourceError: 5001 when no cluster answers there.
+    """
+    import ray
+
+    check_version(ray.__version__)
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    with _own_signals():
+        if address and address != "local":
+            _join(address)
+        else:
+            start(num_cpus)
+    return True
+
+
+def check_version(version: str) -> None:
+    """Raise DependencyError 3002 when Ray is older than what the runtime was written for."""
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise DependencyError(
+            f"runtime: ray needs ray >= {oldest}, and {version} is installed: "
+            f"pip install -c constraints.txt 'ray>={oldest}'",
+            code=3002,
+        )
+
+
+def start(num_cpus: int) -> None:
+    """A Ray of our own on this machine, bound to loopback."""
+    import ray
+
+    # Ray reports usage to its makers unless told otherwise, and has no other door than this variable.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    num_gpus = torch.cuda.device_count()
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        num_cpus=max(num_cpus, cores()),
+        num_gpus=num_gpus,
+        object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+        _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
+    )
+
+
+def cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _join(address: str) -> None:
+    import ray
+
+    _check_reachable(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:  # what Ray raises for no, another or a strange cluster
+        first = (str(error).splitlines() or [""])[0]
+        raise ResourceError(
+            f"Ray at RAY_ADDRESS={address} refuses this process: {first}. {WAY_OUT}", code=5001
+        ) from error
+
+
+def _check_reachable(address: str) -> None:
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS={address} should be HOST:PORT of a head node as `ray start --head` prints it "
+            "(6379 is usual), or auto. Ray Client (ray://...) is not supported: run on a node of the cluster",
+            code=2004,
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ResourceError(f"no Ray answers at RAY_ADDRESS={address} ({error}). {WAY_OUT}", code=5001) from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM over; a handler of ours stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Devices held for a pool: one bundle per machine."""
+
+    placement_group: Any
+    resource: str
+    """What a worker takes of its bundle: "GPU", or "CPU" on a cluster that has no accelerators."""
+    per_node: int
+    threads: int
+    """Threads of each worker."""
+
+
+def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
+    """Hold the devices, `devices_per_node` on each machine.
+
+    Raises:
+        ConfigError: 2010 when they do not divide over machines.
+        ResourceError: 5001 when the cluster has not enough, or others hold them.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    per_node = devices_per_node or num_devices
+    if num_devices % per_node:
+        raise ConfigError(
+            f"num_devices={num_devices} is no multiple of devices_per_node={per_node}, and machines give equally many",
+            code=2010,
+        )
+    nodes = _nodes()
+    resource = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
+    _check_enough(nodes, resource, num_devices // per_node, per_node)
+    bundles = [{resource: float(per_node)}] * (num_devices // per_node)
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
+    if not group.wait(RESERVE_S):
+        remove_placement_group(group)
+        raise ResourceError(
+            f"{num_devices} {resource} slots of the Ray cluster are asked for, and others hold too many of "
+            f"{_listed(nodes, resource)}. Wait for them, or lower num_devices",
+            code=5001,
+        )
+    node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for node in nodes))
+    return Reservation(group, resource, per_node, max(1, min(torch.get_num_threads(), node_cores // per_node)))
+
+
+def _nodes() -> list[dict[str, float]]:
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _check_enough(nodes: Sequence[dict[str, float]], resource: str, num_nodes: int, per_node: int) -> None:
+    fitting = sum(node.get(resource, 0) >= per_node for node in nodes)
+    if fitting < num_nodes:
+        raise ResourceError(
+            f"{num_nodes} machine(s) with {per_node} {resource} slots each are asked for, and the Ray cluster has "
+            f"{_listed(nodes, resource)}. Lower num_devices, set devices_per_node, or add machines "
+            "(ray start --address HEAD)",
+            code=5001,
+        )
+
+
+def _listed(nodes: Sequence[dict[str, float]], resource: str) -> str:
+    slots = ", ".join(f"{node.get(resource, 0):g}" for node in nodes)
+    return f"{len(nodes)} machine(s) with {slots} {resource} slots"

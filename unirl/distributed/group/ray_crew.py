@@ -1,0 +1,224 @@
+"""The workers of a pool on Ray: started, called, watched, and ended when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import unirl
+from unirl.config.errors import StallError
+from unirl.distributed.group.failures import Failure, first_cause
+from unirl.distributed.group.ray_cluster import Reservation
+from unirl.distributed.group.stacks import stack_folder, stall
+from unirl.distributed.group.worker import About, RemoteWorker, describe
+
+GRACE_S = 1.0
+"""How long other ranks may take to say what went wrong with them, once one has."""
+CAUSE_S = 10.0
+"""The same, when all that is known is that a connection broke: the death of a machine shows after seconds."""
+ANSWER_S = 5.0
+"""How long a worker may take to say where it stands."""
+CLEAR_S = 20.0
+
+Ref = Any
+"""A reference to a result of Ray, which has no public type."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One worker."""
+
+    name: str
+    place: str
+    actor: Any
+    life: Ref
+    """Resolves when the worker's process is gone, and never before."""
+    facts: Ref
+
+    @property
+    def about(self) -> About:
+        """Its process; pid 0 when it has not started, or never did."""
+        import ray
+
+        done, _ = ray.wait([self.facts], timeout=0)
+        try:
+            about: About = ray.get(done[0]) if done else About("unknown", 0)
+        except ray.exceptions.RayError:
+            return About("unknown", 0)
+        return about
+
+    def __str__(self) -> str:
+        return describe(self.place, self.about)
+
+    def ask(self, what: str, method: str, *args: Any) -> Ref:
+        """Start a method of the worker, to be waited for by `Crew.gather`."""
+        return self.actor.attempt.remote(what, method, *args)
+
+
+class Crew:
+    """All workers of a pool."""
+
+    def __init__(self, name: str, reservation: Reservation, deadline_s: float, preload: Sequence[str]) -> None:
+        self.name = name
+        self.reservation = reservation
+        self.deadline_s = deadline_s
+        self.preload = tuple(preload)
+        self.members: dict[tuple[str, int], Member] = {}
+        self.stack_dir: Path | None = None
+        self.phase = ""
+
+    def member(self, kind: str, index: int) -> Member:
+        """The worker on a place, started if there is none; does not wait for it."""
+        if (kind, index) not in self.members:
+            self.members[kind, index] = self._start(kind, index)
+        return self.members[kind, index]
+
+    def _start(self, kind: str, index: int) -> Member:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        held = self.reservation
+        bundle = index // held.per_node if kind == "device" else index % held.placement_group.bundle_count
+        needs = {"num_cpus": 0, "num_gpus": 0}
+        if kind == "device":
+            needs["num_gpus" if held.resource == "GPU" else "num_cpus"] = 1
+        name = f"{self.name}-{kind}-{index}"
+        actor = (
+            actor_class()
+            .options(
+                name=name,
+                **needs,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, bundle),
+                runtime_env={"env_vars": worker_environment(held.threads)},
+            )
+            .remote(name, f"{kind} {index}", kind == "device", self.deadline_s)
+        )
+        if kind == "device" and self.preload:
+            actor.preload.remote(self.preload)
+        return Member(name, f"{kind} {index}", actor, actor.live.remote(), actor.about.remote())
+
+    def gather(self, what: str, calls: Mapping[Ref, Member], deadline_s: float) -> list[Any]:
+        """The results of calls, in order. The first cause is raised when one fails or any worker of the crew dies.
+
+        Workers that do not return then are killed: they may wait for one that never comes.
+        """
+        import ray
+
+        results: dict[Ref, Any] = {}
+        failures: list[Failure] = []
+        end = time.monotonic() + deadline_s
+        while len(results) < len(calls):
+            lives = {member.life: member for member in self.members.values()}
+            waiting = [ref for ref in calls if ref not in results]
+            done, _ = ray.wait([*waiting, *lives], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                break
+            ref = done[0]
+            outcome = self._outcome(what, ref, lives.get(ref) or calls[ref])
+            if ref in calls:
+                results[ref] = outcome
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                end = min(end, time.monotonic() + (CAUSE_S if outcome.is_consequence else GRACE_S))
+        missing = [member for ref, member in calls.items() if ref not in results]
+        if failures:
+            self.kill(missing)
+            raise first_cause(failures).exception()
+        if missing:
+            raise self._stall(what, deadline_s)
+        return [results[ref] for ref in calls]
+
+    def _outcome(self, what: str, ref: Ref, member: Member) -> Any:
+        """What a call gave, or the Failure that stands for it."""
+        import ray
+
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            self.forget([member])
+            return Failure.death(what, str(member), how_it_died(error))
+        except ray.exceptions.RayError as error:  # the call or its result did not travel
+            return Failure.of(error, what, str(member))
+
+    def _stall(self, what: str, seconds: float) -> StallError:
+        during = f" (phase {self.phase})" if self.phase else ""
+        folder = stack_folder(self.stack_dir)
+        return stall(what + during, seconds, self._write_stacks(folder), folder)
+
+    def _write_stacks(self, folder: Path) -> dict[str, str]:
+        """The stacks of every worker as files; gives where each one stands."""
+        import ray
+
+        asked = {member.actor.stacks.remote(): member for member in self.members.values()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        places = {str(member): f"did not answer within {ANSWER_S:g} s" for member in asked.values()}
+        for ref in answered:
+            try:
+                stacks = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                places[str(asked[ref])] = f"is gone: {how_it_died(error)}"
+                continue
+            places[str(asked[ref])] = stacks.where
+            (folder / f"{asked[ref].place.replace(' ', '-')}.txt").write_text(stacks.text, encoding="utf-8")
+        return places
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method on every worker and wait; one that fails or does not answer is ended."""
+        import ray
+
+        asked = {member.ask(method, method, *args): member for member in self.members.values()}
+        if not asked:
+            return
+        done, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLEAR_S)
+        failed = [ref for ref in done if isinstance(self._outcome(method, ref, asked[ref]), Failure)]
+        self.kill([asked[ref] for ref in [*late, *failed]])
+
+    def kill(self, members: Sequence[Member]) -> None:
+        """End workers at once, whatever they do. The next call to their place starts another."""
+        import ray
+
+        for member in members:
+            ray.kill(member.actor, no_restart=True)
+        self.forget(members)
+
+    def forget(self, members: Sequence[Member]) -> None:
+        """Take workers that are gone off the list."""
+        self.members = {place: member for place, member in self.members.items() if member not in members}
+
+
+@cache
+def actor_class() -> Any:
+    """RemoteWorker as an actor of Ray. Calls of the driver run one by one; reads and stacks beside them."""
+    import ray
+
+    class Actor(RemoteWorker):
+        def __init__(self, name: str, place: str, has_device: bool, deadline_s: float) -> None:
+            super().__init__(name, place, ray.util.get_node_ip_address(), has_device, deadline_s)
+
+        read = ray.method(concurrency_group="io")(RemoteWorker.read)
+        stacks = ray.method(concurrency_group="io")(RemoteWorker.stacks)
+        live = ray.method(concurrency_group="life")(RemoteWorker.live)
+
+    Actor.__name__ = "Worker"
+    return ray.remote(concurrency_groups={"io": 4, "life": 1}, max_restarts=0, max_task_retries=0)(Actor)
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """What a worker's process finds: the same modules as the driver, and its share of the cores."""
+    root = str(Path(unirl.__file__).resolve().parents[1])
+    own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
+    paths = dict.fromkeys([root, *(str(Path(path).resolve()) for path in own)])
+    return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+
+
+def how_it_died(error: Exception) -> str:
+    """Ray's own words about a death, without its list of what may have been."""
+    text = " ".join(str(error).split("Some common causes")[0].split())
+    for start in ("The actor is dead because", "The actor died because"):
+        text = text.split(start)[-1].strip()
+    return text[:600]

@@ -1,0 +1,190 @@
+"""The `ray` runtime: one worker process per device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from unirl.config.errors import ConfigError
+from unirl.config.placement import Slab
+from unirl.distributed.group.devices import Pool
+from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
+from unirl.distributed.group.handle import Handle
+from unirl.distributed.group.ray_cluster import connect, reserve
+from unirl.distributed.group.ray_crew import Crew, Member, Ref
+from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.worker import Seat
+
+LIBRARIES = ("diffusers", "transformers", "peft")
+NUMBERS = count()
+JOIN_MARGIN_S = 60.0
+"""Collectives give up this much later than the driver, which knows more about why."""
+
+
+@dataclass(frozen=True)
+class RayPending:
+    """A call that runs on workers."""
+
+    what: str
+    group: RayGroup
+    calls: dict[Ref, Member]
+    parts: Cut
+
+    def result(self, deadline_s: float | None = None) -> Any:
+        """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""
+        seconds = self.group.deadline_s if deadline_s is None else deadline_s
+        results = self.group.pool.crew.gather(self.what, self.calls, seconds)
+        for result in results:
+            self.group.pool.traffic.received(result)
+        return self.parts.merge(results)
+
+
+class RayGroup:
+    """The workers of a slab, rank by rank."""
+
+    def __init__(self, pool: RayPool, slab: Slab) -> None:
+        self.pool = pool
+        self.name = slab.words
+        self.deadline_s = pool.deadline_s
+        self.members = [pool.crew.member(slab.kind, index) for index in slab.indices]
+        self.num_ranks = len(self.members)
+        self.marks: dict[str, dict[str, Dispatch]] = {}
+        self.has_entered = False
+
+    @property
+    def workers(self) -> tuple[Any, ...]:
+        """The actors, in rank order."""
+        return tuple(member.actor for member in self.members)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The address of each rank's machine."""
+        self._enter()
+        return tuple(member.about.host for member in self.members)
+
+    def place(self, remote: Remote) -> Handle:
+        """Build a role on every rank, beside its siblings, and give its handle."""
+        self._enter()
+        role_class = self._all(f"building {remote.name}", "place", remote)[0]
+        self.marks[remote.name] = remote_methods(role_class)
+        return Handle(self, remote.name, role_class)
+
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call and wait."""
+        return self.submit(role, method, args, kwargs).result()
+
+    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayPending:
+        """Start a call and return at once."""
+        what = f"{role}.{method}"
+        parts = cut(what, self.marks[role][method], (args, kwargs), self.num_ranks, self.pool.num_updates)
+        calls = {}
+        for member, call in zip(self.members, parts.calls, strict=False):  # a rank0 call has one part
+            self.pool.traffic.sent(call)
+            calls[member.ask(what, "call", role, method, *call, self.pool.step)] = member
+        return RayPending(what, self, calls, parts)
+
+    def _enter(self) -> None:
+        """Give every worker its seat; the ranks of a group of several meet in a store of rank 0."""
+        if self.has_entered:
+            return
+        seat = Seat(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
+        if self.num_ranks > 1:
+            what, first = "opening the store of ranks", self.members[0]
+            [(host, port)] = self._wait(what, {first.ask(what, "host_store"): first})
+            seat = replace(seat, host=host, port=port, timeout_s=self.deadline_s + JOIN_MARGIN_S)
+        what = "joining the ranks"
+        self._wait(what, {m.ask(what, "enter", replace(seat, rank=i)): m for i, m in enumerate(self.members)})
+        self.has_entered = True
+
+    def _all(self, what: str, method: str, *args: Any) -> list[Any]:
+        return self._wait(what, {member.ask(what, method, *args): member for member in self.members})
+
+    def _wait(self, what: str, calls: dict[Ref, Member]) -> list[Any]:
+        return self.pool.crew.gather(what, calls, self.deadline_s)
+
+
+class RayPool(Pool):
+    """Devices of a Ray cluster. Workers start when a group first needs them, and stay until `close`.
+
+    Args:
+        devices_per_node: how the devices divide over machines; all on one when absent.
+        preload: libraries that workers with a device import while they start.
+    """
+
+    def __init__(
+        self,
+        num_devices: int,
+        devices_per_node: int | None = None,
+        num_updates: int = 1,
+        deadline_s: float = 1800.0,
+        preload: tuple[str, ...] = LIBRARIES,
+    ) -> None:
+        super().__init__(num_devices, num_updates, deadline_s)
+        self.owns_ray = connect(num_devices)
+        self.groups: dict[Slab, RayGroup] = {}
+        self.is_closed = False
+        try:
+            self.reservation = reserve(num_devices, devices_per_node)
+        except BaseException:
+            self._leave_ray()
+            raise
+        self.crew = Crew(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
+
+    def group(self, slab: Slab) -> RayGroup:
+        """The group on a slab. Its workers start at once, and are waited for when the first role is placed.
+
+        Raises:
+            ConfigError: 2020 when another group has some of its places.
+        """
+        self.check(slab)
+        for other in self.groups:
+            if other != slab and other.kind == slab.kind and set(other.indices) & set(slab.indices):
+                raise ConfigError(
+                    f"placements on {other.words} and on {slab.words} share some devices and not all, and a worker "
+                    "belongs to one group. Give both the same devices, or disjoint ones",
+                    code=2020,
+                )
+        if slab not in self.groups:
+            self.groups[slab] = RayGroup(self, slab)
+        return self.groups[slab]
+
+    @contextmanager
+    def watch(self, phase: str) -> Iterator[None]:
+        """Name what runs, for the message of a stall."""
+        before, self.crew.phase = self.crew.phase, phase
+        try:
+            yield
+        finally:
+            self.crew.phase = before
+
+    def release(self, step: int) -> None:
+        """Free the columns of a step on every worker."""
+        self.crew.tell("release", step)
+
+    def clear(self) -> None:
+        """End all roles and groups, free all columns, and keep the workers that are well."""
+        self.groups.clear()
+        self.num_taken = 0
+        self.crew.tell("clear")
+
+    def close(self) -> None:
+        """Kill the workers and give the devices back; a Ray that this pool started ends with it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.groups.clear()
+        from ray.util.placement_group import remove_placement_group
+
+        self.crew.kill(list(self.crew.members.values()))
+        remove_placement_group(self.reservation.placement_group)
+        self._leave_ray()
+
+    def _leave_ray(self) -> None:
+        import ray
+
+        if self.owns_ray:
+            ray.shutdown()

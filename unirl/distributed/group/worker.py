@@ -1,0 +1,171 @@
+"""One worker: the roles of one rank of a slab, and the columns that they made."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
+
+import torch
+
+from unirl.config.errors import ConfigError
+from unirl.distributed.group import process_group
+from unirl.distributed.group.failures import Failure
+from unirl.distributed.group.rank import RankInfo, running_as
+from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.stacks import Stacks, stacks_of
+from unirl.distributed.tensor.ray_transport import RayTransport
+from unirl.distributed.tensor.transport import ColumnStore, Parcel, Transport
+from unirl.types.column import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a worker sits in its group, and where it meets the others."""
+
+    group: str
+    rank: int = 0
+    world_size: int = 1
+    host: str = ""
+    port: int = 0
+    timeout_s: float = 1800.0
+
+
+class Worker:
+    """Hosts the roles of one rank. The driver's own process holds it, or an actor of Ray does."""
+
+    def __init__(self, name: str, device: torch.device, transport: Transport) -> None:
+        self.name = name
+        self.store = ColumnStore(name, transport, device)
+        self.roles: dict[str, Any] = {}
+        self.rank = RankInfo(device=device)
+
+    def enter(self, seat: Seat) -> None:
+        """Take a seat in a group; returns when all of its ranks have."""
+        group = None
+        if seat.world_size > 1:
+            where = (seat.host, seat.port, seat.rank, seat.world_size, self.rank.device, seat.timeout_s)
+            group = process_group.join(seat.group, *where)
+        self.rank = RankInfo(
+            rank=seat.rank,
+            world_size=seat.world_size,
+            dp_rank=seat.rank,
+            dp_size=seat.world_size,
+            device=self.rank.device,
+            group=group,
+        )
+
+    def place(self, remote: Remote) -> type:
+        """Build a role beside its siblings; gives its class."""
+        if remote.name in self.roles:
+            raise ConfigError(f"role {remote.name!r} is placed twice on {self.name}", code=2004)
+        with running_as(self.rank):
+            self.roles[remote.name] = remote.build(self.roles)
+        return type(self.roles[remote.name])
+
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
+        """Call a method of a role: columns become tensors on the way in, heavy fields columns on the way out."""
+        self.store.begin(step)
+        args, kwargs = self.store.fetch((args, kwargs))
+        with running_as(self.rank):
+            result = methodcaller(method, *args, **kwargs)(self.roles[role])
+        return self.store.stash(result)
+
+    def invoke(self, role: str, method: str, *args: Any) -> Any:
+        """Call a method of a role as it is, without columns; for calls between workers."""
+        with running_as(self.rank):
+            return methodcaller(method, *args)(self.roles[role])
+
+    def release(self, step: int) -> None:
+        """Free the columns of a step."""
+        self.store.release(step)
+
+    def clear(self) -> None:
+        """End all roles, free all columns and leave the group; the process stays."""
+        self.roles.clear()
+        self.store.clear()
+        if self.rank.group is not None:
+            process_group.leave()
+        self.rank = RankInfo(device=self.rank.device)
+        gc.collect()
+        if self.rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class About:
+    """The process of a worker."""
+
+    host: str
+    pid: int
+
+
+class RemoteWorker(Worker):
+    """A worker in a process of its own. The driver calls `attempt`, which answers a Failure where others raise."""
+
+    def __init__(self, name: str, place: str, host: str, has_device: bool, deadline_s: float) -> None:
+        """
+        Args:
+            place: what the pool calls the place, in errors.
+            host: the address of this machine for the others.
+            deadline_s: how long another worker may take to send rows.
+        """
+        device = torch.device("cuda", 0) if has_device and torch.cuda.is_available() else torch.device("cpu")
+        super().__init__(name, device, RayTransport(deadline_s))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.place_name = place
+        self.host = host
+        self.busy: int | None = None
+
+    def attempt(self, what: str, method: str, *args: Any) -> Any:
+        """The result of a method of this worker, or the Failure that it ended in.
+
+        Args:
+            what: what the driver calls it, in errors.
+        """
+        self.busy = threading.get_ident()
+        try:
+            return methodcaller(method, *args)(self)
+        except Exception as error:  # whatever a role raises is the driver's to judge: it knows the other ranks
+            return Failure.of(error, what, self._me())
+        finally:
+            self.busy = None
+
+    def about(self) -> About:
+        """Which process this is."""
+        return About(self.host, os.getpid())
+
+    def preload(self, libraries: Sequence[str]) -> None:
+        """Import what roles will need, while other workers start."""
+        for library in libraries:
+            importlib.import_module(library)
+
+    def host_store(self) -> tuple[str, int]:
+        """Open the store in which the ranks of a group find each other."""
+        return process_group.host_store(self.host)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
+        """Rows of this worker that another one asks for."""
+        return self.store.read(pieces)
+
+    def stacks(self) -> Stacks:
+        """Where the threads of this process stand."""
+        return stacks_of(self.busy)
+
+    def live(self) -> None:
+        """Never returns: the reference to this call tells its holder, by failing, that the process is gone."""
+        threading.Event().wait()
+
+    def _me(self) -> str:
+        return describe(self.place_name, self.about())
+
+
+def describe(place: str, about: About) -> str:
+    """A worker in words."""
+    return f"the worker on {place} (host {about.host}, pid {about.pid})"

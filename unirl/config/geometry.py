@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from unirl.config.errors import ConfigError
+from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
 
 ILLEGAL = 2010
@@ -22,10 +24,13 @@ class Geometry:
     num_prompts: int
     samples_per_prompt: int
     num_devices: int
+    """Devices that train: they divide an update."""
     num_updates: int
     micro_batch_size: int
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
+    placed: bool = False
+    """Whether the recipe says which devices train, so that num_devices alone does not."""
 
     @property
     def num_samples(self) -> int:
@@ -70,8 +75,8 @@ KNOBS = {
 """Field of Geometry to the key that sets it."""
 
 
-def geometry_of(config: RecipeConfig, rows_together: int = 1) -> Geometry:
-    """The geometry that a recipe implies.
+def geometry_of(config: RecipeConfig, plan: Plan, rows_together: int = 1) -> Geometry:
+    """The geometry that a recipe implies on its plan.
 
     Raises:
         ConfigError: 2004 for a count below 1.
@@ -79,10 +84,11 @@ def geometry_of(config: RecipeConfig, rows_together: int = 1) -> Geometry:
     geometry = Geometry(
         num_prompts=config.batch_size,
         samples_per_prompt=config.sampling.values["samples_per_prompt"],
-        num_devices=config.num_devices,
+        num_devices=len(plan.train),
         num_updates=config.stack.values["num_updates_per_batch"],
         micro_batch_size=config.stack.values["micro_batch_size"],
         rows_together=rows_together,
+        placed=config.placement is not None,
     )
     for field, key in KNOBS.items():
         if vars(geometry)[field] < 1:
@@ -103,7 +109,7 @@ def check_geometry(geometry: Geometry) -> None:
 
 def geometry_table(config: RecipeConfig) -> str:
     """What a run prints when it starts: the counts of a step, and of the whole run."""
-    geometry = geometry_of(config)
+    geometry = geometry_of(config, plan_of(config))
     check_geometry(geometry)
     sampling = config.sampling.values
     updates = config.num_rollouts * geometry.num_updates
@@ -135,11 +141,16 @@ def _equation(geometry: Geometry) -> str:
     product = f"batch_size {geometry.num_prompts} x samples_per_prompt {geometry.samples_per_prompt}"
     share = geometry.num_samples // geometry.num_devices
     if geometry.num_samples % geometry.num_devices:
-        return f"num_devices={geometry.num_devices} does not divide the {geometry.num_samples} samples ({product})"
+        devices = (
+            f"the number of devices that train, {geometry.num_devices} (placement.train),"
+            if geometry.placed
+            else f"num_devices={geometry.num_devices}"
+        )
+        return f"{devices} does not divide the {geometry.num_samples} samples ({product})"
     if share % geometry.num_updates:
         return (
             f"stack.num_updates_per_batch={geometry.num_updates} does not divide the {share} samples each worker "
-            f"holds ({product} / num_devices {geometry.num_devices})"
+            f"holds ({product} / {'devices of train' if geometry.placed else 'num_devices'} {geometry.num_devices})"
         )
     return (
         f"the algorithm keeps {geometry.rows_together} rows together, which does not divide all of: "
@@ -151,7 +162,9 @@ def _equation(geometry: Geometry) -> str:
 def _ways_out(geometry: Geometry) -> Iterator[str]:
     for field, key in KNOBS.items():
         values = [str(value) for value in nearest_legal(geometry, field)]
-        if values:
+        if values and field == "num_devices" and geometry.placed:
+            yield f"a train slab of {'|'.join(values)} devices"
+        elif values:
             yield f"{key}={'|'.join(values)}"
 
 
@@ -173,7 +186,8 @@ def nearest_legal(geometry: Geometry, field: str) -> list[int]:
     now = vars(geometry)[field]
 
     def legal(value: int) -> bool:
-        return dataclasses.replace(geometry, **{field: value}).is_legal
+        changed: dict[str, Any] = {field: value}
+        return dataclasses.replace(geometry, **changed).is_legal
 
     above = range(now + 1, now + geometry.num_devices * geometry.num_updates * geometry.rows_together + 1)
     return [*_first(range(now - 1, 0, -1), legal), *_first(above, legal)]

@@ -14,6 +14,7 @@ from unirl.config.compose import ComposedConfig, compose
 from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean, nearest
 from unirl.config.layers import Layer, Tree, get, join, leaves, put
 from unirl.config.node import Node
+from unirl.config.placement import check_seed_words
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipes import RecipeFile
 from unirl.config.schema import schema_of
@@ -84,8 +85,10 @@ def check(composed: ComposedConfig) -> Recipe:
     tree = composed.resolved()
     plugins = _plugins(tree, composed)
     composed = _drop_idle_environment(composed, tree, plugins)
+    check_seed_words(tree)
     if get(tree, "scale") == "toy":
-        composed = composed.under_command_line(toy_layer(tree, plugins))
+        typed = composed.layers[-1].tree
+        composed = composed.under_command_line(toy_layer(tree, plugins, typed))
     composed = composed.under_command_line(data_layer(composed.resolved(), composed.recipe.path))
     tree = composed.resolved()
     try:

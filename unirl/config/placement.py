@@ -9,16 +9,15 @@ An engine without weights of its own samples in the train role itself: trainside
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unirl.config.declared import capabilities_of
 from unirl.config.errors import ConfigError, did_you_mean
-from unirl.config.recipe import RecipeConfig, Where
-
-GEOMETRY, UNSUPPORTED = 2010, 2020
+from unirl.config.recipe import MAX_DEVICES, RecipeConfig, Where
+from unirl.config.slabs import GEOMETRY, UNSUPPORTED, Slab, everywhere, example, show, slab_at, spell
 
 ROLES = ("train", "rollout", "reward")
 
@@ -27,22 +26,6 @@ Relation = Literal["trainside", "colocate", "separate"]
 
 REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
 SYNC = "unirl.distributed.weight_sync.sync.EngineSync"
-
-
-@dataclass(frozen=True)
-class Slab:
-    """Devices (or processes of the host's own CPUs) that one group of sibling roles shares."""
-
-    kind: Literal["device", "cpu"]
-    indices: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __str__(self) -> str:
-        if self.kind == "cpu":
-            return "cpu" if len(self) == 1 else f"cpu x{len(self)}"
-        return spell(self.indices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +46,13 @@ class Plan:
     def slabs(self) -> dict[str, Slab]:
         """Role to slab."""
         return {"train": self.train, "rollout": self.rollout, "reward": self.reward}
+
+    def describe(self) -> str:
+        """`separate: train on devices 0-3, rollout and reward on devices 4-7`."""
+        roles: dict[Slab, list[str]] = {}
+        for role, slab in self.slabs.items():
+            roles.setdefault(slab, []).append(role)
+        return f"{self.relation}: " + ", ".join(f"{_list(names)} on {slab.words}" for slab, names in roles.items())
 
 
 def plan_of(config: RecipeConfig) -> Plan:
@@ -96,7 +86,7 @@ def _check_roles(placement: Mapping[str, Where]) -> None:
 
 def _train_slab(placement: Mapping[str, Where], num_devices: int) -> Slab:
     if "train" in placement:
-        return _slab("train", placement["train"], num_devices)
+        return slab_at("train", placement["train"], num_devices)
     if placement.keys() & {"rollout"} and placement["rollout"] != "in train":
         raise ConfigError(
             f"placement places rollout and not train. Write {example(num_devices)}",
@@ -122,7 +112,7 @@ def _rollout_slab(placement: Mapping[str, Where], train: Slab, num_devices: int,
             f"rollout._target_={REPLICA} sync._target_={SYNC}",
             code=UNSUPPORTED,
         )
-    return train if where == "in train" else _slab("rollout", where, num_devices)
+    return train if where == "in train" else slab_at("rollout", where, num_devices)
 
 
 def _reward_slab(placement: Mapping[str, Where], train: Slab, rollout: Slab, num_devices: int) -> Slab:
@@ -130,105 +120,55 @@ def _reward_slab(placement: Mapping[str, Where], train: Slab, rollout: Slab, num
     beside = {"in train": train, "in rollout": rollout}
     if isinstance(where, str) and where in beside:
         return beside[where]
-    return _slab("reward", where, num_devices)
+    return slab_at("reward", where, num_devices)
 
 
 def _relation(train: Slab, rollout: Slab) -> Relation:
     return "colocate" if train == rollout else "separate"
 
 
-# Places as recipes write them
+# Words of other systems
 
 
-def _slab(role: str, where: Where, num_devices: int) -> Slab:
-    """The slab of one place: `0-3`, `0,2`, `3`, `[0, 2]`, `all`; for rewards also `cpu` and `cpu x2`."""
-    if where == "all":
-        return everywhere(num_devices)
-    cpu = re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where) if isinstance(where, str) else None
-    if cpu:
-        return _cpu_slab(role, where, int(cpu[1] or 1))
-    found: list[int] = []
-    for first, last in _ranges(role, where):
-        _check_range(role, where, first, last, num_devices)
-        found += range(first, last + 1)
-    twice = sorted({index for index in found if found.count(index) > 1})
-    if twice:
-        raise ConfigError(f"placement.{role}={show(where)} names device {twice[0]} twice", code=GEOMETRY)
-    return Slab("device", tuple(sorted(found)))
+def check_seed_words(tree: Mapping[str, Any]) -> None:
+    """Answer `layout: colocate|separate` and `train_fraction: 0.5` with the placement line to write.
+
+    Raises:
+        ConfigError: 2003, or 2010 for a fraction that is no whole number of devices.
+    """
+    layout, fraction = tree.get("layout"), tree.get("train_fraction")
+    if layout not in (None, "colocate", "separate") or (layout is None and fraction is None):
+        return
+    total = tree.get("num_devices", 1)
+    num_devices = total if type(total) is int and 0 < total <= MAX_DEVICES else 1
+    said = ", ".join(f"{key}={tree[key]}" for key in ("layout", "train_fraction") if tree.get(key) is not None)
+    if layout == "colocate":
+        everything = everywhere(num_devices)
+        line = f"placement={{train: {everything}, rollout: {everything}}}, or nothing, which means the same"
+    elif num_devices == 1:
+        line = f"{example(2)} and num_devices=2"
+    else:
+        line = example(num_devices, _whole_devices(fraction, num_devices))
+    raise ConfigError(f"{said}: where the roles stand says this. Write {line}")
 
 
-def _cpu_slab(role: str, where: Where, count: int) -> Slab:
-    if role != "reward":
+def _whole_devices(fraction: Any, num_devices: int) -> int | None:
+    """Devices of a fraction of the pool; None for no fraction, which means half."""
+    if fraction is None:
+        return None
+    numeric = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
+    devices = fraction * num_devices if numeric else 0
+    if devices != round(devices) or not 0 < devices < num_devices:
         raise ConfigError(
-            f"placement.{role}={where}: only reward leaves the devices (where there is no GPU, a device is a CPU "
-            f"process). Write {role}: all, or devices such as 0-3",
-            code=UNSUPPORTED,
-        )
-    if count < 1:
-        raise ConfigError(f"placement.{role}={where}: that is no process. Write cpu, or cpu x2", code=2004)
-    return Slab("cpu", tuple(range(count)))
-
-
-def _ranges(role: str, where: Where) -> Iterator[tuple[int, int]]:
-    """First and last device of every piece."""
-    pieces = [str(piece) for piece in where] if isinstance(where, Sequence) and not isinstance(where, str) else None
-    for piece in str(where).split(",") if pieces is None else pieces:
-        match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", piece.strip(), re.ASCII)
-        if not match:
-            raise ConfigError(
-                f"placement.{role}={show(where)} is no place. Write devices (0-3, or 0,2, or 3), all{_words_of(role)}",
-                code=2004,
-            )
-        yield int(match[1]), int(match[2] or match[1])
-    if pieces == []:
-        raise ConfigError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all", code=2004)
-
-
-def _words_of(role: str) -> str:
-    return {"rollout": ", in train", "reward": ", in train, in rollout, cpu or cpu x2"}.get(role, "")
-
-
-def _check_range(role: str, where: Where, first: int, last: int, num_devices: int) -> None:
-    if last < first:
-        raise ConfigError(
-            f"placement.{role}={show(where)} runs backwards: write {last}-{first}",
+            f"train_fraction={fraction} of num_devices={num_devices} is no whole number of devices that leaves some "
+            f"for rollout. Write where the roles are instead, such as {example(num_devices)}",
             code=GEOMETRY,
         )
-    if last >= num_devices:
-        raise ConfigError(
-            f"placement.{role}={show(where)} names device {last}, and num_devices={num_devices} has only "
-            f"{spell(range(num_devices))}. Set num_devices={last + 1}, or write {example(num_devices)}",
-            code=GEOMETRY,
-        )
+    return int(devices)
 
 
-def everywhere(num_devices: int) -> Slab:
-    """All devices of the pool."""
-    return Slab("device", tuple(range(num_devices)))
-
-
-def spell(indices: Sequence[int]) -> str:
-    """Sorted device numbers as recipes write them: `0-3`, `0,2`, `5`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def show(where: Where) -> str:
-    """A place as the recipe wrote it."""
-    return str(where) if isinstance(where, (str, int)) else f"[{', '.join(map(str, where))}]"
-
-
-def example(num_devices: int, num_train: int | None = None) -> str:
-    """The line that gives train the first devices (absent = half of them) and rollout the others."""
-    if num_devices == 1:
-        return "placement={train: 0, rollout: 0}"
-    half = num_devices // 2 if num_train is None else num_train
-    return f"placement={{train: {spell(range(half))}, rollout: {spell(range(half, num_devices))}}}"
+def _list(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 # Slabs of one pool
@@ -255,9 +195,10 @@ def _check_all_used(plan: Plan, num_devices: int) -> None:
     used = {index for slab in plan.slabs.values() if slab.kind == "device" for index in slab.indices}
     idle = [index for index in range(num_devices) if index not in used]
     if idle:
-        fewer = f" or set num_devices={len(used)}" if idle[0] == len(used) else ""
+        line = example(num_devices) if plan.is_dedicated else "placement.train=all"
+        fewer = f", or set num_devices={len(used)}" if idle[0] == len(used) else ""
         raise ConfigError(
-            f"placement leaves {'device' if len(idle) == 1 else 'devices'} {spell(idle)} of num_devices={num_devices} "
-            f"without a role. Give them one, such as {example(num_devices)},{fewer or ' or name all'}",
+            f"placement leaves {Slab('device', tuple(idle)).words} of num_devices={num_devices} without a role. Give "
+            f"every device one, such as {line}{fewer}",
             code=GEOMETRY,
         )

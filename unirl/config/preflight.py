@@ -18,10 +18,12 @@ from unirl.config.build import build
 from unirl.config.declared import capabilities_of
 from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
 from unirl.config.geometry import Geometry, check_geometry, geometry_of
+from unirl.config.layout import check_layout, layout_notices
 from unirl.config.load import Recipe
 from unirl.config.node import Node
-from unirl.config.placement import GEOMETRY, UNSUPPORTED, Plan, plan_of
+from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
+from unirl.config.slabs import UNSUPPORTED
 from unirl.types.protocols import Capabilities, ModelFacts, Needs
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -53,47 +55,26 @@ def preflight(recipe: Recipe) -> Preflight:
 
     Raises:
         ConfigError: 2010 geometry, 2020 a combination that does not work, 2004 a value that the model refuses.
+        DependencyError: 3003 no Ray at RAY_ADDRESS.
         DataError: 4001 no such model directory, 4002 no such data file.
     """
     config = recipe.config
     needs = needs_of(config)
     plan = plan_of(config)
-    check_runtime(config, plan)
-    geometry = geometry_of(config, needs.rows_together)
+    check_layout(config, plan)
+    geometry = geometry_of(config, plan, needs.rows_together)
     check_geometry(geometry)
     check_combination(config, needs)
     check_sampling(config, needs)
     check_model(config)
     check_data(config)
-    return Preflight(geometry, plan, tuple(notices(recipe, geometry)))
+    return Preflight(geometry, plan, tuple(notices(recipe, plan, geometry)))
 
 
 def needs_of(config: RecipeConfig) -> Needs:
     """What the recipe's algorithm asks for."""
     needs: Needs = build(config.algorithm).needs
     return needs
-
-
-def check_runtime(config: RecipeConfig, plan: Plan) -> None:
-    """The runtime can drive the slabs of the plan."""
-    for role, slab in plan.slabs.items():
-        if config.runtime == "local" and len(slab) > 1:
-            raise ConfigError(
-                f"runtime=local is one process, and {role} has {len(slab)} devices ({slab}). Set runtime=ray, or give "
-                f"{role} one device",
-                code=UNSUPPORTED,
-            )
-    per_node = config.devices_per_node
-    if per_node is not None and config.num_devices % per_node:
-        raise ConfigError(
-            f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node gives equally "
-            f"many. Use devices_per_node={_divisors(config.num_devices)}",
-            code=GEOMETRY,
-        )
-
-
-def _divisors(number: int) -> str:
-    return "|".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 # Needs and capabilities
@@ -246,11 +227,10 @@ def check_disk(directory: Path, num_bytes: float, what: str) -> None:
 # Notices
 
 
-def notices(recipe: Recipe, geometry: Geometry) -> Iterator[str]:
+def notices(recipe: Recipe, plan: Plan, geometry: Geometry) -> Iterator[str]:
     """Settings without effect, and values that the environment set."""
     config = recipe.config
-    if config.sync is None and config.weight_sync_interval != 1:
-        yield f"weight_sync_interval={config.weight_sync_interval} has no effect: no sync block, weights are shared"
+    yield from layout_notices(config, plan, geometry.num_samples)
     if geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group":
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
     for layer in recipe.composed.layers:

@@ -10,26 +10,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirl.config.layers import Layer, Tree, fold, get, join, put
+from unirl.config.recipe import MAX_DEVICES
+from unirl.config.slabs import num_named, num_slabs, scaled
 from unirl.config.walk import schemas_of
 
 SOURCE = "scale=toy"
 
 QUANTITIES: Mapping[str, Any] = {
-    "num_devices": 1,
+    "runtime": "local",
+    "devices_per_node": None,
     "num_rollouts": 3,
     "stack.micro_batch_size": 8,
     "evaluation.max_prompts": 4,
     "evaluation.samples_per_prompt": 1,
     "evaluation.num_inference_steps": None,
     "backend.lora_cfg.rank": 4,
+    "backend.fsdp_cfg.shard_size": None,
 }
 
 NUM_PROMPTS = 2
 """Prompts per step, at least: as many more as the updates of the recipe need to divide the samples."""
 
 
-def toy_layer(tree: Tree, plugins: tuple[str, ...] = ()) -> Layer:
-    """The small values for a composed recipe (interpolations resolved)."""
+def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = None) -> Layer:
+    """The small values for a composed recipe (interpolations resolved).
+
+    Args:
+        typed: what the command line sets, which wins over these values.
+    """
     schemas = schemas_of(tree, plugins)
     toy: Tree = {}
     for path, schema in schemas.items():
@@ -39,8 +47,24 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = ()) -> Layer:
         parent, _, name = path.rpartition(".")
         if parent in schemas and name in schemas[parent].keys:
             put(toy, path, value)
+    for path, value in _devices(tree, typed or {}).items():
+        put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((Layer("", tree), Layer("", toy)))))
     return Layer(SOURCE, toy)
+
+
+def _devices(tree: Tree, typed: Tree) -> Tree:
+    """As few devices as the layout can have, or as many as are typed, and the layout on them. A typed one stays."""
+    placement = tree.get("placement")
+    if not isinstance(placement, dict):
+        return {"num_devices": 1}
+    if get(typed, "placement.train") is not None or get(typed, "placement.rollout") is not None:
+        return {"num_devices": num_named(placement)}
+    fewest = num_slabs(placement)
+    wanted = typed.get("num_devices", fewest)
+    if type(wanted) is not int or not 0 < wanted <= MAX_DEVICES:
+        return {}
+    return {"num_devices": fewest, "placement": scaled(placement, wanted)}
 
 
 def _num_prompts(tree: Tree) -> int:

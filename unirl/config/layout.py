@@ -1,0 +1,168 @@
+"""Whether runtime, sync, sharding and Ray's address fit the plan of a recipe."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from unirl.config.errors import ConfigError, DependencyError
+from unirl.config.node import Node
+from unirl.config.placement import REPLICA, SYNC, Plan
+from unirl.config.recipe import RecipeConfig
+from unirl.config.slabs import GEOMETRY, UNSUPPORTED
+
+UNREACHABLE = 3003
+CONNECT_S = 2.0
+BETWEEN_PROCESSES = ("broadcast", "ray")
+
+
+def check_layout(config: RecipeConfig, plan: Plan) -> None:
+    """All rules between the plan and the rest of the recipe.
+
+    Raises:
+        ConfigError: 2010 for counts, 2020 for what cannot work together.
+        DependencyError: 3003 when RAY_ADDRESS does not answer.
+    """
+    _check_runtime(config, plan)
+    _check_sync(config, plan)
+    _check_ranks(config, plan)
+    if config.runtime == "ray":
+        check_ray_address(os.environ.get("RAY_ADDRESS", ""))
+
+
+def in_one_process(config: RecipeConfig, plan: Plan) -> bool:
+    """Whether trainer and engine live in the same processes, rank by rank."""
+    return config.runtime == "local" or plan.train == plan.rollout
+
+
+def transport_of(config: RecipeConfig, plan: Plan) -> str:
+    """How weights travel: `none`, `in_process`, or between processes."""
+    chosen = _keys(config.sync).get("transport")
+    if not plan.is_dedicated:
+        return "none"
+    if chosen is None or chosen == "auto":
+        return "in_process" if in_one_process(config, plan) else BETWEEN_PROCESSES[0]
+    return str(chosen)
+
+
+def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
+    for role, slab in plan.slabs.items():
+        if config.runtime == "local" and len(slab) > 1:
+            fewer = "set num_devices=1" if config.placement is None else f"give {role} one"
+            raise ConfigError(
+                f"runtime=local is one process, and {role} has {len(slab)} devices ({slab}). Set runtime=ray, which "
+                f"has one worker per device, or {fewer}",
+                code=UNSUPPORTED,
+            )
+    per_node = config.devices_per_node
+    if per_node is not None and config.num_devices % per_node:
+        raise ConfigError(
+            f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node gives equally "
+            f"many. Use devices_per_node={_divisors(config.num_devices)}",
+            code=GEOMETRY,
+        )
+
+
+def _check_sync(config: RecipeConfig, plan: Plan) -> None:
+    engine = config.rollout.schema.owner.__name__
+    if plan.is_dedicated and config.sync is None:
+        raise ConfigError(
+            f"{engine} holds weights of its own, and no sync block brings it the trained ones. Write "
+            f"sync: {{_target_: {SYNC}}}",
+            code=UNSUPPORTED,
+        )
+    if not plan.is_dedicated and config.sync is not None:
+        raise ConfigError(
+            f"sync: {engine} samples with the trained weights themselves, so there is nothing to send. Remove the "
+            f"block (~sync), or use an engine that holds its own weights, such as {REPLICA}",
+            code=UNSUPPORTED,
+        )
+    if plan.is_dedicated:
+        _check_transport(config, plan)
+
+
+def _check_transport(config: RecipeConfig, plan: Plan) -> None:
+    transport = transport_of(config, plan)
+    if in_one_process(config, plan) == (transport == "in_process") and transport != "cuda_ipc":
+        return
+    where = f"train is on {plan.train} and rollout on {plan.rollout}"
+    if transport == "cuda_ipc" and plan.relation == "separate":
+        rule = f"shares memory of one device, and {where}"
+    elif in_one_process(config, plan):
+        rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={config.runtime})"
+    else:
+        rule = f"needs both roles in one process, and {where}"
+    legal = "in_process" if in_one_process(config, plan) else "|".join(BETWEEN_PROCESSES)
+    raise ConfigError(
+        f"sync.transport={transport} {rule}. Use sync.transport=auto|{legal}, or other devices", code=UNSUPPORTED
+    )
+
+
+def _check_ranks(config: RecipeConfig, plan: Plan) -> None:
+    num_ranks = len(plan.train)
+    shard_size = _keys(config.backend.values.get("fsdp_cfg")).get("shard_size")
+    if shard_size is not None and num_ranks % shard_size:
+        raise ConfigError(
+            f"backend.fsdp_cfg.shard_size={shard_size} does not divide the {num_ranks} devices of train "
+            f"({plan.train}): every copy of the weights has equally many shards. Use "
+            f"backend.fsdp_cfg.shard_size={_divisors(num_ranks)}",
+            code=GEOMETRY,
+        )
+    topology = config.backend.values.get("topology")
+    dp = topology.values["dp"] if isinstance(topology, Node) and "dp" in topology.written else num_ranks
+    if dp != num_ranks:
+        raise ConfigError(
+            f"backend.topology.dp={dp}, and train has {num_ranks} devices ({plan.train}). Remove the key, or write "
+            f"{num_ranks}",
+            code=GEOMETRY,
+        )
+
+
+def _keys(block: Any) -> dict[str, Any]:
+    return dict(block.values) if isinstance(block, Node) else {}
+
+
+def _divisors(number: int) -> str:
+    return "|".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
+    """Refuse an address of a Ray head at which nothing listens. Absent, `auto` and `local` name no machine.
+
+    Raises:
+        DependencyError: 3003.
+    """
+    if address in ("", "auto", "local"):
+        return
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    ways = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise DependencyError(f"RAY_ADDRESS={address} is not host:port. {ways}", code=UNREACHABLE)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+        raise DependencyError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error}). {ways}", code=UNREACHABLE
+        ) from (error)
+
+
+def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterator[str]:
+    """Settings without effect, and rows that are only there to fill up a share."""
+    interval = config.weight_sync_interval
+    if interval != 1 and not plan.is_dedicated:
+        yield f"weight_sync_interval={interval} has no effect: the engine samples with the trained weights themselves"
+    elif interval != 1:
+        yield f"weight_sync_interval={interval}: samples come from weights that are up to {interval - 1} steps old"
+    if config.runtime == "local" and os.environ.get("RAY_ADDRESS"):
+        yield "RAY_ADDRESS is set and has no effect: runtime=local is this one process. Set runtime=ray to use it"
+    if config.runtime == "local" and config.devices_per_node is not None:
+        yield f"devices_per_node={config.devices_per_node} has no effect: runtime=local is this one process"
+    for role, slab in {"rollout": plan.rollout, "reward": plan.reward}.items():
+        filled = -num_samples % len(slab)
+        if filled:
+            yield (
+                f"{role} has {len(slab)} devices, which do not divide the {num_samples} samples: {filled} copies fill "
+                "up the last share, and are thrown away"
+            )

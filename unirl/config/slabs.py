@@ -1,0 +1,182 @@
+"""Slabs, and the places by which recipes name them: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `cpu`, `cpu x2`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from unirl.config.errors import ConfigError
+from unirl.config.recipe import MAX_DEVICES, Where
+
+GEOMETRY, UNSUPPORTED = 2010, 2020
+"""Codes of errors: counts that do not fit, and what cannot work together."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Devices (or processes of the host's own CPUs) that one group of sibling roles shares."""
+
+    kind: Literal["device", "cpu"]
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __str__(self) -> str:
+        if self.kind == "cpu":
+            return "cpu" if len(self) == 1 else f"cpu x{len(self)}"
+        return spell(self.indices)
+
+    @property
+    def words(self) -> str:
+        """`device 0`, `devices 0-3`, `cpu x2`."""
+        if self.kind == "cpu":
+            return str(self)
+        return f"{'device' if len(self) == 1 else 'devices'} {self}"
+
+
+def slab_at(role: str, where: Where, num_devices: int) -> Slab:
+    """The slab of one place: `0-3`, `0,2`, `3`, `[0, 2]`, `all`; for rewards also `cpu` and `cpu x2`."""
+    if where == "all":
+        return everywhere(num_devices)
+    cpu = re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where) if isinstance(where, str) else None
+    if cpu:
+        return _cpu_slab(role, where, int(cpu[1] or 1))
+    found: list[int] = []
+    for first, last in _ranges(role, where):
+        _check_range(role, where, first, last, num_devices)
+        found += range(first, last + 1)
+    twice = sorted(index for index, count in Counter(found).items() if count > 1)
+    if twice:
+        raise ConfigError(f"placement.{role}={show(where)} names device {twice[0]} twice", code=GEOMETRY)
+    return Slab("device", tuple(sorted(found)))
+
+
+def _cpu_slab(role: str, where: Where, count: int) -> Slab:
+    if role != "reward":
+        raise ConfigError(
+            f"placement.{role}={where}: only reward leaves the devices (where there is no GPU, a device is a CPU "
+            f"process). Write {role}: all, or devices such as 0-3",
+            code=UNSUPPORTED,
+        )
+    if count < 1:
+        raise ConfigError(f"placement.{role}={where}: that is no process. Write cpu, or cpu x2", code=2004)
+    return Slab("cpu", tuple(range(count)))
+
+
+def _ranges(role: str, where: Where) -> Iterator[tuple[int, int]]:
+    """First and last device of every piece."""
+    pieces = [str(piece) for piece in where] if isinstance(where, Sequence) and not isinstance(where, str) else None
+    for piece in str(where).split(",") if pieces is None else pieces:
+        match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", piece.strip(), re.ASCII)
+        if not match:
+            raise ConfigError(
+                f"placement.{role}={show(where)} is no place. Write devices (0-3, or 0,2, or 3), all{_words_of(role)}",
+                code=2004,
+            )
+        yield int(match[1]), int(match[2] or match[1])
+    if pieces == []:
+        raise ConfigError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all", code=2004)
+
+
+def _words_of(role: str) -> str:
+    return {"rollout": ", in train", "reward": ", in train, in rollout, cpu or cpu x2"}.get(role, "")
+
+
+def _check_range(role: str, where: Where, first: int, last: int, num_devices: int) -> None:
+    if last < first:
+        raise ConfigError(
+            f"placement.{role}={show(where)} runs backwards: write {last}-{first}",
+            code=GEOMETRY,
+        )
+    if last >= num_devices:
+        raise ConfigError(
+            f"placement.{role}={show(where)} names device {last}, and num_devices={num_devices} has only "
+            f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices that there are",
+            code=GEOMETRY,
+        )
+
+
+def everywhere(num_devices: int) -> Slab:
+    """All devices of the pool."""
+    return Slab("device", tuple(range(num_devices)))
+
+
+def spell(indices: Sequence[int]) -> str:
+    """Sorted device numbers as recipes write them: `0-3`, `0,2`, `5`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def show(where: Where) -> str:
+    """A place as the recipe wrote it."""
+    return str(where) if isinstance(where, (str, int)) else f"[{', '.join(map(str, where))}]"
+
+
+def example(num_devices: int, num_train: int | None = None) -> str:
+    """The line that gives train the first devices (absent = half of them) and rollout the others."""
+    if num_devices == 1:
+        return "placement={train: 0, rollout: 0}"
+    half = num_devices // 2 if num_train is None else num_train
+    return f"placement={{train: {spell(range(half))}, rollout: {spell(range(half, num_devices))}}}"
+
+
+# The same layout on another number of devices
+
+
+def scaled(placement: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
+    """The same layout on `num_devices`: blocks in proportion, at least one device each, none idle.
+
+    Places that are words stay as they are. Too few devices for the layout make a placement that the pool does not
+    have, which is then refused with the number that it takes.
+    """
+    slabs = _named_slabs(placement)
+    blocks = sorted(set(slabs.values()), key=lambda slab: slab.indices)
+    ranges = _proportional([len(block) for block in blocks], max(num_devices, len(blocks)))
+    shares = dict(zip(blocks, ranges, strict=True))
+    return {role: spell(shares[slabs[role]]) if role in slabs else place for role, place in placement.items()}
+
+
+def num_slabs(placement: Mapping[str, Any]) -> int:
+    """The number of different slabs: the fewest devices that a layout can have."""
+    return len(set(_named_slabs(placement).values())) or 1
+
+
+def num_named(placement: Mapping[str, Any]) -> int:
+    """The number of devices that a layout names."""
+    return len({index for slab in _named_slabs(placement).values() for index in slab.indices}) or 1
+
+
+def _named_slabs(placement: Mapping[str, Any]) -> dict[str, Slab]:
+    """The slabs of the roles that are placed by number; none if one of them cannot be read, which is said later."""
+    try:
+        return {role: slab_at(role, place, MAX_DEVICES) for role, place in placement.items() if _is_numbered(place)}
+    except ConfigError:
+        return {}
+
+
+def _is_numbered(place: Any) -> bool:
+    if isinstance(place, str):
+        return place[:1].isdigit()
+    return isinstance(place, (int, list, tuple)) and not isinstance(place, bool)
+
+
+def _proportional(sizes: Sequence[int], total: int) -> list[range]:
+    """Consecutive blocks of `total` devices in the proportion of `sizes`, each of at least one."""
+    if not sizes:
+        return []
+    bounds = [round(sum(sizes[:i]) * total / sum(sizes)) for i in range(len(sizes) + 1)]
+    for i in range(1, len(sizes)):
+        bounds[i] = max(bounds[i], bounds[i - 1] + 1)
+    for i in range(len(sizes) - 1, 0, -1):
+        bounds[i] = min(bounds[i], bounds[i + 1] - 1)
+    return [range(low, high) for low, high in pairwise(bounds)]

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from unirl.models.diffusion import Denoiser
+from unirl.models.diffusion import Denoiser, DiffusionStage
+from unirl.models.saved import SavedWeights
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.protocols import ModelFacts
 
@@ -19,7 +20,7 @@ class Bundle:
     """One checkpoint: modules by component name, of which `facts.trainable_attr` is trained, the others frozen.
 
     Backends change the trained module in place (adapters, sharding), so every holder of the bundle sees the same
-    weights.
+    weights. It may be on the meta device: then it has no storage until a backend fills it from `saved()`.
     """
 
     def __init__(
@@ -31,12 +32,18 @@ class Bundle:
         """The compute dtype of the network; a backend may keep trained parameters wider."""
         self.device = device
         for module in self.modules.values():
-            module.eval().requires_grad_(False).to(device)
+            module.eval().requires_grad_(False)
+            if not next(module.parameters()).is_meta:
+                module.to(device)
         self.trainable().requires_grad_(True)
 
     def trainable(self) -> nn.Module:
         """The module that is trained."""
         return self.modules[self.facts.trainable_attr]
+
+    def saved(self) -> SavedWeights:
+        """The trained module's own weights in the checkpoint, read row by row."""
+        raise NotImplementedError(f"{type(self).__name__} cannot fill a module that was built without storage")
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -70,6 +77,16 @@ class Bundle:
                 self.modules[name].to(device)
 
 
+def chosen(components: Sequence[str] | None, all_names: Sequence[str], trained: str) -> tuple[str, ...]:
+    """The components to load, in the checkpoint's order: those that are named and the trained one; absent = all."""
+    if components is None:
+        return tuple(all_names)
+    unknown = [name for name in components if name not in all_names]
+    if unknown:
+        raise ValueError(f"the checkpoint has no component {unknown[0]!r}; it has {', '.join(all_names)}")
+    return tuple(name for name in all_names if name in components or name == trained)
+
+
 def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
@@ -97,6 +114,10 @@ class Decoder(Protocol):
 
 class DiffusionBundle(Bundle, ABC):
     """A bundle of a denoising model: what its pipeline is made of."""
+
+    def stage(self) -> DiffusionStage:
+        """The trained network as a policy that samples and replays; it needs no other component."""
+        return DiffusionStage(self.denoiser(), self.facts, self.dtype)
 
     @abstractmethod
     def denoiser(self) -> Denoiser:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from unirl.models.base import DiffusionBundle
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
-from unirl.models.diffusion import DiffusionStage
 from unirl.models.embeddings import PromptEmbeddings
 from unirl.models.guidance import NEGATIVE
 from unirl.sde.noise import NoiseSource
@@ -57,7 +56,7 @@ class DiffusionPipeline(Generic[BundleT]):
         """
         self.bundle = bundle
         self.facts = bundle.facts
-        self.stage = DiffusionStage(bundle.denoiser(), bundle.facts, bundle.dtype)
+        self.stage = bundle.stage()
         self.decoder = bundle.decoder()
         self.embed = PromptEmbeddings(
             bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb

@@ -8,16 +8,18 @@ ToyPipeline(ToyBundle())                   prompts in, 4x4 pictures out
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from unirl.models.base import DiffusionBundle
+from unirl.models.base import DiffusionBundle, chosen
 from unirl.models.diffusion import DiffusionStage
 from unirl.models.guidance import NEGATIVE
 from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.saved import ModuleWeights, SavedWeights
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.sde.schedule import SigmaSchedule
@@ -189,9 +191,22 @@ class ToyBundle(DiffusionBundle):
 
     toy: ClassVar[Mapping[str, object]] = {}
 
-    def __init__(self, *, init_seed: int = 0, width: int = 16, blocks: int = 1) -> None:
-        denoiser = toy_denoiser(init_seed, width=width, blocks=blocks)
+    def __init__(
+        self,
+        components: Sequence[str] | None = None,
+        *,
+        init_seed: int = 0,
+        width: int = 16,
+        blocks: int = 1,
+        meta_init: bool = False,
+    ) -> None:
+        chosen(components, ("denoiser",), "denoiser")
+        self.fresh = partial(toy_denoiser, init_seed, width=width, blocks=blocks)
+        denoiser = self.fresh().to("meta") if meta_init else self.fresh()
         super().__init__({"denoiser": denoiser}, toy_facts(), dtype=torch.float32, device=torch.device("cpu"))
+
+    def saved(self) -> SavedWeights:
+        return ModuleWeights(self.fresh())
 
     def denoiser(self) -> ToyDenoiser:
         denoiser = self.trainable()

@@ -102,6 +102,13 @@ class Architecture:
         config = transformers.CLIPTextConfig(**self.encoders[component])
         return transformers.CLIPTextModelWithProjection(config)
 
+    def build_empty(self, component: str) -> nn.Module:
+        """A module of this architecture whose parameters have no storage; its computed buffers have theirs."""
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            return self.build(component)
+
     @property
     def component_names(self) -> tuple[str, ...]:
         """Components with weights."""

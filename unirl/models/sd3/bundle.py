@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from unirl.config.errors import DataError
-from unirl.models.base import Decoder, DiffusionBundle, TextEncoder
+from unirl.models.base import Decoder, DiffusionBundle, TextEncoder, chosen
 from unirl.models.hub import NOT_FOUND, components
 from unirl.models.quiet import quiet_libraries
-from unirl.models.sd3.architecture import Architecture, ModelEstimate, directory_of, estimate
+from unirl.models.saved import ModuleWeights, SafetensorsWeights, SavedWeights
+from unirl.models.sd3.architecture import ENCODERS, Architecture, ModelEstimate, directory_of, estimate
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.text import SD3TextEncoder
 from unirl.models.sd3.toy import SEED, toy_tokenizers
@@ -29,21 +30,33 @@ class SD3Bundle(DiffusionBundle):
     toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32"}
 
     def __init__(
-        self, device: torch.device = CPU, *, path: str, revision: str | None = None, dtype: DtypeName = "bf16"
+        self,
+        device: torch.device = CPU,
+        components: Sequence[str] | None = None,
+        *,
+        path: str,
+        revision: str | None = None,
+        dtype: DtypeName = "bf16",
+        meta_init: bool = False,
     ) -> None:
         """
         Args:
+            components: load the transformer and these only; absent = all.
             path: a hub id, a directory in the diffusers layout, `toy` (tiny, random) or `quickstart` (shipped).
             revision: branch, tag or commit of a hub id.
             dtype: what transformer and encoders compute in; the VAE is fp32.
+            meta_init: leave the transformer without storage: the backend that trains it reads its shards only.
         """
         self.path = path
         self.revision = revision
         self.architecture = Architecture.of(path, revision)
         facts = self.architecture.facts(batch_multiple(device))
+        names = chosen(components, self.architecture.component_names, facts.trainable_attr)
         with quiet_libraries():
-            modules = self._load(self.architecture.component_names, TORCH_DTYPES[dtype])
-            self.tokenizers = self._load_tokenizers()
+            modules = self._load(tuple(n for n in names if n != "transformer" or not meta_init), TORCH_DTYPES[dtype])
+            if meta_init:
+                modules["transformer"] = self.architecture.build_empty("transformer").to(TORCH_DTYPES[dtype])
+            self.tokenizers = self._load_tokenizers() if modules.keys() & set(ENCODERS) else {}
         super().__init__(modules, facts, dtype=TORCH_DTYPES[dtype], device=device)
 
     @staticmethod
@@ -62,11 +75,26 @@ class SD3Bundle(DiffusionBundle):
 
     def text_encoder(self) -> TextEncoder:
         """The text encoders that this checkpoint has."""
+        self._require(tuple(self.architecture.encoders), "encode text")
         return SD3TextEncoder(self.modules, self.tokenizers, self.architecture.transformer["joint_attention_dim"])
 
     def decoder(self) -> Decoder:
         """The VAE, or the identity of a model on pixels."""
-        return SD3Decoder(self.modules["vae"]) if "vae" in self.modules else PixelDecoder()
+        if self.architecture.vae is None:
+            return PixelDecoder()
+        self._require(("vae",), "decode latents")
+        return SD3Decoder(self.modules["vae"])
+
+    def saved(self) -> SavedWeights:
+        """The transformer's weights in the checkpoint."""
+        if self.path == "toy":
+            return ModuleWeights(self.untrained())
+        return SafetensorsWeights(directory_of(self.path, self.revision) / "transformer", self.dtype)
+
+    def _require(self, names: tuple[str, ...], task: str) -> None:
+        missing = [name for name in names if name not in self.modules]
+        if missing:
+            raise ValueError(f"this bundle was built without {', '.join(missing)}, so it cannot {task}")
 
     def untrained(self) -> nn.Module:
         """A second transformer on the CPU with the checkpoint's own weights, as they were before training."""

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unirl.config.errors import StallError, WorkerError
-from unirl.distributed.tensor.collective import CollectiveTransport, plan_moves, workers_of
+from unirl.config.placement import Slab
+from unirl.distributed import current
+from unirl.distributed.group.dispatch import broadcast, collect, scatter
+from unirl.distributed.group.remote import Remote
+from unirl.distributed.tensor.collective import CollectiveTransport, Move, plan_moves, workers_of
+from unirl.distributed.tensor.packing import pack, unpack
+from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.traffic import Traffic, num_bytes
 from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport
 from unirl.testing.toy import toy_stage, toy_track
@@ -124,7 +130,21 @@ def test_shipped_rows_do_not_bring_the_rest_along() -> None:
     store = ColumnStore("w")
     store.stash(Images(pixels=torch.zeros(64, 3, 2, 2)))
     (parcel,) = store.read([Piece("w", "0/0", (3, 4))])
-    assert parcel.value.untyped_storage().nbytes() == 2 * 12 * 4 and not parcel.on_accelerator
+    assert num_bytes(parcel) < 2 * 12 * 4 + 1000 and not parcel.on_accelerator
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_packed_tensor_comes_out_as_it_was(dtype, shape) -> None:
+    tensor = torch.full(shape, 1.0).to(dtype)
+    found = unpack(pack({"a": tensor, "b": ["x"]}))
+    assert found["b"] == ["x"] and found["a"].dtype == dtype and found["a"].shape == tensor.shape
+    assert torch.equal(found["a"].float(), tensor.float())
+
+
+def test_a_packed_transposed_tensor_comes_out_as_it_was() -> None:
+    wide = torch.arange(12).view(3, 4).t().to(torch.bfloat16)
+    assert torch.equal(unpack(pack(wide)), wide)
 
 
 def test_released_rows_say_so() -> None:
@@ -232,82 +252,113 @@ def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
 # Through Ray's object store, in processes.
 
 
-class Worker:
-    """What a worker process does with its columns."""
+class Camera:
+    """A role that makes rows, reads rows, and knows which rank it is."""
 
-    def __init__(self, owner: str) -> None:
-        from unirl.distributed.tensor.ray_transport import RayTransport
+    @scatter(Sample.concat, order=Sample.select)
+    def make(self, asked: Texts) -> Sample:
+        parts = [sample(int(text), int(text) + 1) for text in asked.texts]
+        return Sample.concat(parts)
 
-        self.transport = RayTransport(deadline_s=20.0)
-        self.store = ColumnStore(owner, self.transport)
+    @scatter(Sample.concat, order=Sample.select)
+    def copy(self, rows: Sample) -> Sample:
+        assert torch.is_tensor(rows.tensor)
+        return rows.replace(light=rows.tensor[:, 0].long())
 
-    def connect(self, peers: dict) -> None:
-        self.transport.connect(peers)
+    @scatter(Images.concat, order=Images.select)
+    def shoot(self, asked: Texts) -> Images:
+        return Images(pixels=PICTURE.expand(len(asked), 3, 32, 32).clone())
 
-    def make(self, start: int, stop: int) -> Sample:
-        return self.store.stash(sample(start, stop))
-
-    def see(self, result: Sample) -> Sample:
-        return self.store.fetch(result)
-
-    def release(self, step: int) -> None:
-        self.store.release(step)
-
-    def read(self, pieces):
-        return self.store.read(pieces)
-
-    def swap(self, result: Sample) -> Sample:
-        """Reads while the other worker does the same, each busy with its own call."""
-        return self.store.fetch(result)
+    @scatter(Images.concat, order=Images.select)
+    def develop(self, images: Images) -> Images:
+        return Images(pixels=images.pixels + 1)
 
 
-@pytest.fixture(scope="module")
-def ray():
+PICTURE = torch.zeros(3, 32, 32)
+
+
+def asked(rows: list[int]) -> Texts:
+    return Texts(texts=list(map(str, rows)))
+
+
+@pytest.mark.slow
+def test_groups_of_any_sizes_read_each_others_rows_at_once(ray_pool) -> None:
+    pools = [ray_pool.group(Slab("device", places)) for places in ((0, 1, 2), (3,))]
+    many, one = [group.place(Remote("camera", lambda siblings: Camera())) for group in pools]
+    first, second = many.make(asked(list(range(7)))), one.make(asked(list(range(7))))
+    copies = [many.copy.submit(second.select([6, 0, 3, 1])), one.copy.submit(first.select([5, 1, 6]))]
+    assert copies[0].result(30.0).light.tolist() == [6, 0, 3, 1]
+    assert copies[1].result(30.0).light.tolist() == [5, 1, 6]
+    assert_rows(sample(0, 7), many.copy(many.copy(first)).light.tolist())
+
+
+@pytest.mark.slow
+def test_heavy_rows_never_pass_the_driver(ray_pool) -> None:
+    group = ray_pool.group(Slab("device", (0, 1)))
+    camera = group.place(Remote("camera", lambda siblings: Camera()))
+    before = ray_pool.traffic.total
+    images = camera.shoot(asked(list(range(64))))
+    camera.develop(images.select(list(reversed(range(64)))))
+    assert ray_pool.traffic.total - before < 64 * PICTURE.nbytes / 50
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Moves and what is read after them, closed to the store of the worker that carries it."""
+
+    moves: list[Move]
+    calls: list[tuple[Sample, list[int]]]
+
+
+class Mover:
+    """A role with a store of its own, whose ranks exchange rows over their process group."""
+
+    def __init__(self) -> None:
+        rank = current()
+        assert rank.group is not None
+        self.rank = rank.rank
+        transport = CollectiveTransport(rank.group, {"r0": 0, "r1": 1}, CPU, 20.0)
+        self.store, self.transport = ColumnStore(f"r{rank.rank}", transport), transport
+
+    @collect
+    def make(self) -> Sample:
+        return self.store.stash(sample(self.rank * 4, self.rank * 4 + 4))
+
+    @broadcast
+    def exchange(self, plan: Exchange) -> None:
+        self.transport.exchange(self.store, plan.moves)
+        result, rows = plan.calls[self.rank]
+        assert_rows(self.store.fetch(result), rows)
+
+
+@pytest.mark.slow
+def test_rows_move_over_the_process_group_of_two_processes(ray_pool) -> None:
+    mover = ray_pool.group(Slab("device", (0, 1))).place(Remote("mover", lambda siblings: Mover()))
+    result = Sample.concat(mover.make())
+    calls = [(result.select(rows), rows) for rows in ([7, 0, 5], [3, 6, 2])]
+    mover.exchange(Exchange(plan_moves(calls, ["r0", "r1"]), calls))
+
+
+@pytest.mark.slow
+def test_an_owner_that_is_late_dead_or_unknown_is_named(ray_session) -> None:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield ray
-    ray.shutdown()
+    class Late:
+        def read(self, pieces):
+            threading.Event().wait(60)
 
-
-@pytest.fixture
-def actors(ray):
-    kind = ray.remote(num_cpus=0, concurrency_groups={"io": 1})(Worker)
-    kind = ray.remote(num_cpus=0, concurrency_groups={"io": 1})(io_reads(ray))
-    peers = {f"w{i}": kind.remote(f"w{i}") for i in range(2)}
-    ray.get([actor.connect.remote(peers) for actor in peers.values()])
-    yield list(peers.values())
-    for actor in peers.values():
-        ray.kill(actor)
-
-
-def io_reads(ray) -> type:
-    class Serving(Worker):
-        read = ray.method(concurrency_group="io")(Worker.read)
-
-    return Serving
-
-
-@pytest.mark.slow
-def test_rows_go_from_worker_to_worker_through_the_object_store(ray, actors) -> None:
-    parts = ray.get([actors[0].make.remote(0, 3), actors[1].make.remote(3, 6)])
-    result = Sample.concat(parts)
-    assert num_bytes(result) < 8000
-    # Both read from each other at once, each in the middle of its own call.
-    found = ray.get([actor.swap.remote(result.select([5, 0, 3])) for actor in actors], timeout=30)
-    for rows in found:
-        assert_rows(rows, [5, 0, 3])
-    ray.get(actors[1].release.remote(0))
-    with pytest.raises(LookupError, match="rows 0/0 of w1 were released with step 0"):
-        ray.get(actors[0].see.remote(result))
-
-
-@pytest.mark.slow
-def test_a_dead_owner_is_named(ray, actors) -> None:
-    result = ray.get(actors[1].make.remote(0, 3))
-    ray.kill(actors[1])
-    with pytest.raises(WorkerError, match="worker 'w1' died before it sent its rows"):
-        ray.get(actors[0].see.remote(result))
+    wanted = {"late-worker": [Piece("late-worker", "0/0", (0,))]}
+    actor = ray.remote(num_cpus=0)(Late).options(name="late-worker").remote()
+    ray.get(actor.__ray_ready__.remote())
+    transport = RayTransport(deadline_s=0.2)
+    with pytest.raises(StallError, match=r"worker 'late-worker' did not send its rows within 0.2 s"):
+        transport.fetch(wanted)
+    ray.kill(actor)
+    transport.deadline_s = 20.0
+    with pytest.raises(WorkerError, match=r"worker 'late-worker' died before it sent its rows"):
+        transport.fetch(wanted)
+    with pytest.raises(WorkerError, match=r"worker 'nobody', which owns rows of this step, is gone"):
+        transport.fetch({"nobody": []})
 
 
 # What the driver itself carries.

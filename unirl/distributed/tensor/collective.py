@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from unirl.config.errors import StallError, WorkerError
+from unirl.distributed.tensor.packing import as_bytes
 from unirl.distributed.tensor.transport import CPU, ColumnStore, Parcel, by_owner, columns_in, is_on_accelerator
 from unirl.types.column import Piece
 
@@ -167,11 +168,6 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory, flat, as the numbers that every backend can send."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @singledispatch

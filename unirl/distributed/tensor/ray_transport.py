@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Any
 
 from unirl.config.errors import StallError, WorkerError
+from unirl.distributed.tensor.packing import unpack
 from unirl.distributed.tensor.transport import Parcel
 from unirl.types.column import Piece
 
@@ -56,9 +57,7 @@ class RayTransport:
                 f"worker {owner!r} did not send its rows within {self.deadline_s:g} s", code=8001
             ) from error
         except (RayActorError, ObjectLostError) as error:
-            raise WorkerError(
-                f"worker {owner!r} died before it sent its rows: resume the run ({error})"
-            ) from error
+            raise WorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:
             raise error.cause from error
-        return parcels
+        return [Parcel(unpack(parcel.value), parcel.on_accelerator) for parcel in parcels]

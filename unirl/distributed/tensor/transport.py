@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unirl.distributed.tensor.packing import pack
 from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value, num_rows, take_rows
 from unirl.types.column import Column, Piece
 from unirl.types.rollout_resp import RolloutResp
@@ -94,8 +95,8 @@ class ColumnStore:
         return take_rows(stored, list(piece.rows))
 
     def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
-        """The rows of pieces that are stored here, on the CPU, ready to be shipped."""
-        return [Parcel(map_value(value, to_cpu), is_on_accelerator(value)) for value in map(self.rows, pieces)]
+        """The rows of pieces that are stored here, packed to be shipped to another process."""
+        return [Parcel(pack(compact(value)), is_on_accelerator(value)) for value in map(self.rows, pieces)]
 
     def _absent(self, piece: Piece) -> str:
         step, number = piece.key.split("/")

@@ -19,10 +19,8 @@ def sd3_pipeline() -> SD3Pipeline:
 
 
 def asking(joined: Ends, weights: str = "live") -> RolloutReq:
-    if isinstance(joined.trained, SD3Pipeline):
-        req = request_for(sampling(joined.trained))
-    else:
-        req = toy_request(3)
+    is_sd3 = isinstance(joined.trained, SD3Pipeline)
+    req = request_for(sampling(joined.trained)) if is_sd3 else toy_request(3)
     return req.replace(weights=weights, weight_version=joined.backend.updates)
 
 

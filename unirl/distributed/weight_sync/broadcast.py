@@ -49,7 +49,7 @@ class Ring:
 
         self.deadline_s = route.deadline_s
         self.device = current().device
-        store = PrefixStore("weights", ledger.store)
+        store = PrefixStore("group", ledger.store)  # its keys must not meet the ledger's
         size, timeout = route.num_engines + 1, timedelta(seconds=route.deadline_s)
         self.group: Any
         if self.device.type == "cuda":
@@ -88,6 +88,7 @@ class BroadcastOutlet:
     def begin(self) -> None:
         self.ledger.begin()
         self.number = 0
+        self.under_way = None
 
     def put(self, bucket: Bucket) -> None:
         self._wait()
@@ -98,11 +99,10 @@ class BroadcastOutlet:
             self._wait()
 
     def finish(self) -> None:
-        self._wait()
         self.ledger.write(self.number, END)
+        self._wait()
 
     def abort(self, reason: str) -> None:
-        self.under_way = None
         self.ledger.write(self.number, {"error": reason})
 
     def _wait(self) -> None:

@@ -59,7 +59,9 @@ class Route(Protocol):
     listens: ClassVar[bool]
     """The engine must be listening while the sender sends."""
 
-    def outlet(self, neighbour: Neighbour | None) -> Outlet: ...
+    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+        """The end of the trainer's rank that calls."""
+        ...
 
     def inlet(self, rank: int) -> Inlet:
         """The end of engine rank `rank`."""
@@ -101,18 +103,18 @@ class NeighbourOutlet:
 
 
 class Ledger:
-    """What the ends of a listening route tell each other: headers of buckets and their receipts.
+    """What the ends of a listening route tell each other: headers of buckets, and receipts for them.
 
     Keys are `{transfer}/{bucket}`; those of a transfer are deleted at the beginning of the next.
     """
 
-    def __init__(self, host: str, port: int, deadline_s: float) -> None:
-        from torch.distributed import TCPStore
+    def __init__(self, host: str, port: int, deadline_s: float, name: str = "weights") -> None:
+        from torch.distributed import PrefixStore, TCPStore
 
         self.deadline_s = deadline_s
-        self.store = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
-        )
+        timeout = timedelta(seconds=deadline_s)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self.store = PrefixStore(name, store)
         self.transfer = -1
         self.used: list[str] = []
 
@@ -125,39 +127,39 @@ class Ledger:
 
     def write(self, number: int, header: dict[str, Any]) -> None:
         """Publish the header of bucket `number`."""
-        self._set(f"{self.transfer}/{number}", json.dumps(header))
+        self.tell(f"{self.transfer}/{number}", header)
 
     def read(self, number: int) -> dict[str, Any]:
         """The header of bucket `number`, once it is there. Raises SyncError when the sender gave up."""
-        header: dict[str, Any] = json.loads(self._get(f"{self.transfer}/{number}", f"the header of bucket {number}"))
+        header = self.hear(f"{self.transfer}/{number}", f"the header of bucket {number}")
         if "error" in header:
             raise SyncError(f"the trainer gave the transfer up: {header['error']}")
         return header
 
-    def acknowledge(self, number: int, rank: int) -> None:
-        """Engine rank `rank` has taken bucket `number` over."""
-        self._set(f"{self.transfer}/{number}/{rank}", "ok")
+    def acknowledge(self, number: int) -> None:
+        """Bucket `number` is taken over."""
+        self.tell(f"{self.transfer}/{number}/taken", {})
 
-    def await_receipts(self, number: int, ranks: int) -> None:
-        """Return when engine ranks 0 .. ranks - 1 have taken bucket `number` over."""
-        for rank in range(ranks):
-            key = f"{self.transfer}/{number}/{rank}"
-            self._get(key, f"engine rank {rank}'s receipt of bucket {number}")
-            self.used.append(key)
+    def await_receipt(self, number: int) -> None:
+        """Return when bucket `number` is taken over."""
+        self.hear(f"{self.transfer}/{number}/taken", f"an engine's receipt of bucket {number}")
 
-    def _set(self, key: str, value: str) -> None:
-        self.store.set(key, value)
+    def tell(self, key: str, value: dict[str, Any]) -> None:
+        """Publish a value until the next transfer."""
+        self.store.set(key, json.dumps(value))
         self.used.append(key)
 
-    def _get(self, key: str, what: str) -> str:
+    def hear(self, key: str, what: str) -> dict[str, Any]:
+        """The value of a key, once it is there."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
-            return bytes(self.store.get(key)).decode()
+            value: dict[str, Any] = json.loads(bytes(self.store.get(key)))
         except DistNetworkError as error:
             raise SyncError(f"weight sync lost its other end while it waited for {what}: {error}") from error
         except DistStoreError as error:
             raise StallError(f"weight sync waited {self.deadline_s:g} s for {what} in vain", code=8001) from error
+        return value
 
 
 def header_of(bucket: Bucket) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from unirl.config.errors import SyncError
-from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout, SendReport
+from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout, SendReport, Terms
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of the canary's relative difference, by the coarser compute dtype, where equal bits cannot be expected."""
+"""Of the canary's relative difference, by dtype, where equal bits cannot be expected."""
 
 
 def check_arrivals(layout: Layout, sent: SendReport, arrivals: Sequence[Arrival]) -> None:
@@ -64,15 +64,13 @@ def _likely_cause(expected: Fingerprint, found: Fingerprint | None) -> str:
     )
 
 
-def check_canary(layout: Layout, binding: Binding, results: Sequence[CanaryResult]) -> float:
+def check_canary(layout: Layout, binding: Binding, terms: Terms, results: Sequence[CanaryResult]) -> float:
     """The largest absolute difference of the ranks. Raises SyncError when a forward is not the trainer's."""
+    exact = _same_bits_expected(layout, binding, terms)
+    limit = 0.0 if exact else _tolerance(layout, binding, terms)
+    rule = "the bits should be equal, as device, dtypes and payload are" if exact else f"{limit:g} relative is allowed"
     for rank, result in enumerate(results):
-        if _same_bits_expected(layout, binding):
-            passed, rule = result.equal, "the bits should be equal, as device, dtypes and payload are"
-        else:
-            limit = max(TOLERANCE[layout.numerics.compute], TOLERANCE[binding.numerics.compute])
-            passed = result.relative <= limit  # False for NaN
-            rule = f"{limit:g} is allowed between {_words(layout)} and {binding.numerics.compute}"
+        passed = result.equal if exact else result.relative <= limit  # False for NaN
         if not passed:
             raise SyncError(
                 f"every tensor arrived, and yet the forward of engine rank {rank} is not the trainer's: on the canary "
@@ -83,10 +81,12 @@ def check_canary(layout: Layout, binding: Binding, results: Sequence[CanaryResul
     return max(result.absdiff for result in results)
 
 
-def _same_bits_expected(layout: Layout, binding: Binding) -> bool:
-    stored_alike = all(info.dtype == binding.dtypes[name] for name, info in layout.tensors.items())
-    return layout.payload != "merged" and stored_alike and layout.numerics == binding.numerics
+def _same_bits_expected(layout: Layout, binding: Binding, terms: Terms) -> bool:
+    unrounded = all(info.dtype == terms.wire(name) == terms.stored[name] for name, info in layout.tensors.items())
+    return layout.payload != "merged" and unrounded and layout.numerics == binding.numerics
 
 
-def _words(layout: Layout) -> str:
-    return f"payload {layout.payload} in {layout.numerics.compute}"
+def _tolerance(layout: Layout, binding: Binding, terms: Terms) -> float:
+    """That of the coarsest dtype in which anything is computed, sent or stored."""
+    dtypes = {layout.numerics.compute, binding.numerics.compute, *terms.stored.values()}
+    return max(TOLERANCE[dtype] for dtype in dtypes | {terms.wire(name) for name in layout.tensors})

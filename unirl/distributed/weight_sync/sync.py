@@ -6,16 +6,21 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from unirl.config.errors import ConfigError, SyncError
+from unirl.config.errors import ConfigError, StallError, SyncError, UniRLError
 from unirl.distributed.group.handle import Group, Handle, Pending
-from unirl.distributed.weight_sync.base import Arrival, Binding, Layout, SendReport, SyncReport, Terms
+from unirl.distributed.weight_sync.base import Binding, CanaryResult, Layout, SendReport, SyncReport, Terms
 from unirl.distributed.weight_sync.broadcast import Broadcast
+from unirl.distributed.weight_sync.bucket import largest, plan_buckets
 from unirl.distributed.weight_sync.channel import InProcess, Route
+from unirl.distributed.weight_sync.object_store import ObjectStore
 from unirl.distributed.weight_sync.proof import check_arrivals, check_canary
+from unirl.distributed.weight_sync.shared_buffer import SharedBuffer
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
 Transport = Literal["auto", "in_process", "ray", "broadcast", "cuda_ipc"]
 MIB = 2**20
+GRACE_S = 5.0
+"""For an engine to say why it failed, once the trainer has given up."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,16 @@ class Link:
 
     group: Group
     handle: Handle
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What both ends settled before the first transfer."""
+
+    layout: Layout
+    binding: Binding
+    terms: Terms
+    route: Route
 
 
 class EngineSync:
@@ -59,9 +74,7 @@ class EngineSync:
         self.deadline_s = rollout.group.deadline_s
         self.held: tuple[int, str] | None = None
         """Version and name of the weights that the engine is known to hold."""
-        self.layout: Layout | None = None
-        self.binding: Binding | None = None
-        self.route: Route | None = None
+        self.agreement: Agreement | None = None
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
         """Make the engine sample from the trainer's weights; nothing happens when it holds them already.
@@ -76,64 +89,91 @@ class EngineSync:
             return SyncReport(version, weights)
         start = time.perf_counter()
         self.held = None
-        layout, binding, route = self._prepared()
-        sent = self._carry(route, version, weights)
-        arrivals: list[Arrival] = self.rollout.handle.arrival()
-        check_arrivals(layout, sent, arrivals)
-        absdiff = self._compare_forwards(layout, binding, weights)
+        if self.agreement is None:
+            self.agreement = self._agree()
+        agreed = self.agreement
+        self.rollout.handle.expect_weights()
+        sent = self._carry(agreed.route, version, weights)
+        check_arrivals(agreed.layout, sent, self.rollout.handle.arrival())
+        absdiff = self._compare_forwards(agreed, weights)
         self.rollout.handle.accept(version, weights)
         self.held = (version, weights)
         return SyncReport(version, weights, sent.num_bytes, time.perf_counter() - start, absdiff)
 
-    def _prepared(self) -> tuple[Layout, Binding, Route]:
-        if self.layout is None or self.binding is None or self.route is None:
-            self.layout = self.train.handle.prepare(self.merge_adapters)
-            bindings: list[Binding] = self.rollout.handle.prepare(self.layout)
-            self.binding = _agreed(bindings)
-            self.route = self._open_route(Terms(self.binding.dtypes, self.wire_dtype, self.bucket_bytes))
-        return self.layout, self.binding, self.route
-
-    def _open_route(self, terms: Terms) -> Route:
-        route = self._choose_route()
-        waiting: Pending | None = None
-        if route.listens:
-            waiting = self.rollout.handle.connect.submit(route)
+    def _agree(self) -> Agreement:
+        """Before the first transfer: the trainer says what comes, the engine binds it, and both open the route."""
+        layout: Layout = self.train.handle.prepare(self.merge_adapters)
+        binding = _common(self.rollout.handle.prepare(layout))
+        terms = Terms(binding.dtypes, self.wire_dtype, self.bucket_bytes)
+        route = self._choose_route(layout, terms)
+        waiting = self.rollout.handle.connect.submit(route) if route.listens else None
         self.train.handle.connect(terms, route)
         if waiting is not None:
             waiting.result(self.deadline_s)
-        return route
+        return Agreement(layout, binding, terms, route)
 
-    def _choose_route(self) -> Route:
-        assert self.layout is not None
-        beside = self.layout.has_neighbour
-        transport = self.transport
-        if transport == "auto":
-            transport = "in_process" if beside else "broadcast"
-        if beside != (transport == "in_process"):
-            raise ConfigError(
-                f"sync.transport={transport}, and the engine lives {'in' if beside else 'outside'} the trainer's "
-                f"process: use {'in_process' if beside else 'broadcast or ray'}, or auto",
-                code=2020,
-            )
+    def _choose_route(self, layout: Layout, terms: Terms) -> Route:
+        transport = choose_transport(self.transport, layout.has_neighbour)
         if transport == "in_process":
             return InProcess()
+        rollout = self.rollout.group
+        if transport == "ray":
+            return ObjectStore(rollout.workers, self.rollout.handle.role_name, self.deadline_s)
         host, port = self.train.handle.listen(self.train.group.hosts[0])
-        return Broadcast(host, port, self.rollout.group.num_ranks, self.deadline_s)
+        if transport == "broadcast":
+            return Broadcast(host, port, rollout.num_ranks, self.deadline_s)
+        return SharedBuffer(host, port, largest(plan_buckets(layout, terms)), self.deadline_s)
 
     def _carry(self, route: Route, version: int, weights: str) -> SendReport:
         listening = self.rollout.handle.listen.submit() if route.listens else None
-        sent: SendReport = self.train.handle.send(version, weights)
+        try:
+            sent: SendReport = self.train.handle.send(version, weights)
+        except UniRLError as error:
+            if listening is not None:
+                _await_engine(listening, error)
+            raise
         if listening is not None:
             listening.result(self.deadline_s)
         return sent
 
-    def _compare_forwards(self, layout: Layout, binding: Binding, weights: str) -> float:
+    def _compare_forwards(self, agreed: Agreement, weights: str) -> float:
         inputs = self.rollout.handle.canary_inputs()
         answer = self.train.handle.canary(inputs, weights)
-        return check_canary(layout, binding, self.rollout.handle.canary(inputs, answer))
+        results: list[CanaryResult] = self.rollout.handle.canary(inputs, answer)
+        return check_canary(agreed.layout, agreed.binding, agreed.terms, results)
 
 
-def _agreed(bindings: list[Binding]) -> Binding:
+def _await_engine(listening: Pending, error: UniRLError) -> None:
+    """The engine has stopped listening too. Raises its own error where the trainer only waited for it in vain."""
+    try:
+        listening.result(GRACE_S)
+    except UniRLError as theirs:
+        if isinstance(error, StallError):
+            raise theirs from error
+
+
+def choose_transport(transport: Transport, same_process: bool) -> Transport:
+    """How weights travel, given whether trainer and engine share their processes.
+
+    They do on equal slabs (colocate), and always in runtime: local.
+
+    Raises:
+        ConfigError: 2020 when the transport does not fit.
+    """
+    if transport == "auto":
+        return "in_process" if same_process else "broadcast"
+    if same_process != (transport == "in_process"):
+        where, better = ("in the trainer's own process", "in_process")
+        if not same_process:
+            where, better = ("in a process of its own", "broadcast (or ray)")
+        raise ConfigError(
+            f"sync.transport={transport} does not reach an engine that lives {where}: use {better}, or auto",
+            code=2020,
+        )
+    return transport
+
+
+def _common(bindings: list[Binding]) -> Binding:
     """The binding of all ranks. Raises SyncError when they differ."""
     for rank, binding in enumerate(bindings):
         if binding.dtypes != bindings[0].dtypes:

@@ -15,6 +15,7 @@ from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import Inlet, Route
+from unirl.distributed.weight_sync.object_store import unpacked
 from unirl.types.batch import take_rows
 from unirl.types.primitives import Images
 from unirl.types.protocols import Capabilities, ModelFacts
@@ -51,8 +52,8 @@ class RolloutEngine(ABC):
 class DedicatedEngine(RolloutEngine):
     """An engine with weights of its own, which come by weight synchronisation.
 
-    It samples only from weights whose arrival was proven: from the first bucket of a transfer to `accept` it refuses,
-    and so it does after a transfer that failed. What follows `generate` is called by the driver's `EngineSync` and, for
+    It samples only from weights whose arrival was proven: from the beginning of a transfer to `accept` it refuses, and
+    so it does after a transfer that failed. What follows `generate` is called by the driver's `EngineSync` and, for
     `receive`, by the sender.
     """
 
@@ -95,6 +96,11 @@ class DedicatedEngine(RolloutEngine):
     def prepare(self, layout: Layout) -> Binding:
         """Bind every tensor that will come to exactly one parameter; inject adapters if these are what comes."""
 
+    @broadcast
+    def expect_weights(self) -> None:
+        """A transfer begins: nothing is proven until `accept`."""
+        self.held = None
+
     @collect
     def connect(self, route: Route) -> None:
         """Open this end of a route on which it must listen. Returns when all ends are open."""
@@ -116,6 +122,10 @@ class DedicatedEngine(RolloutEngine):
         """Take over the tensors of one bucket."""
         self.held = None
         self.take(bucket)
+
+    def receive_packed(self, packed: Any) -> None:
+        """The same, for a bucket that came through Ray's object store."""
+        self.receive(unpacked(packed))
 
     @abstractmethod
     def take(self, bucket: Bucket) -> None:

@@ -73,7 +73,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
             inject_lora(self.network, spec, seed=0)
         self._check_adapters(layout)
         self.receiver = Receiver(self.network, layout)
-        # Flags as the trainer's, also under no_grad: torch.matmul folds dimensions by them, and then rounds differently.
+        # Flags as the trainer's, also under no_grad: torch.matmul folds dimensions by them, and so rounds by them.
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in layout.tensors and layout.payload != "merged")
         numerics = Numerics.of(self.network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)

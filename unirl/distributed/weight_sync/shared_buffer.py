@@ -1,0 +1,149 @@
+"""Weights through memory that two processes of one device share: rank r of the trainer to rank r of the engine.
+
+One buffer of two slots is allocated once, and its handle is passed once: CUDA IPC on a GPU, a file in shared memory on
+a CPU. Headers and receipts go through the store; a slot is filled again when its last bucket is taken over.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.distributed.group.rank import current
+from unirl.distributed.weight_sync.bucket import ALIGNMENT, Bucket
+from unirl.distributed.weight_sync.channel import END, Inlet, Ledger, Neighbour, Outlet, bucket_of, header_of
+
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Two processes on one device."""
+
+    host: str
+    port: int
+    slot_bytes: int
+    """At least the largest bucket."""
+    deadline_s: float
+    double_buffered: bool = True
+    """Two slots: the next bucket is packed while the last one is read."""
+
+    every_rank: ClassVar[bool] = True
+    listens: ClassVar[bool] = True
+
+    @property
+    def slot_stride(self) -> int:
+        return -(-self.slot_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def num_slots(self) -> int:
+        return 2 if self.double_buffered else 1
+
+    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+        """Returns when the engine has opened the buffer."""
+        return SharedBufferOutlet(self, self._ledger(current().rank))
+
+    def inlet(self, rank: int) -> Inlet:
+        """Returns when the buffer is open."""
+        return SharedBufferInlet(self, self._ledger(rank))
+
+    def _ledger(self, rank: int) -> Ledger:
+        return Ledger(self.host, self.port, self.deadline_s, f"weights-{rank}")
+
+
+class SharedBufferOutlet:
+    """Copies each bucket into a free slot."""
+
+    def __init__(self, route: SharedBuffer, ledger: Ledger) -> None:
+        self.route = route
+        self.ledger = ledger
+        self.number = 0
+        size = route.slot_stride * route.num_slots
+        share = _share_cuda if current().device.type == "cuda" else _share_file
+        self.buffer, handle = share(size, current().device)
+        ledger.tell("handle", handle)
+        ledger.hear("open", "an engine to open the shared buffer")
+        if "path" in handle:
+            os.unlink(handle["path"])  # both ends have it mapped
+
+    def begin(self) -> None:
+        self.ledger.begin()
+        self.number = 0
+
+    def put(self, bucket: Bucket) -> None:
+        if self.number >= self.route.num_slots:
+            self.ledger.await_receipt(self.number - self.route.num_slots)
+        _slot(self.route, self.buffer, self.number)[: bucket.data.numel()].copy_(bucket.data)
+        _synchronise(self.buffer)
+        self.ledger.write(self.number, header_of(bucket))
+        self.number += 1
+
+    def finish(self) -> None:
+        self.ledger.write(self.number, END)
+        for number in range(max(self.number - self.route.num_slots, 0), self.number):
+            self.ledger.await_receipt(number)
+
+    def abort(self, reason: str) -> None:
+        self.ledger.write(self.number, {"error": reason})
+
+
+class SharedBufferInlet:
+    """Reads each bucket where it lies."""
+
+    def __init__(self, route: SharedBuffer, ledger: Ledger) -> None:
+        self.route = route
+        self.ledger = ledger
+        handle = ledger.hear("handle", "the handle of the shared buffer")
+        open_buffer = _open_file if "path" in handle else _open_cuda
+        self.buffer = open_buffer(handle, current().device)
+        ledger.tell("open", {})
+
+    def buckets(self) -> Iterator[Bucket]:
+        self.ledger.begin()
+        number = 0
+        while (header := self.ledger.read(number)) != END:
+            yield bucket_of(header, _slot(self.route, self.buffer, number)[: header["num_bytes"]])
+            _synchronise(self.buffer)
+            self.ledger.acknowledge(number)
+            number += 1
+
+
+def _slot(route: SharedBuffer, buffer: Tensor, number: int) -> Tensor:
+    start = (number % route.num_slots) * route.slot_stride
+    return buffer[start : start + route.slot_stride]
+
+
+def _synchronise(buffer: Tensor) -> None:
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
+
+
+def _share_file(size: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    file, path = tempfile.mkstemp(prefix="unirl-weights-", dir=SHARED_MEMORY)
+    os.ftruncate(file, size)
+    os.close(file)
+    handle = {"path": path, "size": size}
+    return _open_file(handle, device), handle
+
+
+def _open_file(handle: dict[str, Any], device: torch.device) -> Tensor:
+    return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
+
+
+def _share_cuda(size: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    shared = buffer.untyped_storage()._share_cuda_()
+    return buffer, {"parts": [part.hex() if isinstance(part, bytes) else part for part in shared]}
+
+
+def _open_cuda(handle: dict[str, Any], device: torch.device) -> Tensor:
+    """The sender's memory under this process's own number of the device."""
+    _, *parts = (bytes.fromhex(part) if isinstance(part, str) else part for part in handle["parts"])
+    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *parts)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

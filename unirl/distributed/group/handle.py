@@ -38,6 +38,10 @@ class Group(Protocol):
         """Build a role on every rank, beside its siblings, and give its handle."""
         ...
 
+    def role_here(self, role: str) -> Any | None:
+        """The object of a role when it lives in the driver's own process, else None."""
+        ...
+
     def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
         """Start a call and return at once."""
         ...

@@ -64,6 +64,10 @@ class LocalGroup:
         self.marks[remote.name] = remote_methods(role_class)
         return Handle(self, remote.name, role_class)
 
+    def role_here(self, role: str) -> Any | None:
+        """The object of a role, which lives in this process."""
+        return self.worker.roles.get(role)
+
     def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call and wait."""
         parts = cut(f"{role}.{method}", self.marks[role][method], (args, kwargs), 1, self.pool.num_updates)

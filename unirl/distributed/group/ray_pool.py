@@ -73,6 +73,9 @@ class RayGroup:
         self.marks[remote.name] = remote_methods(role_class)
         return Handle(self, remote.name, role_class)
 
+    def role_here(self, role: str) -> None:
+        """Roles live in other processes."""
+
     def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call and wait."""
         return self.submit(role, method, args, kwargs).result()

@@ -1,8 +1,6 @@
 """Every recipe that ships: it composes, checks, writes nothing that is a default, stays short, and has a card."""
 
 import copy
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from unirl.config.recipes import CARD_SUFFIX, Card, list_recipes
 
 RECIPES = list_recipes((ROOT / "examples",))
 NAMES = [recipe.name for recipe in RECIPES]
-LAUNCHER = ROOT / "examples" / "run_experiment_single_node.sh"
 
 SD3 = {
     "batch_size": 48,
@@ -50,7 +47,30 @@ SD3 = {
 FIRST_HALF = {"sampling.sde_steps.num_steps": 3, "sampling.sde_steps.low": 0.0, "sampling.sde_steps.high": 0.5}
 WINDOW = {"sampling.sde_steps.size": 4, "sampling.sde_steps.stride": 3, "sampling.sde_steps.iters_per_window": 25}
 
+LAYOUT = FIRST_HALF | {
+    "batch_size": 16,
+    "num_devices": 8,
+    "runtime": "ray",
+    "stack.micro_batch_size": 1,
+    "sampling.init_same_noise": False,
+    "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy",
+    "rollout._target_": "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine",
+    "sync._target_": "unirl.distributed.weight_sync.sync.EngineSync",
+}
+"""What the runs have in common that compare layouts."""
+ALL_WEIGHTS = {
+    "backend.lora_cfg": None,
+    "backend.lora_cfg.rank": None,
+    "backend.lora_cfg.alpha": None,
+    "backend.optimizer_cfg.learning_rate": 1e-5,
+}
+APART = {"placement.train": "0-3", "placement.rollout": "4-7"}
+
 PUBLISHED = {
+    "diffusion/sd3_replica_lora_colocate": SD3 | LAYOUT | {"placement": None},
+    "diffusion/sd3_replica_lora_separate": SD3 | LAYOUT | APART,
+    "diffusion/sd3_replica_full_colocate": SD3 | LAYOUT | ALL_WEIGHTS | {"placement": None},
+    "diffusion/sd3_replica_full_separate": SD3 | LAYOUT | ALL_WEIGHTS | APART,
     "diffusion/sd3_trainside": SD3
     | FIRST_HALF
     | {"stack.micro_batch_size": 1, "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
@@ -136,32 +156,3 @@ def test_prompt_lists_have_no_duplicates_and_nothing_in_common():
     train, test = (Path(ROOT / f"datasets/pickscore/{name}.txt").read_text().splitlines() for name in ("train", "test"))
     assert (len(train), len(test)) == (200, 50)
     assert len(set(train) | set(test)) == 250
-
-
-def run_launcher(*arguments, **variables):
-    environment = {name: value for name, value in os.environ.items() if name not in ("DATA_PATH", "GPUS_PER_NODE")}
-    command = ["bash", str(LAUNCHER), *arguments]
-    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
-
-
-def test_the_launcher_prints_the_recipe_and_its_command_in_a_dry_run():
-    done = run_launcher(
-        "diffusion/sd3_trainside",
-        "num_rollouts=7",
-        DRY_RUN="1",
-        REPORT_TO_WANDB="1",
-        DATA_PATH=str(ROOT / "datasets/pickscore/test.txt"),
-    )
-    assert done.returncode == 0, done.stderr
-    tree = yaml.safe_load(done.stdout.partition("# would run:")[0])
-    assert tree["num_rollouts"] == 7
-    assert tree["tracking"]["mirrors"] == ["wandb"]
-    assert tree["data_source"]["data_path"].endswith("test.txt")
-    assert "-m unirl.train_diffusion --config-name=diffusion/sd3_trainside" in done.stdout
-
-
-@pytest.mark.parametrize("arguments", [(), ("num_rollouts=3",), ("--help",)])
-def test_the_launcher_wants_a_recipe_first(arguments):
-    done = run_launcher(*arguments)
-    assert done.returncode == 2
-    assert "usage:" in done.stderr

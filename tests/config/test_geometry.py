@@ -80,6 +80,14 @@ def test_the_error_shows_the_equation():
     )
 
 
+def test_where_the_devices_are_named_the_error_speaks_of_these():
+    with pytest.raises(ConfigError) as caught:
+        check_geometry(dataclasses.replace(geometry(devices=5), placed=True))
+    assert "5 (placement.train), does not divide the 768 samples" in str(caught.value)
+    assert "a train slab of 4|6 devices" in str(caught.value)
+    assert "num_devices=" not in str(caught.value)
+
+
 def test_the_table_agrees_with_the_published_setting():
     """Flow-GRPO on SD3 draws 48 x 16 = 768 samples a step and updates twice on 384."""
     table = geometry_table(load("diffusion/sd3_dancegrpo").config)

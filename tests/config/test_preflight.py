@@ -28,9 +28,8 @@ def test_the_shipped_recipe_may_start():
 @pytest.mark.parametrize(
     ("overrides", "code", "says"),
     [
-        (["runtime=ray"], 2020, "not in this version"),
-        (["num_devices=8"], 2020, "drives one device"),
-        (["placement={train: 0-3, rollout: 4-7}"], 2020, "placement"),
+        (["num_devices=8"], 2020, "Set runtime=ray"),
+        (["placement={train: 0-3, rollout: 4-7}"], 2010, "Set num_devices=4"),
         (["stack.num_updates_per_batch=5"], 2010, "does not divide the 768 samples"),
         (["stack.num_updates_per_batch=0"], 2004, "stack.num_updates_per_batch must be >= 1, got 0"),
         (["stack.micro_batch_size=-1"], 2004, "stack.micro_batch_size must be >= 1, got -1"),
@@ -103,5 +102,8 @@ def test_scalars_of_the_recipe_have_ranges():
     for key in ("batch_size", "num_rollouts", "num_devices"):
         assert str(refused(f"{key}=0")) == f"{key} must be >= 1, got 0 (command line: {key}=0)"
     assert refused("save_interval=-1").code == 2004
+    assert "must be <= 65536" in str(refused("num_devices=65537"))
+    assert "stall_timeout_s must be > 0, got 0" in str(refused("stall_timeout_s=0"))
+    assert "parity.stop must be >= warn (0.1) or 0, got 0.05" in str(refused("parity.stop=0.05"))
     assert RecipeConfig.__dataclass_fields__["num_rollouts"].default == 100
     assert find_recipe(RECIPE).card.status in ("untested", "toy", "trained")

@@ -5,8 +5,11 @@ import math
 import pytest
 import yaml
 
+from unirl.config.errors import ConfigError
 from unirl.config.layers import fold, get
+from unirl.config.layout import check_layout
 from unirl.config.load import load
+from unirl.config.placement import plan_of
 from unirl.config.preflight import preflight
 from unirl.config.recipes import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
@@ -63,6 +66,40 @@ def test_the_number_of_prompts_fits_any_number_of_updates(updates):
     assert samples % updates == 0
     assert toy["batch_size"] >= NUM_PROMPTS
     assert toy["batch_size"] <= NUM_PROMPTS * updates
+
+
+SEPARATE = "diffusion/sd3_replica_lora_separate"
+
+
+@pytest.mark.parametrize(
+    ("typed", "train", "rollout"),
+    [
+        ([], "0", "1"),
+        (["num_devices=4", "runtime=ray"], "0-1", "2-3"),
+        (["num_devices=5", "runtime=ray"], "0-1", "2-4"),
+        (["placement={train: 1, rollout: 0}"], "1", "0"),
+        (["placement={train: 0, rollout: 0}"], "0", "0"),
+        (["placement.train=0-2", "placement.rollout=3", "runtime=ray"], "0-2", "3"),
+        (["placement.reward=cpu"], "0", "1"),
+        (["~placement"], "0", "0"),
+        (["placement=null"], "0", "0"),
+    ],
+)
+def test_the_layout_fits_the_devices_that_are_left_unless_it_is_typed(typed, train, rollout):
+    recipe = load(SEPARATE, ["scale=toy", *typed])
+    plan = plan_of(recipe.config)
+    assert (str(plan.train), str(plan.rollout)) == (train, rollout)
+    check_layout(recipe.config, plan)
+
+
+def test_toy_takes_one_device_where_none_is_needed_for_the_engine():
+    for name in ("sd3_trainside", "sd3_replica_full_colocate"):
+        config = load(f"diffusion/{name}", ["scale=toy"]).config
+        assert (config.num_devices, config.runtime) == (1, "local")
+        config = load(f"diffusion/{name}", ["scale=toy", "num_devices=4", "runtime=ray"]).config
+        assert len(plan_of(config).train) == 4
+    with pytest.raises(ConfigError, match="Set num_devices=2"):
+        plan_of(load(SEPARATE, ["scale=toy", "num_devices=1"]).config)
 
 
 def test_a_recipe_may_say_that_it_is_toy(tmp_path):

@@ -1,0 +1,129 @@
+"""Runtime, sync, sharding and Ray's address against the plan."""
+
+import socket
+import time
+
+import pytest
+
+from unirl.config.errors import DependencyError, UniRLError
+from unirl.config.layout import check_ray_address, transport_of
+from unirl.config.load import load
+from unirl.config.placement import plan_of
+from unirl.config.preflight import preflight
+
+TRAINSIDE = "diffusion/sd3_trainside"
+COLOCATE = "diffusion/sd3_replica_lora_colocate"
+SEPARATE = "diffusion/sd3_replica_lora_separate"
+LOCAL = ("scale=toy",)
+
+
+@pytest.fixture(autouse=True)
+def no_ray_address(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def refused(recipe, *overrides):
+    with pytest.raises(UniRLError) as caught:
+        preflight(load(recipe, overrides))
+    return caught.value
+
+
+def said(recipe, *overrides):
+    return " ".join(preflight(load(recipe, overrides)).notices)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "code", "says"),
+    [
+        (TRAINSIDE, ["num_devices=8"], 2020, "Set runtime=ray, which has one worker per device, or set num_devices=1"),
+        (SEPARATE, ["runtime=local"], 2020, "train has 4 devices (0-3)"),
+        (COLOCATE, ["devices_per_node=3"], 2010, "Use devices_per_node=1|2|4|8"),
+        (COLOCATE, ["~sync"], 2020, "Write sync: {_target_: unirl.distributed.weight_sync.sync.EngineSync}"),
+        (TRAINSIDE, ["sync._target_=unirl.distributed.weight_sync.sync.EngineSync"], 2020, "Remove the block (~sync)"),
+        (SEPARATE, ["sync.transport=cuda_ipc"], 2020, "shares memory of one device"),
+        (SEPARATE, ["sync.transport=in_process"], 2020, "needs both roles in one process"),
+        (COLOCATE, ["sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process"),
+        (SEPARATE, [*LOCAL, "sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process"),
+        (SEPARATE, ["backend.fsdp_cfg.shard_size=3"], 2010, "Use backend.fsdp_cfg.shard_size=1|2|4"),
+        (SEPARATE, ["backend.topology.dp=8"], 2010, "train has 4 devices (0-3)"),
+        (SEPARATE, ["backend.topology.tp=2"], 2020, "topology.tp=2 is not available"),
+        (SEPARATE, ["num_devices=6", "placement={train: 0-2, rollout: 3-5}"], 2010, "a train slab of 2|4 devices"),
+    ],
+)
+def test_what_the_plan_cannot_have_is_refused_with_the_way_out(recipe, overrides, code, says):
+    error = refused(recipe, *overrides)
+    assert error.code == code
+    assert says in str(error)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        (TRAINSIDE, ["runtime=ray"]),
+        (TRAINSIDE, ["runtime=ray", "num_devices=8", "devices_per_node=4"]),
+        (COLOCATE, ["backend.fsdp_cfg.shard_size=4", "backend.topology.dp=8"]),
+        (SEPARATE, ["sync.transport=ray"]),
+        (SEPARATE, [*LOCAL, "sync.transport=in_process"]),
+        (SEPARATE, ["placement.reward=cpu x2"]),
+    ],
+)
+def test_what_the_plan_can_have_may_start(recipe, overrides):
+    preflight(load(recipe, overrides))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "transport"),
+    [
+        (TRAINSIDE, [], "none"),
+        (COLOCATE, [], "in_process"),
+        (SEPARATE, [], "broadcast"),
+        (SEPARATE, LOCAL, "in_process"),
+        (SEPARATE, ["sync.transport=ray"], "ray"),
+    ],
+)
+def test_the_way_of_the_weights_follows_from_the_plan(recipe, overrides, transport):
+    config = load(recipe, overrides).config
+    assert transport_of(config, plan_of(config)) == transport
+
+
+def test_the_devices_that_train_divide_an_update_and_those_that_sample_need_not():
+    layout = ("num_devices=7", "placement={train: 0-3, rollout: 4-6}")
+    found = preflight(load(SEPARATE, layout))
+    assert found.geometry.rows_per_device == 256 // 2 // 4
+    assert "rollout has 3 devices, which do not divide the 256 samples: 2 copies" in " ".join(found.notices)
+    assert not preflight(load(SEPARATE)).notices
+
+
+def test_settings_without_effect_are_said(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "RAY_ADDRESS is set and has no effect" in said(TRAINSIDE)
+    assert "devices_per_node=1 has no effect" in said(TRAINSIDE, "devices_per_node=1")
+    assert "weight_sync_interval=3 has no effect" in said(TRAINSIDE, "weight_sync_interval=3")
+    assert "up to 2 steps old" in said(SEPARATE, *LOCAL, "weight_sync_interval=3")
+
+
+def test_a_ray_that_does_not_answer_is_refused_within_seconds(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: refused for as long as the test runs
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed.getsockname()[1]}")
+        start = time.monotonic()
+        error = refused(COLOCATE)
+        assert time.monotonic() - start < 3
+    assert isinstance(error, DependencyError)
+    assert error.code == 3003
+    assert "unset it" in str(error)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:port", "127.0.0.1:99999", ":6379", "ray://"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(DependencyError, match=r"is not host:port"):
+        check_ray_address(address)
+
+
+def test_an_address_that_answers_or_names_no_machine_passes():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_ray_address(f"127.0.0.1:{port}")
+        check_ray_address(f"ray://127.0.0.1:{port}")
+    for word in ("", "auto", "local"):
+        check_ray_address(word)

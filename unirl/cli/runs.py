@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -58,8 +58,8 @@ def _trainer(recipe: Recipe, data: DataSource, tracker: Tracker, session: Sessio
     from unirl.trainer.build import join_parts
 
     session.run_dir = tracker.run.root
-    with _Ending(tracker):
-        yield join_parts(recipe, data, tracker)
+    with _Ending(tracker), closing(join_parts(recipe, data, tracker)) as trainer:
+        yield trainer
 
 
 @dataclass

@@ -79,7 +79,7 @@ METRICS = (
     MetricName("time/checkpoint", "saving since the last line, seconds"),
     MetricName("sync/version", "updates that the sampling weights have seen"),
     MetricName("sync/bytes", "bytes of weights moved"),
-    MetricName("sync/seconds", "seconds of the last weight transport, as the transport measured it"),
+    MetricName("sync/canary_absdiff", "largest difference of the two sides' forward on a fixed input after a sync"),
     MetricName("samples/generated", "samples generated in the step"),
     MetricName("samples/scored", "samples scored"),
     MetricName("samples/dropped", "samples dropped, for any reason"),

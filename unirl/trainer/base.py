@@ -5,31 +5,38 @@ from __future__ import annotations
 import json
 import signal
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from unirl.config.errors import CheckpointError, Interrupted, Preempted
+from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.handle import Handle
-from unirl.distributed.tensor.transport import ColumnStore
-from unirl.distributed.weight_sync.base import WeightSync
-from unirl.tracking.samples import SampleRow, SampleTable, pixels
+from unirl.distributed.group.pool import Pool
+from unirl.distributed.weight_sync.base import SyncReport, WeightSync
+from unirl.tracking.samples import SampleTable, pixels
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
+from unirl.train.parity import GAP_METRIC, parity_table
+from unirl.trainer.parity import ParityGate
+from unirl.trainer.report import eval_result, reward_metrics, sample_rows, spread_rows
+from unirl.trainer.residency import Residency
 from unirl.trainer.resume import check_same_recipe, resume_point
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Texts
 from unirl.types.protocols import DataSource, State, Stateful
 from unirl.types.results import values
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
+
+
+PUBLISHED = "rollout"
+"""The snapshot that an engine samples from, when weights are published less often than every step."""
+
+EVALUATION = -1
+"""Stands for the step of columns that an evaluation makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,12 @@ class Parts:
     sync: WeightSync
     tracker: Tracker
     checkpoints: CheckpointStore
-    columns: ColumnStore
+    pool: Pool
+    residency: Residency
+    parity: ParityGate | None
+    """Absent for a loss without log-probs, and for an engine that records none."""
+    sync_interval: int
+    """Steps between two publications of the weights to an engine of its own; 1 where they are shared."""
     stateful: dict[str, Stateful]
     recipe: Mapping[str, Any]
     """The resolved recipe, every key."""
@@ -74,6 +86,9 @@ class Trainer(ABC):
         """Steps finished; the number of the step that runs next."""
         self.version = 0
         """Optimizer updates done."""
+        self.published_version = 0
+        """Of the snapshot `rollout`, when weights are published less often than every step."""
+        self.parity_known = False
         self.stop_signal: int | None = None
 
     @abstractmethod
@@ -103,18 +118,33 @@ class Trainer(ABC):
 
     def produce(self, step: int) -> RolloutResp:
         """Samples of one step, scored and credited."""
-        self.parts.columns.begin(step)
+        self.parts.pool.begin(step)
         req = self.make_request(self.parts.data.draw(self.config.batch_size), step)
         with self.phase("sync"):
-            report = self.parts.sync.push(step, self.version)
+            report = self.publish(step)
+            req = req.replace(weights=report.weights, weight_version=report.version)
         with self.phase("generate"):
             resp = self.roles.rollout.generate(req)
         with self.phase("reward"):
             resp = self.roles.reward.score_and_attach(req, resp)
-        self.tracker.record({"sync/version": report.version, "sync/bytes": report.num_bytes})
+        self.tracker.record(sync_metrics(report))
+        self._check_version(req, resp.tracks[self.track])
         resp = self.credit(resp)
         self._keep_samples(step + 1, req, resp.tracks[self.track])
         return resp
+
+    def publish(self, step: int) -> SyncReport:
+        """Bring the weights that this step samples from to the engine.
+
+        Published less often than every step, they are the snapshot `rollout`: a checkpoint holds it, so that a resumed
+        run samples from the same ones.
+        """
+        if self.parts.sync_interval == 1:
+            return self.parts.sync.push(self.version)
+        if step % self.parts.sync_interval == 0:
+            self.roles.backend.snapshot(PUBLISHED)
+            self.published_version = self.version
+        return self.parts.sync.push(self.published_version, PUBLISHED)
 
     def credit(self, resp: RolloutResp) -> RolloutResp:
         """Rewards to one advantage per row."""
@@ -128,17 +158,39 @@ class Trainer(ABC):
     def learn(self, step: int, resp: RolloutResp) -> None:
         """Update the policy on one step's samples."""
         track = resp.tracks[self.track]
-        self._check_version(track)
         progress = step / max(self.config.num_rollouts - 1, 1)
         with self.phase("train"):
+            self._pass_parity_gate(track)
             result = self.roles.stack.train_track(track, progress)
         self.version = self.roles.backend.version()
-        self.tracker.record(values(result.metrics))
-        self.parts.columns.release(step)
+        metrics = values(result.metrics)
+        self.tracker.record(metrics)
+        self._watch_parity(metrics)
+        self.parts.pool.release(step)
 
-    def _check_version(self, track: RolloutTrack) -> None:
-        stale = int(self.version - track.weight_version.min())
-        assert stale == 0, f"the engine sampled from weights {stale} updates old, and the synchronous loop allows none"
+    def _check_version(self, req: RolloutReq, track: RolloutTrack) -> None:
+        found = sorted(set(track.weight_version.tolist()))
+        if found != [req.weight_version]:
+            raise SyncError(
+                f"the rollout should come from the weights after {req.weight_version} updates, and its samples say they "
+                f"come from those after {', '.join(map(str, found))}: the engine did not take over the last sync"
+            )
+
+    def _pass_parity_gate(self, track: RolloutTrack) -> None:
+        """Before the first update of this process: the ratio of every denoising step, judged."""
+        gate = self.parts.parity
+        if gate is None or self.parity_known:
+            return
+        warning = gate.judge(parity_table(self.roles.stack.measure_parity(track)))
+        if warning is not None:
+            self.tracker.warn(warning)
+        self.parity_known = True
+
+    def _watch_parity(self, metrics: Mapping[str, float]) -> None:
+        """Later rollouts are judged by the gap that their first update measures anyway."""
+        gate, gap = self.parts.parity, metrics.get(GAP_METRIC, 0.0)
+        if gate is not None and self.parts.sync_interval == 1 and gate.is_suspicious(gap):
+            self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
     def _keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack) -> None:
         """The ledger of a step, and when due a few of its samples for people to look at."""
@@ -178,20 +230,28 @@ class Trainer(ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase."""
-        with self.tracker.timers.phase(name):
+        """Time a phase, bring in the roles that it needs, and let none of it hang unseen."""
+        with self.tracker.timers.phase(name), self.parts.pool.watch(name):
+            self.parts.residency.enter(name)
             yield
+
+    def close(self) -> None:
+        """End every role and worker."""
+        self.parts.pool.close()
 
     def evaluate(self) -> EvalResult:
         """Score held-out prompts with fixed seeds; log under the number of finished steps."""
         block = self.config.evaluation
         prompts = self.parts.data.eval_prompts(block.max_prompts)
+        req = self.make_eval_request(prompts)
+        self.parts.pool.begin(EVALUATION)
+        with self.phase("sync"):
+            self.parts.sync.push(self.version, req.weights)
         with self.phase("eval"):
-            req = self.make_eval_request(prompts)
             track = self.roles.reward.score_and_attach(req, self.roles.rollout.generate(req)).tracks[self.track]
             result = eval_result(req, track, self.roles.rollout.preview(track.decoded))
         self.tracker.eval(self.step, result)
-        self.parts.columns.release(self.parts.columns.step)
+        self.parts.pool.release(EVALUATION)
         return result
 
     # Checkpoints
@@ -227,6 +287,7 @@ class Trainer(ABC):
         return {
             "step": self.step,
             "version": self.version,
+            "published_version": self.published_version,
             "stateful": {name: part.state_dict() for name, part in self.parts.stateful.items()},
             "recipe": self.parts.recipe,
             "environment": self.parts.environment,
@@ -244,6 +305,7 @@ class Trainer(ABC):
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         self.step, self.version = state["step"], state["version"]
+        self.published_version = state["published_version"]
 
     def _compare_environment(self, saved: dict[str, str], checkpoint: Checkpoint) -> None:
         now = self.parts.environment
@@ -257,23 +319,6 @@ class Trainer(ABC):
             )
 
 
-def reward_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Reward statistics over rows of weight > 0."""
-    assert track.rewards is not None
-    alive = track.weight > 0
-    rewards = track.rewards[alive].double()
-    metrics = {
-        "rollout/reward_mean": float(rewards.mean()),
-        "rollout/reward_std": float(rewards.std(correction=0)),
-        "rollout/reward_min": float(rewards.min()),
-        "rollout/reward_max": float(rewards.max()),
-    }
-    for name, scores in (track.component_rewards or {}).items():
-        chosen = scores[alive].double()
-        metrics |= {f"reward/{name}_mean": float(chosen.mean()), f"reward/{name}_std": float(chosen.std(correction=0))}
-    return metrics
-
-
 def write_json(path: Path, state: State) -> None:
     """State as JSON that a person can read; non-finite numbers are a bug."""
     path.write_text(json.dumps(state, indent=1, sort_keys=True, allow_nan=False))
@@ -284,50 +329,10 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
-    """At most `count` row numbers, as evenly from the groups as can be: first rows of each, siblings adjacent."""
-    seen: Counter[str] = Counter()
-    ranks = []
-    for i, group in enumerate(group_ids):
-        ranks.append((seen[group], i))
-        seen[group] += 1
-    return sorted(i for _, i in sorted(ranks)[:count])
-
-
-def sample_rows(req: RolloutReq, track: RolloutTrack) -> tuple[SampleRow, ...]:
-    """What is known of each row of `track`; the request's rows are the same."""
-    assert track.rewards is not None and track.advantages is not None
-    components = track.component_rewards or {}
-    return tuple(
-        SampleRow(
-            sample_id=track.sample_ids[i],
-            group_id=track.group_ids[i],
-            prompt=texts_of(req)[i],
-            reward=float(track.rewards[i]),
-            rewards={name: float(scores[i]) for name, scores in components.items()},
-            advantage=float(track.advantages[i]),
-            weight=float(track.weight[i]),
-            weight_version=int(track.weight_version[i]),
-        )
-        for i in range(len(track))
-    )
-
-
-def texts_of(req: RolloutReq) -> list[str]:
-    """The prompt of every row."""
-    prompts = req.primitives["text"]
-    assert isinstance(prompts, Texts)
-    return prompts.texts
-
-
-def eval_result(req: RolloutReq, track: RolloutTrack, images: Tensor) -> EvalResult:
-    """The scores of an evaluation with what was asked and what was drawn."""
-    assert track.rewards is not None
-    return EvalResult(
-        sample_ids=tuple(track.sample_ids),
-        group_ids=tuple(track.group_ids),
-        prompts=tuple(texts_of(req)),
-        rewards=track.rewards,
-        components=dict(track.component_rewards or {}),
-        images=images,
-    )
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    """What a publication of weights did."""
+    return {
+        "sync/version": report.version,
+        "sync/bytes": report.num_bytes,
+        "sync/canary_absdiff": report.canary_absdiff,
+    }

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from unirl import __version__
+from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
 from unirl.config.load import Recipe
-from unirl.config.node import Node
+from unirl.config.placement import Plan, plan_of
 from unirl.config.preflight import check_disk
 from unirl.config.recipe import RecipeConfig
+from unirl.distributed import current
 from unirl.distributed.group.handle import Handle
-from unirl.distributed.group.placement import placement
-from unirl.distributed.group.pool import DevicePool, LocalGroup
-from unirl.distributed.group.remote import Remote, Siblings
-from unirl.distributed.weight_sync.base import NoSync
+from unirl.distributed.group.pool import Pool, open_pool
+from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
-from unirl.trainer.base import Parts, Roles
+from unirl.trainer.base import PUBLISHED, Parts, Roles
 from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.trainer.parity import ParityGate
+from unirl.trainer.placement import place_roles
+from unirl.trainer.residency import Residency
 from unirl.trainer.run import open_tracker
 from unirl.types.protocols import DataSource, Stateful
 
-ROLES = ("bundle", "pipeline", "backend", "algorithm", "stack", "rollout", "reward")
-"""The order in which siblings are built: each may take those before it."""
-
 
 def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> DiffusionTrainer:
-    """The trainer of a recipe that passed preflight, with its run directory open."""
+    """The trainer of a recipe that passed preflight, with its run directory open. Its `close` ends all workers."""
     data = data_of(recipe)
     tracker = open_tracker(recipe, argv)
     try:
@@ -52,53 +52,76 @@ def data_of(recipe: Recipe) -> DataSource:
 
 
 def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionTrainer:
-    """Place the roles of a recipe on its devices and join them."""
+    """Open the pool of a recipe, place its roles there and join them. The trainer owns the pool from then on."""
+    config = recipe.config
+    pool = open_pool(
+        config.runtime,
+        config.num_devices,
+        devices_per_node=config.devices_per_node,
+        num_updates=recipe.value("stack.num_updates_per_batch"),
+        deadline_s=config.stall_timeout_s,
+    )
+    pool.stack_dir = tracker.run.root / "logs"
+    try:
+        return _join(recipe, data, tracker, pool)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool) -> DiffusionTrainer:
     config = recipe.config
     sampling = build(config.sampling)
     advantage = build(config.advantage)
-    pool = DevicePool(config.num_devices)
+    plan = plan_of(config)
     run_updates = config.num_rollouts * recipe.value("stack.num_updates_per_batch")
-    with placement(pool) as group:
-        handles = place_roles(group, config, device=device(), seed=sampling.seed, run_updates=run_updates)
+    placed = place_roles(pool, plan, config, seed=sampling.seed, run_updates=run_updates)
+    interval = config.weight_sync_interval if plan.is_dedicated else 1
+    if interval > 1:
+        placed.handles["backend"].snapshot(PUBLISHED)
     parts = Parts(
         config=config,
         data=data,
         advantage=advantage,
-        sync=NoSync() if config.sync is None else build(config.sync),
+        sync=placed.sync,
         tracker=tracker,
         checkpoints=CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints),
-        columns=pool.store,
+        pool=pool,
+        residency=Residency(plan, placed.handles),
+        parity=parity_gate(config),
+        sync_interval=interval,
         stateful={
             name: part for name, part in [("data", data), ("advantage", advantage)] if isinstance(part, Stateful)
         },
         recipe=recipe.resolved(),
         write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
-        environment=environment(),
+        environment=environment(plan),
     )
-    kept = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
-    needed = kept * handles["backend"].checkpoint_bytes()
-    check_disk(tracker.run.checkpoints, needed, f"{kept} checkpoints")
-    roles = Roles(**{name: handles[name] for name in ("rollout", "reward", "stack", "backend")})
+    _check_disk(config, tracker, placed.handles["backend"])
+    roles = Roles(**{name: placed.handles[name] for name in ("rollout", "reward", "stack", "backend")})
     return DiffusionTrainer(parts, roles, sampling)
 
 
-def place_roles(group: LocalGroup, config: RecipeConfig, **wired: Any) -> dict[str, Handle]:
-    """Build every role of the recipe beside its siblings; a role takes the siblings that its constructor names."""
-    nodes: dict[str, Node] = {name: vars(config)[name] for name in ROLES}
-    return {name: group.place(Remote(name, partial(_make, node, wired))) for name, node in nodes.items()}
+def parity_gate(config: RecipeConfig) -> ParityGate | None:
+    """The gate of a loss with a trust region on log-probs; None for others, or when both thresholds are off."""
+    algorithm: StageAlgorithm[Any] = build(config.algorithm)
+    width = algorithm.trust_width()
+    if width is None or not (config.parity.warn or config.parity.stop):
+        return None
+    return ParityGate(config.parity, width)
 
 
-def _make(node: Node, wired: dict[str, Any], siblings: Siblings) -> Any:
-    stage = {"stage": siblings["pipeline"].stage} if "pipeline" in siblings else {}
-    return build(node, **wired, **siblings, **stage)
+def _check_disk(config: RecipeConfig, tracker: Tracker, backend: Handle) -> None:
+    kept = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
+    check_disk(tracker.run.checkpoints, kept * backend.checkpoint_bytes(), f"{kept} checkpoints")
 
 
 def device() -> torch.device:
-    """Where the policy lives: the accelerator of this process, else the CPU."""
+    """Where a policy lives that is not placed: the accelerator of this process, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def environment() -> dict[str, str]:
+def environment(plan: Plan) -> dict[str, str]:
     """What decides bits outside the recipe."""
     return {
         "unirl": __version__,
@@ -107,4 +130,5 @@ def environment() -> dict[str, str]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "train_ranks": str(len(plan.train.indices)),
     }

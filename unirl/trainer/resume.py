@@ -21,6 +21,18 @@ RESULT_NEUTRAL = (
     "plugins",
     "data_source.data_path",  # the data source compares its own fingerprint
     "rollout.forward_batch_size",
+    "runtime",
+    "num_devices",
+    "devices_per_node",
+    "placement",
+    "stall_timeout_s",
+    "parity",
+    "backend.fsdp_cfg.shard_size",
+    "backend.fsdp_cfg.reshard_after_forward",
+    "backend.fsdp_cfg.defer_grad_sync",
+    "backend.topology",
+    "sync.transport",
+    "sync.bucket_mb",
 )
 """Keys that may change between a checkpoint and its continuation without another future."""
 

@@ -10,6 +10,7 @@ import unirl
 from unirl.config.errors import ConfigError, DependencyError
 from unirl.config.geometry import geometry_table
 from unirl.config.load import Recipe
+from unirl.config.placement import plan_of
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.backends.base import RunAbout
 from unirl.tracking.console import Banner, Console
@@ -73,6 +74,7 @@ def banner(recipe: Recipe, root: Path) -> Banner:
         title=f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}",
         lines=[
             *zip(("geometry", ""), geometry, strict=False),
+            ("placement", plan_of(recipe.config).describe()),
             ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
             ("stop", "Ctrl-C (finishes the step and saves)"),
             ("resume", continuation(recipe, root)),

@@ -1,0 +1,50 @@
+"""The gate before the first update: do the engine that sampled and the trainer that replays agree?
+
+Clipping happens at a ratio of 1 +- clip_range, so a disagreement is judged by its size in clip ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unirl.config.errors import DivergenceError
+from unirl.config.recipe import ParityConfig
+from unirl.train.parity import StepParity
+
+CAUSES = (
+    "the engine samples from other weights (another checkpoint, an adapter that is not bound), in another dtype "
+    "(rollout.dtype, trajectory_dtype), with another schedule or guidance, or in batches of other sizes on kernels "
+    "whose bits depend on them"
+)
+
+
+@dataclass(frozen=True)
+class ParityGate:
+    """Judges the ratios of the first rollout of a process, and the largest gap of every later one."""
+
+    config: ParityConfig
+    clip_range: float
+    """The smaller half width of the loss's trust region."""
+
+    def judge(self, table: Sequence[StepParity]) -> str | None:
+        """A warning, or None where all is well. Raises DivergenceError (9002) at or beyond `parity.stop`."""
+        # A gap that is not a number is the worst of all, and compares as false with everything.
+        worst = max(table, key=lambda line: (math.isnan(line.absdiff_max), line.absdiff_max), default=None)
+        if worst is None or not self.is_suspicious(worst.absdiff_max):
+            return None
+        text = (
+            f"before the first update the importance ratio should be 1, but at denoising step {worst.step} the engine's "
+            f"log-probs differ from the trainer's replay by up to {worst.absdiff_max:.3g} nats "
+            f"({worst.absdiff_max / self.clip_range:.3g} clip ranges of {self.clip_range:g}; ratio "
+            f"{worst.ratio_mean:.6f} +- {worst.ratio_std:.2g}). By step: "
+            f"{', '.join(f'{line.step}: {line.absdiff_max:.2g}' for line in table)}. Probable causes: {CAUSES}"
+        )
+        if self.config.stop and not worst.absdiff_max < self.config.stop * self.clip_range:
+            raise DivergenceError(f"{text}. Mend it, or set parity.stop=0 to train nevertheless", code=9002)
+        return text
+
+    def is_suspicious(self, absdiff: float) -> bool:
+        """Whether a gap of so many nats is worth a warning."""
+        return self.config.warn > 0 and not absdiff < self.config.warn * self.clip_range

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import StallError
-from unirl.distributed.group.dispatch import cut, remote_methods
-from unirl.distributed.group.handle import Handle
+from unirl.config.placement import Slab
+from unirl.distributed.group.pool import Pool, open_pool
+from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
@@ -26,41 +25,6 @@ from unirl.train.configs import LoraConfig
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 LORA = LoraConfig(rank=2, alpha=4.0)
-
-
-class Waiting:
-    def __init__(self, future: Future[Any]) -> None:
-        self.future = future
-
-    def result(self, deadline_s: float | None = None) -> Any:
-        try:
-            return self.future.result(deadline_s)
-        except TimeoutError as error:
-            raise StallError("late") from error
-
-
-class OneProcess:
-    """A group of one rank whose roles are given."""
-
-    num_ranks = 1
-    deadline_s = 20.0
-    hosts = ("127.0.0.1",)
-    workers = ()
-
-    def __init__(self, name: str, **roles: Any) -> None:
-        self.name = name
-        self.roles = roles
-        self.executor = ThreadPoolExecutor(1)
-
-    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = cut(method, remote_methods(type(self.roles[role]))[method], (args, kwargs), 1)
-        return call.merge([getattr(self.roles[role], method)(*args, **kwargs)])
-
-    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Waiting:
-        return Waiting(self.executor.submit(self.run, role, method, args, kwargs))
-
-    def link(self, role: str) -> Link:
-        return Link(self, Handle(self, role, type(self.roles[role])))  # type: ignore[arg-type]
 
 
 class FaultyBackend(FSDPBackend):
@@ -124,5 +88,12 @@ def ends(
     backend = FaultyBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
     replica = FaultyEngine((engine_pipeline or pipeline)(), **(engine or {}))
     sender = WeightSender(backend, VelocityCanary(trained.stage), replica if neighbours else None)
-    train, rollout = OneProcess("train", sender=sender), OneProcess("rollout", rollout=replica)
-    return Ends(backend, trained, replica, sender, EngineSync(train.link("sender"), rollout.link("rollout"), **keys))
+    pool = open_pool("local", 2, deadline_s=20.0)
+    links = [placed(pool, i, name, role) for i, (name, role) in enumerate([("sender", sender), ("rollout", replica)])]
+    return Ends(backend, trained, replica, sender, EngineSync(*links, **keys))
+
+
+def placed(pool: Pool, device: int, name: str, role: Any) -> Link:
+    """A role that exists already, on a device of its own."""
+    group = pool.group(Slab("device", (device,)))
+    return Link(group, group.place(Remote(name, lambda siblings: role)))

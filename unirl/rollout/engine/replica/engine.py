@@ -27,7 +27,9 @@ from unirl.types.rollout_resp import RolloutResp
 class ReplicaRolloutEngine(DedicatedEngine):
     """Samples with a pipeline of its own, `forward_batch_size` rows per forward."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, modalities=("image",))
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        behaviour_logp=True, snapshots=True, dedicated=True, modalities=("image",)
+    )
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
 
     def __init__(

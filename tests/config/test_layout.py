@@ -6,10 +6,11 @@ import time
 import pytest
 
 from unirl.config.errors import DependencyError, UniRLError
-from unirl.config.layout import check_ray_address, transport_of
+from unirl.config.layout import transport_of
 from unirl.config.load import load
 from unirl.config.placement import plan_of
 from unirl.config.preflight import preflight
+from unirl.config.ray_address import check_ray_address
 
 TRAINSIDE = "diffusion/sd3_trainside"
 COLOCATE = "diffusion/sd3_replica_lora_colocate"

@@ -22,7 +22,9 @@ def run(argv: list[str], session: Session) -> int:
     if arguments.options.json:
         print(json.dumps(recipe.resolved(), indent=1))
     else:
-        print(f"{recipe.file.name}: valid ({recipe.file.path})")
+        from unirl.config.placement import plan_of
+
+        print(f"{recipe.file.name}: valid ({recipe.file.path})\n{plan_of(recipe.config).describe()}")
     return 0
 
 

@@ -14,8 +14,12 @@ from unirl.cli.arguments import Parser
 from unirl.cli.env import installed, memory_gib
 from unirl.cli.failures import Session
 from unirl.config.errors import UniRLError, report
+from unirl.config.ray_address import check_ray_address
 
 EXAMPLES = ("unirl doctor", "unirl doctor --recipe diffusion/sd3_trainside", "unirl doctor --json")
+
+
+OLDEST_RAY = (2, 54)
 
 
 class Unfit(Exception):
@@ -94,6 +98,20 @@ def _check_torchvision() -> None:
         ) from error
 
 
+def _ray() -> str:
+    version = installed("ray")
+    if version is None:
+        raise Unfit("absent, and runtime=ray needs it. pip install -c constraints.txt ray")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_RAY:
+        raise Unfit(f"{version}; older ones than 2.54 take commands from strangers (CVE-2026-27482). Upgrade it")
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        check_ray_address(address)
+    except UniRLError as error:
+        raise Unfit(str(error)) from error
+    return f"{version}, {f'RAY_ADDRESS={address}' if address else 'started by the run itself'}"
+
+
 def _memory() -> str:
     if memory_gib() < 3:
         raise Unfit(f"{memory_gib():.1f} GiB; the quick start needs about 3 GiB")
@@ -138,6 +156,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "packages": _packages,
     "torch": _torch,
+    "ray": _ray,
     "memory": _memory,
     "disk": _disk,
     "folder": _writable,

@@ -1,6 +1,6 @@
-"""An estimate of device memory by role and phase, from sizes alone: nothing is loaded."""
+"""An estimate of device memory by part and phase, from sizes alone: nothing is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -11,6 +11,10 @@ ACTIVATION_BYTES_PER_BLOCK = 17
 without the attention matrix, which fused attention does not store)."""
 LIVE_BYTES_WITHOUT_GRAD = 12
 """The same without a graph: the residual, q, k, v and the widened layer of the one block that runs."""
+
+
+PHASES = ("sync", "generate", "reward", "train")
+"""Those of a step; evaluation needs what generate and reward need, together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +34,65 @@ class Sizes:
     train_rows: int  # rows of one forward in training, guidance and steps per forward included
     recompute: bool
     keep_resident: bool  # encoders and VAE stay on the device while idle
+    num_shards: int  # devices that share one copy of the trained module
+    engine_dtype_bytes: int  # of a dedicated engine's network; 0 = the engine borrows the trained one
 
 
 @dataclass(frozen=True)
 class Row:
-    """GiB of one thing in each phase."""
+    """GiB of one thing on one device, in each phase."""
 
     role: str
-    rollout: float
-    train: float
+    part: str
+    """Of the residency table."""
+    gib: Mapping[str, float]
 
 
-def table(sizes: Sizes) -> list[Row]:
-    """The rows that add up to the peak of each phase."""
+def table(sizes: Sizes, resident: Mapping[str, Collection[str]]) -> list[Row]:
+    """The rows that add up to the peak of each phase.
+
+    Args:
+        resident: phase to the parts that are on their devices in it.
+    """
+    policy = _policy_bytes(sizes)
     return [
-        _resident("policy weights", _policy_bytes(sizes)),
-        _resident("adapters", 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES),
-        _one_phase("gradients", train=sizes.trainable_parameters * MASTER_BYTES),
-        _resident("optimizer (AdamW)", 2 * sizes.trainable_parameters * MASTER_BYTES),
-        _resident("snapshots", sizes.num_snapshots * sizes.trainable_parameters * MASTER_BYTES),
-        _idle_in_train("encoders and VAE", sizes.other_parameters * sizes.dtype_bytes, not sizes.keep_resident),
-        _one_phase("activations", rollout=_live_bytes(sizes), train=_stored_bytes(sizes)),
+        Row(role, part, {phase: size / GIB * (part in resident[phase] and phase in when) for phase in PHASES})
+        for role, part, size, when in (*_trained(sizes, policy), *_sampling(sizes, policy))
     ]
 
 
-def peak(rows: list[Row]) -> Mapping[str, float]:
+def peak(rows: Collection[Row]) -> Mapping[str, float]:
     """GiB by phase."""
-    return {"rollout": sum(row.rollout for row in rows), "train": sum(row.train for row in rows)}
+    return {phase: sum(row.gib[phase] for row in rows) for phase in PHASES}
+
+
+Piece = tuple[str, str, float, Collection[str]]
+"""What it is, the part that it belongs to, its bytes, and the phases in which it exists."""
+
+
+def _trained(sizes: Sizes, policy: int) -> Iterator[Piece]:
+    trainable = sizes.trainable_parameters * MASTER_BYTES / sizes.num_shards
+    yield "policy weights", "policy", policy / sizes.num_shards, PHASES
+    yield "adapters", "policy", 0 if sizes.full_training else trainable, PHASES
+    yield "gradients", "policy", trainable, ("train",)
+    yield "optimizer (AdamW)", "optimizer", 2 * trainable, PHASES
+    yield "snapshots", "policy", sizes.num_snapshots * trainable, PHASES
+    yield "activations of training", "policy", _stored_bytes(sizes), ("train",)
+
+
+def _sampling(sizes: Sizes, policy: int) -> Iterator[Piece]:
+    """Of the engine that borrows the trained module, gathered while it samples; or of one that has its own."""
+    adapters = 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES
+    borrows = sizes.engine_dtype_bytes == 0
+    part, frozen = ("policy", "frozen") if borrows else ("engine", "engine")
+    if borrows:
+        missing = (policy + adapters) * (1 - 1 / sizes.num_shards)
+        yield "other shards, gathered", part, missing, ("generate",)
+    else:
+        yield "engine weights", part, sizes.policy_parameters * sizes.engine_dtype_bytes + adapters, PHASES
+    in_use = PHASES if sizes.keep_resident else ("generate",)
+    yield "encoders and VAE", frozen, sizes.other_parameters * sizes.dtype_bytes, in_use
+    yield "activations of sampling", part, _live_bytes(sizes), ("generate",)
 
 
 def _policy_bytes(sizes: Sizes) -> int:
@@ -72,15 +108,3 @@ def _stored_bytes(sizes: Sizes) -> int:
     if sizes.recompute:
         return per_channel * (sizes.num_blocks + ACTIVATION_BYTES_PER_BLOCK)
     return per_channel * sizes.num_blocks * ACTIVATION_BYTES_PER_BLOCK
-
-
-def _resident(role: str, size: int) -> Row:
-    return Row(role, size / GIB, size / GIB)
-
-
-def _one_phase(role: str, rollout: int = 0, train: int = 0) -> Row:
-    return Row(role, rollout / GIB, train / GIB)
-
-
-def _idle_in_train(role: str, size: int, offload: bool) -> Row:
-    return _one_phase(role, rollout=size, train=0 if offload else size)

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unirl.cli import memory
@@ -29,20 +29,75 @@ def run(argv: list[str], session: Session) -> int:
 def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> int:
     """Print the plan of a recipe; gives back the exit status."""
     from unirl.config.geometry import geometry_table
+    from unirl.config.placement import plan_of
+    from unirl.trainer.residency import PHASES, home_of, parts_of, resident
 
     found = checked(recipe, overrides)
-    estimate = _estimate(found)
-    sizes = _sizes(found, estimate)
-    rows = memory.table(sizes)
+    plan, estimate = plan_of(found.config), _estimate(found)
+    sizes = _sizes(found, plan, estimate)
+    on_devices: dict[str, tuple[str, ...]] = {phase: resident(plan, phase) for phase in PHASES}
+    rows = memory.table(sizes, on_devices)
+    travels = _travel(found, plan, estimate, sizes)
     if as_json:
-        facts = {"recipe": found.file.name, "parameters": dict(estimate.parameters), "sizes": asdict(sizes)}
+        facts = {
+            "recipe": found.file.name,
+            "placement": {role: slab.words for role, slab in plan.slabs.items()},
+            "relation": plan.relation,
+            "sync": asdict(travels),
+            "resident": on_devices,
+            "parameters": dict(estimate.parameters),
+            "sizes": asdict(sizes),
+        }
         print(json.dumps(facts | {"memory_gib": [asdict(row) for row in rows]}, indent=1))
         return 0
     print(f"{found.file.name}   {found.file.path}\n{geometry_table(found.config)}")
+    print(f"placement  {plan.describe()}\n           {_travel_text(travels)}")
     print(_parameters_text(estimate.parameters, sizes))
-    print(_memory_text(rows))
+    print(_memory_text(rows, {part: home_of(plan, part).words for part in parts_of(plan)}))
     print(f"time       {_time_text(found)}")
     return 0
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What is sent to the engine, and how."""
+
+    payload: str
+    """nothing, adapter, merged or full."""
+    transport: str
+    num_bytes: int
+    interval: int  # steps
+
+
+def _travel(recipe, plan, estimate, sizes: memory.Sizes) -> Travel:
+    from unirl.config.layout import transport_of
+
+    config = recipe.config
+    if not plan.is_dedicated:
+        return Travel("nothing", "none", 0, 1)
+    keys = config.sync.values
+    lora = recipe.value("backend.lora_cfg")
+    payload = "full" if lora is None else "merged" if keys["merge_adapters"] else "adapter"
+    number = _adapted(estimate, lora["target_modules"]) if payload == "merged" else sizes.trainable_parameters
+    stored = memory.MASTER_BYTES if payload == "adapter" else sizes.engine_dtype_bytes
+    size = DTYPE_BYTES[keys["wire_dtype"]] if keys["wire_dtype"] else stored
+    return Travel(payload, transport_of(config, plan), number * size, config.weight_sync_interval)
+
+
+def _adapted(estimate, targets: Sequence[str] | str) -> int:
+    """Parameters of the layers that carry adapters."""
+    names = estimate.facts.lora_targets if targets == "model" else targets
+    suffixes = tuple(f".{name}" for name in names)
+    layers = [shape for name, shape in estimate.linears.items() if f".{name}".endswith(suffixes)]
+    return sum(inputs * outputs for inputs, outputs in layers)
+
+
+def _travel_text(travel: Travel) -> str:
+    if travel.payload == "nothing":
+        return "the engine samples with the trained weights themselves: nothing is sent"
+    what = {"adapter": "adapters", "merged": "weights with adapters folded in", "full": "all weights"}[travel.payload]
+    when = "every step" if travel.interval == 1 else f"every {travel.interval} steps"
+    return f"{what} to the engine, {travel.num_bytes / 2**20:.4g} MiB, {travel.transport}, {when}"
 
 
 def _time_text(recipe) -> str:
@@ -81,7 +136,7 @@ def _estimate(recipe):
     return bundle.schema.owner.estimate(bundle.values["path"], bundle.values["revision"])
 
 
-def _sizes(recipe, estimate) -> memory.Sizes:
+def _sizes(recipe, plan, estimate) -> memory.Sizes:
     policy = estimate.parameters[estimate.facts.trainable_attr]
     lora = recipe.value("backend.lora_cfg")
     targets = None if lora is None or lora["target_modules"] == "model" else lora["target_modules"]
@@ -103,7 +158,14 @@ def _sizes(recipe, estimate) -> memory.Sizes:
         train_rows=recipe.value("stack.micro_batch_size") * guidance_rows,
         recompute=fsdp.get("activation_checkpointing", False),
         keep_resident=recipe.value("pipeline.keep_resident"),
+        num_shards=fsdp.get("shard_size") or len(plan.train),
+        engine_dtype_bytes=DTYPE_BYTES[_engine_dtype(recipe)] if plan.is_dedicated else 0,
     )
+
+
+def _engine_dtype(recipe) -> str:
+    own = recipe.config.rollout.values.get("dtype")
+    return recipe.value("bundle.dtype") if own is None else own
 
 
 def _tokens(estimate, sampling: Mapping[str, int]) -> int:
@@ -121,10 +183,19 @@ def _count(number: int) -> str:
     return f"{number / size[0]:.3g}{size[1]}"
 
 
-def _memory_text(rows: Sequence[memory.Row]) -> str:
-    total = memory.peak(list(rows))
-    lines = ["memory     GiB per device, estimated         rollout     train"]
-    lines += [f"             {row.role:<26}{row.rollout:>13.2f}{row.train:>10.2f}" for row in rows]
-    lines.append(f"             {'sum':<26}{total['rollout']:>13.2f}{total['train']:>10.2f}")
+def _memory_text(rows: Sequence[memory.Row], homes: Mapping[str, str]) -> str:
+    """One block per slab; a dash = not on the device in this phase."""
+    lines = [f"memory     {'GiB per device, estimated':<26}{''.join(f'{phase:>10}' for phase in memory.PHASES)}"]
+    slabs = list(dict.fromkeys(homes[row.part] for row in rows))
+    for slab in slabs:
+        here = [row for row in rows if homes[row.part] == slab]
+        lines += [f"           {slab}:"] if len(slabs) > 1 else []
+        lines += [_memory_line(row.role, row.gib) for row in here if any(row.gib.values())]
+        lines.append(_memory_line("sum", memory.peak(here)))
     lines.append("             (reward models, the decoder's activations and allocator slack come on top)")
     return "\n".join(lines)
+
+
+def _memory_line(name: str, gib: Mapping[str, float]) -> str:
+    cells = [f"{gib[phase]:>10.2f}" if gib[phase] else f"{'-':>10}" for phase in memory.PHASES]
+    return f"             {name:<24}{''.join(cells)}"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
-from unirl.config.errors import ConfigError, DependencyError
+from unirl.config.errors import ConfigError
 from unirl.config.node import Node
 from unirl.config.placement import REPLICA, SYNC, Plan
+from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
 from unirl.config.slabs import GEOMETRY, UNSUPPORTED
 
-UNREACHABLE = 3003
-CONNECT_S = 2.0
 BETWEEN_PROCESSES = ("broadcast", "ray")
 
 
@@ -126,26 +124,6 @@ def _keys(block: Any) -> dict[str, Any]:
 
 def _divisors(number: int) -> str:
     return "|".join(str(size) for size in range(1, number + 1) if number % size == 0)
-
-
-def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
-    """Refuse an address of a Ray head at which nothing listens. Absent, `auto` and `local` name no machine.
-
-    Raises:
-        DependencyError: 3003.
-    """
-    if address in ("", "auto", "local"):
-        return
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    ways = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise DependencyError(f"RAY_ADDRESS={address} is not host:port. {ways}", code=UNREACHABLE)
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
-        raise DependencyError(
-            f"RAY_ADDRESS={address}: nothing answers there ({error}). {ways}", code=UNREACHABLE
-        ) from (error)
 
 
 def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterator[str]:

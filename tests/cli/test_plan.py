@@ -1,0 +1,142 @@
+"""`unirl plan` and `unirl check` say who sits where, what travels, and what memory each phase takes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from unirl.cli import memory
+from unirl.cli.main import main
+
+COLOCATE, SEPARATE = (f"diffusion/sd3_replica_lora_{layout}" for layout in ("colocate", "separate"))
+PARTS = ("policy", "optimizer", "frozen", "engine", "reward")
+EVERYWHERE = dict.fromkeys(memory.PHASES, PARTS)
+
+
+def planned(capsys, recipe, *overrides):
+    assert main(["plan", recipe, *overrides, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def sizes(**changed):
+    return replace(
+        memory.Sizes(
+            policy_parameters=1000,
+            other_parameters=300,
+            trainable_parameters=10,
+            dtype_bytes=2,
+            full_training=False,
+            num_snapshots=1,
+            tokens=4,
+            width=8,
+            num_blocks=2,
+            rollout_rows=1,
+            train_rows=1,
+            recompute=False,
+            keep_resident=True,
+            num_shards=1,
+            engine_dtype_bytes=0,
+        ),
+        **changed,
+    )
+
+
+def byte_rows(**changed):
+    rows = memory.table(sizes(**changed), EVERYWHERE)
+    return {row.role: {phase: round(gib * memory.GIB, 6) for phase, gib in row.gib.items()} for row in rows}
+
+
+def test_the_rows_add_up_to_what_adamw_on_adapters_holds():
+    rows = byte_rows()
+    assert {name: rows[name]["train"] for name in ("policy weights", "adapters", "gradients", "optimizer (AdamW)")} == {
+        "policy weights": 1000 * 2,
+        "adapters": 10 * 4,
+        "gradients": 10 * 4,
+        "optimizer (AdamW)": 2 * 10 * 4,
+    }
+    assert rows["gradients"]["generate"] == 0
+    assert rows["encoders and VAE"]["train"] == 300 * 2
+    assert byte_rows(keep_resident=False)["encoders and VAE"]["train"] == 0
+
+
+def test_shards_divide_what_is_stored_and_sampling_gathers_it_again():
+    whole, quarter = byte_rows(), byte_rows(num_shards=4)
+    for name in ("policy weights", "adapters", "gradients", "optimizer (AdamW)", "snapshots"):
+        assert quarter[name]["train"] == whole[name]["train"] / 4
+    gathered = sum(quarter[name]["generate"] for name in ("policy weights", "adapters", "other shards, gathered"))
+    assert gathered == whole["policy weights"]["generate"] + whole["adapters"]["generate"]
+
+
+def test_an_engine_of_its_own_is_whole_and_leaves_the_trained_module_in_shards():
+    rows = byte_rows(num_shards=4, engine_dtype_bytes=2)
+    assert rows["engine weights"]["generate"] == 1000 * 2 + 10 * 4
+    assert "other shards, gathered" not in rows
+
+
+def test_in_colocate_no_phase_pays_for_optimizer_and_engine_together(capsys):
+    rows = planned(capsys, COLOCATE)["memory_gib"]
+    by_name = {row["role"]: row["gib"] for row in rows}
+    for phase in memory.PHASES:
+        assert by_name["optimizer (AdamW)"][phase] == 0 or by_name["engine weights"][phase] == 0
+    apart = {row["role"]: row["gib"] for row in planned(capsys, SEPARATE)["memory_gib"]}
+    assert all(apart["engine weights"][phase] > 0 for phase in memory.PHASES)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "payload", "transport"),
+    [
+        ("diffusion/sd3_trainside", [], "nothing", "none"),
+        (COLOCATE, [], "adapter", "in_process"),
+        (SEPARATE, ["sync.merge_adapters=true"], "merged", "broadcast"),
+        ("diffusion/sd3_replica_full_separate", ["sync.transport=ray"], "full", "ray"),
+    ],
+)
+def test_the_plan_says_what_travels_and_how(recipe, overrides, payload, transport, capsys):
+    plan = planned(capsys, recipe, *overrides)
+    assert (plan["sync"]["payload"], plan["sync"]["transport"]) == (payload, transport)
+    sizes = plan["sizes"]
+    if payload == "adapter":
+        assert plan["sync"]["num_bytes"] == 4 * sizes["trainable_parameters"]
+    if payload == "full":
+        assert plan["sync"]["num_bytes"] == 2 * plan["parameters"]["transformer"]
+    if payload == "merged":
+        assert 0 < plan["sync"]["num_bytes"] < 2 * plan["parameters"]["transformer"]
+
+
+def test_the_plan_for_people_has_a_block_for_each_slab(capsys):
+    assert main(["plan", SEPARATE]) == 0
+    shown = capsys.readouterr().out
+    assert "placement  separate: train on devices 0-3, rollout and reward on devices 4-7\n" in shown
+    assert "adapters to the engine" in shown
+    assert shown.index("devices 0-3:\n") < shown.index("optimizer") < shown.index("devices 4-7:\n")
+    assert shown.index("devices 4-7:\n") < shown.index("engine weights")
+
+
+def test_check_says_who_sits_where(capsys):
+    assert main(["check", SEPARATE]) == 0
+    assert "separate: train on devices 0-3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "status", "says"),
+    [
+        ("layout=colocate", 2, "Write placement={train: 0-7, rollout: 0-7}"),
+        ("placement.rollout=3-7", 2, "error[2010]"),
+        ("sync.transport=cuda_ipc", 2, "error[2020]"),
+        ("runtime=local", 2, "Set runtime=ray"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_one_short_error(typed, status, says, capsys):
+    assert main(["train", SEPARATE, typed]) == status
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_ray_that_does_not_answer_has_the_exit_status_of_a_missing_part(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert main(["train", SEPARATE]) == 3
+    assert "error[3003]: RAY_ADDRESS=127.0.0.1:1: nothing answers there" in capsys.readouterr().err
+    assert main(["doctor", "--json"]) == 3
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert not rows["ray"]["ok"]

@@ -1,0 +1,30 @@
+"""Whether the Ray that RAY_ADDRESS names is there."""
+
+from __future__ import annotations
+
+import socket
+
+from unirl.config.errors import DependencyError
+
+UNREACHABLE = 3003
+CONNECT_S = 2.0
+
+
+def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
+    """Refuse an address of a Ray head at which nothing listens. Absent, `auto` and `local` name no machine.
+
+    Raises:
+        DependencyError: 3003.
+    """
+    if address in ("", "auto", "local"):
+        return
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    ways = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise DependencyError(f"RAY_ADDRESS={address} is not host:port. {ways}", code=UNREACHABLE)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+        raise DependencyError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error}). {ways}", code=UNREACHABLE
+        ) from (error)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from unirl.config.errors import StallError, WorkerError
 from unirl.config.placement import Slab
 from unirl.distributed import current
-from unirl.distributed.group.dispatch import broadcast, collect, scatter
+from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, cut, scatter
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.tensor.collective import CollectiveTransport, Move, plan_moves, workers_of
 from unirl.distributed.tensor.packing import pack, unpack
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.traffic import Traffic, num_bytes
-from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport
+from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport, Parcel
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.types.batch import Batch, row
 from unirl.types.column import Column, Piece
@@ -70,6 +70,35 @@ def made_by(stores: list[ColumnStore], sizes: list[int]) -> Sample:
     return Sample.concat([store.stash(sample(end - size, end)) for store, size, end in parts])
 
 
+class Camera:
+    """A role that makes rows and reads rows."""
+
+    @scatter(Sample.concat, order=Sample.select)
+    def make(self, asked: Texts) -> Sample:
+        parts = [sample(int(text), int(text) + 1) for text in asked.texts]
+        return Sample.concat(parts)
+
+    @scatter(Sample.concat, order=Sample.select)
+    def copy(self, rows: Sample) -> Sample:
+        assert torch.is_tensor(rows.tensor)
+        return rows.replace(light=rows.tensor[:, 0].long())
+
+    @scatter(Images.concat, order=Images.select)
+    def shoot(self, asked: Texts) -> Images:
+        return Images(pixels=PICTURE.expand(len(asked), 3, 32, 32).clone())
+
+    @scatter(Images.concat, order=Images.select)
+    def develop(self, images: Images) -> Images:
+        return Images(pixels=images.pixels + 1)
+
+
+PICTURE = torch.zeros(3, 32, 32)
+
+
+def asked(rows: list[int]) -> Texts:
+    return Texts(texts=list(map(str, rows)))
+
+
 class Counting(InProcessTransport):
     """Counts what is asked of other workers."""
 
@@ -92,6 +121,19 @@ def test_any_rows_of_any_owners_can_be_read_anywhere(sizes, data) -> None:
     rows = data.draw(st.lists(st.integers(0, sum(sizes) - 1), min_size=1, max_size=12))
     for reader in stores:
         assert_rows(reader.fetch(result.select(rows)), rows)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_what_a_rank_samples_it_trains_on_without_a_move(rows_each, num_updates, num_ranks) -> None:
+    stores = workers(num_ranks, InProcessTransport())
+    rows = list(range(rows_each * num_updates * num_ranks))
+    rollout = cut("rollout.generate", Camera.make.dispatch, ((asked(rows),), {}), num_ranks, num_updates)
+    made = [store.stash(Camera().make(*args)) for store, (args, _) in zip(stores, rollout.calls, strict=True)]
+    result = rollout.merge(made)
+    assert result.light.tolist() == rows
+    training = cut("stack.train", Dispatch("scatter", sum), ((result,), {}), num_ranks, num_updates)
+    assert plan_moves(training.calls, [store.owner for store in stores]) == []
+    assert all(len(args[0].tensor.pieces) == 1 for args, _ in training.calls)
 
 
 def test_the_driver_holds_columns_and_the_callee_tensors() -> None:
@@ -167,6 +209,25 @@ def test_an_unknown_owner_is_named() -> None:
     (store,) = workers(1, InProcessTransport())
     with pytest.raises(LookupError, match=r"no worker is named 'gone'; there are \['w0'\]"):
         store.fetch(Images(pixels=Column((Piece("gone", "0/0", (0,)),))))  # type: ignore[arg-type]
+
+
+class Arriving:
+    """Rows that were packed elsewhere."""
+
+    def __init__(self, on_accelerator: bool) -> None:
+        self.parcel = Parcel(torch.zeros(1, 3, 2, 2), on_accelerator)
+
+    def fetch(self, wanted):
+        return {owner: [self.parcel for _ in pieces] for owner, pieces in wanted.items()}
+
+
+@pytest.mark.parametrize(("on_accelerator", "device"), [(True, "meta"), (False, "cpu")])
+def test_rows_arrive_on_the_kind_of_device_where_their_owner_has_them(on_accelerator, device) -> None:
+    store = ColumnStore("w", Arriving(on_accelerator), torch.device("meta"))
+    own = store.stash(Images(pixels=torch.ones(2, 3, 2, 2, device=device)))
+    foreign = Images(pixels=Column((Piece("other", "0/0", (0,)),)))  # type: ignore[arg-type]
+    found = store.fetch(Images.concat([own, foreign])).pixels
+    assert found.device.type == device and found.shape == (3, 3, 2, 2)
 
 
 def test_light_fields_and_metrics_reach_the_driver_as_they_are() -> None:
@@ -250,35 +311,6 @@ def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
 
 
 # Through Ray's object store, in processes.
-
-
-class Camera:
-    """A role that makes rows, reads rows, and knows which rank it is."""
-
-    @scatter(Sample.concat, order=Sample.select)
-    def make(self, asked: Texts) -> Sample:
-        parts = [sample(int(text), int(text) + 1) for text in asked.texts]
-        return Sample.concat(parts)
-
-    @scatter(Sample.concat, order=Sample.select)
-    def copy(self, rows: Sample) -> Sample:
-        assert torch.is_tensor(rows.tensor)
-        return rows.replace(light=rows.tensor[:, 0].long())
-
-    @scatter(Images.concat, order=Images.select)
-    def shoot(self, asked: Texts) -> Images:
-        return Images(pixels=PICTURE.expand(len(asked), 3, 32, 32).clone())
-
-    @scatter(Images.concat, order=Images.select)
-    def develop(self, images: Images) -> Images:
-        return Images(pixels=images.pixels + 1)
-
-
-PICTURE = torch.zeros(3, 32, 32)
-
-
-def asked(rows: list[int]) -> Texts:
-    return Texts(texts=list(map(str, rows)))
 
 
 @pytest.mark.slow

@@ -89,18 +89,23 @@ def remote_methods(role: type) -> dict[str, Dispatch]:
 class Cut:
     """A call as its ranks get it, and the way back from their results to the caller's."""
 
+    what: str
     dispatch: Dispatch
     calls: tuple[Call, ...]
     """The arguments of ranks 0, 1, ...: of rank 0 alone when only it is called."""
+    num_rows: int | None = None
+    """The rows of all ranks, fill counted; absent when nothing was cut by rows."""
     indices: list[int] | None = None
     """Where the rows that were sent stand in the joined result; absent when they stand there as they were sent."""
 
     def merge(self, results: Sequence[Any]) -> Any:
-        """One result from those of the ranks, in rank order."""
+        """One result from those of the ranks, in rank order. Raises ValueError when rows are missing or too many."""
         joined = self.dispatch.join(results)
-        if self.dispatch.order is None or self.indices is None:
+        if self.dispatch.order is None or self.num_rows is None:
             return joined
-        return self.dispatch.order(joined, self.indices)
+        if len(joined) != self.num_rows:
+            raise ValueError(f"{self.what} gave {len(joined)} rows for {self.num_rows}: it must answer row by row")
+        return joined if self.indices is None else self.dispatch.order(joined, self.indices)
 
 
 def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> Cut:
@@ -116,10 +121,10 @@ def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: 
         ConfigError: 2010 when the rows do not divide among the ranks and the result has no row that could be left out.
     """
     if dispatch.mode != "scatter":
-        return Cut(dispatch, (call,) * (1 if dispatch.mode == "rank0" else num_ranks))
+        return Cut(what, dispatch, (call,) * (1 if dispatch.mode == "rank0" else num_ranks))
     num_rows = _common_rows(what, call)
     if num_ranks == 1:
-        return Cut(dispatch, (call,))
+        return Cut(what, dispatch, (call,), num_rows)
     if num_rows is None:
         raise TypeError(f"{what} is scattered over {num_ranks} ranks, but no argument has rows: mark it @broadcast")
     rows = rank_rows(num_rows, num_updates, num_ranks)
@@ -129,9 +134,10 @@ def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: 
             "copies that fill up would count twice. Make batch_size x samples_per_prompt a multiple of the workers",
             code=2010,
         )
-    indices = sent_order(rows)
-    in_place = indices == list(range(sum(map(len, rows))))
-    return Cut(dispatch, tuple(_share(call, chosen) for chosen in rows), None if in_place else indices)
+    indices, standing = sent_order(rows), sum(map(len, rows))
+    in_place = indices == list(range(standing))
+    calls = tuple(_share(call, chosen) for chosen in rows)
+    return Cut(what, dispatch, calls, standing, None if in_place else indices)
 
 
 def _common_rows(what: str, call: Call) -> int | None:

@@ -80,6 +80,12 @@ def test_the_error_shows_the_equation():
     )
 
 
+@pytest.mark.parametrize("key", ["updates", "devices", "prompts", "together"])
+def test_absurd_counts_are_answered_at_once(key):
+    with pytest.raises(ConfigError):
+        check_geometry(geometry(**({"prompts": 7, "updates": 10**9} | {key: 10**12 + 1})))
+
+
 def test_where_the_devices_are_named_the_error_speaks_of_these():
     with pytest.raises(ConfigError) as caught:
         check_geometry(dataclasses.replace(geometry(devices=5), placed=True))

@@ -15,6 +15,8 @@ from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
 
 ILLEGAL = 2010
+REACH = 20_000
+"""How far the nearest legal value is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +175,10 @@ def _joint_way_out(geometry: Geometry) -> str:
     bundle = geometry.rows_together
     group, micro = (-(-size // bundle) * bundle for size in (geometry.samples_per_prompt, geometry.micro_batch_size))
     rounded = dataclasses.replace(geometry, samples_per_prompt=group, micro_batch_size=micro)
-    prompts = rounded.num_prompts if rounded.is_legal else nearest_legal(rounded, "num_prompts")[-1]
-    fixed = dataclasses.replace(rounded, num_prompts=prompts)
+    legal = [rounded.num_prompts] if rounded.is_legal else nearest_legal(rounded, "num_prompts")
+    if not legal:
+        return "counts that divide each other: these are far from any"
+    fixed = dataclasses.replace(rounded, num_prompts=legal[-1])
     changed = [
         f"{key}={vars(fixed)[field]}" for field, key in KNOBS.items() if vars(fixed)[field] != vars(geometry)[field]
     ]
@@ -189,8 +193,13 @@ def nearest_legal(geometry: Geometry, field: str) -> list[int]:
         changed: dict[str, Any] = {field: value}
         return dataclasses.replace(geometry, **changed).is_legal
 
-    above = range(now + 1, now + geometry.num_devices * geometry.num_updates * geometry.rows_together + 1)
-    return [*_first(range(now - 1, 0, -1), legal), *_first(above, legal)]
+    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together
+    # More updates or devices than samples are never legal.
+    below = min(now - 1, geometry.num_samples) if field in ("num_updates", "num_devices") else now - 1
+    return [
+        *_first(range(below, max(below - REACH, 0), -1), legal),
+        *_first(range(now + 1, now + min(enough, REACH) + 1), legal),
+    ]
 
 
 def _first(values: range, legal: Callable[[int], bool]) -> Iterator[int]:

@@ -43,7 +43,7 @@ def test_a_shift_of_one_step_is_found_there_and_nowhere_else() -> None:
     assert [first.step, second.step, third.step] == list(track.segment.sde_indices)
     assert first.absdiff_max == third.absdiff_max == 0.0
     assert second.ratio_mean == pytest.approx(math.exp(0.25), rel=1e-5)
-    assert second.ratio_std == pytest.approx(0.0, abs=1e-5) and second.absdiff_max == pytest.approx(0.25, rel=1e-5)
+    assert second.ratio_std == pytest.approx(0.0, abs=1e-4) and second.absdiff_max == pytest.approx(0.25, rel=1e-5)
 
 
 def test_statistics_do_not_depend_on_how_rows_are_cut() -> None:

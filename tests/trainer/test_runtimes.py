@@ -1,0 +1,122 @@
+"""One recipe, however it is run: the same samples to the bit, the same weights, on 1, 2 and 4 ranks, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.trainer.build import build_trainer
+
+STEPS = 5
+COMMON = (
+    "scale=toy",
+    f"num_rollouts={STEPS}",
+    "save_interval=0",
+    "tracking.sample_steps=0",
+    "evaluation.eval_steps=0",
+    "stack.num_updates_per_batch=2",
+    "stack.micro_batch_size=1",
+    "backend.optimizer_cfg.learning_rate=3e-3",
+)
+RECIPES = {
+    ("trainside", "lora"): ("diffusion/sd3_trainside",),
+    ("trainside", "full"): ("diffusion/sd3_trainside", "backend.lora_cfg=null"),
+    ("colocate", "lora"): ("diffusion/sd3_replica_lora_colocate",),
+    ("colocate", "full"): ("diffusion/sd3_replica_full_colocate",),
+    ("separate", "lora"): ("diffusion/sd3_replica_lora_separate",),
+    ("separate", "full"): ("diffusion/sd3_replica_full_separate",),
+}
+
+
+@dataclass
+class Outcome:
+    """What a run made: of every step the log-probs, rewards and pictures of all rows; and the final weights."""
+
+    logp: list[Tensor]
+    rewards: list[Tensor]
+    pictures: list[Tensor]
+    weights: dict[str, Tensor]
+    driver_bytes: int
+
+
+def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
+    loaded = load(recipe, [*COMMON, f"run.dir={folder}", *overrides])
+    preflight(loaded)
+    trainer = build_trainer(loaded)
+    made = Outcome([], [], [], {}, 0)
+    produce = trainer.produce
+
+    def watched(step: int):
+        resp = produce(step)
+        track = resp.tracks["image"]
+        made.logp.append(track.segment.logp)
+        made.rewards.append(track.rewards)
+        made.pictures.append(trainer.roles.rollout.preview(track.decoded))
+        return resp
+
+    trainer.produce = watched
+    try:
+        with trainer.tracker:
+            trainer.train()
+            made.weights = dict(trainer.roles.backend.gather())
+            made.driver_bytes = trainer.parts.pool.traffic.total
+    finally:
+        trainer.close()
+    return made
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    for step in range(STEPS):
+        assert torch.equal(found.logp[step], expected.logp[step]), f"log-probs of step {step}"
+        assert torch.equal(found.rewards[step], expected.rewards[step]), f"rewards of step {step}"
+        assert torch.equal(found.pictures[step], expected.pictures[step]), f"pictures of step {step}"
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        gap = (found.weights[name] - weight).abs().max() / weight.abs().max().clamp(min=1e-12)
+        assert gap <= 1e-6, f"{name}: {gap:.2g}"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> dict[str, Outcome]:
+    """The trainside runs in this process, which all others must equal."""
+    folder = tmp_path_factory.mktemp("local")
+    torch.set_num_threads(1)
+    return {tune: run(folder / tune, *RECIPES["trainside", tune]) for tune in ("lora", "full")}
+
+
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("layout", ["colocate", "separate"])
+def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local, tmp_path) -> None:
+    assert_same(run(tmp_path, *RECIPES[layout, tune]), local[tune])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("layout", "devices"),
+    [("trainside", 1), ("trainside", 2), ("trainside", 4), ("colocate", 1), ("colocate", 2), ("colocate", 4)]
+    + [("separate", 2), ("separate", 4)],
+)
+def test_workers_change_nothing(layout, devices, tune, local, ray_session, tmp_path) -> None:
+    recipe, *overrides = RECIPES[layout, tune]
+    found = run(tmp_path, recipe, *overrides, "runtime=ray", f"num_devices={devices}")
+    assert_same(found, local[tune])
+
+
+def test_training_moved_the_weights(local) -> None:
+    for made in local.values():
+        assert not torch.equal(made.logp[0], made.logp[-1])

@@ -20,7 +20,6 @@ QUANTITIES: Mapping[str, Any] = {
     "runtime": "local",
     "devices_per_node": None,
     "num_rollouts": 3,
-    "stack.micro_batch_size": 8,
     "evaluation.max_prompts": 4,
     "evaluation.samples_per_prompt": 1,
     "evaluation.num_inference_steps": None,

@@ -72,18 +72,32 @@ def start(num_cpus: int) -> None:
     # Ray reports usage to its makers unless told otherwise, and has no other door than this variable.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     num_gpus = torch.cuda.device_count()
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        num_cpus=max(num_cpus, cores()),
-        num_gpus=num_gpus,
-        object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address="127.0.0.1",
-        _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
-    )
+    with _on_loopback():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(num_cpus, cores()),
+            num_gpus=num_gpus,
+            object_store_memory=None if num_gpus else CPU_OBJECT_STORE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.1",
+            _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        )
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray replaces a loopback address by one that other machines reach, unless it believes itself on a desktop."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def cores() -> int:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import unirl
-from unirl.config.errors import StallError
 from unirl.distributed.group.failures import Failure, first_cause
 from unirl.distributed.group.ray_cluster import Reservation
 from unirl.distributed.group.stacks import stack_folder, stall
-from unirl.distributed.group.worker import About, RemoteWorker, describe
+from unirl.distributed.group.worker import About, RemoteWorker, describe, end_with_parent
 
 GRACE_S = 1.0
 """How long other ranks may take to say what went wrong with them, once one has."""
@@ -70,8 +72,7 @@ class Crew:
         self.deadline_s = deadline_s
         self.preload = tuple(preload)
         self.members: dict[tuple[str, int], Member] = {}
-        self.stack_dir: Path | None = None
-        self.phase = ""
+        self.numbers = count()
 
     def member(self, kind: str, index: int) -> Member:
         """The worker on a place, started if there is none; does not wait for it."""
@@ -87,7 +88,7 @@ class Crew:
         needs = {"num_cpus": 0, "num_gpus": 0}
         if kind == "device":
             needs["num_gpus" if held.resource == "GPU" else "num_cpus"] = 1
-        name = f"{self.name}-{kind}-{index}"
+        name = f"{self.name}-{next(self.numbers)}-{kind}-{index}"
         actor = (
             actor_class()
             .options(
@@ -102,10 +103,15 @@ class Crew:
             actor.preload.remote(self.preload)
         return Member(name, f"{kind} {index}", actor, actor.live.remote(), actor.about.remote())
 
-    def gather(self, what: str, calls: Mapping[Ref, Member], deadline_s: float) -> list[Any]:
+    def gather(
+        self, what: str, calls: Mapping[Ref, Member], deadline_s: float, stack_dir: Path | None = None
+    ) -> list[Any]:
         """The results of calls, in order. The first cause is raised when one fails or any worker of the crew dies.
 
         Workers that do not return then are killed: they may wait for one that never comes.
+
+        Args:
+            stack_dir: where stacks are written when the deadline passes.
         """
         import ray
 
@@ -130,7 +136,8 @@ class Crew:
             self.kill(missing)
             raise first_cause(failures).exception()
         if missing:
-            raise self._stall(what, deadline_s)
+            folder = stack_folder(stack_dir)
+            raise stall(what, deadline_s, self._write_stacks(folder), folder)
         return [results[ref] for ref in calls]
 
     def _outcome(self, what: str, ref: Ref, member: Member) -> Any:
@@ -144,11 +151,6 @@ class Crew:
             return Failure.death(what, str(member), how_it_died(error))
         except ray.exceptions.RayError as error:  # the call or its result did not travel
             return Failure.of(error, what, str(member))
-
-    def _stall(self, what: str, seconds: float) -> StallError:
-        during = f" (phase {self.phase})" if self.phase else ""
-        folder = stack_folder(self.stack_dir)
-        return stall(what + during, seconds, self._write_stacks(folder), folder)
 
     def _write_stacks(self, folder: Path) -> dict[str, str]:
         """The stacks of every worker as files; gives where each one stands."""
@@ -182,7 +184,12 @@ class Crew:
         """End workers at once, whatever they do. The next call to their place starts another."""
         import ray
 
+        here = ray.util.get_node_ip_address()
         for member in members:
+            if member.about.host == here and not ray.wait([member.life], timeout=0)[0]:
+                # Ray asks the process to end itself, which one that is stopped does not do.
+                with suppress(ProcessLookupError):
+                    os.kill(member.about.pid, signal.SIGKILL)
             ray.kill(member.actor, no_restart=True)
         self.forget(members)
 
@@ -198,6 +205,7 @@ def actor_class() -> Any:
 
     class Actor(RemoteWorker):
         def __init__(self, name: str, place: str, has_device: bool, deadline_s: float) -> None:
+            end_with_parent()
             super().__init__(name, place, ray.util.get_node_ip_address(), has_device, deadline_s)
 
         read = ray.method(concurrency_group="io")(RemoteWorker.read)

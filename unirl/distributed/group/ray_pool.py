@@ -37,7 +37,7 @@ class RayPending:
     def result(self, deadline_s: float | None = None) -> Any:
         """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""
         seconds = self.group.deadline_s if deadline_s is None else deadline_s
-        results = self.group.pool.crew.gather(self.what, self.calls, seconds)
+        results = self.group.pool.gather(self.what, self.calls, seconds)
         for result in results:
             self.group.pool.traffic.received(result)
         return self.parts.merge(results)
@@ -107,7 +107,7 @@ class RayGroup:
         return self._wait(what, {member.ask(what, method, *args): member for member in self.members})
 
     def _wait(self, what: str, calls: dict[Ref, Member]) -> list[Any]:
-        return self.pool.crew.gather(what, calls, self.deadline_s)
+        return self.pool.gather(what, calls, self.deadline_s)
 
 
 class RayPool(Pool):
@@ -130,6 +130,7 @@ class RayPool(Pool):
         self.owns_ray = connect(num_devices)
         self.groups: dict[Slab, RayGroup] = {}
         self.is_closed = False
+        self.phase = ""
         try:
             self.reservation = reserve(num_devices, devices_per_node)
         except BaseException:
@@ -158,11 +159,16 @@ class RayPool(Pool):
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:
         """Name what runs, for the message of a stall."""
-        before, self.crew.phase = self.crew.phase, phase
+        before, self.phase = self.phase, phase
         try:
             yield
         finally:
-            self.crew.phase = before
+            self.phase = before
+
+    def gather(self, what: str, calls: dict[Ref, Member], deadline_s: float) -> list[Any]:
+        """The results of calls on workers, in order; errors name the phase that the driver is in."""
+        during = f" (phase {self.phase})" if self.phase else ""
+        return self.crew.gather(what + during, calls, deadline_s, self.stack_dir)
 
     def release(self, step: int) -> None:
         """Free the columns of a step on every worker."""

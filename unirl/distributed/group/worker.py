@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import methodcaller
@@ -22,6 +24,8 @@ from unirl.distributed.group.stacks import Stacks, stacks_of
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.transport import ColumnStore, Parcel, Transport
 from unirl.types.column import Piece
+
+PARENT_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +173,15 @@ class RemoteWorker(Worker):
 def describe(place: str, about: About) -> str:
     """A worker in words."""
     return f"the worker on {place} (host {about.host}, pid {about.pid})"
+
+
+def end_with_parent() -> None:
+    """From now on this process is killed when the one that started it is gone, whatever it waits for."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

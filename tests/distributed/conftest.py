@@ -1,0 +1,26 @@
+"""Pools of both runtimes, for tests of the one contract that they keep."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from unirl.distributed.group import Pool, Slab, open_pool
+
+
+@pytest.fixture
+def local_pool() -> Iterator[Pool]:
+    pool = open_pool("local", 4, deadline_s=60.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["local", "ray"])
+def pool(request) -> Pool:
+    """An empty pool of four devices, of either runtime."""
+    return request.getfixturevalue(f"{request.param}_pool")
+
+
+@pytest.fixture
+def slab(pool) -> Slab:
+    """The largest slab that tests place one group on: two ranks where the runtime has them."""
+    return Slab("device", (0,) if type(pool).__name__ == "LocalPool" else (0, 1))

@@ -1,0 +1,182 @@
+"""Both runtimes keep one contract: marks, row order, columns, futures, siblings, groups that come and go."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from tests.distributed.roles import Camera, ids
+from unirl.config.errors import ConfigError, StallError
+from unirl.distributed.group import Remote, Slab, placement
+from unirl.types.column import Column
+
+
+@pytest.fixture
+def group(pool, slab):
+    return pool.group(slab)
+
+
+@pytest.fixture
+def camera(group):
+    return group.place(Remote("camera", Camera))
+
+
+def test_each_rank_knows_its_seat(group, camera) -> None:
+    count = group.num_ranks
+    assert camera.seats() == [(rank, count, rank, count) for rank in range(count)]
+
+
+def test_a_group_sums_over_its_ranks(group, camera) -> None:
+    assert camera.total() == sum(range(1, group.num_ranks + 1))
+
+
+def test_rank0_is_called_alone(camera) -> None:
+    assert camera.lead() == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 8])
+def test_rows_come_back_as_they_were_sent(camera, num_rows) -> None:
+    shots = camera.shoot(ids(num_rows))
+    assert shots.ids.tolist() == list(range(num_rows))
+    assert camera.develop(shots).tolist() == list(range(num_rows))
+
+
+def test_heavy_fields_stay_on_the_workers(pool, camera) -> None:
+    before = pool.traffic.total
+    shots = camera.shoot(ids(8))
+    assert type(shots.pixels) is Column and len(shots) == 8
+    assert camera.develop(shots.select([5, 2, 2, 7])).tolist() == [5, 2, 2, 7]
+    assert pool.traffic.total - before < 8 * 256 * 256 * 4 / 10
+
+
+def test_columns_are_freed_with_their_step(pool, camera) -> None:
+    pool.begin(0)
+    old = camera.shoot(ids(2))
+    pool.begin(1)
+    new = camera.shoot(ids(2))
+    pool.release(0)
+    assert camera.develop(new).tolist() == [0, 1]
+    with pytest.raises(Exception, match="released with step 0"):
+        camera.develop(old)
+
+
+def test_only_marked_methods_can_be_called(camera) -> None:
+    with pytest.raises(AttributeError, match=r"'camera' has no remote method 'private'; it has \['develop', 'lead'"):
+        camera.private()
+
+
+def test_siblings_are_built_from_each_other(group, camera) -> None:
+    second = group.place(Remote("second", Camera))
+    assert second.sibling_names() == [["camera"]] * group.num_ranks
+
+
+def test_an_equal_slab_is_the_same_group(pool, slab, group) -> None:
+    assert pool.group(Slab("device", slab.indices)) is group
+
+
+def test_a_role_is_placed_once(group, camera) -> None:
+    with pytest.raises(ConfigError, match="'camera' is placed twice"):
+        group.place(Remote("camera", Camera))
+
+
+def test_a_slab_outside_the_pool_is_refused(pool) -> None:
+    with pytest.raises(ConfigError, match=r"device 4 needs devices of the 4 that num_devices gives \(0 to 3\)"):
+        pool.group(Slab("device", (4,)))
+
+
+def test_a_submitted_call_runs_while_the_driver_goes_on(camera) -> None:
+    started = time.monotonic()
+    pending = camera.nap.submit(0.5)
+    assert time.monotonic() - started < 0.4
+    assert pending.result(30.0) == 0.5
+
+
+def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -> None:
+    pool.stack_dir = tmp_path
+    pending = camera.nap.submit(1.5)
+    time.sleep(0.5)
+    with pytest.raises(
+        StallError, match=r"camera.nap gave no result within 0.05 s(.|\n)*roles.py:\d+ in nap"
+    ) as caught:
+        pending.result(0.05)
+    pool.stack_dir = None
+    assert caught.value.code == 8001 and caught.value.exit_status == 8
+    assert any("in nap" in file.read_text() for file in tmp_path.glob("stacks-*/*.txt"))
+    assert pending.result(30.0) == 1.5
+
+
+def test_cleared_workers_take_new_roles(pool, slab, camera) -> None:
+    before = camera.pids()
+    pool.clear()
+    camera = pool.group(slab).place(Remote("camera", Camera))
+    assert camera.pids() == before
+    assert camera.total() == sum(range(1, len(slab.indices) + 1))
+
+
+def test_a_column_is_read_on_another_slab(pool, slab, camera) -> None:
+    shots = camera.shoot(ids(4))
+    viewer = pool.group(Slab("cpu", (0,))).place(Remote("viewer", Camera))
+    before = pool.traffic.total
+    assert viewer.develop(shots.select([3, 0])).tolist() == [3, 0]
+    assert pool.traffic.total - before < 10_000
+
+
+def test_a_fraction_must_give_whole_devices(pool) -> None:
+    with pytest.raises(ConfigError, match=r"0.3 of 4 devices"), placement(pool, fraction=0.3):
+        raise AssertionError
+
+
+def test_placements_follow_each_other_over_the_pool(pool) -> None:
+    with placement(pool, 0.25) as first, placement(pool, 0.25) as second, placement(pool, 0.25, first) as third:
+        assert (first.name, second.name, third) == ("device 0", "device 1", first)
+    with pytest.raises(ConfigError, match="4 devices are asked for, and 2 of 4 are left"), placement(pool):
+        raise AssertionError
+
+
+def test_a_local_group_has_one_worker(local_pool) -> None:
+    with pytest.raises(ConfigError, match=r"devices 0-1 needs 2 workers.*Set runtime=ray"):
+        local_pool.group(Slab("device", (0, 1)))
+
+
+# Ray alone
+
+
+def test_workers_are_processes_that_keep_the_cores_to_themselves(ray_pool) -> None:
+    camera = ray_pool.group(Slab("device", (0, 1))).place(Remote("camera", Camera))
+    assert len({os.getpid(), *camera.pids()}) == 3
+    assert camera.threads() == [1, 1]
+
+
+def test_ray_answers_on_loopback_alone(ray_pool) -> None:
+    assert ray_pool.group(Slab("device", (0, 1))).hosts == ("127.0.0.1",) * 2
+
+
+def test_rows_are_cut_by_update_first_and_by_rank_second(ray_pool) -> None:
+    camera = ray_pool.group(Slab("device", (0, 1))).place(Remote("camera", Camera))
+    ray_pool.num_updates = 2
+    try:
+        assert camera.rows_of_ranks(ids(8)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+        assert torch.equal(camera.shoot(ids(8)).ids, torch.arange(8))
+    finally:
+        ray_pool.num_updates = 1
+
+
+def test_groups_share_all_workers_or_none(ray_pool) -> None:
+    ray_pool.group(Slab("device", (0, 1)))
+    with pytest.raises(ConfigError, match="devices 0-1 and on devices 1-2 share some devices and not all"):
+        ray_pool.group(Slab("device", (1, 2)))
+
+
+@pytest.mark.slow
+def test_groups_of_other_slabs_reuse_the_workers(ray_pool) -> None:
+    two = ray_pool.group(Slab("device", (0, 1))).place(Remote("camera", Camera)).pids()
+    ray_pool.clear()
+    four = ray_pool.group(Slab("device", (0, 1, 2, 3))).place(Remote("camera", Camera))
+    assert four.pids()[:2] == two and four.total() == 10.0
+    ray_pool.clear()
+    pairs = [ray_pool.group(Slab("device", pair)).place(Remote("camera", Camera)) for pair in ((0, 1), (2, 3))]
+    assert [pair.total() for pair in pairs] == [3.0, 3.0]
+    assert pairs[1].develop(pairs[0].shoot(ids(4))).tolist() == [0, 1, 2, 3]

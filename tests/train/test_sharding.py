@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from tests.train.ranks import run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.distributed import current
 from unirl.models.base import DiffusionBundle
-from unirl.models.diffusion import DiffusionStage
 from unirl.testing.toy import ToyBundle, ToyPipeline, toy_params, toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -22,6 +23,7 @@ from unirl.types.results import Metric, TrainStepResult, values
 from unirl.types.rollout_resp import RolloutTrack
 
 NUM_ROWS = 16
+SNAPSHOTS = ("live", "ema", "old")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Case:
     model: str = "toy"
     lora: bool = True
     fsdp: dict[str, Any] = field(default_factory=dict)
-    updates: int = 3
+    steps: int = 3
+    updates_per_batch: int = 1
 
     def bundle(self) -> DiffusionBundle:
         if self.model == "toy":
@@ -79,15 +82,33 @@ def train(case: Case) -> dict[str, Any]:
     """Everything that must be equal after some updates."""
     bundle = case.bundle()
     backend = case.backend(bundle)
-    stage = DiffusionStage(bundle.denoiser(), bundle.facts, bundle.dtype)
-    stack = TrainStack(backend, DiffusionGRPO(), stage, micro_batch_size=4)
+    stack = TrainStack(
+        backend, DiffusionGRPO(), bundle.stage(), micro_batch_size=4, num_updates_per_batch=case.updates_per_batch
+    )
+    gradients = caught_gradients(backend)
     track = rollout(case, bundle, backend)
-    results = [light(stack.train_track(share(track, 1))) for _ in range(case.updates)]
+    results = [light(stack.train_track(share(track, case.updates_per_batch))) for _ in range(case.steps)]
     return {
         "results": results,
-        "weights": {name: backend.gather(name) for name in ("live", "ema", "old")},
-        "latents": track.segment.latents,
+        "tensors": {f"{name} {key}": tensor for name in SNAPSHOTS for key, tensor in backend.gather(name).items()}
+        | {f"gradient {name}": tensor for name, tensor in gradients.items()}
+        | {"latents": track.segment.latents},
     }
+
+
+def caught_gradients(backend: FSDPBackend) -> dict[str, Tensor]:
+    """Filled with the whole gradients of every update, on their way into `step`."""
+    caught: dict[str, Tensor] = {}
+    step = backend.step
+
+    def catching(max_grad_norm: float, loss: Tensor) -> Any:
+        for name, shard in backend.shards.items():
+            assert shard.grad is not None
+            caught[f"{backend.updates} {name}"] = backend.sharding.whole(backend.trainable[name], shard.grad).clone()
+        return step(max_grad_norm, loss)
+
+    backend.step = catching  # type: ignore[method-assign]
+    return caught
 
 
 def light(result: TrainStepResult) -> TrainStepResult:
@@ -100,31 +121,136 @@ def light(result: TrainStepResult) -> TrainStepResult:
     )
 
 
-def outcome(num: int, case: Case) -> dict[str, Any]:
-    """The weights of rank 0, and the metrics of all ranks."""
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: metrics per update over all ranks, and tensors by name."""
+
+    metrics: list[dict[str, float]]
+    tensors: dict[str, np.ndarray]
+
+    def bits_that_differ(self, other: Outcome) -> list[str]:
+        """Names of metrics and tensors that are not equal."""
+        found = [name for name, tensor in self.tensors.items() if not np.array_equal(tensor, other.tensors[name])]
+        for u, (mine, theirs) in enumerate(zip(self.metrics, other.metrics, strict=True)):
+            found += [f"update {u} {name}" for name in mine if mine[name] != theirs[name]]
+        return found
+
+    def largest_difference(self, other: Outcome, kind: str) -> float:
+        """Over the tensors of a kind: the norm of the difference, relative to the norm."""
+        pairs = [(t, other.tensors[name]) for name, t in self.tensors.items() if name.startswith(kind)]
+        return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-30)) for a, b in pairs)
+
+
+def outcome(num: int, case: Case) -> Outcome:
+    """The tensors of rank 0, and the metrics of all ranks."""
     ranks = run_ranks(num, train, case)
-    metrics = [values(merge_ranks([rank["results"][u] for rank in ranks]).metrics) for u in range(case.updates)]
-    return {"metrics": metrics, "weights": ranks[0]["weights"], "latents": ranks[0]["latents"]}
+    merged = [merge_ranks([rank["results"][i] for rank in ranks]) for i in range(case.steps)]
+    return Outcome([values(update) for result in merged for update in result.updates], ranks[0]["tensors"])
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The names of what is not bit-equal."""
-    found = [
-        f"{snapshot}:{name}"
-        for snapshot, tensors in a["weights"].items()
-        for name, tensor in tensors.items()
-        if not np.array_equal(tensor, b["weights"][snapshot][name])
-    ]
-    for u, (left, right) in enumerate(zip(a["metrics"], b["metrics"], strict=True)):
-        found += [f"update {u} {name}: {left[name]!r} {right[name]!r}" for name in left if left[name] != right[name]]
-    return found + ([] if np.array_equal(a["latents"], b["latents"]) else ["latents"])
+@cache
+def alone(model: str, lora: bool, options: tuple[tuple[str, Any], ...]) -> Outcome:
+    return outcome(1, Case(model, lora, dict(options)))
 
 
-LAYOUTS = [(2, None), (2, 1), (4, None), (4, 2), (4, 1)]
+def case_of(model: str, lora: bool, size: int | None, **options: Any) -> Case:
+    return Case(model, lora, {"shard_size": size, **options})
+
+
+FAST = [(2, None), (4, 2)]
+ALL = [(2, None), (2, 1), (4, None), (4, 2), (4, 1)]
+CASES = [("toy", num, size) for num, size in FAST] + [
+    pytest.param(model, num, size, marks=pytest.mark.slow)
+    for model in ("toy", "sd3")
+    for num, size in ALL
+    if (model, (num, size)) not in [("toy", layout) for layout in FAST]
+]
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_two_ranks_equal_one_to_the_bit(lora: bool) -> None:
-    exact = {"reduce_dtype": "fp64"}
-    one = outcome(1, Case(lora=lora, fsdp=exact))
-    assert differences(one, outcome(2, Case(lora=lora, fsdp=exact))) == []
+@pytest.mark.parametrize(("model", "num", "size"), CASES)
+def test_several_ranks_equal_one_to_the_bit(model: str, num: int, size: int | None, lora: bool) -> None:
+    found = outcome(num, case_of(model, lora, size, reduce_dtype="fp64"))
+    assert alone(model, lora, (("reduce_dtype", "fp64"),)).bits_that_differ(found) == []
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("model", ["toy", pytest.param("sd3", marks=pytest.mark.slow)])
+def test_in_fp32_ranks_agree_to_rounding(model: str, lora: bool) -> None:
+    one, four = alone(model, lora, ()), outcome(4, case_of(model, lora, 2))
+    assert one.largest_difference(four, "gradient 0") < 1e-6
+    assert one.largest_difference(four, "live") < 1e-6
+    for mine, theirs in zip(one.metrics, four.metrics, strict=True):
+        assert theirs["train/grad_norm"] == pytest.approx(mine["train/grad_norm"], rel=1e-6)
+        assert theirs["train/loss"] == pytest.approx(mine["train/loss"], rel=1e-4, abs=1e-9)
+
+
+OPTIONS = [
+    {"activation_checkpointing": True, "reduce_dtype": "fp64"},
+    {"reshard_after_forward": False, "reduce_dtype": "fp64"},
+    {"defer_grad_sync": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["recomputed", "gathered", "reduced-at-once"])
+def test_how_shards_are_gathered_and_reduced_does_not_matter(options: dict[str, Any]) -> None:
+    plain = {key: value for key, value in options.items() if key == "reduce_dtype"}
+    one, two = alone("toy", True, tuple(plain.items())), outcome(2, case_of("toy", True, None, **options))
+    if plain:
+        assert one.bits_that_differ(two) == []
+    assert one.largest_difference(two, "gradient 0") < 1e-6
+
+
+def test_updates_of_one_batch_are_the_same_rows_for_any_number_of_ranks() -> None:
+    one, two = (outcome(num, Case(fsdp={"reduce_dtype": "fp64"}, steps=2, updates_per_batch=2)) for num in (1, 2))
+    assert len(one.metrics) == 4 and one.bits_that_differ(two) == []
+
+
+def reductions(defer: bool) -> int:
+    """How often gradients were reduced in a step of 2 micro-batches of 3 parts."""
+    import torch.distributed as dist
+
+    case = Case(fsdp={"defer_grad_sync": defer}, steps=1)
+    bundle = case.bundle()
+    backend = case.backend(bundle)
+    stack = TrainStack(backend, DiffusionGRPO(), bundle.stage(), micro_batch_size=4)
+    track = rollout(case, bundle, backend)
+    count = 0
+    original = dist.reduce_scatter_tensor
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*args, **kwargs)
+
+    dist.reduce_scatter_tensor = counted
+    stack.train_track(share(track, 1))
+    return count
+
+
+@pytest.mark.parametrize(("defer", "expected"), [(True, 3), (False, 18)])
+def test_gradients_travel_once_an_update_unless_they_do_not_fit(defer: bool, expected: int) -> None:
+    assert run_ranks(2, reductions, defer) == [expected, expected]  # 3 blocks carry adapters
+
+
+def in_bf16(lora: bool) -> dict[str, Any]:
+    """Stable Diffusion 3 in bf16: parity of rollout and replay, and what is stored and gathered in which dtype."""
+    from unirl.models.sd3.bundle import SD3Bundle
+
+    case = Case("sd3", lora, {}, steps=1)
+    bundle = SD3Bundle(path="toy", dtype="bf16")
+    backend = case.backend(bundle)
+    stack = TrainStack(backend, DiffusionGRPO(), bundle.stage(), micro_batch_size=4)
+    result = light(stack.train_track(share(rollout(case, bundle, backend), 1)))
+    stored = {str(p.dtype) for p in backend.trainable.values()}
+    with backend.sampling():
+        gathered = {str(p.dtype) for p in backend.module.parameters()}
+    return {"metrics": values(result.updates[0]), "stored": sorted(stored), "gathered": sorted(gathered)}
+
+
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lora", "full"])
+def test_masters_are_float32_and_gathered_in_the_models_dtype_and_rollout_equals_replay(lora: bool) -> None:
+    for found in run_ranks(2, in_bf16, lora):
+        assert (found["stored"], found["gathered"]) == (["torch.float32"], ["torch.bfloat16"])
+        assert found["metrics"]["rollout/parity_absdiff_max"] == 0.0
+        assert found["metrics"]["train/ratio_mean"] == 1.0 and found["metrics"]["train/skipped_updates"] == 0.0

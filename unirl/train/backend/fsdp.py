@@ -200,8 +200,8 @@ class FSDPBackend(TrainBackend):
 
     def named_tensors(self, payload: Payload, weights: str = LIVE) -> Iterator[tuple[str, Tensor]]:
         if (payload == "full") == (self.adapter is not None):
-            trained = "all weights" if self.adapter is None else "an adapter"
-            raise ConfigError(f"the payload {payload!r} does not exist where {trained} is trained", code=2020)
+            trained = "all weights are" if self.adapter is None else "an adapter is"
+            raise ConfigError(f"the payload {payload!r} does not exist where {trained} trained", code=2020)
         return self._merged_tensors(weights) if payload == "merged" else self._whole_tensors(weights)
 
     def _whole_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:

@@ -92,6 +92,11 @@ class Whole(Sharding):
         super().__init__(config)
         self.sums: dict[str, Tensor] = {}
 
+    def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+        if self.config.reduce_dtype == "fp64":
+            for block in blocks:
+                block.register_forward_pre_hook(_group_gradients, with_kwargs=True)
+
     def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
 
@@ -240,6 +245,18 @@ class Sharded(Sharding):
         for name, shard in self.shards.items():
             parameter: Any = self.trainable[name]
             shard.data = parameter.detach().to_local()
+
+
+def _group_gradients(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """A block's inputs as nodes of their own: its uses of one are added up before those of other blocks join.
+
+    FSDP2 does so in order to notice the end of a block's backward pass, which fixes the order of summation.
+    """
+    return tuple(_node(value) for value in inputs), {name: _node(value) for name, value in named.items()}
+
+
+def _node(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def sharding_of(config: FSDPConfig, rank: RankInfo) -> Sharding:

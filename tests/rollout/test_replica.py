@@ -71,3 +71,34 @@ def test_it_samples_from_no_other_weights_than_were_asked_for() -> None:
     joined.train()
     with pytest.raises(SyncError, match=r"version 1 \(live\), and the engine holds version 0"):
         joined.engine.generate(asking(joined))
+
+
+def test_it_sleeps_in_main_memory_and_refuses_to_sample_there() -> None:
+    joined = ends()
+    joined.sync.push(0)
+    joined.engine.sleep()
+    joined.engine.sleep()
+    with pytest.raises(RuntimeError, match=r"wake_up\(\) comes first"):
+        joined.engine.generate(asking(joined))
+    joined.train()
+    with pytest.raises(RuntimeError, match=r"wake_up\(\) comes first"):
+        joined.sync.push(1)
+    joined.engine.wake_up()
+    joined.sync.push(1)
+    assert joined.engine.generate(asking(joined)).tracks["image"].weight_version.unique().tolist() == [1]
+
+
+def test_its_network_is_stored_and_computed_in_its_dtype() -> None:
+    joined = ends(engine={"dtype": "bf16"})
+    joined.sync.push(0)
+    dtypes = {name: p.dtype for name, p in joined.network.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "lora" not in name} == {torch.bfloat16}
+    assert {dtype for name, dtype in dtypes.items() if "lora" in name} == {torch.float32}
+    ours = joined.engine.generate(asking(joined)).tracks["image"].segment.final
+    theirs = trainside(joined, asking(joined)).segment.final
+    assert 0.0 < float((ours - theirs).abs().max()) < 0.5
+
+
+def test_forwards_of_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="forward_batch_size must be >= 1, got 0"):
+        ends(engine={"forward_batch_size": 0})

@@ -68,8 +68,7 @@ class DedicatedEngine(RolloutEngine):
         Raises:
             SyncError: the engine holds other weights, or none.
         """
-        if self.is_asleep:
-            raise RuntimeError("the engine was asked to sample while it sleeps: wake_up() comes first")
+        self.require_awake("sample")
         wanted = (req.weight_version, req.weights)
         if self.held != wanted:
             holds = "no proven weights" if self.held is None else f"version {self.held[0]} ({self.held[1]})"
@@ -99,6 +98,7 @@ class DedicatedEngine(RolloutEngine):
     @broadcast
     def expect_weights(self) -> None:
         """A transfer begins: nothing is proven until `accept`."""
+        self.require_awake("take over weights")
         self.held = None
 
     @collect
@@ -164,6 +164,11 @@ class DedicatedEngine(RolloutEngine):
         if self.is_asleep:
             self.move(asleep=False)
             self.is_asleep = False
+
+    def require_awake(self, what: str) -> None:
+        """Raises RuntimeError while the engine sleeps."""
+        if self.is_asleep:
+            raise RuntimeError(f"the engine was asked to {what} while it sleeps: wake_up() comes first")
 
     @abstractmethod
     def move(self, asleep: bool) -> None:

@@ -1,0 +1,159 @@
+"""What every dedicated engine must keep, for an engine of your own too: trainside is the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import SyncError
+from unirl.config.placement import Slab
+from unirl.distributed.group.pool import Pool, open_pool
+from unirl.distributed.group.remote import Remote
+from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.sync import EngineSync, Link
+from unirl.models.canary import VelocityCanary
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.rollout.engine.base import DedicatedEngine
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.train.backend.base import TrainBackend
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutTrack
+
+SNAPSHOT = "check"
+
+
+def check_engine(
+    engine: DedicatedEngine,
+    pipeline: DiffusionPipeline[Any],
+    backend: TrainBackend,
+    req: RolloutReq,
+    *,
+    atol: float = 0.0,
+    **sync_keys: Any,
+) -> None:
+    """Raises AssertionError, in a sentence, unless `engine` samples as the trainer would from the same weights.
+
+    Promises: it refuses to sample from weights that it was not given; after a push its trajectories, log-probs and
+    pictures are trainside's within `atol`, before and after an update and from a snapshot; rows carry the version that
+    was asked for; the pinned sigmas are echoed; a row's bits depend neither on order nor on neighbours; sleep and
+    wake_up change nothing.
+
+    Args:
+        engine: fresh, in this process.
+        pipeline: over the trained bundle, on one rank.
+        backend: that trains it; its weights are changed.
+        req: at least three rows, pinned, for one track.
+        sync_keys: of `EngineSync`.
+    """
+    pool = open_pool("local", 2, deadline_s=600.0)
+    try:
+        _Check(engine, pipeline, backend, req, atol, join(pool, engine, pipeline, backend, **sync_keys)).run()
+    finally:
+        pool.close()
+
+
+def join(
+    pool: Pool, engine: DedicatedEngine, pipeline: DiffusionPipeline[Any], backend: TrainBackend, **keys: Any
+) -> EngineSync:
+    """The sync between a trainer and an engine of this process, on two devices of a local pool."""
+    sender = WeightSender(backend, VelocityCanary(pipeline.stage), engine)
+    return EngineSync(_placed(pool, 0, "sender", sender), _placed(pool, 1, "rollout", engine), **keys)
+
+
+def _placed(pool: Pool, device: int, name: str, role: Any) -> Link:
+    group = pool.group(Slab("device", (device,)))
+    return Link(group, group.place(Remote(name, lambda siblings: role)))
+
+
+class _Check:
+    def __init__(
+        self,
+        engine: DedicatedEngine,
+        pipeline: DiffusionPipeline[Any],
+        backend: TrainBackend,
+        req: RolloutReq,
+        atol: float,
+        sync: EngineSync,
+    ) -> None:
+        assert len(req) >= 3, f"check_engine needs at least 3 rows, got {len(req)}"
+        self.engine = engine
+        self.name = type(engine).__name__
+        self.trainside = TrainsideRolloutEngine(pipeline, backend)
+        self.backend = backend
+        self.req = req
+        self.atol = atol
+        self.sync = sync
+
+    def run(self) -> None:
+        self.refuses(self.asking("live"), "before any weights came")
+        self.sync.push(self.backend.updates)
+        self.equals_trainside("live", "with the initial weights")
+        self.backend.snapshot(SNAPSHOT)
+        self.update()
+        self.refuses(self.asking("live"), "of an update that was not pushed")
+        self.sync.push(self.backend.updates)
+        self.equals_trainside("live", "after an update")
+        self.keeps_row_bits()
+        self.survives_sleep()
+        if self.engine.capabilities.snapshots:
+            self.sync.push(self.backend.updates, SNAPSHOT)
+            self.equals_trainside(SNAPSHOT, "from a snapshot")
+            self.refuses(self.asking("live"), "while it holds a snapshot")
+
+    def asking(self, weights: str) -> RolloutReq:
+        return self.req.replace(weights=weights, weight_version=self.backend.updates)
+
+    def sampled(self, req: RolloutReq) -> RolloutTrack:
+        [track] = self.engine.generate(req).tracks.values()
+        return track
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move every trainable weight."""
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.backend.trainable.values():
+            parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator).to(parameter.device))
+        self.backend.updates += 1
+
+    def refuses(self, req: RolloutReq, when: str) -> None:
+        try:
+            self.engine.generate(req)
+        except SyncError:
+            return
+        raise AssertionError(f"{self.name} samples from weights {when}: it must raise SyncError")
+
+    def equals_trainside(self, weights: str, when: str) -> None:
+        req = self.asking(weights)
+        ours = self.sampled(req)
+        [theirs] = self.trainside.generate(req).tracks.values()
+        assert ours.sample_ids == list(req.sample_ids), f"{self.name}: rows are not in the order of the request {when}"
+        versions = set(ours.weight_version.tolist())
+        assert versions == {req.weight_version}, f"{self.name}: rows say versions {versions}, not {req.weight_version}"
+        assert torch.equal(ours.segment.sigmas, theirs.segment.sigmas), f"{self.name}: the pinned sigmas are not echoed"
+        pairs = {"latents": (ours.segment.latents, theirs.segment.latents)}
+        pairs["pixels"] = (ours.decoded.pixels, theirs.decoded.pixels)
+        if self.engine.capabilities.behaviour_logp:
+            pairs["log-probs"] = (ours.segment.logp, theirs.segment.logp)
+        for what, (a, b) in pairs.items():
+            self.assert_close(what, a, b, f"from trainside's {when}")
+
+    def keeps_row_bits(self) -> None:
+        req = self.asking("live")
+        whole = self.sampled(req).segment.latents
+        backwards = list(reversed(range(len(req))))
+        for rows in (backwards, backwards[:1]):
+            part = self.sampled(req.select(rows)).segment.latents
+            assert torch.equal(part, whole[rows]), f"{self.name}: a row's bits depend on its place or its neighbours"
+
+    def survives_sleep(self) -> None:
+        req = self.asking("live")
+        before = self.sampled(req).segment.latents
+        self.engine.sleep()
+        self.engine.wake_up()
+        assert torch.equal(self.sampled(req).segment.latents, before), f"{self.name}: other samples after a sleep"
+
+    def assert_close(self, what: str, ours: Tensor, theirs: Tensor, when: str) -> None:
+        gap = float((ours.float() - theirs.to(ours.device).float()).abs().max())
+        assert gap <= self.atol, f"{self.name}: {what} differ by {gap:.3g} {when} ({self.atol:g} is allowed)"

@@ -7,7 +7,7 @@ import pytest
 
 from unirl.config.placement import Plan
 from unirl.config.slabs import Slab
-from unirl.trainer.residency import NEEDS, PHASES, Residency, home_of, parts_of, resident, takes_turns
+from unirl.trainer.residency import MAX_STALENESS, NEEDS, PHASES, Residency, home_of, parts_of, resident, takes_turns
 
 TRAIN, OTHER, THIRD, CPU = Slab("device", (0, 1)), Slab("device", (2, 3)), Slab("device", (4,)), Slab("cpu", (0,))
 
@@ -122,6 +122,14 @@ def test_the_policy_is_there_whenever_it_is_read_or_written(plan):
     for phase in ("sync", "train", "checkpoint"):
         assert (phase == "sync" and plan.relation == "trainside") or "policy" in NEEDS[plan.relation][phase]
         assert "policy" in resident(plan, phase)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_samples_may_lag_only_where_sampling_and_training_can_run_at_once(plan):
+    apart = home_of(plan, "policy") != home_of(plan, "engine" if plan.is_dedicated else "policy")
+    both = set(NEEDS[plan.relation]["generate"]) | set(NEEDS[plan.relation]["train"])
+    at_once = apart and all(both <= set(resident(plan, phase)) for phase in PHASES)
+    assert (MAX_STALENESS[plan.relation] != 0) == at_once
 
 
 def test_a_part_that_is_away_may_not_be_used():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.sync_ends import Ends, NamedTensors, ends, toy_pipeline
-from unirl.config.errors import ConfigError, SyncError
+from unirl.config.errors import ConfigError, StallError, SyncError
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sync import choose_transport
 from unirl.models.lora import LoraSpec, inject_lora
@@ -230,6 +231,21 @@ def refuses(joined: Ends) -> None:
             joined.engine.generate(live(version))
 
 
+@pytest.mark.parametrize("way", BY_THREAD, ids=["broadcast", "shared_buffer"])
+def test_an_engine_that_does_not_listen_is_waited_for_no_longer_than_the_deadline(way: dict[str, object]) -> None:
+    joined = ends(neighbours=False, **way)  # type: ignore[arg-type]
+    joined.sync.deadline_s = 1.0
+    joined.sync.push(0)
+    joined.train()
+    joined.engine.listen = lambda: None  # type: ignore[method-assign]
+    start = time.perf_counter()
+    with pytest.raises(StallError, match=r"took more than 1 s|waited 1 s for an engine's receipt of bucket 0"):
+        joined.sync.push(1)
+    assert time.perf_counter() - start < 5.0
+    with pytest.raises(SyncError, match="holds no proven weights"):
+        joined.engine.generate(live(0))
+
+
 def test_an_engine_that_changes_a_weight_after_it_arrived_is_caught() -> None:
     joined = pushed()
     plain = joined.engine.arrival
@@ -338,5 +354,5 @@ def test_the_transport_follows_from_who_lives_where(transport: str, same_process
 
 
 def test_merging_adapters_that_are_not_trained_is_refused() -> None:
-    with pytest.raises(SyncError, match=r"sync.merge_adapters folds adapters into the weights, and none are trained"):
+    with pytest.raises(ConfigError, match=r"sync.merge_adapters folds adapters into the weights, and none are trained"):
         ends(lora=None, merge_adapters=True).sync.push(0)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from unirl.config.errors import ConfigError
-from unirl.testing.toy import ToyBundle
+from unirl.models.lora import LoraSpec, adapter_names, adapter_start, idle_adapters, inject_lora
+from unirl.testing.toy import ToyBundle, ToyDenoiser
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig
@@ -87,6 +88,35 @@ def test_targets_by_suffix_replace_the_models_own() -> None:
 def test_a_target_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'outlett' is the end of no linear layer.*Did you mean 'outlet'"):
         lora_backend(config=LoraConfig(rank=2, target_modules=("inlet", "outlett")))
+
+
+def test_a_second_adapter_is_refused() -> None:
+    backend = lora_backend()
+    with pytest.raises(ConfigError, match=r"already carries adapters \(blocks.0.proj.lora_A.default.weight\)"):
+        inject_lora(backend.module, LoraSpec(4, 8.0, ("inlet",)), seed=0)
+
+
+def test_adapters_of_a_module_without_storage_have_none_either() -> None:
+    with torch.device("meta"):
+        module = ToyDenoiser()
+    inject_lora(module, LoraSpec(4, 8.0, ("proj",)), seed=0)
+    assert adapter_names(module) == NAMES
+    assert all(module.get_parameter(name).is_meta for name in NAMES)
+
+
+def test_the_start_of_an_adapter_needs_no_module() -> None:
+    live = lora_backend(3).gather()
+    for name in NAMES:
+        assert torch.equal(adapter_start(name, tuple(live[name].shape), rank=4, seed=3), live[name])
+
+
+def test_adapters_that_would_not_act_as_said_are_told() -> None:
+    module = lora_backend().module
+    spec = LoraSpec(4, 64.0, ("proj",))
+    assert idle_adapters(module, spec) == []
+    assert idle_adapters(module, LoraSpec(4, 32.0, ("proj",))) == ["blocks.0.proj"]
+    module.blocks[0].proj.enable_adapters(False)  # type: ignore[index, union-attr]
+    assert idle_adapters(module, spec) == ["blocks.0.proj"]
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"alpha": 0.0}])

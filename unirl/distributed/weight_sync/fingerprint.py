@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 K1, K2, K3 = (k - 2**64 for k in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, signed
-CHUNK_WORDS = {"cpu": 1 << 15, "cuda": 1 << 23}
+CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Words that are mixed at a time: what fits in a CPU's cache; what keeps a GPU busy."""
 
 
@@ -73,7 +73,7 @@ def digest(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total
-    size = CHUNK_WORDS.get(tensor.device.type, 1 << 20)
+    size = CHUNK_WORDS[tensor.device.type]
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8
     words = _words(raw[: whole * 8])
@@ -93,7 +93,7 @@ def _words(raw: Tensor) -> Tensor:
 
 def _mixed(words: Tensor, start: int) -> Tensor:
     """The sum of M over words that stand at `start`, start + 1, ..."""
-    z = _positions(_round_up(len(words)), words.device)[: len(words)] + words
+    z = _positions(CHUNK_WORDS[words.device.type], words.device)[: len(words)] + words
     z.add_(_wrapped(start * K1))
     shifted = torch.bitwise_right_shift(z, 29).bitwise_and_((1 << 35) - 1)
     z.bitwise_xor_(shifted).mul_(K2)
@@ -101,14 +101,10 @@ def _mixed(words: Tensor, start: int) -> Tensor:
     return z.bitwise_xor_(shifted).mul_(K3).sum()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _positions(count: int, device: torch.device) -> Tensor:
     """[count] (i + 1) K1."""
     return torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(K1)
-
-
-def _round_up(count: int) -> int:
-    return 1 << max(count - 1, 1).bit_length()
 
 
 def _wrapped(value: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import SyncError
+from unirl.config.errors import ConfigError, SyncError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.group.process_group import host_store
 from unirl.distributed.group.rank import current
@@ -125,7 +125,9 @@ class WeightSender:
 def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:
     """What travels, from what is trained."""
     if merge_adapters and not has_adapters:
-        raise SyncError("sync.merge_adapters folds adapters into the weights, and none are trained: remove the key")
+        raise ConfigError(
+            "sync.merge_adapters folds adapters into the weights, and none are trained: remove the key", code=2020
+        )
     if not has_adapters:
         return "full"
     return "merged" if merge_adapters else "adapter"

@@ -67,10 +67,12 @@ class SharedBufferOutlet:
         size = route.slot_stride * route.num_slots
         share = _share_cuda if current().device.type == "cuda" else _share_file
         self.buffer, handle = share(size, current().device)
-        ledger.tell("handle", handle)
-        ledger.hear("open", "an engine to open the shared buffer")
-        if "path" in handle:
-            os.unlink(handle["path"])  # both ends have it mapped
+        try:
+            ledger.tell("handle", handle)
+            ledger.hear("open", "an engine to open the shared buffer")
+        finally:
+            if "path" in handle:
+                os.unlink(handle["path"])  # the memory stays as long as an end has it mapped
 
     def begin(self) -> None:
         self.ledger.begin()

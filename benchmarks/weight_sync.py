@@ -1,0 +1,130 @@
+"""Bytes and seconds per weight synchronisation, by payload and route, with two buckets in flight and with one.
+
+    python benchmarks/weight_sync.py [--width 2048] [--blocks 8] [--pairs 10] [--json out.json]
+
+`ours` packs the next bucket while the last one is under way, `bare` waits for each; everything else is equal: pack,
+send, copy in, fingerprint both sides, canary. `fingerprint` is that of a tensor over a plain copy of it. Trainer and
+engine are two Ray workers of one thread each; `in_process` has one bucket at a time by its nature, so ours = bare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from harness import Ratio, paired, report
+
+from unirl.config.placement import Slab
+from unirl.distributed.group.pool import Pool, open_pool
+from unirl.distributed.group.remote import Remote
+from unirl.distributed.weight_sync.base import Layout, Terms
+from unirl.distributed.weight_sync.channel import InProcess, Route
+from unirl.distributed.weight_sync.fingerprint import fingerprint
+from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.sync import EngineSync, Link
+from unirl.models.canary import VelocityCanary
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
+from unirl.testing.toy import ToyBundle, ToyPipeline
+from unirl.train.backend.base import OptimizerConfig
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import LoraConfig
+
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "adapter": {"lora": LoraConfig(rank=32, alpha=64.0), "merge_adapters": False},
+    "full": {"lora": None, "merge_adapters": False},
+    "merged": {"lora": LoraConfig(rank=32, alpha=64.0), "merge_adapters": True},
+}
+ROUTES = ("in_process", "broadcast", "ray", "cuda_ipc")
+OTHER = "other"
+
+
+class OneAtATime(EngineSync):
+    """The same without double buffering."""
+
+    def _choose_route(self, layout: Layout, terms: Terms) -> Route:
+        route: Any = super()._choose_route(layout, terms)
+        return route if isinstance(route, InProcess) else replace(route, double_buffered=False)
+
+
+def bundle_of(shape: dict[str, int], siblings: Any) -> Any:
+    """The trained model, and a snapshot to alternate with."""
+    return ToyBundle(**shape)
+
+
+def backend_of(lora: LoraConfig | None, siblings: Any) -> Any:
+    backend = FSDPBackend(siblings["bundle"], optimizer_cfg=OptimizerConfig(learning_rate=1e-3), lora_cfg=lora)
+    backend.snapshot(OTHER)
+    return backend
+
+
+def engine_of(shape: dict[str, int], siblings: Any) -> Any:
+    return ReplicaRolloutEngine(ToyPipeline(ToyBundle(**shape)))
+
+
+def sender_of(neighbour: str, siblings: Any) -> Any:
+    canary = VelocityCanary(siblings["bundle"].stage())
+    return WeightSender(siblings["backend"], canary, siblings.get(neighbour))
+
+
+def syncs(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> list[EngineSync]:
+    """One sync with double buffering and one without, each with its own ends, over one backend."""
+    train = pool.group(Slab("device", (0,)))
+    rollout = train if route == "in_process" else pool.group(Slab("device", (1,)))
+    train.place(Remote("bundle", partial(bundle_of, shape)))
+    train.place(Remote("backend", partial(backend_of, payload["lora"])))
+    made = []
+    for name, kind in (("double", EngineSync), ("single", OneAtATime)):
+        engine = rollout.place(Remote(f"rollout-{name}", partial(engine_of, shape)))
+        sender = train.place(Remote(f"sender-{name}", partial(sender_of, f"rollout-{name}")))
+        keys = {"transport": route, "bucket_mb": mib, "merge_adapters": payload["merge_adapters"]}
+        made.append(kind(Link(train, sender), Link(rollout, engine), **keys))
+    return made
+
+
+def pushes(sync: EngineSync) -> Callable[[], object]:
+    """The live weights and a snapshot in turn, so that something always travels."""
+    names = iter(lambda: OTHER if sync.held == (0, "live") else "live", None)
+    return lambda: sync.push(0, next(names))
+
+
+def transfer(pool: Pool, route: str, payload: str, shape: dict[str, int], mib: int, pairs: int) -> Ratio:
+    double, single = syncs(pool, route, PAYLOADS[payload], shape, mib)
+    num_bytes = double.push(0).num_bytes
+    result = paired(
+        f"{payload} {route}", {**shape, "bytes": num_bytes, "bucket_mb": mib}, pushes(double), pushes(single), pairs
+    )
+    pool.clear()
+    return result
+
+
+def fingerprints(pairs: int) -> Ratio:
+    tensor = torch.randn(2**26)
+    return paired("fingerprint", {"bytes": tensor.nbytes}, lambda: fingerprint(tensor), tensor.clone, pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--bucket-mb", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers
+    torch.set_num_threads(1)
+    shape = {"width": args.width, "blocks": args.blocks}
+    results = [fingerprints(args.pairs)]
+    with closing(open_pool("ray", 2, deadline_s=600.0)) as pool:
+        for route in ROUTES:
+            results += [transfer(pool, route, payload, shape, args.bucket_mb, args.pairs) for payload in PAYLOADS]
+    report(results, args.json)
+
+
+if __name__ == "__main__":
+    main()

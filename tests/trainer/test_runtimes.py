@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unirl.config.load import load
 from unirl.config.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer import build
 
 STEPS = 5
 COMMON = (
@@ -48,7 +48,7 @@ class Outcome:
 def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
     loaded = load(recipe, [*COMMON, f"run.dir={folder}", *overrides])
     preflight(loaded)
-    trainer = build_trainer(loaded)
+    trainer = build.build_trainer(loaded)
     made = Outcome([], [], [], {}, 0)
     produce = trainer.produce
 
@@ -67,7 +67,7 @@ def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
             made.weights = dict(trainer.roles.backend.gather())
             made.driver_bytes = trainer.parts.pool.traffic.total
     finally:
-        trainer.close()
+        trainer.parts.pool.clear()
     return made
 
 
@@ -111,7 +111,13 @@ def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local
     [("trainside", 1), ("trainside", 2), ("trainside", 4), ("colocate", 1), ("colocate", 2), ("colocate", 4)]
     + [("separate", 2), ("separate", 4)],
 )
-def test_workers_change_nothing(layout, devices, tune, local, ray_session, tmp_path) -> None:
+def test_workers_change_nothing(layout, devices, tune, local, ray_pool, tmp_path, monkeypatch) -> None:
+    def pool_of(runtime: str, num_devices: int, devices_per_node: int | None, num_updates: int, deadline_s: float):
+        """The session's four workers, of which the recipe takes some."""
+        ray_pool.num_updates = num_updates
+        return ray_pool
+
+    monkeypatch.setattr(build, "open_pool", pool_of)
     recipe, *overrides = RECIPES[layout, tune]
     found = run(tmp_path, recipe, *overrides, "runtime=ray", f"num_devices={devices}")
     assert_same(found, local[tune])

@@ -2,7 +2,8 @@
 
     python scripts/two_nodes.py -- python -m unirl.train_diffusion --config-name=diffusion/sd3_trainside \\
         scale=toy runtime=ray num_devices=2 devices_per_node=1
-    python scripts/two_nodes.py --kill-second-after 20 -- ...      # the second node is lost while the command runs
+    python scripts/two_nodes.py --kill-second-after 20 -- ...      # the second node is lost while the command runs,
+    python scripts/two_nodes.py --kill-second-when FILE -- ...     # or as soon as the command has made a file
 
 The nodes are 127.0.0.2 and 127.0.0.3, which only this machine reaches; a secret made for this Ray keeps its other users
 out. The command finds them by RAY_ADDRESS. The exit status is the command's own; nothing is left running.
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -112,16 +113,18 @@ def wait_for_nodes(number: int, environment: Mapping[str, str], nodes: list[Node
         raise SystemExit(f"two_nodes: a node did not start:\n{nodes[-1].log.read_text()[-2000:]}")
 
 
-def run(command: list[str], environment: Mapping[str, str], second: Node, kill_after_s: float | None) -> int:
-    """Run the command to its end; kill the second node on the way, if asked to. Gives back the exit status."""
+def run(command: list[str], environment: Mapping[str, str], second: Node, is_due: Callable[[float], bool]) -> int:
+    """Run the command to its end; kill the second node when `is_due(seconds so far)`. Gives back the exit status."""
     running = subprocess.Popen(command, env=environment)
     forward_signals(running)
     start = time.monotonic()
+    is_alive = True
     while running.poll() is None:
-        if kill_after_s is not None and time.monotonic() - start > kill_after_s:
-            print(f"two_nodes: killing the node {SECOND} after {kill_after_s:g} s", file=sys.stderr, flush=True)
+        seconds = time.monotonic() - start
+        if is_alive and is_due(seconds):
+            print(f"two_nodes: killing the node {SECOND} after {seconds:.1f} s", file=sys.stderr, flush=True)
             second.kill()
-            kill_after_s = None
+            is_alive = False
         time.sleep(POLL_S)
     return running.returncode if running.returncode >= 0 else 128 - running.returncode
 
@@ -140,11 +143,18 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpus", type=int, default=2, help="CPUs of each node, as Ray counts them (default 2)")
     parser.add_argument("--kill-second-after", type=float, metavar="S", help="kill the second node after S seconds")
+    parser.add_argument("--kill-second-when", type=Path, metavar="FILE", help="kill it as soon as FILE exists")
     parser.add_argument("command", nargs="+", help="after --: the command")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, leave)
+    after, file = arguments.kill_second_after, arguments.kill_second_when
     with two_nodes(arguments.cpus) as (environment, second):
-        return run(arguments.command, environment, second, arguments.kill_second_after)
+        return run(
+            arguments.command,
+            environment,
+            second,
+            lambda seconds: (after is not None and seconds > after) or (file is not None and file.exists()),
+        )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ NUM_STEPS = 30
 SEED = 20261120
 OVERRIDES = (
     "scale=toy",
+    "stack.micro_batch_size=4",
     f"num_rollouts={NUM_STEPS}",
     "save_interval=4",
     "keep_checkpoints=2",

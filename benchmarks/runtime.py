@@ -1,0 +1,97 @@
+"""What the Ray runtime costs over the local one at equal work, and what a second worker brings.
+
+    python benchmarks/runtime.py [--pairs 10] [--prompts 8] [--json out.json]
+
+A step is generate, score, credit and train of a toy recipe, one thread per process. `call` is an empty remote call
+(the version of the weights). `scaling` is the step on two workers over the step on one: 0.5 is perfect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+from harness import Ratio, paired, report
+
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.trainer.base import Trainer
+from unirl.trainer.build import build_trainer
+
+RECIPE = "diffusion/sd3_trainside"
+CALLS = 50
+
+
+def trainer_of(folder: Path, prompts: int, *overrides: str) -> Trainer:
+    """A trainer that never saves, samples or evaluates."""
+    recipe = load(
+        RECIPE,
+        [
+            "scale=toy",
+            f"batch_size={prompts}",
+            "tracking.sample_steps=0",
+            "evaluation.eval_steps=0",
+            "save_interval=0",
+            f"run.dir={folder}",
+            *overrides,
+        ],
+    )
+    preflight(recipe)
+    return build_trainer(recipe)
+
+
+def step_of(trainer: Trainer) -> Callable[[], None]:
+    """One step of the loop."""
+
+    def step() -> None:
+        trainer.learn(trainer.step, trainer.produce(trainer.step))
+        trainer.step += 1
+
+    return step
+
+
+def calls_of(trainer: Trainer) -> Callable[[], None]:
+    """Empty remote calls, one after the other."""
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            trainer.roles.backend.version()
+
+    return calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def opened(name: str, *overrides: str) -> Trainer:
+            return stack.enter_context(closing(trainer_of(scratch / name, options.prompts, *overrides)))
+
+        local = opened("local")
+        one = opened("one", "runtime=ray", "num_devices=1")
+        two = opened("two", "runtime=ray", "num_devices=2")
+        rows = options.prompts * local.config.sampling.values["samples_per_prompt"]
+        before = two.parts.pool.traffic.total
+        step_of(two)()
+        shapes = {"rows": rows, "threads_per_process": 1}
+        traffic = {"driver_bytes_per_step_2_workers": two.parts.pool.traffic.total - before}
+        results: list[Ratio] = [
+            paired("step: ray 1 / local", shapes, step_of(one), step_of(local), options.pairs),
+            paired("step: ray 2 / ray 1 (scaling)", shapes | traffic, step_of(two), step_of(one), options.pairs),
+            paired(f"{CALLS} empty calls: ray / local", {}, calls_of(one), calls_of(local), options.pairs),
+        ]
+    report(results, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Kills one worker of a distributed run at random, and shows what the user sees and what is left.
+
+    python scripts/kill_workers.py --trials 20 --seed 1 --out benchmarks/kill_workers.json
+
+A trial starts a toy recipe on Ray workers, kills one of them by SIGKILL at a random moment, and measures the seconds
+until the run has said why and ended, and the processes that are alive 5 s later. Then it resumes the run and compares
+metrics, ledger and final weights with a run that was never killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+STEPS = 6
+MARK = "UNIRL_KILL_TRIAL"
+"""Every process of a trial inherits this variable, so that none of them can hide."""
+CLOCKS = ("time/", "mem/", "throughput/")
+DEADLINE_S = 15.0
+LEFTOVER_S = 5.0
+RECIPES = {
+    "trainside": "diffusion/sd3_trainside",
+    "colocate": "diffusion/sd3_replica_lora_colocate",
+    "separate": "diffusion/sd3_replica_lora_separate",
+}
+
+
+def command(folder: Path, relation: str) -> list[str]:
+    overrides = (
+        "scale=toy",
+        "runtime=ray",
+        "num_devices=2",
+        f"num_rollouts={STEPS}",
+        "save_interval=1",
+        "tracking.sample_steps=0",
+        "evaluation.eval_steps=0",
+        f"run.dir={folder}",
+    )
+    return [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={RECIPES[relation]}", *overrides]
+
+
+class Run:
+    """A run in processes of its own, all of which carry the mark."""
+
+    def __init__(self, folder: Path, relation: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.log = Path(f"{folder}.log")
+        self.folder = folder
+        with open(self.log, "ab") as log:
+            self.driver = subprocess.Popen(
+                command(folder, relation), env=os.environ | {MARK: self.mark}, stdout=log, stderr=log
+            )
+
+    def processes(self) -> dict[int, str]:
+        """pid -> command line of every living process of this run."""
+        return {pid: line for pid, line in processes() if f"{MARK}={self.mark}".encode() in environment(pid)}
+
+    def workers(self) -> list[int]:
+        """The processes that hold roles."""
+        return sorted(pid for pid, line in self.processes().items() if line.startswith("ray::") and "Worker" in line)
+
+    def steps(self) -> int:
+        metrics = self.folder / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def end(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.driver.wait()
+
+
+def processes() -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            line = read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace")
+            if line:
+                yield int(entry.name), line
+
+
+def environment(pid: int) -> bytes:
+    return read(Path(f"/proc/{pid}/environ"))
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process ended meanwhile, or is another user's
+        return b""
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def outcome(folder: Path) -> dict[str, object]:
+    """Everything that must be equal in a resumed and an unbroken run."""
+    final = folder / "checkpoints" / f"checkpoint-{STEPS:06d}" / "policy"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows],
+        "ledger": (folder / "ledger.jsonl").read_text(),
+        "weights": {p.name: sha256(p.read_bytes()).hexdigest() for p in sorted(final.rglob("*")) if p.is_file()},
+    }
+
+
+def finish(folder: Path, relation: str) -> None:
+    run = Run(folder, relation)
+    try:
+        status = run.driver.wait(300)
+    finally:
+        run.end()
+    assert status == 0, run.log.read_text()[-3000:]
+
+
+def trial(folder: Path, relation: str, choice: random.Random) -> dict[str, object]:
+    """One kill: when, whom, what was said how soon, what was left, and whether the resumed run is the same."""
+    run = Run(folder, relation)
+    try:
+        assert wait_until(lambda: run.driver.poll() is not None or run.steps() >= 1, 240), run.log.read_text()[-3000:]
+        delay = choice.uniform(0.0, 4.0)
+        time.sleep(delay)
+        workers = run.workers()
+        assert workers, f"no worker to kill among {run.processes()}"
+        victim, step = choice.choice(workers), run.steps()
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        ended = wait_until(lambda: run.driver.poll() is not None, 60)
+        seconds = time.monotonic() - start
+        gone = wait_until(lambda: not run.processes(), LEFTOVER_S)
+        left = run.processes()
+        status = run.driver.poll()
+    finally:
+        run.end()
+    said = [line for line in run.log.read_text().splitlines() if line.startswith("error[")]
+    return {
+        "relation": relation,
+        "after_step": step,
+        "delay_s": round(delay, 2),
+        "status": status,
+        "seconds_to_end": round(seconds, 2),
+        "said": said[-1] if said else "",
+        "names_the_worker": bool(said) and str(victim) in said[-1],
+        "processes_left": list(left.values()),
+        "ok": ended and seconds <= DEADLINE_S and gone and status == 10 and bool(said) and str(victim) in said[-1],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--relations", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    choice = random.Random(options.seed)
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        unbroken = {}
+        for number in range(options.trials):
+            relation = options.relations[number % len(options.relations)]
+            if relation not in unbroken:
+                finish(Path(scratch, f"unbroken-{relation}"), relation)
+                unbroken[relation] = outcome(Path(scratch, f"unbroken-{relation}"))
+            folder = Path(scratch, f"trial-{number}")
+            result = trial(folder, relation, choice)
+            finish(folder, relation)
+            result["resumed_exactly"] = outcome(folder) == unbroken[relation]
+            results.append(result)
+            print(json.dumps(result), flush=True)
+    good = sum(bool(r["ok"] and r["resumed_exactly"]) for r in results)
+    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    summary = {"trials": len(results), "good": good, "seed": options.seed, "machine": machine, "results": results}
+    if options.out:
+        options.out.write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"{good} of {len(results)} trials: cause named within {DEADLINE_S:g} s, nothing left, resumed exactly")
+    return 0 if good == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Parts of a recipe that never come back on one rank, each in another phase of the loop."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.distributed import current
+from unirl.distributed.weight_sync.sync import EngineSync
+from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+
+
+def hang_on_the_last_rank() -> None:
+    """Wait for ever; the other ranks go on, and wait for this one at their next collective, if there is any."""
+    rank = current()
+    if rank.rank == rank.world_size - 1:
+        threading.Event().wait()
+
+
+class HangingEngine(TrainsideRolloutEngine):
+    def generate(self, req):
+        hang_on_the_last_rank()
+        return super().generate(req)
+
+
+class HangingScorer(BrightnessRewardScorer):
+    def score(self, request):
+        hang_on_the_last_rank()
+        return super().score(request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangingLoss(DiffusionGRPO):
+    def loss(self, stage, rows, part, progress=0.0):
+        hang_on_the_last_rank()
+        return super().loss(stage, rows, part, progress)

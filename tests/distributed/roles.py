@@ -66,6 +66,10 @@ class Camera:
         return torch.get_num_threads()
 
     @collect
+    def visible(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    @collect
     def sibling_names(self) -> list[str]:
         return sorted(self.siblings)
 

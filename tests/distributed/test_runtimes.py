@@ -96,8 +96,8 @@ def test_a_submitted_call_runs_while_the_driver_goes_on(camera) -> None:
 
 def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -> None:
     pool.stack_dir = tmp_path
-    pending = camera.nap.submit(1.5)
-    time.sleep(0.5)
+    pending = camera.nap.submit(0.8)
+    time.sleep(0.3)
     with pytest.raises(
         StallError, match=r"camera.nap gave no result within 0.05 s(.|\n)*roles.py:\d+ in nap"
     ) as caught:
@@ -105,7 +105,7 @@ def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -
     pool.stack_dir = None
     assert caught.value.code == 8001 and caught.value.exit_status == 8
     assert any("in nap" in file.read_text() for file in tmp_path.glob("stacks-*/*.txt"))
-    assert pending.result(30.0) == 1.5
+    assert pending.result(30.0) == 0.8
 
 
 def test_cleared_workers_take_new_roles(pool, slab, camera) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -38,9 +42,44 @@ class LocalPending:
         except FutureTimeout as timeout:
             if self.future.done():
                 raise
-            stacks, folder = stacks_of(self.group.busy), stack_folder(self.group.pool.stack_dir)
+            stacks, folder = stacks_of(self.group.lane.ident), stack_folder(self.group.pool.stack_dir)
             (folder / "driver.txt").write_text(stacks.text, encoding="utf-8")
             raise stall(self.what, seconds, {self.group.name: stacks.where}, folder) from timeout
+
+
+class Lane:
+    """One thread that runs calls in order. It keeps no process alive: a call that hangs ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.thread: Thread | None = None
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run a call after those before it."""
+        if self.thread is None:
+            self.thread = Thread(target=self._work, name=self.name, daemon=True)
+            self.thread.start()
+        future: Future[Any] = Future()
+        self.calls.put((future, call))
+        return future
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's, once there is one."""
+        return self.thread.ident if self.thread else None
+
+    def close(self) -> None:
+        """End the thread after the calls that were submitted."""
+        self.calls.put(None)
+
+    def _work(self) -> None:
+        while (job := self.calls.get()) is not None:
+            future, call = job
+            try:
+                future.set_result(call())
+            except BaseException as error:  # the caller's, who waits for the future
+                future.set_exception(error)
 
 
 class LocalGroup:
@@ -56,7 +95,7 @@ class LocalGroup:
         self.deadline_s = pool.deadline_s
         self.worker = worker
         self.marks: dict[str, dict[str, Dispatch]] = {}
-        self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=worker.name)
+        self.lane = Lane(worker.name)
 
     def place(self, remote: Remote) -> Handle:
         """Build a role beside its siblings and give its handle."""
@@ -75,16 +114,11 @@ class LocalGroup:
 
     def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalPending:
         """Start a call and return at once."""
-        return LocalPending(f"{role}.{method}", self.executor.submit(self.run, role, method, args, kwargs), self)
-
-    @property
-    def busy(self) -> int | None:
-        """The ident of the group's own thread, once it has one."""
-        return next((thread.ident for thread in self.executor._threads), None)
+        return LocalPending(f"{role}.{method}", self.lane.submit(partial(self.run, role, method, args, kwargs)), self)
 
     def close(self) -> None:
         """End all roles."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.lane.close()
         self.worker.clear()
 
 

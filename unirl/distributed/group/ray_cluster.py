@@ -108,7 +108,7 @@ def cores() -> int:
 def _join(address: str) -> None:
     import ray
 
-    _check_reachable(address)
+    check_reachable(address)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # what Ray raises for no, another or a strange cluster
@@ -118,7 +118,8 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str) -> None:
+    """Raise ConfigError 2004 when this is no address, ResourceError 5001 when nothing answers there; within seconds."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

@@ -27,6 +27,8 @@ CAUSE_S = 10.0
 ANSWER_S = 5.0
 """How long a worker may take to say where it stands."""
 CLEAR_S = 20.0
+LONGEST = 600
+"""Characters of what is said about a death: its end, where an exception of the start of a worker has its message."""
 
 Ref = Any
 """A reference to a result of Ray, which has no public type."""
@@ -45,7 +47,7 @@ class Member:
 
     @property
     def about(self) -> About:
-        """Its process; pid 0 when it has not started, or never did."""
+        """Its process; pid 0 when it has not started."""
         import ray
 
         done, _ = ray.wait([self.facts], timeout=0)
@@ -147,8 +149,9 @@ class Crew:
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
+            how = how_it_died(_verdict(member) or error)
             self.forget([member])
-            return Failure.death(what, str(member), how_it_died(error))
+            return Failure.death(what, str(member), how)
         except ray.exceptions.RayError as error:  # the call or its result did not travel
             return Failure.of(error, what, str(member))
 
@@ -224,9 +227,21 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
+def _verdict(member: Member) -> Exception | None:
+    """What Ray knows about a worker whose connection is lost, which may take it some seconds to find out."""
+    import ray
+
+    done, _ = ray.wait([member.life], timeout=ANSWER_S)
+    try:
+        ray.get(done)
+    except ray.exceptions.RayActorError as error:
+        return error
+    return None
+
+
 def how_it_died(error: Exception) -> str:
     """Ray's own words about a death, without its list of what may have been."""
     text = " ".join(str(error).split("Some common causes")[0].split())
     for start in ("The actor is dead because", "The actor died because"):
         text = text.split(start)[-1].strip()
-    return text[:600]
+    return text[-LONGEST:]

@@ -172,6 +172,8 @@ class RemoteWorker(Worker):
 
 def describe(place: str, about: About) -> str:
     """A worker in words."""
+    if about.pid == 0:
+        return f"the worker on {place} (which never started)"
     return f"the worker on {place} (host {about.host}, pid {about.pid})"
 
 

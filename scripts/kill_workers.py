@@ -69,7 +69,7 @@ class Run:
 
     def workers(self) -> list[int]:
         """The processes that hold roles."""
-        return sorted(pid for pid, line in self.processes().items() if line.startswith("ray::") and "Worker" in line)
+        return sorted(pid for pid, line in self.processes().items() if line.startswith("ray::Actor"))
 
     def steps(self) -> int:
         metrics = self.folder / "metrics.jsonl"
@@ -116,8 +116,18 @@ def outcome(folder: Path) -> dict[str, object]:
     return {
         "metrics": [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows],
         "ledger": (folder / "ledger.jsonl").read_text(),
-        "weights": {p.name: sha256(p.read_bytes()).hexdigest() for p in sorted(final.rglob("*")) if p.is_file()},
+        "weights": {path.name: digest(path) for path in sorted(final.rglob("*")) if path.is_file()},
     }
+
+
+def digest(path: Path) -> str:
+    """A hash of a file; of tensors regardless of the order in which their header lists its entries."""
+    data = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return sha256(data).hexdigest()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:size]), sort_keys=True)
+    return sha256(header.encode() + data[size:]).hexdigest()
 
 
 def finish(folder: Path, relation: str) -> None:
@@ -181,7 +191,9 @@ def main() -> int:
             folder = Path(scratch, f"trial-{number}")
             result = trial(folder, relation, choice)
             finish(folder, relation)
-            result["resumed_exactly"] = outcome(folder) == unbroken[relation]
+            found = outcome(folder)
+            result["differs_in"] = [name for name, value in unbroken[relation].items() if found[name] != value]
+            result["resumed_exactly"] = not result["differs_in"]
             results.append(result)
             print(json.dumps(result), flush=True)
     good = sum(bool(r["ok"] and r["resumed_exactly"]) for r in results)

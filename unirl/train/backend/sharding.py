@@ -31,6 +31,7 @@ class Sharding(ABC):
 
     def __init__(self, config: FSDPConfig) -> None:
         self.config = config
+        self.accumulation = torch.float64 if config.reduce_dtype == "fp64" else torch.float32
 
     def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:  # noqa: B027
         """Lay `module` out, in place, gathering `blocks` one by one and then what is left."""
@@ -93,7 +94,7 @@ class Whole(Sharding):
         self.sums: dict[str, Tensor] = {}
 
     def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
-        if self.config.reduce_dtype == "fp64":
+        if self.accumulation == torch.float64:
             for block in blocks:
                 block.register_forward_pre_hook(_group_gradients, with_kwargs=True)
 
@@ -111,7 +112,7 @@ class Whole(Sharding):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
-        if self.config.reduce_dtype == "fp64":
+        if self.accumulation == torch.float64:
             self._add_up(last)
 
     def _add_up(self, last: bool) -> None:
@@ -127,7 +128,7 @@ class Whole(Sharding):
             self.sums.clear()
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return sum_of_squares(gradients)
+        return sum_of_squares(gradients, self.accumulation)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         return value.double()
@@ -153,7 +154,7 @@ class Sharded(Sharding):
         mixed = self.config.mixed_precision and compute_dtype != torch.float32
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype if mixed else None,
-            reduce_dtype=torch.float64 if self.config.reduce_dtype == "fp64" else torch.float32,
+            reduce_dtype=self.accumulation,
             cast_forward_inputs=False,  # 1000 sigma does not fit in the 8 bits of bf16
         )
         for block in blocks:
@@ -207,7 +208,7 @@ class Sharded(Sharding):
                 parameter.grad = None
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        total = sum_of_squares(gradients).to(self.rank.device)
+        total = sum_of_squares(gradients, self.accumulation).to(self.rank.device)
         torch.distributed.all_reduce(total, group=self.shard_mesh.get_group())
         return total
 
@@ -283,11 +284,11 @@ def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
     return DeviceMesh(rank.device.type, ranks.view(-1, size), mesh_dim_names=("replicate", "shard"))
 
 
-def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """[] float64, over all elements."""
+def sum_of_squares(gradients: Sequence[Tensor], within: torch.dtype) -> Tensor:
+    """[] float64, over all elements; `within` a tensor squares add up in that dtype."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(list(gradients), 2.0, torch.float64)).square().sum()
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, within)).double().square().sum()
 
 
 def clip(shards: Mapping[str, nn.Parameter], norm: Tensor, max_grad_norm: float) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.testing.toy import ToyBundle, toy_facts
+from unirl.train.backend.adamw import adamw
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig, TrainTopology
@@ -40,9 +41,10 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("scale", [1e-3, 1e3])  # below and above the clip
-def test_updates_equal_torch_clip_and_its_reference_adamw(scale: float) -> None:
-    backend, twin = backend_of(), ToyBundle().trainable()
+def test_updates_equal_torch_clip_and_its_reference_adamw(scale: float, reduce_dtype: Any) -> None:
+    backend, twin = backend_of(fsdp_cfg=FSDPConfig(reduce_dtype=reduce_dtype)), ToyBundle().trainable()
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1, foreach=False, fused=False)
     for seed in range(3):
         stats = update(backend, seed, scale, max_grad_norm=0.5)
@@ -55,6 +57,33 @@ def test_updates_equal_torch_clip_and_its_reference_adamw(scale: float) -> None:
         assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
     for have, want in zip(backend.module.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(have, want, rtol=1e-4, atol=1e-6)
+
+
+def test_exact_updates_do_not_depend_on_how_a_tensor_is_cut() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(73, generator=generator), 1e-5 * torch.randn(40, 73, generator=generator)
+
+    def weights(*pieces: int) -> Tensor:
+        parameters = [nn.Parameter(piece.clone()) for piece in start.split(pieces)]
+        optimizer = adamw(parameters, ADAM, exact=True)
+        for gradient in gradients:
+            for parameter, piece in zip(parameters, gradient.split(pieces), strict=True):
+                parameter.grad = piece.clone()
+            optimizer.step()
+        return torch.cat([parameter.detach() for parameter in parameters])
+
+    assert torch.equal(weights(73), weights(37, 36)) and torch.equal(weights(73), weights(19, 19, 19, 16))
+
+
+def test_in_fp64_gradients_do_not_depend_on_the_order_of_their_parts() -> None:
+    def gradients(order: list[int]) -> list[Tensor]:
+        backend = backend_of(fsdp_cfg=FSDPConfig(reduce_dtype="fp64"))
+        for i, seed in enumerate(order):
+            backend.backward(loss_of(backend, seed), last=i == len(order) - 1)
+        return [shard.grad for shard in backend.shards.values() if shard.grad is not None]
+
+    first, second = gradients([0, 1, 2, 3, 4]), gradients([3, 0, 4, 2, 1])
+    assert first and all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(first, second, strict=True))
 
 
 def state_of(backend: FSDPBackend) -> dict[str, Tensor]:
@@ -224,6 +253,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
         FSDPBackend(Narrow(nn.Linear(2, 2).requires_grad_(False)), optimizer_cfg=ADAM)
     with pytest.raises(ConfigError, match=r"topology\.tp=2 is not available"):
         TrainTopology(tp=2)
+    with pytest.raises(ConfigError, match=r"defer_grad_sync=false rounds"):
+        FSDPConfig(reduce_dtype="fp64", defer_grad_sync=False)
+    with pytest.raises(ConfigError, match=r"shard_size must be >= 1"):
+        FSDPConfig(shard_size=0)
     with pytest.raises(ConfigError, match="1 ranks train"):
         backend_of(topology=TrainTopology(dp=2))
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.distributed import current
-from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
 
@@ -36,3 +36,20 @@ class HangingLoss(DiffusionGRPO):
     def loss(self, stage, rows, part, progress=0.0):
         hang_on_the_last_rank()
         return super().loss(stage, rows, part, progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingLoss(DiffusionGRPO):
+    """Raises on the last rank, while the others wait for it."""
+
+    def loss(self, stage, rows, part, progress=0.0):
+        if current().rank == current().world_size - 1:
+            raise OverflowError("out of sorts")
+        return super().loss(stage, rows, part, progress)
+
+
+class HangingReplica(ReplicaRolloutEngine):
+    """Never takes over what it is sent."""
+
+    def take(self, bucket):
+        hang_on_the_last_rank()

@@ -70,7 +70,7 @@ def test_exact_updates_do_not_depend_on_how_a_tensor_is_cut() -> None:
             for parameter, piece in zip(parameters, gradient.split(pieces), strict=True):
                 parameter.grad = piece.clone()
             optimizer.step()
-        return torch.cat([parameter.detach() for parameter in parameters])
+        return torch.cat(parameters + [optimizer.state[parameter]["exp_avg_sq"] for parameter in parameters]).detach()
 
     assert torch.equal(weights(73), weights(37, 36)) and torch.equal(weights(73), weights(19, 19, 19, 16))
 

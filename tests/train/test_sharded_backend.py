@@ -262,6 +262,8 @@ def offload() -> list[Any]:
     before, parameters = dict(backend.gather()), list(backend.trainable.values())
     backend.offload(("policy", "optimizer"))
     backend.onload(("policy", "optimizer"))
+    backend.module._apply(torch.clone)  # new storage, as a move to another device gives
+    backend.sharding.moved()
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.gather().items())
     assert all(a is b for a, b in zip(parameters, backend.trainable.values(), strict=True))
     for name, shard in backend.shards.items():

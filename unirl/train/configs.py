@@ -41,6 +41,16 @@ class FSDPConfig:
                 code=2020,
             )
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises ConfigError if `num_ranks` ranks cannot hold copies of this size."""
+        if num_ranks % (self.shard_size or 1):
+            legal = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+            raise ConfigError(
+                f"fsdp_cfg.shard_size={self.shard_size} does not divide the {num_ranks} ranks that train. "
+                f"Use one of {', '.join(map(str, legal))}",
+                code=2010,
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
@@ -145,6 +155,14 @@ class TrainTopology:
                 raise ConfigError(
                     f"topology.{name}={size} is not available: only dp may differ from 1. Write {name}: 1", code=2020
                 )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises ConfigError if `num_ranks` ranks are not what this says."""
+        if self.dp not in (None, num_ranks):
+            raise ConfigError(
+                f"topology.dp={self.dp}, but {num_ranks} ranks train. Leave topology.dp out, or write dp: {num_ranks}",
+                code=2010,
+            )
 
 
 def _check_fraction(name: str, value: float) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unirl.config.errors import CheckpointError, ConfigError
-from unirl.distributed import RankInfo, current
+from unirl.distributed import current
 from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
 from unirl.models.saved import SavedWeights
 from unirl.train.backend import deferred, state
@@ -81,7 +81,9 @@ class FSDPBackend(TrainBackend):
             lora_cfg: absent = all weights are trained.
         """
         self.rank = current()
-        check_topology(topology or TrainTopology(), self.rank)
+        config = fsdp_cfg or FSDPConfig()
+        config.check_ranks(self.rank.dp_size)
+        (topology or TrainTopology()).check_ranks(self.rank.dp_size)
         self.schedule = scheduler_cfg or LrSchedulerConfig()
         self.schedule.check(run_updates)
         self.run_updates = run_updates
@@ -90,7 +92,6 @@ class FSDPBackend(TrainBackend):
         self.updates = 0
         self.skipped_in_a_row = 0
         self.is_gathered = False
-        config = fsdp_cfg or FSDPConfig()
         self.sharding = sharding_of(config, self.rank)
         self.module = bundle.trainable().eval()
         self.adapter = add_adapters(self.module, lora_cfg, bundle.facts, seed)
@@ -321,16 +322,6 @@ class FSDPBackend(TrainBackend):
                 self.snapshots.to(device)
             else:
                 move_optimizer(self.optimizer, device)
-
-
-def check_topology(topology: TrainTopology, rank: RankInfo) -> None:
-    """Raises ConfigError where the role's ranks are not what the topology says."""
-    if topology.dp not in (None, rank.dp_size):
-        raise ConfigError(
-            f"topology.dp={topology.dp}, but {rank.dp_size} ranks train. Leave topology.dp out, or write "
-            f"dp: {rank.dp_size}",
-            code=2010,
-        )
 
 
 def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, seed: int) -> LoraSpec | None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import ConfigError
 from unirl.distributed import RankInfo
 from unirl.train.configs import FSDPConfig
 
@@ -200,6 +199,8 @@ class Sharded(Sharding):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.module.set_requires_gradient_sync(last or not self.config.defer_grad_sync)
+        if not self._reshards:
+            self.module.set_reshard_after_backward(last)
         loss.backward()
         if last:
             for name, parameter in self.trainable.items():
@@ -270,13 +271,6 @@ def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     size = rank.dp_size if shard_size is None else shard_size
-    if rank.dp_size % size:
-        legal = [n for n in range(1, rank.dp_size + 1) if rank.dp_size % n == 0]
-        raise ConfigError(
-            f"fsdp_cfg.shard_size={size} does not divide the {rank.dp_size} ranks that train. "
-            f"Use one of {', '.join(map(str, legal))}",
-            code=2010,
-        )
     assert rank.group is not None, "several ranks share a process group"
     ranks = torch.tensor(torch.distributed.get_process_group_ranks(rank.group))
     if size == rank.dp_size:

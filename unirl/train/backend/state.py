@@ -12,6 +12,7 @@ torch.distributed.checkpoint, which also reads either kind.
 from __future__ import annotations
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -165,7 +166,10 @@ class _RowFiles(SavedTensors):
         from torch.distributed.checkpoint import load
 
         alone = self.rank.dp_size == 1
-        load(dict(targets), storage_reader=self.reader, process_group=self.rank.group, no_dist=alone)
+        with warnings.catch_warnings():
+            # That one process reads what several wrote is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(dict(targets), storage_reader=self.reader, process_group=self.rank.group, no_dist=alone)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

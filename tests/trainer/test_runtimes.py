@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
-    for step in range(STEPS):
+    for step in range(len(expected.logp)):
         assert torch.equal(found.logp[step], expected.logp[step]), f"log-probs of step {step}"
         assert torch.equal(found.rewards[step], expected.rewards[step]), f"rewards of step {step}"
         assert torch.equal(found.pictures[step], expected.pictures[step]), f"pictures of step {step}"
@@ -98,6 +99,21 @@ def local(tmp_path_factory) -> dict[str, Outcome]:
     return {tune: run(folder / tune, *RECIPES["trainside", tune]) for tune in ("lora", "full")}
 
 
+@pytest.fixture
+def workers(ray_pool, monkeypatch):
+    """Recipes with runtime=ray take of the session's four workers what they need."""
+    open_pool = build.open_pool
+
+    def pool_of(runtime: str, num_devices: int, **options):
+        if runtime == "local":
+            return open_pool(runtime, num_devices, **options)
+        ray_pool.num_updates = options["num_updates"]
+        return ray_pool
+
+    monkeypatch.setattr(build, "open_pool", pool_of)
+    return ray_pool
+
+
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("layout", ["colocate", "separate"])
 def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local, tmp_path) -> None:
@@ -111,16 +127,46 @@ def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local
     [("trainside", 1), ("trainside", 2), ("trainside", 4), ("colocate", 1), ("colocate", 2), ("colocate", 4)]
     + [("separate", 2), ("separate", 4)],
 )
-def test_workers_change_nothing(layout, devices, tune, local, ray_pool, tmp_path, monkeypatch) -> None:
-    def pool_of(runtime: str, num_devices: int, devices_per_node: int | None, num_updates: int, deadline_s: float):
-        """The session's four workers, of which the recipe takes some."""
-        ray_pool.num_updates = num_updates
-        return ray_pool
-
-    monkeypatch.setattr(build, "open_pool", pool_of)
+def test_workers_change_nothing(layout, devices, tune, local, workers, tmp_path) -> None:
     recipe, *overrides = RECIPES[layout, tune]
     found = run(tmp_path, recipe, *overrides, "runtime=ray", f"num_devices={devices}")
     assert_same(found, local[tune])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora", "full"])
+def test_a_run_saved_on_two_ranks_continues_on_one_and_on_four(tune, local, workers, tmp_path) -> None:
+    recipe, *overrides = RECIPES["trainside", tune]
+    run(tmp_path / "two", recipe, *overrides, "runtime=ray", "num_devices=2", "num_rollouts=3")
+    for devices, runtime in ((1, "local"), (4, "ray")):
+        folder = tmp_path / str(devices)
+        shutil.copytree(tmp_path / "two", folder)
+        found = run(folder, recipe, *overrides, f"runtime={runtime}", f"num_devices={devices}")
+        assert len(found.logp) == STEPS - 3
+        expected = local[tune]
+        assert_same(found, Outcome(expected.logp[3:], expected.rewards[3:], expected.pictures[3:], expected.weights, 0))
+
+
+@pytest.mark.slow
+def test_no_byte_of_latents_conditions_or_pixels_passes_through_the_driver(workers, tmp_path) -> None:
+    """What passes does not depend on the size of the pictures, and one sample of the larger would stand out."""
+    passed = []
+    for side in (32, 64):
+        recipe = load(
+            "diffusion/sd3_replica_lora_separate",
+            [*COMMON, f"run.dir={tmp_path / str(side)}", "runtime=ray", "num_devices=4", "num_rollouts=2"]
+            + [f"sampling.height={side}", f"sampling.width={side}"],
+        )
+        preflight(recipe)
+        trainer = build.build_trainer(recipe)
+        before = workers.traffic.total
+        with trainer.tracker:
+            trainer.train()
+        passed.append(workers.traffic.total - before)
+        workers.clear()
+    one_picture = 3 * 64 * 64 * 4
+    assert abs(passed[1] - passed[0]) < one_picture / 10, passed
+    assert passed[1] > 0
 
 
 def test_training_moved_the_weights(local) -> None:

@@ -50,7 +50,7 @@ WINDOW = {"sampling.sde_steps.size": 4, "sampling.sde_steps.stride": 3, "samplin
 LAYOUT = FIRST_HALF | {
     "batch_size": 16,
     "num_devices": 8,
-    "runtime": "ray",
+    "runtime": None,
     "stack.micro_batch_size": 1,
     "sampling.init_same_noise": False,
     "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy",

@@ -36,7 +36,7 @@ def said(recipe, *overrides):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "code", "says"),
     [
-        (TRAINSIDE, ["num_devices=8"], 2020, "Set runtime=ray, which has one worker per device, or set num_devices=1"),
+        (TRAINSIDE, ["num_devices=8", "runtime=local"], 2020, "Set runtime=ray, which has one worker per device, or set num_devices=1"),
         (SEPARATE, ["runtime=local"], 2020, "train has 4 devices (0-3)"),
         (COLOCATE, ["devices_per_node=3"], 2010, "Use devices_per_node=1|2|4|8"),
         (COLOCATE, ["~sync"], 2020, "Write sync: {_target_: unirl.distributed.weight_sync.sync.EngineSync}"),
@@ -128,3 +128,19 @@ def test_an_address_that_answers_or_names_no_machine_passes():
         check_ray_address(f"ray://127.0.0.1:{port}")
     for word in ("", "auto", "local"):
         check_ray_address(word)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "runtime"),
+    [
+        (TRAINSIDE, [], "local"),
+        (TRAINSIDE, ["num_devices=8"], "ray"),
+        (TRAINSIDE, ["num_devices=1", "runtime=ray"], "ray"),
+        (SEPARATE, [], "ray"),
+        (SEPARATE, ["scale=toy"], "local"),
+        (SEPARATE, ["scale=toy", "num_devices=4"], "ray"),
+    ],
+)
+def test_the_runtime_follows_from_the_devices(recipe, overrides, runtime) -> None:
+    config = load(recipe, overrides).config
+    assert config.runtime_in_use == runtime

@@ -28,7 +28,7 @@ def test_the_shipped_recipe_may_start():
 @pytest.mark.parametrize(
     ("overrides", "code", "says"),
     [
-        (["num_devices=8"], 2020, "Set runtime=ray"),
+        (["num_devices=8", "runtime=local"], 2020, "Set runtime=ray"),
         (["placement={train: 0-3, rollout: 4-7}"], 2010, "Set num_devices=4"),
         (["stack.num_updates_per_batch=5"], 2010, "does not divide the 768 samples"),
         (["stack.num_updates_per_batch=0"], 2004, "stack.num_updates_per_batch must be >= 1, got 0"),

@@ -75,11 +75,11 @@ SEPARATE = "diffusion/sd3_replica_lora_separate"
     ("typed", "train", "rollout"),
     [
         ([], "0", "1"),
-        (["num_devices=4", "runtime=ray"], "0-1", "2-3"),
-        (["num_devices=5", "runtime=ray"], "0-1", "2-4"),
+        (["num_devices=4"], "0-1", "2-3"),
+        (["num_devices=5"], "0-1", "2-4"),
         (["placement={train: 1, rollout: 0}"], "1", "0"),
         (["placement={train: 0, rollout: 0}"], "0", "0"),
-        (["placement.train=0-2", "placement.rollout=3", "runtime=ray"], "0-2", "3"),
+        (["placement.train=0-2", "placement.rollout=3"], "0-2", "3"),
         (["placement.reward=cpu"], "0", "1"),
         (["~placement"], "0", "0"),
         (["placement=null"], "0", "0"),
@@ -95,8 +95,8 @@ def test_the_layout_fits_the_devices_that_are_left_unless_it_is_typed(typed, tra
 def test_toy_takes_one_device_where_none_is_needed_for_the_engine():
     for name in ("sd3_trainside", "sd3_replica_full_colocate"):
         config = load(f"diffusion/{name}", ["scale=toy"]).config
-        assert (config.num_devices, config.runtime) == (1, "local")
-        config = load(f"diffusion/{name}", ["scale=toy", "num_devices=4", "runtime=ray"]).config
+        assert (config.num_devices, config.runtime_in_use) == (1, "local")
+        config = load(f"diffusion/{name}", ["scale=toy", "num_devices=4"]).config
         assert len(plan_of(config).train) == 4
     with pytest.raises(ConfigError, match="Set num_devices=2"):
         plan_of(load(SEPARATE, ["scale=toy", "num_devices=1"]).config)

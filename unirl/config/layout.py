@@ -26,13 +26,13 @@ def check_layout(config: RecipeConfig, plan: Plan) -> None:
     _check_runtime(config, plan)
     _check_sync(config, plan)
     _check_ranks(config, plan)
-    if config.runtime == "ray":
+    if config.runtime_in_use == "ray":
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
 
 
 def in_one_process(config: RecipeConfig, plan: Plan) -> bool:
     """Whether trainer and engine live in the same processes, rank by rank."""
-    return config.runtime == "local" or plan.train == plan.rollout
+    return config.runtime_in_use == "local" or plan.train == plan.rollout
 
 
 def transport_of(config: RecipeConfig, plan: Plan) -> str:
@@ -47,7 +47,7 @@ def transport_of(config: RecipeConfig, plan: Plan) -> str:
 
 def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
     for role, slab in plan.slabs.items():
-        if config.runtime == "local" and len(slab) > 1:
+        if config.runtime_in_use == "local" and len(slab) > 1:
             fewer = "set num_devices=1" if config.placement is None else f"give {role} one"
             raise ConfigError(
                 f"runtime=local is one process, and {role} has {len(slab)} devices ({slab}). Set runtime=ray, which "
@@ -89,7 +89,7 @@ def _check_transport(config: RecipeConfig, plan: Plan) -> None:
     if transport == "cuda_ipc" and plan.relation == "separate":
         rule = f"shares memory of one device, and {where}"
     elif in_one_process(config, plan):
-        rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={config.runtime})"
+        rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={config.runtime_in_use})"
     else:
         rule = f"needs both roles in one process, and {where}"
     legal = "in_process" if in_one_process(config, plan) else "|".join(BETWEEN_PROCESSES)
@@ -133,9 +133,9 @@ def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterat
         yield f"weight_sync_interval={interval} has no effect: the engine samples with the trained weights themselves"
     elif interval != 1:
         yield f"weight_sync_interval={interval}: samples come from weights that are up to {interval - 1} steps old"
-    if config.runtime == "local" and os.environ.get("RAY_ADDRESS"):
+    if config.runtime_in_use == "local" and os.environ.get("RAY_ADDRESS"):
         yield "RAY_ADDRESS is set and has no effect: runtime=local is this one process. Set runtime=ray to use it"
-    if config.runtime == "local" and config.devices_per_node is not None:
+    if config.runtime_in_use == "local" and config.devices_per_node is not None:
         yield f"devices_per_node={config.devices_per_node} has no effect: runtime=local is this one process"
     for role, slab in {"rollout": plan.rollout, "reward": plan.reward}.items():
         filled = -num_samples % len(slab)

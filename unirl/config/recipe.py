@@ -141,9 +141,9 @@ class RecipeConfig:
     num_devices: int = 1
     """Devices of the pool: GPUs, or CPU processes where there is none."""
     devices_per_node: int | None = None
-    """Absent = Ray spreads them as it likes."""
-    runtime: Literal["local", "ray"] = "local"
-    """local = every role in this process; ray = one worker per device."""
+    """Devices that each machine gives; absent = one machine gives all."""
+    runtime: Literal["local", "ray"] | None = None
+    """local = every role in this process; ray = one worker per device; absent = local for one device, else ray."""
     placement: dict[str, Where] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
     stall_timeout_s: float = 1800.0
@@ -169,3 +169,8 @@ class RecipeConfig:
             raise ValueError(f"num_devices must be <= {MAX_DEVICES}, got {self.num_devices}")
         if not 0 < self.stall_timeout_s < math.inf:
             raise ValueError(f"stall_timeout_s must be > 0, got {self.stall_timeout_s:g}")
+
+    @property
+    def runtime_in_use(self) -> Literal["local", "ray"]:
+        """The runtime that is asked for, or that follows from the number of devices."""
+        return self.runtime or ("local" if self.num_devices == 1 else "ray")

@@ -17,7 +17,6 @@ from unirl.config.walk import schemas_of
 SOURCE = "scale=toy"
 
 QUANTITIES: Mapping[str, Any] = {
-    "runtime": "local",
     "devices_per_node": None,
     "num_rollouts": 3,
     "evaluation.max_prompts": 4,
@@ -56,14 +55,19 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
     """As few devices as the layout can have, or as many as are typed, and the layout on them. A typed one stays."""
     placement = tree.get("placement")
     if not isinstance(placement, dict):
-        return {"num_devices": 1}
+        return {"num_devices": 1, "runtime": None}
     if get(typed, "placement.train") is not None or get(typed, "placement.rollout") is not None:
         return {"num_devices": num_named(placement)}
     fewest = num_slabs(placement)
     wanted = typed.get("num_devices", fewest)
     if type(wanted) is not int or not 0 < wanted <= MAX_DEVICES:
         return {}
-    return {"num_devices": fewest, "placement": scaled(placement, wanted)}
+    # One process plays a layout of one device a slab.
+    return {
+        "num_devices": fewest,
+        "placement": scaled(placement, wanted),
+        "runtime": "local" if wanted <= fewest else None,
+    }
 
 
 def _num_prompts(tree: Tree) -> int:

@@ -55,7 +55,7 @@ def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionT
     """Open the pool of a recipe, place its roles there and join them. The trainer owns the pool from then on."""
     config = recipe.config
     pool = open_pool(
-        config.runtime,
+        config.runtime_in_use,
         config.num_devices,
         devices_per_node=config.devices_per_node,
         num_updates=recipe.value("stack.num_updates_per_batch"),

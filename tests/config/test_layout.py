@@ -37,6 +37,12 @@ def said(recipe, *overrides):
     ("recipe", "overrides", "code", "says"),
     [
         (TRAINSIDE, ["num_devices=8", "runtime=local"], 2020, "Set runtime=ray, which has one worker per device, or set num_devices=1"),
+        (
+            "diffusion/sd3_replica_full_separate",
+            ["sync.merge_adapters=true"],
+            2020,
+            "trains all weights, not adapters. Remove the key, or set backend.lora_cfg={}",
+        ),
         (SEPARATE, ["runtime=local"], 2020, "train has 4 devices (0-3)"),
         (COLOCATE, ["devices_per_node=3"], 2010, "Use devices_per_node=1|2|4|8"),
         (COLOCATE, ["~sync"], 2020, "Write sync: {_target_: unirl.distributed.weight_sync.sync.EngineSync}"),

@@ -78,7 +78,17 @@ def _check_sync(config: RecipeConfig, plan: Plan) -> None:
             code=UNSUPPORTED,
         )
     if plan.is_dedicated:
+        _check_payload(config)
         _check_transport(config, plan)
+
+
+def _check_payload(config: RecipeConfig) -> None:
+    if _keys(config.sync).get("merge_adapters") and config.backend.values.get("lora_cfg", "none") is None:
+        raise ConfigError(
+            "sync.merge_adapters folds adapters into the weights that are sent, and this recipe trains all weights, "
+            "not adapters. Remove the key, or set backend.lora_cfg={}",
+            code=UNSUPPORTED,
+        )
 
 
 def _check_transport(config: RecipeConfig, plan: Plan) -> None:

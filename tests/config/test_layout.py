@@ -36,7 +36,12 @@ def said(recipe, *overrides):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "code", "says"),
     [
-        (TRAINSIDE, ["num_devices=8", "runtime=local"], 2020, "Set runtime=ray, which has one worker per device, or set num_devices=1"),
+        (
+            TRAINSIDE,
+            ["num_devices=8", "runtime=local"],
+            2020,
+            "Set runtime=ray, which has one worker per device, or set num_devices=1",
+        ),
         (
             "diffusion/sd3_replica_full_separate",
             ["sync.merge_adapters=true"],
@@ -48,8 +53,10 @@ def said(recipe, *overrides):
         (COLOCATE, ["~sync"], 2020, "Write sync: {_target_: unirl.distributed.weight_sync.sync.EngineSync}"),
         (TRAINSIDE, ["sync._target_=unirl.distributed.weight_sync.sync.EngineSync"], 2020, "Remove the block (~sync)"),
         (SEPARATE, ["sync.transport=cuda_ipc"], 2020, "shares memory of one device"),
+        (SEPARATE, ["sync.transport=cuda_ipc"], 2020, "=auto|broadcast|ray, or placement.rollout=0-3"),
+        (COLOCATE, [*LOCAL, "sync.transport=cuda_ipc"], 2020, "Use sync.transport=auto|in_process, or runtime=ray"),
         (SEPARATE, ["sync.transport=in_process"], 2020, "needs both roles in one process"),
-        (COLOCATE, ["sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process"),
+        (COLOCATE, ["sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process|cuda_ipc, or"),
         (SEPARATE, [*LOCAL, "sync.transport=broadcast"], 2020, "Use sync.transport=auto|in_process"),
         (SEPARATE, ["backend.fsdp_cfg.shard_size=3"], 2010, "Use backend.fsdp_cfg.shard_size=1|2|4"),
         (SEPARATE, ["backend.topology.dp=8"], 2010, "train has 4 devices (0-3)"),
@@ -70,6 +77,8 @@ def test_what_the_plan_cannot_have_is_refused_with_the_way_out(recipe, overrides
         (TRAINSIDE, ["runtime=ray", "num_devices=8", "devices_per_node=4"]),
         (COLOCATE, ["backend.fsdp_cfg.shard_size=4", "backend.topology.dp=8"]),
         (SEPARATE, ["sync.transport=ray"]),
+        (COLOCATE, ["sync.transport=cuda_ipc"]),
+        (COLOCATE, [*LOCAL, "runtime=ray", "sync.transport=cuda_ipc"]),
         (SEPARATE, [*LOCAL, "sync.transport=in_process"]),
         (SEPARATE, ["placement.reward=cpu x2"]),
     ],
@@ -86,6 +95,7 @@ def test_what_the_plan_can_have_may_start(recipe, overrides):
         (SEPARATE, [], "broadcast"),
         (SEPARATE, LOCAL, "in_process"),
         (SEPARATE, ["sync.transport=ray"], "ray"),
+        (COLOCATE, ["sync.transport=cuda_ipc"], "cuda_ipc"),
     ],
 )
 def test_the_way_of_the_weights_follows_from_the_plan(recipe, overrides, transport):

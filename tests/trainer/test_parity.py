@@ -1,4 +1,4 @@
-"""The gate before the first update sees an engine that disagrees, says where and why, and stops a run that it would ruin."""
+"""The gate before the first update sees an engine that disagrees, says where, and stops a run that it would ruin."""
 
 import math
 
@@ -83,7 +83,7 @@ def test_the_gate_warns_from_a_share_of_the_clip_range_on(gap, warns) -> None:
 @pytest.mark.parametrize("gap", [1e-3, 5.0, math.nan])
 def test_the_gate_stops_a_run_whose_first_ratio_is_outside_the_trust_region(gap) -> None:
     gate = ParityGate(ParityConfig(warn=0.1, stop=1.0), clip_range=1e-3)
-    with pytest.raises(DivergenceError, match="parity.stop=0") as error:
+    with pytest.raises(DivergenceError, match=r"parity\.stop=0") as error:
         gate.judge([line(gap)])
     assert error.value.code == 9002
 

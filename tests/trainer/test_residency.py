@@ -10,11 +10,14 @@ from unirl.config.slabs import Slab
 from unirl.trainer.residency import MAX_STALENESS, NEEDS, PHASES, Residency, home_of, parts_of, resident, takes_turns
 
 TRAIN, OTHER, THIRD, CPU = Slab("device", (0, 1)), Slab("device", (2, 3)), Slab("device", (4,)), Slab("cpu", (0,))
+BESIDE = Slab("device", (0, 1), process=1)
 
 PLANS = {
     "trainside": Plan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="trainside"),
     "trainside, reward apart": Plan(train=TRAIN, rollout=TRAIN, reward=CPU, relation="trainside"),
     "colocate": Plan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="colocate"),
+    "colocate, processes apart": Plan(train=TRAIN, rollout=BESIDE, reward=BESIDE, relation="colocate"),
+    "colocate, processes and reward apart": Plan(train=TRAIN, rollout=BESIDE, reward=TRAIN, relation="colocate"),
     "colocate, reward apart": Plan(train=TRAIN, rollout=TRAIN, reward=OTHER, relation="colocate"),
     "colocate, reward on the host": Plan(train=TRAIN, rollout=TRAIN, reward=CPU, relation="colocate"),
     "separate": Plan(train=TRAIN, rollout=OTHER, reward=OTHER, relation="separate"),
@@ -84,6 +87,12 @@ def test_in_colocate_nothing_else_is_on_the_shared_devices(name):
     for phase in PHASES:
         shared = {part for part in resident(plan, phase) if home_of(plan, part) == plan.train}
         assert shared == {part for part in NEEDS["colocate"][phase] if home_of(plan, part) == plan.train}
+
+
+@pytest.mark.parametrize("name", ["colocate, processes apart", "colocate, processes and reward apart"])
+def test_a_second_process_on_a_device_changes_nothing_about_what_is_there(name):
+    for phase in PHASES:
+        assert resident(PLANS[name], phase) == resident(PLANS["colocate"], phase)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

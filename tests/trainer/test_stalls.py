@@ -79,7 +79,9 @@ def is_alive(pid: int) -> bool:
 def test_an_exception_on_one_rank_is_what_the_user_sees(ray_session, tmp_path) -> None:
     trainer = trainer_of(tmp_path, "diffusion/sd3_trainside", f"algorithm._target_={HERE}.FailingLoss")
     try:
-        with pytest.raises(WorkerError, match=r"train_track failed on the worker on device 1 .*OverflowError: out of sorts"):
+        with pytest.raises(
+            WorkerError, match=r"train_track failed on the worker on device 1 .*OverflowError: out of sorts"
+        ):
             trainer.train()
     finally:
         trainer.close()

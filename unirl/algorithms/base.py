@@ -105,7 +105,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return column[:, [order.index(entry) for entry in part]]
 
     def trust_width(self) -> float | None:
-        """Half the width of the trust region on the importance ratio, by which disagreement is judged; None: no ratio."""
+        """Half the width of the trust region on the ratio, by which disagreement is judged; None: no ratio."""
         return None
 
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:

@@ -64,9 +64,8 @@ def _draw(trainer, texts: Sequence[str]):
     """[B, 3, H, W] uint8, the pictures of a prompt adjacent."""
     from unirl.data.datasets import Prompt
 
-    req = trainer.make_eval_request([Prompt(text=text, prompt_id=f"{i:03d}") for i, text in enumerate(texts)])
-    track = trainer.roles.rollout.generate(req).tracks[trainer.track]
-    return trainer.roles.rollout.preview(track.decoded)
+    _, resp = trainer.draw([Prompt(text=text, prompt_id=f"{i:03d}") for i, text in enumerate(texts)])
+    return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded)
 
 
 def _save(pictures, columns: int, folder: Path) -> Path:

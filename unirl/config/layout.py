@@ -92,20 +92,28 @@ def _check_payload(config: RecipeConfig) -> None:
 
 
 def _check_transport(config: RecipeConfig, plan: Plan) -> None:
-    transport = transport_of(config, plan)
-    if in_one_process(config, plan) == (transport == "in_process") and transport != "cuda_ipc":
+    transport, legal = transport_of(config, plan), _legal_transports(config, plan)
+    if transport in legal:
         return
-    where = f"train is on {plan.train} and rollout on {plan.rollout}"
+    where, others = f"train is on {plan.train} and rollout on {plan.rollout}", "other devices"
     if transport == "cuda_ipc" and plan.relation == "separate":
-        rule = f"shares memory of one device, and {where}"
+        rule, others = f"shares memory of one device, and {where}", f"placement.rollout={plan.train}"
+    elif transport == "cuda_ipc":
+        rule, others = "goes from process to process, and runtime=local is one process", "runtime=ray"
     elif in_one_process(config, plan):
-        rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={config.runtime_in_use})"
+        runtime = config.runtime_in_use
+        rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={runtime})"
     else:
         rule = f"needs both roles in one process, and {where}"
-    legal = "in_process" if in_one_process(config, plan) else "|".join(BETWEEN_PROCESSES)
     raise ConfigError(
-        f"sync.transport={transport} {rule}. Use sync.transport=auto|{legal}, or other devices", code=UNSUPPORTED
+        f"sync.transport={transport} {rule}. Use sync.transport=auto|{'|'.join(legal)}, or {others}", code=UNSUPPORTED
     )
+
+
+def _legal_transports(config: RecipeConfig, plan: Plan) -> tuple[str, ...]:
+    if config.runtime_in_use == "local":
+        return ("in_process",)
+    return BETWEEN_PROCESSES if plan.relation == "separate" else ("in_process", "cuda_ipc")
 
 
 def _check_ranks(config: RecipeConfig, plan: Plan) -> None:

@@ -78,7 +78,7 @@ METRICS = (
     MetricName("time/eval", "evaluation since the last line, seconds"),
     MetricName("time/checkpoint", "saving since the last line, seconds"),
     MetricName("sync/version", "updates that the sampling weights have seen"),
-    MetricName("sync/bytes", "bytes of weights moved"),
+    MetricName("sync/bytes", "bytes of the transfer that brought the sampling weights"),
     MetricName("sync/canary_absdiff", "largest difference of the two sides' forward on a fixed input after a sync"),
     MetricName("samples/generated", "samples generated in the step"),
     MetricName("samples/scored", "samples scored"),

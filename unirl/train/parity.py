@@ -19,7 +19,7 @@ RATIO, SPREAD, GAP = "ratio_mean", "ratio_std", "absdiff_max"
 
 @dataclass(frozen=True)
 class StepParity:
-    """The importance ratio r = exp(replayed - recorded log-prob) of one denoising step; 1 where engine and trainer agree."""
+    """The importance ratio r = exp(replayed - recorded log-prob) of one denoising step; 1 where both agree."""
 
     step: int
     ratio_mean: float
@@ -29,7 +29,7 @@ class StepParity:
 
 
 def parity_of(algorithm: StageAlgorithm[Any], stage: Any, rows: RolloutTrack) -> Metrics:
-    """`{step}/{statistic}` over rows of weight > 0, under the weights in force; nothing for a loss without log-probs."""
+    """`{step}/{statistic}` over rows of weight > 0, under the weights in force; nothing without log-probs."""
     found: list[Metrics] = []
     for part in algorithm.parts(rows.segment):
         with torch.no_grad():

@@ -31,7 +31,6 @@ from unirl.types.results import values
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
 
-
 PUBLISHED = "rollout"
 """The snapshot that an engine samples from, when weights are published less often than every step."""
 
@@ -172,8 +171,8 @@ class Trainer(ABC):
         found = sorted(set(track.weight_version.tolist()))
         if found != [req.weight_version]:
             raise SyncError(
-                f"the rollout should come from the weights after {req.weight_version} updates, and its samples say they "
-                f"come from those after {', '.join(map(str, found))}: the engine did not take over the last sync"
+                f"the rollout should come from weights after {req.weight_version} updates, and its samples say that "
+                f"they come from those after {', '.join(map(str, found))}: the engine did not take over the last sync"
             )
 
     def _pass_parity_gate(self, track: RolloutTrack) -> None:
@@ -241,18 +240,23 @@ class Trainer(ABC):
 
     def evaluate(self) -> EvalResult:
         """Score held-out prompts with fixed seeds; log under the number of finished steps."""
-        block = self.config.evaluation
-        prompts = self.parts.data.eval_prompts(block.max_prompts)
-        req = self.make_eval_request(prompts)
-        self.parts.pool.begin(EVALUATION)
-        with self.phase("sync"):
-            self.parts.sync.push(self.version, req.weights)
+        req, resp = self.draw(self.parts.data.eval_prompts(self.config.evaluation.max_prompts))
         with self.phase("eval"):
-            track = self.roles.reward.score_and_attach(req, self.roles.rollout.generate(req)).tracks[self.track]
+            track = self.roles.reward.score_and_attach(req, resp).tracks[self.track]
             result = eval_result(req, track, self.roles.rollout.preview(track.decoded))
         self.tracker.eval(self.step, result)
         self.parts.pool.release(EVALUATION)
         return result
+
+    def draw(self, prompts: Sequence[Prompt]) -> tuple[RolloutReq, RolloutResp]:
+        """Samples with the settings and weights of evaluation; their columns live until the next drawing."""
+        req = self.make_eval_request(prompts)
+        self.parts.pool.release(EVALUATION)
+        self.parts.pool.begin(EVALUATION)
+        with self.phase("sync"):
+            self.parts.sync.push(self.version, req.weights)
+        with self.phase("eval"):
+            return req, self.roles.rollout.generate(req)
 
     # Checkpoints
 

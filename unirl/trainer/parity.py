@@ -35,8 +35,8 @@ class ParityGate:
         if worst is None or not self.is_suspicious(worst.absdiff_max):
             return None
         text = (
-            f"before the first update the importance ratio should be 1, but at denoising step {worst.step} the engine's "
-            f"log-probs differ from the trainer's replay by up to {worst.absdiff_max:.3g} nats "
+            f"before the first update the importance ratio should be 1, but at denoising step {worst.step} the "
+            f"engine's log-probs differ from the trainer's replay by up to {worst.absdiff_max:.3g} nats "
             f"({worst.absdiff_max / self.clip_range:.3g} clip ranges of {self.clip_range:g}; ratio "
             f"{worst.ratio_mean:.6f} +- {worst.ratio_std:.2g}). By step: "
             f"{', '.join(f'{line.step}: {line.absdiff_max:.2g}' for line in table)}. Probable causes: {CAUSES}"

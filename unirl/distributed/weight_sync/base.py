@@ -132,7 +132,10 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one synchronisation did. Nothing travels when the engine holds the wanted weights already."""
+    """The transfer that brought the weights in use: the present one, or an earlier one when these were held already.
+
+    So the figures of a step do not depend on what was evaluated before it, or on where a run resumed.
+    """
 
     version: int
     """Optimizer updates behind the weights that the engine now samples from."""

@@ -72,12 +72,14 @@ class EngineSync:
         self.bucket_bytes = bucket_mb * MIB
         self.transport = transport
         self.deadline_s = rollout.group.deadline_s
-        self.held: tuple[int, str] | None = None
-        """Version and name of the weights that the engine is known to hold."""
+        self.last: SyncReport | None = None
+        """Of the transfer that brought the weights that the engine is known to hold."""
         self.agreement: Agreement | None = None
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
-        """Make the engine sample from the trainer's weights; nothing happens when it holds them already.
+        """Make the engine sample from the trainer's weights, and report the transfer that brought them.
+
+        Nothing is sent when the engine holds them already.
 
         What arrived is read back from every rank's network and compared with what was sent, tensor by tensor; then
         both sides answer the same canary input. Only then does the engine take the new weights into use.
@@ -85,10 +87,10 @@ class EngineSync:
         Raises:
             SyncError: 10002, naming the tensor, when anything differs. The engine then refuses to sample.
         """
-        if self.held == (version, weights):
-            return SyncReport(version, weights)
+        if self.last is not None and (self.last.version, self.last.weights) == (version, weights):
+            return self.last
         start = time.perf_counter()
-        self.held = None
+        self.last = None
         if self.agreement is None:
             self.agreement = self._agree()
         agreed = self.agreement
@@ -97,8 +99,8 @@ class EngineSync:
         check_arrivals(agreed.layout, sent, self.rollout.handle.arrival())
         absdiff = self._compare_forwards(agreed, weights)
         self.rollout.handle.accept(version, weights)
-        self.held = (version, weights)
-        return SyncReport(version, weights, sent.num_bytes, time.perf_counter() - start, absdiff)
+        self.last = SyncReport(version, weights, sent.num_bytes, time.perf_counter() - start, absdiff)
+        return self.last
 
     def _agree(self) -> Agreement:
         """Before the first transfer: the trainer says what comes, the engine binds it, and both open the route."""

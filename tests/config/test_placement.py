@@ -16,6 +16,7 @@ from unirl.config.slabs import Slab, num_named, num_slabs, scaled, slab_at, spel
 
 TRAINSIDE = load("diffusion/sd3_trainside").config
 DEDICATED = load("diffusion/sd3_replica_lora_colocate").config
+BY_CUDA_IPC = load("diffusion/sd3_replica_lora_colocate", ["sync.transport=cuda_ipc"]).config
 
 
 def config(base: RecipeConfig, num_devices: int, **placement) -> RecipeConfig:
@@ -92,6 +93,22 @@ def test_the_plan_says_itself_in_one_line():
     plan = plan_of(config(DEDICATED, 4, train="0-1", rollout="2-3", reward="cpu"))
     assert plan.describe() == "separate: train on devices 0-1, rollout on devices 2-3, reward on cpu"
     assert plan_of(config(TRAINSIDE, 1)).describe() == "trainside: train, rollout and reward on device 0"
+
+
+def test_an_engine_that_gets_its_weights_by_cuda_ipc_has_processes_of_its_own_on_the_trainers_devices():
+    train, engine = device(0, 1), Slab("device", (0, 1), process=1)
+    for placement in ({}, {"train": "0-1", "rollout": "0-1"}, {"reward": "in rollout"}):
+        plan = plan_of(config(BY_CUDA_IPC, 2, **placement))
+        assert (plan.train, plan.rollout, plan.reward, plan.relation) == (train, engine, engine, "colocate")
+        assert plan_of(config(DEDICATED, 2, **placement)).rollout == train
+    assert plan.describe() == (
+        "colocate: train on devices 0-1, rollout and reward on devices 0-1 in processes of their own"
+    )
+    for reward in ("in train", "0-1"):
+        assert plan_of(config(BY_CUDA_IPC, 2, reward=reward)).reward == train
+    local = dataclasses.replace(BY_CUDA_IPC, runtime="local")
+    assert plan_of(config(local, 1)).rollout == plan_of(config(local, 1)).train
+    assert plan_of(config(BY_CUDA_IPC, 2, train=0, rollout=1)).rollout == device(1)
 
 
 @pytest.mark.parametrize(

@@ -416,3 +416,24 @@ assert ray.is_initialized()
 ray.shutdown()
 """)
     assert done.stdout.splitlines()[-1] in ("[['0'], ['1'], ['', '']]", "[['1'], ['0'], ['', '']]"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_second_process_sees_the_gpu_of_the_first() -> None:
+    done = drive("""
+import os
+import ray
+from tests.distributed.roles import Camera
+from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group.ray_pool import RayPool
+
+ray.init(num_gpus=2, num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="ERROR")
+pool = RayPool(2, preload=())
+slabs = [Slab("device", (0, 1)), Slab("device", (0, 1), process=1)]
+first, second = (pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
+assert len({*first.pids(), *second.pids()}) == 4
+print(first.visible() == second.visible(), sorted(second.visible()))
+pool.close()
+ray.shutdown()
+""")
+    assert done.stdout.splitlines()[-1] == "True ['0', '1']", done.stdout + done.stderr

@@ -11,6 +11,7 @@ import torch
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
 from unirl.distributed.group import Remote, Slab, placement
+from unirl.distributed.group.ray_crew import Place
 from unirl.types.column import Column
 
 
@@ -168,6 +169,30 @@ def test_groups_share_all_workers_or_none(ray_pool) -> None:
     ray_pool.group(Slab("device", (0, 1)))
     with pytest.raises(ConfigError, match="devices 0-1 and on devices 1-2 share some devices and not all"):
         ray_pool.group(Slab("device", (1, 2)))
+
+
+@pytest.mark.slow
+def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) -> None:
+    slabs = [Slab("device", (0, 1)), Slab("device", (0, 1), process=1)]
+    one, other = (ray_pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
+    assert len({*one.pids(), *other.pids()}) == 4
+    assert one.total() == other.total() == 3.0
+    assert other.threads() == one.threads()
+    assert other.develop(one.shoot(ids(4))).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="share some devices and not all"):
+        ray_pool.group(Slab("device", (1, 2), process=1))
+
+
+@pytest.mark.slow
+def test_a_second_process_ends_when_its_device_gets_another_first(ray_pool) -> None:
+    first, second = (Place("device", 0, process) for process in (0, 1))
+    old = [ray_pool.crew.member(place) for place in (first, second)]
+    ray_pool.clear()
+    assert [ray_pool.crew.member(place) for place in (first, second)] == old
+    ray_pool.crew.kill(old[:1])
+    new = [ray_pool.crew.member(place) for place in (second, first)]
+    assert not set(new) & set(old)
+    assert str(new[0]).startswith("the worker on device 0 process 1 (")
 
 
 @pytest.mark.slow

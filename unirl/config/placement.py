@@ -1,17 +1,18 @@
 """Who sits where: roles on slabs of the pool's devices. All else about a layout is derived from it.
 
     placement: {train: 0-3, rollout: 4-7}    disjoint slabs: separate
-    placement: {train: 0-3, rollout: 0-3}    equal slabs: colocate, they take turns
+    placement: {train: 0-3, rollout: 0-3}    equal devices: colocate, they take turns
     (none)                                   all roles on all devices
 
-An engine without weights of its own samples in the train role itself: trainside.
+An engine without weights of its own samples in the train role itself: trainside. In colocate the roles share the worker
+processes too, unless weights travel by CUDA IPC: then the engine has a second process on each device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unirl.config.declared import capabilities_of
@@ -52,7 +53,10 @@ class Plan:
         roles: dict[Slab, list[str]] = {}
         for role, slab in self.slabs.items():
             roles.setdefault(slab, []).append(role)
-        return f"{self.relation}: " + ", ".join(f"{_list(names)} on {slab.words}" for slab, names in roles.items())
+        return f"{self.relation}: " + ", ".join(
+            f"{_list(names)} on {slab.words}{' in processes of their own' if slab.process else ''}"
+            for slab, names in roles.items()
+        )
 
 
 def plan_of(config: RecipeConfig) -> Plan:
@@ -68,8 +72,10 @@ def plan_of(config: RecipeConfig) -> Plan:
     engine = config.rollout.schema.owner.__name__
     train = _train_slab(placement, config.num_devices)
     rollout = _rollout_slab(placement, train, config.num_devices, engine, dedicated)
-    reward = _reward_slab(placement, train, rollout, config.num_devices)
     relation = _relation(train, rollout) if dedicated else "trainside"
+    if relation == "colocate" and _crosses_processes(config):
+        rollout = replace(rollout, process=1)
+    reward = _reward_slab(placement, train, rollout, config.num_devices)
     plan = Plan(train=train, rollout=rollout, reward=reward, relation=relation)
     _check_overlaps(plan, config.num_devices)
     _check_all_used(plan, config.num_devices)
@@ -127,6 +133,12 @@ def _relation(train: Slab, rollout: Slab) -> Relation:
     return "colocate" if train == rollout else "separate"
 
 
+def _crosses_processes(config: RecipeConfig) -> bool:
+    """Whether weights shall travel from one process of a device to another, which takes workers."""
+    transport = None if config.sync is None else config.sync.values.get("transport")
+    return config.runtime_in_use == "ray" and transport == "cuda_ipc"
+
+
 # Words of other systems
 
 
@@ -178,7 +190,7 @@ def _check_overlaps(plan: Plan, num_devices: int) -> None:
     for one, other in (("rollout", "train"), ("reward", "train"), ("reward", "rollout")):
         a, b = plan.slabs[one], plan.slabs[other]
         shared = sorted(set(a.indices) & set(b.indices)) if a.kind == b.kind == "device" else []
-        if shared and a != b:
+        if shared and a.devices != b.devices:
             ways = (
                 f"rollout: {b} to take turns, or {example(num_devices)} to run apart"
                 if one == "rollout"

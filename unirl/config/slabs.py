@@ -22,6 +22,8 @@ class Slab:
 
     kind: Literal["device", "cpu"]
     indices: tuple[int, ...]
+    process: int = 0
+    """Which worker process of each device: 0 = the first, 1 = a second one beside it."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -32,8 +34,13 @@ class Slab:
         return spell(self.indices)
 
     @property
+    def devices(self) -> Slab:
+        """The same devices, whichever processes use them."""
+        return Slab(self.kind, self.indices)
+
+    @property
     def words(self) -> str:
-        """`device 0`, `devices 0-3`, `cpu x2`."""
+        """`device 0`, `devices 0-3`, `cpu x2`: the devices alone."""
         if self.kind == "cpu":
             return str(self)
         return f"{'device' if len(self) == 1 else 'devices'} {self}"

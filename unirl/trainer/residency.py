@@ -1,7 +1,7 @@
 """Which parts of a run are on the devices in which phase: one table, from which all moves follow.
 
-Parts of one slab take turns only where the engine shares the trainer's devices (colocate). Trainside shares the very
-weights, and a part on a slab of its own has nobody to make room for: these stay.
+Parts on the same devices take turns only where the engine shares the trainer's (colocate), in its processes or in
+others. Trainside shares the very weights, and a part on devices of its own has nobody to make room for: these stay.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ MAX_STALENESS: Mapping[Relation, int | None] = {"trainside": 0, "colocate": 0, "
 
 
 def home_of(plan: Plan, part: Part) -> Slab:
-    """The slab that a part lives on."""
-    return {"engine": plan.rollout, "reward": plan.reward}.get(part, plan.train)
+    """The devices that a part lives on, whichever processes hold it."""
+    return {"engine": plan.rollout, "reward": plan.reward}.get(part, plan.train).devices
 
 
 def parts_of(plan: Plan) -> tuple[Part, ...]:
@@ -57,7 +57,7 @@ def parts_of(plan: Plan) -> tuple[Part, ...]:
 
 def takes_turns(plan: Plan, part: Part) -> bool:
     """Whether a part leaves its devices while others use them."""
-    return plan.relation == "colocate" and home_of(plan, part) == plan.train
+    return plan.relation == "colocate" and home_of(plan, part) == plan.train.devices
 
 
 def resident(plan: Plan, phase: Phase) -> tuple[Part, ...]:

@@ -148,7 +148,7 @@ class LocalPool(Pool):
         return self.groups[slab]
 
     def _group(self, slab: Slab) -> LocalGroup:
-        name = f"local-{os.getpid()}-{slab.kind}-{slab.indices[0]}"
+        name = f"local-{os.getpid()}-{slab.kind}-{slab.indices[0]}-{slab.process}"
         worker = Worker(name, local_device(slab), self.transport)
         worker.enter(Seat(group=name))
         self.transport.add(worker.store)

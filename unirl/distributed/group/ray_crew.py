@@ -34,12 +34,31 @@ Ref = Any
 """A reference to a result of Ray, which has no public type."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a worker belongs."""
+
+    kind: str
+    index: int
+    process: int = 0
+    """0 = the process that holds the device, others stand beside it on the same device."""
+
+    def __str__(self) -> str:
+        beside = f" process {self.process}" if self.process else ""
+        return f"{self.kind} {self.index}{beside}"
+
+    @property
+    def holder(self) -> Place:
+        """The place of the first process of this device."""
+        return Place(self.kind, self.index)
+
+
 @dataclass(frozen=True, eq=False)
 class Member:
     """One worker."""
 
     name: str
-    place: str
+    place: Place
     actor: Any
     life: Ref
     """Resolves when the worker's process is gone, and never before."""
@@ -58,7 +77,7 @@ class Member:
         return about
 
     def __str__(self) -> str:
-        return describe(self.place, self.about)
+        return describe(str(self.place), self.about)
 
     def ask(self, what: str, method: str, *args: Any) -> Ref:
         """Start a method of the worker, to be waited for by `Crew.gather`."""
@@ -73,37 +92,53 @@ class Crew:
         self.reservation = reservation
         self.deadline_s = deadline_s
         self.preload = tuple(preload)
-        self.members: dict[tuple[str, int], Member] = {}
+        self.members: dict[Place, Member] = {}
         self.numbers = count()
 
-    def member(self, kind: str, index: int) -> Member:
-        """The worker on a place, started if there is none; does not wait for it."""
-        if (kind, index) not in self.members:
-            self.members[kind, index] = self._start(kind, index)
-        return self.members[kind, index]
+    def member(self, place: Place) -> Member:
+        """The worker on a place, started if there is none. Waits for the device's first process alone, if for any."""
+        if place.process:
+            self.member(place.holder)
+        if place not in self.members:
+            self.kill([member for member in self.members.values() if member.place.holder == place])
+            self.members[place] = self._start(place, self._needs(place), self._environment(place))
+        return self.members[place]
 
-    def _start(self, kind: str, index: int) -> Member:
+    def _needs(self, place: Place) -> dict[str, int]:
+        """What a worker takes of its bundle: the first process of a device takes it, all others nothing."""
+        takes = {"num_cpus": 0, "num_gpus": 0}
+        if place.kind == "device" and not place.process:
+            takes["num_gpus" if self.reservation.resource == "GPU" else "num_cpus"] = 1
+        return takes
+
+    def _environment(self, place: Place) -> dict[str, str]:
+        found = worker_environment(self.reservation.threads)
+        if place.kind == "device" and place.process and self.reservation.resource == "GPU":
+            first, what = self.members[place.holder], "asking for the GPU"
+            [visible] = self.gather(what, {first.ask(what, "visible"): first}, self.deadline_s)
+            # To Ray this process has no GPU, and it may hide them all from such ones.
+            found |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        return found
+
+    def _start(self, place: Place, needs: Mapping[str, int], environment: Mapping[str, str]) -> Member:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        held = self.reservation
-        bundle = index // held.per_node if kind == "device" else index % held.placement_group.bundle_count
-        needs = {"num_cpus": 0, "num_gpus": 0}
-        if kind == "device":
-            needs["num_gpus" if held.resource == "GPU" else "num_cpus"] = 1
-        name = f"{self.name}-{next(self.numbers)}-{kind}-{index}"
+        held, has_device = self.reservation, place.kind == "device"
+        bundle = place.index // held.per_node if has_device else place.index % held.placement_group.bundle_count
+        name = f"{self.name}-{next(self.numbers)}-{str(place).replace(' ', '-')}"
         actor = (
             actor_class()
             .options(
                 name=name,
                 **needs,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(held.placement_group, bundle),
-                runtime_env={"env_vars": worker_environment(held.threads)},
+                runtime_env={"env_vars": environment},
             )
-            .remote(name, f"{kind} {index}", kind == "device", self.deadline_s)
+            .remote(name, str(place), has_device, self.deadline_s)
         )
-        if kind == "device" and self.preload:
+        if has_device and self.preload:
             actor.preload.remote(self.preload)
-        return Member(name, f"{kind} {index}", actor, actor.live.remote(), actor.about.remote())
+        return Member(name, place, actor, actor.live.remote(), actor.about.remote())
 
     def gather(
         self, what: str, calls: Mapping[Ref, Member], deadline_s: float, stack_dir: Path | None = None
@@ -169,7 +204,7 @@ class Crew:
                 places[str(asked[ref])] = f"is gone: {how_it_died(error)}"
                 continue
             places[str(asked[ref])] = stacks.where
-            (folder / f"{asked[ref].place.replace(' ', '-')}.txt").write_text(stacks.text, encoding="utf-8")
+            (folder / f"{str(asked[ref].place).replace(' ', '-')}.txt").write_text(stacks.text, encoding="utf-8")
         return places
 
     def tell(self, method: str, *args: Any) -> None:

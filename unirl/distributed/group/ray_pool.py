@@ -1,4 +1,4 @@
-"""The `ray` runtime: one worker process per device."""
+"""The `ray` runtime: one worker process per device, or a second one beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve
-from unirl.distributed.group.ray_crew import Crew, Member, Ref
+from unirl.distributed.group.ray_crew import Crew, Member, Place, Ref
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import Seat
 
@@ -50,7 +50,7 @@ class RayGroup:
         self.pool = pool
         self.name = slab.words
         self.deadline_s = pool.deadline_s
-        self.members = [pool.crew.member(slab.kind, index) for index in slab.indices]
+        self.members = [pool.crew.member(Place(slab.kind, index, slab.process)) for index in slab.indices]
         self.num_ranks = len(self.members)
         self.marks: dict[str, dict[str, Dispatch]] = {}
         self.has_entered = False
@@ -146,7 +146,7 @@ class RayPool(Pool):
         """
         self.check(slab)
         for other in self.groups:
-            if other != slab and other.kind == slab.kind and set(other.indices) & set(slab.indices):
+            if other.devices != slab.devices and other.kind == slab.kind and set(other.indices) & set(slab.indices):
                 raise ConfigError(
                     f"placements on {other.words} and on {slab.words} share some devices and not all, and a worker "
                     "belongs to one group. Give both the same devices, or disjoint ones",

@@ -150,6 +150,10 @@ class RemoteWorker(Worker):
         for library in libraries:
             importlib.import_module(library)
 
+    def visible(self) -> str:
+        """The GPU that Ray gave this process, by which another process finds it too."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     def host_store(self) -> tuple[str, int]:
         """Open the store in which the ranks of a group find each other."""
         return process_group.host_store(self.host)

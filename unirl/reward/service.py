@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, scatter
+from unirl.distributed.group.rank import current
 from unirl.types.primitives import Images, Texts
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -87,6 +88,7 @@ class RewardService:
         """Leave the device; `names` is the whole reward or nothing."""
         if names:
             self.backend.offload()
+            current().free_unused()
 
     @broadcast
     def onload(self, names: Sequence[str]) -> None:

@@ -36,6 +36,11 @@ class RankInfo:
         torch.distributed.all_reduce(total, group=self.group)
         return float(total)
 
+    def free_unused(self) -> None:
+        """Give memory that this process keeps for later back to the device, where other processes need it now."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
 
 _ALONE = RankInfo()
 _RANK: ContextVar[RankInfo] = ContextVar("rank", default=_ALONE)

@@ -156,6 +156,7 @@ class DedicatedEngine(RolloutEngine):
         """Leave the device; weights, adapters and their version are kept."""
         if not self.is_asleep:
             self.move(asleep=True)
+            current().free_unused()
             self.is_asleep = True
 
     @broadcast

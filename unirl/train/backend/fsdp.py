@@ -310,6 +310,7 @@ class FSDPBackend(TrainBackend):
 
     def offload(self, names: Sequence[Offloadable]) -> None:
         self._move(names, torch.device("cpu"))
+        current().free_unused()
 
     def onload(self, names: Sequence[Offloadable]) -> None:
         self._move(names, self.home)

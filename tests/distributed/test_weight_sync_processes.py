@@ -24,6 +24,7 @@ from unirl.train.configs import LoraConfig
 pytestmark = pytest.mark.slow
 WIDTH = 128
 TRAIN, OTHERS = Slab("device", (0, 1)), Slab("device", (2, 3))
+BESIDE = Slab("device", (0, 1), process=1)
 
 
 class MovingBackend(FSDPBackend):
@@ -91,7 +92,7 @@ WAYS = {
     "colocate": (TRAIN, {}),
     "broadcast": (OTHERS, {}),
     "ray": (OTHERS, {"transport": "ray"}),
-    "shared_buffer": (OTHERS, {"transport": "cuda_ipc"}),
+    "shared_buffer": (BESIDE, {"transport": "cuda_ipc"}),
 }
 
 

@@ -33,6 +33,8 @@ RECIPES = {
     ("colocate", "full"): ("diffusion/sd3_replica_full_colocate",),
     ("separate", "lora"): ("diffusion/sd3_replica_lora_separate",),
     ("separate", "full"): ("diffusion/sd3_replica_full_separate",),
+    ("beside", "lora"): ("diffusion/sd3_replica_lora_colocate", "sync.transport=cuda_ipc"),
+    ("beside", "full"): ("diffusion/sd3_replica_full_colocate", "sync.transport=cuda_ipc"),
 }
 
 
@@ -125,7 +127,7 @@ def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize(
     ("layout", "devices"),
-    [(layout, n) for layout in RELATIONS for n in (1, 2, 4) if (layout, n) != ("separate", 1)],
+    [(layout, n) for layout in RELATIONS for n in (1, 2, 4) if (layout, n) != ("separate", 1)] + [("beside", 2)],
 )
 def test_workers_change_nothing(layout, devices, tune, local, workers, tmp_path) -> None:
     recipe, *overrides = RECIPES[layout, tune]

@@ -72,7 +72,7 @@ def start(num_cpus: int) -> None:
     # Ray reports usage to its makers unless told otherwise, and has no other door than this variable.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     num_gpus = torch.cuda.device_count()
-    with _on_loopback():
+    with _on_loopback(), _not_inherited(signal.SIGTERM, signal.SIGUSR1):
         ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -85,6 +85,18 @@ def start(num_cpus: int) -> None:
             _node_ip_address="127.0.0.1",
             _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
+
+
+def shut_down() -> None:
+    """End the Ray that `start` began, at once: its processes do not hear the SIGTERM by which Ray would ask them."""
+    import ray
+    from ray._private import worker
+
+    node = worker._global_node
+    if node is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
+    ray.shutdown()
 
 
 @contextmanager
@@ -133,6 +145,17 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
     except OSError as error:
         raise ResourceError(f"no Ray answers at RAY_ADDRESS={address} ({error}). {WAY_OUT}", code=5001) from error
+
+
+@contextmanager
+def _not_inherited(*numbers: signal.Signals) -> Iterator[None]:
+    """Processes that start inside do not get these signals: a scheduler that stops a run sends them to all of its
+    processes, and the driver still needs the others to finish its step."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

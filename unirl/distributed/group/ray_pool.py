@@ -14,7 +14,7 @@ from unirl.config.placement import Slab
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
-from unirl.distributed.group.ray_cluster import connect, reserve
+from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
 from unirl.distributed.group.ray_crew import Crew, Member, Place, Ref
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import Seat
@@ -186,14 +186,13 @@ class RayPool(Pool):
             return
         self.is_closed = True
         self.groups.clear()
-        from ray.util.placement_group import remove_placement_group
-
         self.crew.kill(list(self.crew.members.values()))
-        remove_placement_group(self.reservation.placement_group)
+        if not self.owns_ray:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self.reservation.placement_group)
         self._leave_ray()
 
     def _leave_ray(self) -> None:
-        import ray
-
         if self.owns_ray:
-            ray.shutdown()
+            shut_down()

@@ -104,6 +104,6 @@ def test_scalars_of_the_recipe_have_ranges():
     assert refused("save_interval=-1").code == 2004
     assert "must be <= 65536" in str(refused("num_devices=65537"))
     assert "stall_timeout_s must be > 0, got 0" in str(refused("stall_timeout_s=0"))
-    assert "parity.stop must be >= warn (0.1) or 0, got 0.05" in str(refused("parity.stop=0.05"))
+    assert "parity.stop must be >= warn (0.5) or 0, got 0.05" in str(refused("parity.stop=0.05"))
     assert RecipeConfig.__dataclass_fields__["num_rollouts"].default == 100
     assert find_recipe(RECIPE).card.status in ("untested", "toy", "trained")

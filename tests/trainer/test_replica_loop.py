@@ -70,7 +70,7 @@ def test_a_run_that_stops_between_two_publications_resumes_exactly(tmp_path) -> 
 
 def test_an_engine_in_another_precision_stops_before_the_first_update(tmp_path) -> None:
     with pytest.raises(DivergenceError, match=r"in another dtype \(rollout.dtype") as error:
-        run(tmp_path, SEPARATE, "num_rollouts=1", "rollout.dtype=bf16")
+        run(tmp_path, SEPARATE, "num_rollouts=1", "rollout.dtype=bf16", "parity.stop=1")
     assert error.value.code == 9002
     assert not (tmp_path / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
 

@@ -89,12 +89,12 @@ class ParityConfig:
     """How far the engine's log-probs may be from the trainer's replay of the same steps, before the first update.
 
     The measure is the largest |log ratio|, nats, in units of the loss's clip range: at 1 the trust region is used up
-    before anything was learned.
+    before anything was learned. Low precision alone may give a fraction of it, wrong weights give hundreds.
     """
 
-    warn: float = 0.1
+    warn: float = 0.5
     """From here on the run warns; 0 = never."""
-    stop: float = 1.0
+    stop: float = 10.0
     """From here on the run stops; 0 = never. With both 0 nothing is measured."""
 
     def __post_init__(self) -> None:

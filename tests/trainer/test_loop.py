@@ -153,6 +153,16 @@ def test_a_branch_from_another_runs_checkpoint_may_change_the_recipe(finished, t
     assert branch.step == 2 and [row["step"] for row in metrics_of(tmp_path)] == [2]
 
 
+@pytest.mark.parametrize("change", ["backend.lora_cfg.rank=8", "backend.lora_cfg=null"])
+def test_a_branch_with_other_trained_weights_is_refused_before_a_model_is_loaded(
+    change, finished, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("unirl.trainer.build.place_roles", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(CheckpointError, match=r"trained weights are 'rank=4, .*' *, this recipe's are") as error:
+        run(tmp_path, change, f"resume={finished / 'checkpoints/checkpoint-000001'}")
+    assert error.value.code == 7002
+
+
 def test_only_keys_that_change_results_count_as_changed() -> None:
     before = {"num_rollouts": 2, "rollout": {"forward_batch_size": 8}, "batch_size": 4, "run": {"dir": "a"}}
     after = {"num_rollouts": 9, "rollout": {"forward_batch_size": 1}, "batch_size": 8, "run": {"dir": "b"}}

@@ -24,7 +24,7 @@ from unirl.train.parity import GAP_METRIC, parity_table
 from unirl.trainer.parity import ParityGate
 from unirl.trainer.report import eval_result, reward_metrics, sample_rows, spread_rows
 from unirl.trainer.residency import Residency
-from unirl.trainer.resume import check_same_recipe, resume_point
+from unirl.trainer.resume import ResumePoint
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import DataSource, State, Stateful
 from unirl.types.results import values
@@ -58,6 +58,8 @@ class Parts:
     sync: WeightSync
     tracker: Tracker
     checkpoints: CheckpointStore
+    resume: ResumePoint
+    """Where the run continues; known to fit the recipe."""
     pool: Pool
     residency: Residency
     parity: ParityGate | None
@@ -269,7 +271,7 @@ class Trainer(ABC):
 
     def restore(self) -> None:
         """Continue after the last valid checkpoint, with the files cut back to it; or start at 0."""
-        point = resume_point(self.parts.checkpoints, self.config.resume)
+        point = self.parts.resume
         for reason in point.skipped:
             self.tracker.warn(reason)
         if point.checkpoint is not None:
@@ -278,10 +280,8 @@ class Trainer(ABC):
         self.tracker.truncate(self.step if point.checkpoint else -1)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint's state. One of this run must have been written by this recipe."""
+        """Take over a checkpoint's state."""
         state = read_json(checkpoint.path / "trainer.json")
-        if checkpoint.path.parent == self.parts.checkpoints.directory:
-            check_same_recipe(state["recipe"], self.parts.recipe, checkpoint)
         self._compare_environment(state["environment"], checkpoint)
         self.roles.backend.load(str(checkpoint.path / "policy"))
         self.load_state_dict(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,17 @@ from unirl.config.load import Recipe
 from unirl.config.placement import Plan, plan_of
 from unirl.config.preflight import check_disk
 from unirl.config.recipe import RecipeConfig
-from unirl.distributed import current
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
-from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
+from unirl.train.configs import LoraConfig
 from unirl.trainer.base import PUBLISHED, Parts, Roles
 from unirl.trainer.diffusion import DiffusionTrainer
 from unirl.trainer.parity import ParityGate
 from unirl.trainer.placement import place_roles
 from unirl.trainer.residency import Residency
+from unirl.trainer.resume import ResumePoint, check_resumable, resume_point
 from unirl.trainer.run import open_tracker
 from unirl.types.protocols import DataSource, Stateful
 
@@ -54,6 +54,9 @@ def data_of(recipe: Recipe) -> DataSource:
 def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionTrainer:
     """Open the pool of a recipe, place its roles there and join them. The trainer owns the pool from then on."""
     config = recipe.config
+    checkpoints = CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints)
+    resume = resume_point(checkpoints, config.resume)
+    check_resumable(resume, checkpoints.directory, recipe.resolved(), lora_of(config))
     pool = open_pool(
         config.runtime_in_use,
         config.num_devices,
@@ -63,13 +66,13 @@ def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionT
     )
     pool.stack_dir = tracker.run.root / "logs"
     try:
-        return _join(recipe, data, tracker, pool)
+        return _join(recipe, data, tracker, pool, resume)
     except BaseException:
         pool.close()
         raise
 
 
-def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool) -> DiffusionTrainer:
+def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool, resume: ResumePoint) -> DiffusionTrainer:
     config = recipe.config
     sampling = build(config.sampling)
     advantage = build(config.advantage)
@@ -86,6 +89,7 @@ def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool) -> Dif
         sync=placed.sync,
         tracker=tracker,
         checkpoints=CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints),
+        resume=resume,
         pool=pool,
         residency=Residency(plan, placed.handles),
         parity=parity_gate(config),
@@ -100,6 +104,12 @@ def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool) -> Dif
     _check_disk(config, tracker, placed.handles["backend"])
     roles = Roles(**{name: placed.handles[name] for name in ("rollout", "reward", "stack", "backend")})
     return DiffusionTrainer(parts, roles, sampling)
+
+
+def lora_of(config: RecipeConfig) -> LoraConfig | None:
+    """The adapters that a recipe trains; None when it trains all weights."""
+    node = config.backend.values.get("lora_cfg")
+    return None if node is None else build(node)
 
 
 def parity_gate(config: RecipeConfig) -> ParityGate | None:

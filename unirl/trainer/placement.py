@@ -1,9 +1,9 @@
 """Who sits where: the roles of a recipe on the slabs of its plan.
 
-    trainside    train slab: bundle pipeline stage backend algorithm stack rollout
-    otherwise    train slab: bundle stage backend algorithm stack sender        (of the model, the trained module alone)
-                 rollout slab: engine_bundle engine_pipeline rollout            (the whole model)
-    reward       beside the rollout, unless it has a slab of its own
+trainside    train slab: bundle pipeline stage backend algorithm stack rollout
+otherwise    train slab: bundle stage backend algorithm stack sender        (of the model, the trained module alone)
+             rollout slab: engine_bundle engine_pipeline rollout            (the whole model)
+reward       beside the rollout, unless it has a slab of its own
 """
 
 from __future__ import annotations

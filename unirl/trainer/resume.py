@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from unirl.train.backend.state import check_trained_weights, read_counters
+from unirl.train.configs import LoraConfig
 
 RESULT_NEUTRAL = (
     "num_rollouts",
@@ -57,6 +61,23 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
     if resume in ("auto", "latest"):
         return _latest(store)
     return ResumePoint(open_checkpoint(resume))
+
+
+def check_resumable(point: ResumePoint, own: Path, recipe: Mapping[str, Any], lora: LoraConfig | None) -> None:
+    """Refuse a continuation that cannot be, before a model is loaded.
+
+    Args:
+        own: the folder of this run's checkpoints, which only this recipe may continue; others may be branched off from.
+
+    Raises:
+        CheckpointError: 7002.
+    """
+    checkpoint = point.checkpoint
+    if checkpoint is None:
+        return
+    if checkpoint.path.parent == own:
+        check_same_recipe(json.loads((checkpoint.path / "trainer.json").read_text())["recipe"], recipe, checkpoint)
+    check_trained_weights(read_counters(checkpoint.path / "policy"), lora)
 
 
 def _start_anew(store: CheckpointStore) -> ResumePoint:

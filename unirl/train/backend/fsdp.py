@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unirl.config.errors import CheckpointError, ConfigError
+from unirl.config.errors import ConfigError
 from unirl.distributed import current
 from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
 from unirl.models.saved import SavedWeights
@@ -249,7 +248,8 @@ class FSDPBackend(TrainBackend):
     def load(self, directory: str) -> None:
         path = Path(directory)
         counters = state.read_counters(path)
-        self._check_counters(counters)
+        state.check_trained_weights(counters, self.lora)
+        state.check_snapshots(counters, sorted(self.snapshots.stored))
         saved = state.open_tensors(path, counters.files, self.rank)
         found, snapshots = saved.headers, self._snapshot_tensors()
         state.check_match("weights", found["weights"], self.trainable)
@@ -289,22 +289,10 @@ class FSDPBackend(TrainBackend):
         return {f"{s}:{key}": tensor for s, held in self.snapshots.stored.items() for key, tensor in held.items()}
 
     def _counters(self) -> state.Counters:
-        adapter = "full" if self.lora is None else ", ".join(f"{k}={v}" for k, v in asdict(self.lora).items())
         names = tuple(sorted(self.snapshots.stored))
-        return state.Counters(self.updates, self.skipped_in_a_row, adapter=adapter, snapshots=names)
-
-    def _check_counters(self, found: state.Counters) -> None:
-        here = self._counters()
-        for what, theirs, ours in (
-            ("trained weights", found.adapter, here.adapter),
-            ("weight snapshots", list(found.snapshots), list(here.snapshots)),
-        ):
-            if theirs != ours:
-                raise CheckpointError(
-                    f"the checkpoint's {what} are {theirs!r}, this recipe's are {ours!r}: resume with the recipe that "
-                    "wrote it, or start anew with resume=none",
-                    code=7002,
-                )
+        return state.Counters(
+            self.updates, self.skipped_in_a_row, adapter=state.trained_weights(self.lora), snapshots=names
+        )
 
     # Residency
 

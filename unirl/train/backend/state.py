@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from unirl.config.errors import CheckpointError
 from unirl.distributed import RankInfo
+from unirl.train.configs import LoraConfig
 
 FORMAT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -45,6 +46,30 @@ class Counters:
     snapshots: tuple[str, ...]
     files: tuple[str, ...] = ()
     format: int = FORMAT
+
+
+def trained_weights(lora: LoraConfig | None) -> str:
+    """What is trained, as `Counters.adapter` says it."""
+    return "full" if lora is None else ", ".join(f"{key}={value}" for key, value in asdict(lora).items())
+
+
+def check_trained_weights(found: Counters, lora: LoraConfig | None) -> None:
+    """Raises CheckpointError (7002) unless the checkpoint's trained weights are of the kind that this recipe trains."""
+    _check_equal("trained weights", found.adapter, trained_weights(lora))
+
+
+def check_snapshots(found: Counters, names: Sequence[str]) -> None:
+    """Raises CheckpointError (7002) unless the checkpoint holds these snapshots."""
+    _check_equal("weight snapshots", list(found.snapshots), list(names))
+
+
+def _check_equal(what: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint's {what} are {theirs!r}, this recipe's are {ours!r}: resume with the recipe that wrote "
+            "it, or start anew with resume=none",
+            code=7002,
+        )
 
 
 # Writing

@@ -205,3 +205,11 @@ def test_groups_of_other_slabs_reuse_the_workers(ray_pool) -> None:
     pairs = [ray_pool.group(Slab("device", pair)).place(Remote("camera", Camera)) for pair in ((0, 1), (2, 3))]
     assert [pair.total() for pair in pairs] == [3.0, 3.0]
     assert pairs[1].develop(pairs[0].shoot(ids(4))).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_the_memory_of_workers_is_known(ray_pool) -> None:
+    group = ray_pool.group(Slab("device", (0, 1)))
+    group.hosts  # noqa: B018 - waits for the workers
+    peak = ray_pool.memory()["mem/host_peak_gib"]
+    assert 0.1 < peak < 8.0

@@ -84,8 +84,8 @@ METRICS = (
     MetricName("samples/scored", "samples scored"),
     MetricName("samples/dropped", "samples dropped, for any reason"),
     MetricName("throughput/samples_per_s", "samples per second of the whole step"),
-    MetricName("mem/host_peak_gib", "largest resident memory of the driver so far, GiB"),
-    MetricName("mem/device_peak_gib", "largest memory allocated on the device in the step, GiB"),
+    MetricName("mem/host_peak_gib", "largest resident memory of a process of the run so far, GiB"),
+    MetricName("mem/device_peak_gib", "largest memory allocated on a device in the step, GiB"),
 )
 
 NOT_REPRODUCIBLE = ("time/", "throughput/", "mem/")

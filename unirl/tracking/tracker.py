@@ -70,11 +70,15 @@ class Tracker:
         self._recorded |= {name: float(value) for name, value in metrics.items()}
 
     def log_step(self, step: int) -> dict[str, float]:
-        """Writes what was recorded, with the times of the phases and the memory; gives it back."""
+        """Writes what was recorded, with the times of the phases and the memory; gives it back.
+
+        Memory that was recorded is that of other processes: the larger counts.
+        """
         if step <= self.position:
             raise ValueError(f"step {step} was logged after step {self.position}; call truncate when a run goes back")
         clock = self.timers.take()
-        metrics = self._recorded | clock | peak_memory() | self._throughput(clock)
+        memory = {name: max(gib, self._recorded.get(name, 0.0)) for name, gib in peak_memory().items()}
+        metrics = self._recorded | clock | memory | self._throughput(clock)
         check_names(metrics, self._tracks)
         self._recorded = {}
         self.position = step

@@ -206,6 +206,7 @@ class Trainer(ABC):
     def finish_step(self) -> None:
         """The end of a step: evaluate, flush the files, checkpoint; then stop if a signal asked for it."""
         self.step += 1
+        self.tracker.record(self.parts.pool.memory())
         self.tracker.log_step(self.step)
         last = self.step == self.config.num_rollouts
         every = self.config.evaluation.eval_steps

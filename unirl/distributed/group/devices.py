@@ -48,6 +48,10 @@ class Pool(ABC):
     def release(self, step: int) -> None:
         """Free the columns of a step on every worker."""
 
+    def memory(self) -> dict[str, float]:
+        """`mem/*` in GiB: the largest of any worker outside the driver's process; device peaks since last asked."""
+        return {}
+
     @abstractmethod
     def clear(self) -> None:
         """End all roles and groups, free all columns, and keep the workers."""

@@ -174,6 +174,14 @@ class RayPool(Pool):
         """Free the columns of a step on every worker."""
         self.crew.tell("release", step)
 
+    def memory(self) -> dict[str, float]:
+        """`mem/*` in GiB: the largest of any worker; device peaks since last asked."""
+        calls = {member.ask("memory", "peak_memory"): member for member in self.crew.members.values()}
+        found: dict[str, float] = {}
+        for peaks in self.gather("memory", calls, self.deadline_s):
+            found |= {name: max(gib, found.get(name, 0.0)) for name, gib in peaks.items()}
+        return found
+
     def clear(self) -> None:
         """End all roles and groups, free all columns, and keep the workers that are well."""
         self.groups.clear()

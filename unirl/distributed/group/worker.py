@@ -23,6 +23,7 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import Stacks, stacks_of
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.transport import ColumnStore, Parcel, Transport
+from unirl.tracking.timing import peak_memory
 from unirl.types.column import Piece
 
 PARENT_CHECK_S = 0.5
@@ -161,6 +162,10 @@ class RemoteWorker(Worker):
     def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
         """Rows of this worker that another one asks for."""
         return self.store.read(pieces)
+
+    def peak_memory(self) -> dict[str, float]:
+        """`mem/*` of this process."""
+        return peak_memory()
 
     def stacks(self) -> Stacks:
         """Where the threads of this process stand."""

@@ -19,6 +19,7 @@ from harness import Ratio, paired, report
 
 from unirl.config.load import load
 from unirl.config.preflight import preflight
+from unirl.distributed.group.ray_cluster import connect
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
 
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    connect(num_cpus=3)  # one Ray for both pools
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 

@@ -12,6 +12,7 @@ import torch
 from unirl import __version__
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
+from unirl.config.declared import capabilities_of
 from unirl.config.load import Recipe
 from unirl.config.placement import Plan, plan_of
 from unirl.config.preflight import check_disk
@@ -66,13 +67,20 @@ def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionT
     )
     pool.stack_dir = tracker.run.root / "logs"
     try:
-        return _join(recipe, data, tracker, pool, resume)
+        return _join(recipe, data, tracker, pool, checkpoints, resume)
     except BaseException:
         pool.close()
         raise
 
 
-def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool, resume: ResumePoint) -> DiffusionTrainer:
+def _join(
+    recipe: Recipe,
+    data: DataSource,
+    tracker: Tracker,
+    pool: Pool,
+    checkpoints: CheckpointStore,
+    resume: ResumePoint,
+) -> DiffusionTrainer:
     config = recipe.config
     sampling = build(config.sampling)
     advantage = build(config.advantage)
@@ -88,7 +96,7 @@ def _join(recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool, resume
         advantage=advantage,
         sync=placed.sync,
         tracker=tracker,
-        checkpoints=CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints),
+        checkpoints=checkpoints,
         resume=resume,
         pool=pool,
         residency=Residency(plan, placed.handles),
@@ -113,10 +121,11 @@ def lora_of(config: RecipeConfig) -> LoraConfig | None:
 
 
 def parity_gate(config: RecipeConfig) -> ParityGate | None:
-    """The gate of a loss with a trust region on log-probs; None for others, or when both thresholds are off."""
+    """The gate of a loss with a trust region on log-probs that the engine records; None when both thresholds are off."""
     algorithm: StageAlgorithm[Any] = build(config.algorithm)
     width = algorithm.trust_width()
-    if width is None or not (config.parity.warn or config.parity.stop):
+    recorded = capabilities_of(config.rollout).behaviour_logp
+    if width is None or not recorded or not (config.parity.warn or config.parity.stop):
         return None
     return ParityGate(config.parity, width)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-STEPS = 12
+STEPS = 30
 MARK = "UNIRL_KILL_TRIAL"
 """Every process of a trial inherits this variable, so that none of them can hide."""
 CLOCKS = ("time/", "mem/", "throughput/")
@@ -143,8 +143,8 @@ def trial(folder: Path, relation: str, choice: random.Random) -> dict[str, objec
     """One kill: when, whom, what was said how soon, what was left, and whether the resumed run is the same."""
     run = Run(folder, relation)
     try:
-        # At most three steps before the end, so that there is something left to kill.
-        wanted, delay = choice.randint(1, STEPS - 3), choice.uniform(0.0, 0.5)
+        # Well before the end, so that there is something left to kill.
+        wanted, delay = choice.randint(1, STEPS - 12), choice.uniform(0.0, 0.5)
         assert wait_until(lambda: run.steps() >= wanted, 240), run.log.read_text()[-3000:]
         time.sleep(delay)
         workers = run.workers()

@@ -121,7 +121,7 @@ def lora_of(config: RecipeConfig) -> LoraConfig | None:
 
 
 def parity_gate(config: RecipeConfig) -> ParityGate | None:
-    """The gate of a loss with a trust region on log-probs that the engine records; None when both thresholds are off."""
+    """The gate of a loss with a trust region on log-probs that the engine records; None if both thresholds are off."""
     algorithm: StageAlgorithm[Any] = build(config.algorithm)
     width = algorithm.trust_width()
     recorded = capabilities_of(config.rollout).behaviour_logp

@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,10 +94,33 @@ def shut_down() -> None:
     from ray._private import worker
 
     node = worker._global_node
+    agents: list[int] = []
     if node is not None:
+        begun = {info.process.pid for infos in node.all_processes.values() for info in infos}
+        agents = descendants(begun)
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     ray.shutdown()
+    for pid in agents:
+        # They would see within seconds that they are alone.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(roots: Collection[int]) -> list[int]:
+    """The processes below `roots`, which are not among them; none where the system has no /proc."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            parent = entry.read_text(errors="replace").rpartition(")")[2].split()[1]
+            below.setdefault(int(parent), []).append(int(entry.parent.name))
+    found: list[int] = []
+    waiting = list(roots)
+    while waiting:
+        children = below.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
 
 
 @contextmanager

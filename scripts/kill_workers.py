@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-STEPS = 30
+STEPS = 24
 MARK = "UNIRL_KILL_TRIAL"
 """Every process of a trial inherits this variable, so that none of them can hide."""
 CLOCKS = ("time/", "mem/", "throughput/")

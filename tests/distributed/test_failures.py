@@ -17,7 +17,7 @@ from tests.distributed.roles import Camera, Saboteur, ids
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
 from unirl.distributed.group import Remote, Slab
 from unirl.distributed.group.failures import Failure, first_cause
-from unirl.distributed.group.ray_cluster import check_reachable, check_version, reserve
+from unirl.distributed.group.ray_cluster import check_interpreter, check_reachable, check_version, reserve
 from unirl.distributed.group.ray_pool import RayPool
 from unirl.distributed.group.stacks import watchdog
 
@@ -185,6 +185,12 @@ def test_an_old_ray_is_refused() -> None:
     assert caught.value.code == 3002
     check_version("2.54.0")
     check_version("3.0.0.dev0")
+
+
+def test_an_interpreter_that_ray_cannot_start_is_refused() -> None:
+    with pytest.raises(DependencyError, match=r"/home/a user/.*has a blank in it.*runtime=local"):
+        check_interpreter("/home/a user/.venv/bin/python")
+    check_interpreter(sys.executable.replace(" ", "_"))
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,12 @@ def workers(ray_pool, monkeypatch):
         if runtime == "local":
             return open_pool(runtime, num_devices, **options)
         ray_pool.num_updates = options["num_updates"]
+        ray_pool.row_transport = options["row_transport"]
         return ray_pool
 
     monkeypatch.setattr(build, "open_pool", pool_of)
-    return ray_pool
+    yield ray_pool
+    ray_pool.row_transport = "object_store"
 
 
 @pytest.mark.parametrize("tune", ["lora", "full"])
@@ -171,6 +173,19 @@ def test_no_byte_of_latents_conditions_or_pixels_passes_through_the_driver(worke
     one_picture = 3 * 64 * 64 * 4
     assert abs(passed[1] - passed[0]) < one_picture / 10, passed
     assert passed[1] > 0
+
+
+@pytest.mark.slow
+def test_rows_may_travel_over_a_process_group(workers, tmp_path, monkeypatch) -> None:
+    moved = []
+    gather = workers.gather
+    monkeypatch.setattr(workers, "gather", lambda what, *rest: (moved.append(what), gather(what, *rest))[1])
+    recipe, *overrides = RECIPES["separate", "lora"]
+    settings = ("runtime=ray", "num_devices=4", "placement={train: 0-2, rollout: 3}", "row_transport=collective")
+    settings += ("batch_size=3", "num_rollouts=2")
+    expected = run(tmp_path / "local", *RECIPES["trainside", "lora"], "batch_size=3", "num_rollouts=2")
+    assert_same(run(tmp_path / "workers", recipe, *overrides, *settings), expected)
+    assert moved.count("moving rows") >= 2
 
 
 def test_training_moved_the_weights(local) -> None:

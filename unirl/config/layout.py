@@ -153,6 +153,8 @@ def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterat
         yield f"weight_sync_interval={interval}: samples come from weights that are up to {interval - 1} steps old"
     if config.runtime_in_use == "local" and os.environ.get("RAY_ADDRESS"):
         yield "RAY_ADDRESS is set and has no effect: runtime=local is this one process. Set runtime=ray to use it"
+    if config.runtime_in_use == "local" and config.row_transport != "object_store":
+        yield f"row_transport={config.row_transport} has no effect: runtime=local is this one process"
     if config.runtime_in_use == "local" and config.devices_per_node is not None:
         yield f"devices_per_node={config.devices_per_node} has no effect: runtime=local is this one process"
     for role, slab in {"rollout": plan.rollout, "reward": plan.reward}.items():

@@ -148,6 +148,8 @@ class RecipeConfig:
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
     stall_timeout_s: float = 1800.0
     """A call that takes longer has stalled: the run ends and shows where every worker stands."""
+    row_transport: Literal["object_store", "collective"] = "object_store"
+    """How latents, conditions and pixels go from worker to worker: Ray's object store, or gloo and NCCL messages."""
     weight_sync_interval: int = 1
     """Send weights to an engine of its own every this many steps."""
     save_interval: int = 50

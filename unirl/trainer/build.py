@@ -64,6 +64,7 @@ def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionT
         devices_per_node=config.devices_per_node,
         num_updates=recipe.value("stack.num_updates_per_batch"),
         deadline_s=config.stall_timeout_s,
+        row_transport=config.row_transport,
     )
     pool.stack_dir = tracker.run.root / "logs"
     try:

@@ -29,6 +29,7 @@ RESULT_NEUTRAL = (
     "num_devices",
     "devices_per_node",
     "placement",
+    "row_transport",
     "stall_timeout_s",
     "parity",
     "backend.fsdp_cfg.shard_size",

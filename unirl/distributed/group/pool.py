@@ -7,6 +7,7 @@ from typing import Literal
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.local_pool import LocalPool
 from unirl.distributed.group.ray_pool import RayPool
+from unirl.distributed.tensor.transport import RowTransport
 
 __all__ = ["DevicePool", "Pool", "Runtime", "open_pool"]
 
@@ -19,6 +20,7 @@ def open_pool(
     devices_per_node: int | None = None,
     num_updates: int = 1,
     deadline_s: float = 1800.0,
+    row_transport: RowTransport = "object_store",
 ) -> Pool:
     """The pool of a runtime. Close it: workers of Ray outlive their roles, not their pool.
 
@@ -26,10 +28,11 @@ def open_pool(
         devices_per_node: how the devices divide over machines; all on one when absent.
         num_updates: U of the row layout.
         deadline_s: seconds that one call may take.
+        row_transport: how rows travel between workers of Ray.
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
-    return RayPool(num_devices, devices_per_node, num_updates, deadline_s)
+    return RayPool(num_devices, devices_per_node, num_updates, deadline_s, row_transport=row_transport)
 
 
 def DevicePool(  # noqa: N802 - the name of the seeds, which see a class here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,27 @@ _HOSTED: list[dist.TCPStore] = []
 
 def host_store(host: str) -> tuple[str, int]:
     """Open the store in which ranks find each other, reachable at `host` and nowhere else; gives its address."""
+    store = open_store(host)
+    _HOSTED.append(store)
+    return host, store.port
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """A store on a free port of `host`, for as long as the caller holds it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    _HOSTED.append(
-        dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    )
-    return host, port
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def group_beside(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
+    """A process group beside the default one, for messages of our own: NCCL between GPUs, else gloo."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -66,10 +67,21 @@ def check_version(version: str) -> None:
         )
 
 
+def check_interpreter(path: str) -> None:
+    """Raise DependencyError 3002 for an interpreter with which Ray cannot start workers."""
+    if any(letter.isspace() for letter in path):
+        raise DependencyError(
+            f"runtime: Ray cannot start workers with {path}, because the path has a blank in it. Move the project with "
+            "its .venv to a path without blanks, or set runtime=local",
+            code=3002,
+        )
+
+
 def start(num_cpus: int) -> None:
     """A Ray of our own on this machine, bound to loopback."""
     import ray
 
+    check_interpreter(sys.executable)
     # Ray reports usage to its makers unless told otherwise, and has no other door than this variable.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     num_gpus = torch.cuda.device_count()

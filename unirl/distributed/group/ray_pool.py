@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,6 +18,8 @@ from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
 from unirl.distributed.group.ray_crew import Crew, Member, Place, Ref
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import Seat
+from unirl.distributed.tensor.collective import plan_moves, workers_of
+from unirl.distributed.tensor.transport import RowTransport
 
 LIBRARIES = ("diffusers", "transformers", "peft")
 NUMBERS = count()
@@ -84,6 +86,7 @@ class RayGroup:
         """Start a call and return at once."""
         what = f"{role}.{method}"
         parts = cut(what, self.marks[role][method], (args, kwargs), self.num_ranks, self.pool.num_updates)
+        self.pool.move_rows(parts.calls, self.members)
         calls = {}
         for member, call in zip(self.members, parts.calls, strict=False):  # a rank0 call has one part
             self.pool.traffic.sent(call)
@@ -116,6 +119,7 @@ class RayPool(Pool):
     Args:
         devices_per_node: how the devices divide over machines; all on one when absent.
         preload: libraries that workers with a device import while they start.
+        row_transport: how rows of columns travel between workers.
     """
 
     def __init__(
@@ -125,12 +129,15 @@ class RayPool(Pool):
         num_updates: int = 1,
         deadline_s: float = 1800.0,
         preload: tuple[str, ...] = LIBRARIES,
+        row_transport: RowTransport = "object_store",
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices)
         self.groups: dict[Slab, RayGroup] = {}
         self.is_closed = False
         self.phase = ""
+        self.row_transport = row_transport
+        self.row_workers: set[str] = set()
         try:
             self.reservation = reserve(num_devices, devices_per_node)
         except BaseException:
@@ -170,6 +177,30 @@ class RayPool(Pool):
         during = f" (phase {self.phase})" if self.phase else ""
         return self.crew.gather(what + during, calls, deadline_s, self.stack_dir)
 
+    def move_rows(self, calls: Sequence[Any], members: Sequence[Member]) -> None:
+        """Where rows travel over a process group: bring those that `calls` read to the members that they are for."""
+        if self.row_transport == "object_store":
+            return
+        moves = plan_moves(calls, [member.name for member in members[: len(calls)]])
+        if not moves:
+            return
+        workers = {member.name: member for member in self.crew.members.values()}
+        self._join_rows(workers)
+        what, taking_part = "moving rows", [workers[name] for name in workers_of(moves)]
+        self.gather(what, {member.ask(what, "exchange", moves): member for member in taking_part}, self.deadline_s)
+
+    def _join_rows(self, workers: Mapping[str, Member]) -> None:
+        """All workers of the pool in one process group, anew when a worker is new."""
+        if self.row_workers == set(workers):
+            return
+        what, first = "opening the store of rows", next(iter(workers.values()))
+        [(host, port)] = self.gather(what, {first.ask(what, "host_rows"): first}, self.deadline_s)
+        ranks = {name: rank for rank, name in enumerate(workers)}
+        what, seat = "joining the workers' process group", (host, port, ranks, self.deadline_s)
+        joins = {member.ask(what, "join_rows", *seat): member for member in workers.values()}
+        self.gather(what, joins, self.deadline_s)
+        self.row_workers = set(workers)
+
     def release(self, step: int) -> None:
         """Free the columns of a step on every worker."""
         self.crew.tell("release", step)
@@ -186,6 +217,7 @@ class RayPool(Pool):
         """End all roles and groups, free all columns, and keep the workers that are well."""
         self.groups.clear()
         self.num_taken = 0
+        self.row_workers = set()
         self.crew.tell("clear")
 
     def close(self) -> None:

@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from unirl.config.errors import ConfigError
 from unirl.distributed.group import process_group
@@ -21,6 +22,7 @@ from unirl.distributed.group.failures import Failure
 from unirl.distributed.group.rank import RankInfo, running_as
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import Stacks, stacks_of
+from unirl.distributed.tensor.collective import CollectiveTransport, Move
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.transport import ColumnStore, Parcel, Transport
 from unirl.tracking.timing import peak_memory
@@ -121,7 +123,10 @@ class RemoteWorker(Worker):
             deadline_s: how long another worker may take to send rows.
         """
         device = torch.device("cuda", 0) if has_device and torch.cuda.is_available() else torch.device("cpu")
-        super().__init__(name, device, RayTransport(deadline_s))
+        self.object_store = RayTransport(deadline_s)
+        super().__init__(name, device, self.object_store)
+        self.rows: CollectiveTransport | None = None
+        self.rows_store: TCPStore | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.place_name = place
@@ -158,6 +163,30 @@ class RemoteWorker(Worker):
     def host_store(self) -> tuple[str, int]:
         """Open the store in which the ranks of a group find each other."""
         return process_group.host_store(self.host)
+
+    def host_rows(self) -> tuple[str, int]:
+        """Open the store in which the workers that move rows over a process group find each other."""
+        self.rows_store = process_group.open_store(self.host)
+        return self.host, self.rows_store.port
+
+    def join_rows(self, host: str, port: int, ranks: Mapping[str, int], timeout_s: float) -> None:
+        """Move rows over a process group from here on. Returns when all of `ranks`, workers by name, have joined."""
+        store = PrefixStore("rows", TCPStore(host, port, is_master=False, wait_for_workers=False))
+        device = self.rank.device
+        group = process_group.group_beside(store, ranks[self.name], len(ranks), device, timeout_s)
+        self.rows = CollectiveTransport(group, ranks, device, timeout_s)
+        self.store.transport = self.rows
+
+    def exchange(self, moves: Sequence[Move]) -> None:
+        """Send and receive the rows that the next call reads."""
+        assert self.rows is not None, "join_rows comes first"
+        self.rows.exchange(self.store, moves)
+
+    def clear(self) -> None:
+        """End all roles, free all columns and leave every group; the process stays."""
+        super().clear()
+        self.store.transport = self.object_store
+        self.rows = self.rows_store = None
 
     def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
         """Rows of this worker that another one asks for."""

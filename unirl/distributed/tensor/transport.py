@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from unirl.distributed.tensor.packing import pack
 from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value, num_rows, take_rows
 from unirl.types.column import Column, Piece
 from unirl.types.rollout_resp import RolloutResp
+
+RowTransport = Literal["object_store", "collective"]
+"""How rows travel between the workers of Ray."""
 
 CPU = torch.device("cpu")
 

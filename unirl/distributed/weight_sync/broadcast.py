@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from unirl.config.errors import StallError, SyncError
+from unirl.distributed.group.process_group import group_beside
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import END, Inlet, Ledger, Neighbour, Outlet, bucket_of, header_of
@@ -45,21 +47,10 @@ class Ring:
     """The process group, made explicitly: no default group, no environment."""
 
     def __init__(self, route: Broadcast, ledger: Ledger, rank: int) -> None:
-        from torch.distributed import PrefixStore, ProcessGroupGloo
-
         self.deadline_s = route.deadline_s
         self.device = current().device
         store = PrefixStore("group", ledger.store)  # its keys must not meet the ledger's
-        size, timeout = route.num_engines + 1, timedelta(seconds=route.deadline_s)
-        self.group: Any
-        if self.device.type == "cuda":
-            from torch.distributed import ProcessGroupNCCL
-
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self.group = ProcessGroupNCCL(store, rank, size, options)
-        else:
-            self.group = ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self.group = group_beside(store, rank, route.num_engines + 1, self.device, route.deadline_s)
 
     def start(self, data: Tensor) -> Any:
         """Begin to broadcast from rank 0 into `data`."""

@@ -11,13 +11,11 @@ def ray_session() -> Iterator[None]:
     """Ray is up in this process, with room for several pools."""
     if " " in sys.executable:
         pytest.skip("Ray starts no workers from an interpreter whose path has a blank")
-    import ray
-
-    from unirl.distributed.group.ray_cluster import connect
+    from unirl.distributed.group.ray_cluster import connect, shut_down
 
     connect(num_cpus=16)
     yield
-    ray.shutdown()
+    shut_down()
 
 
 @pytest.fixture(scope="session")

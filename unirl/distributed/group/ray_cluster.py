@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -98,6 +99,7 @@ def start(num_cpus: int) -> None:
             _node_ip_address="127.0.0.1",
             _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
+    atexit.register(shut_down)  # also where no pool is closed; before Ray's own, which asks by SIGTERM
 
 
 def shut_down() -> None:
@@ -105,6 +107,7 @@ def shut_down() -> None:
     import ray
     from ray._private import worker
 
+    atexit.unregister(shut_down)
     node = worker._global_node
     agents: list[int] = []
     if node is not None:

@@ -1,6 +1,6 @@
 """What the Ray runtime costs over the local one at equal work, and what a second worker brings.
 
-    python benchmarks/runtime.py [--pairs 10] [--prompts 8] [--json out.json]
+    python benchmarks/runtime.py [--pairs 10] [--prompts 8] [--micro 8] [--json out.json]
 
 A step is generate, score, credit and train of a toy recipe, one thread per process. `call` is an empty remote call
 (the version of the weights). `scaling` is the step on two workers over the step on one: 0.5 is perfect.
@@ -27,13 +27,15 @@ RECIPE = "diffusion/sd3_trainside"
 CALLS = 50
 
 
-def trainer_of(folder: Path, prompts: int, *overrides: str) -> Trainer:
+def trainer_of(folder: Path, prompts: int, micro: int, *overrides: str) -> Trainer:
     """A trainer that never saves, samples or evaluates."""
     recipe = load(
         RECIPE,
         [
             "scale=toy",
             f"batch_size={prompts}",
+            "num_rollouts=1000",
+            f"stack.micro_batch_size={micro}",
             "tracking.sample_steps=0",
             "evaluation.eval_steps=0",
             "save_interval=0",
@@ -69,6 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument(
+        "--micro", type=int, default=8, help="rows per micro-batch; every one is a round of collectives"
+    )
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -77,7 +82,7 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
         def opened(name: str, *overrides: str) -> Trainer:
-            return stack.enter_context(closing(trainer_of(scratch / name, options.prompts, *overrides)))
+            return stack.enter_context(closing(trainer_of(scratch / name, options.prompts, options.micro, *overrides)))
 
         local = opened("local")
         one = opened("one", "runtime=ray", "num_devices=1")
@@ -85,7 +90,7 @@ def main() -> None:
         rows = options.prompts * local.config.sampling.values["samples_per_prompt"]
         before = two.parts.pool.traffic.total
         step_of(two)()
-        shapes = {"rows": rows, "threads_per_process": 1}
+        shapes = {"rows": rows, "micro_batch_size": options.micro, "threads_per_process": 1}
         traffic = {"driver_bytes_per_step_2_workers": two.parts.pool.traffic.total - before}
         results: list[Ratio] = [
             paired("step: ray 1 / local", shapes, step_of(one), step_of(local), options.pairs),

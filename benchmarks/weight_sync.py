@@ -1,10 +1,9 @@
-"""Bytes and seconds per weight synchronisation, by payload and route, with two buckets in flight and with one.
+"""Bytes and seconds per weight synchronisation, by payload and route, over a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py [--width 2048] [--blocks 8] [--pairs 10] [--json out.json]
 
-`ours` packs the next bucket while the last one is under way, `bare` waits for each; everything else is equal: pack,
-send, copy in, fingerprint both sides, canary. `fingerprint` is that of a tensor over a plain copy of it. Trainer and
-engine are two Ray workers of one thread each; `in_process` has one bucket at a time by its nature, so ours = bare.
+A push packs, sends, copies in, takes fingerprints on both sides and runs the canary; `bare` copies the bytes once in
+memory. `fingerprint` is that of a tensor over a plain copy of it. Trainer and engine are two Ray workers of one thread.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import argparse
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from harness import Ratio, paired, report
 from unirl.config.placement import Slab
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.weight_sync.base import Layout, Terms
-from unirl.distributed.weight_sync.channel import InProcess, Route
 from unirl.distributed.weight_sync.fingerprint import fingerprint
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
@@ -42,14 +39,6 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 }
 ROUTES = ("in_process", "broadcast", "ray", "cuda_ipc")
 OTHER = "other"
-
-
-class OneAtATime(EngineSync):
-    """The same without double buffering."""
-
-    def _choose_route(self, layout: Layout, terms: Terms) -> Route:
-        route: Any = super()._choose_route(layout, terms)
-        return route if isinstance(route, InProcess) else replace(route, double_buffered=False)
 
 
 def bundle_of(shape: dict[str, int], siblings: Any) -> Any:
@@ -72,33 +61,30 @@ def sender_of(neighbour: str, siblings: Any) -> Any:
     return WeightSender(siblings["backend"], canary, siblings.get(neighbour))
 
 
-def syncs(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> list[EngineSync]:
-    """One sync with double buffering and one without, each with its own ends, over one backend."""
+def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> EngineSync:
+    """A trainer and an engine with a way between them."""
     train = pool.group(Slab("device", (0,)))
     rollout = train if route == "in_process" else pool.group(Slab("device", (1,)))
     train.place(Remote("bundle", partial(bundle_of, shape)))
     train.place(Remote("backend", partial(backend_of, payload["lora"])))
-    made = []
-    for name, kind in (("double", EngineSync), ("single", OneAtATime)):
-        engine = rollout.place(Remote(f"rollout-{name}", partial(engine_of, shape)))
-        sender = train.place(Remote(f"sender-{name}", partial(sender_of, f"rollout-{name}")))
-        keys = {"transport": route, "bucket_mb": mib, "merge_adapters": payload["merge_adapters"]}
-        made.append(kind(Link(train, sender), Link(rollout, engine), **keys))
-    return made
+    engine = rollout.place(Remote("rollout", partial(engine_of, shape)))
+    sender = train.place(Remote("sender", partial(sender_of, "rollout")))
+    keys = {"transport": route, "bucket_mb": mib, "merge_adapters": payload["merge_adapters"]}
+    return EngineSync(Link(train, sender), Link(rollout, engine), **keys)
 
 
 def pushes(sync: EngineSync) -> Callable[[], object]:
     """The live weights and a snapshot in turn, so that something always travels."""
-    names = iter(lambda: OTHER if sync.held == (0, "live") else "live", None)
+    names = cycle(("live", OTHER))
     return lambda: sync.push(0, next(names))
 
 
 def transfer(pool: Pool, route: str, payload: str, shape: dict[str, int], mib: int, pairs: int) -> Ratio:
-    double, single = syncs(pool, route, PAYLOADS[payload], shape, mib)
-    num_bytes = double.push(0).num_bytes
-    result = paired(
-        f"{payload} {route}", {**shape, "bytes": num_bytes, "bucket_mb": mib}, pushes(double), pushes(single), pairs
-    )
+    sync = sync_of(pool, route, PAYLOADS[payload], shape, mib)
+    num_bytes = sync.push(0).num_bytes
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    shapes = {**shape, "bytes": num_bytes, "bucket_mb": mib}
+    result = paired(f"{payload} {route}", shapes, pushes(sync), data.clone, pairs)
     pool.clear()
     return result
 

@@ -26,8 +26,6 @@ class Broadcast:
     port: int
     num_engines: int
     deadline_s: float
-    double_buffered: bool = True
-    """The next bucket is packed while the last one is under way."""
 
     every_rank: ClassVar[bool] = False
     listens: ClassVar[bool] = True
@@ -35,7 +33,7 @@ class Broadcast:
     def outlet(self, neighbour: Neighbour | None) -> Outlet:
         """Returns when all engines have joined."""
         ledger = Ledger(self.host, self.port, self.deadline_s)
-        return BroadcastOutlet(ledger, Ring(self, ledger, 0), self.double_buffered)
+        return BroadcastOutlet(ledger, Ring(self, ledger, 0))
 
     def inlet(self, rank: int) -> Inlet:
         """Returns when all ends have joined."""
@@ -67,44 +65,31 @@ class Ring:
 
 
 class BroadcastOutlet:
-    """At most two buckets are in memory: one under way, one being packed."""
+    """One bucket at a time."""
 
-    def __init__(self, ledger: Ledger, ring: Ring, double_buffered: bool) -> None:
+    def __init__(self, ledger: Ledger, ring: Ring) -> None:
         self.ledger = ledger
         self.ring = ring
-        self.double_buffered = double_buffered
-        self.under_way: tuple[Any, Bucket] | None = None
         self.number = 0
 
     def begin(self) -> None:
         self.ledger.begin()
         self.number = 0
-        self.under_way = None
 
     def put(self, bucket: Bucket) -> None:
-        self._wait()
         self.ledger.write(self.number, header_of(bucket))
         self.number += 1
-        self.under_way = (self.ring.start(bucket.data), bucket)
-        if not self.double_buffered:
-            self._wait()
+        self.ring.wait(self.ring.start(bucket.data), f"bucket {bucket.number}")
 
     def finish(self) -> None:
         self.ledger.write(self.number, END)
-        self._wait()
 
     def abort(self, reason: str) -> None:
         self.ledger.write(self.number, {"error": reason})
 
-    def _wait(self) -> None:
-        if self.under_way is not None:
-            work, bucket = self.under_way
-            self.under_way = None
-            self.ring.wait(work, f"bucket {bucket.number}")
-
 
 class BroadcastInlet:
-    """Takes the next bucket off the wire while the last one is copied into the network."""
+    """Takes one bucket after the other off the wire."""
 
     def __init__(self, ledger: Ledger, ring: Ring) -> None:
         self.ledger = ledger
@@ -112,15 +97,9 @@ class BroadcastInlet:
 
     def buckets(self) -> Iterator[Bucket]:
         self.ledger.begin()
-        arrived: Bucket | None = None
         number = 0
         while (header := self.ledger.read(number)) != END:
             data = torch.empty(header["num_bytes"], dtype=torch.uint8, device=self.ring.device)
-            work = self.ring.start(data)
-            if arrived is not None:
-                yield arrived
-            self.ring.wait(work, f"bucket {number}")
-            arrived = bucket_of(header, data)
+            self.ring.wait(self.ring.start(data), f"bucket {number}")
+            yield bucket_of(header, data)
             number += 1
-        if arrived is not None:
-            yield arrived

@@ -24,8 +24,6 @@ class ObjectStore:
     role: str
     """The engine's name among its siblings."""
     deadline_s: float
-    double_buffered: bool = True
-    """The next bucket is packed while the last one is under way."""
 
     every_rank: ClassVar[bool] = False
     listens: ClassVar[bool] = False
@@ -38,42 +36,36 @@ class ObjectStore:
 
 
 class ObjectStoreOutlet:
-    """At most two buckets are in the store: one that workers read, one being packed."""
+    """One bucket at a time."""
 
     def __init__(self, route: ObjectStore) -> None:
         self.route = route
-        self.under_way: list[Any] = []
 
     def begin(self) -> None:
-        self.under_way = []
+        pass
 
     def put(self, bucket: Bucket) -> None:
         import ray
 
         packed = ray.put((header_of(bucket), bucket.data.cpu().numpy()))
-        self.finish()
         what = f"{self.route.role}.receive_packed"
-        self.under_way = [
+        calls = [
             worker.attempt.remote(what, "invoke", self.route.role, "receive_packed", packed)
             for worker in self.route.workers
         ]
-        if not self.route.double_buffered:
-            self.finish()
-
-    def finish(self) -> None:
-        import ray
-
         try:
-            results = ray.get(self.under_way, timeout=self.route.deadline_s)
+            results = ray.get(calls, timeout=self.route.deadline_s)
         except ray.exceptions.GetTimeoutError as error:
             raise StallError(f"an engine took more than {self.route.deadline_s:g} s for a bucket", code=8001) from error
-        self.under_way = []
         failures = [result for result in results if isinstance(result, Failure)]
         if failures:
             raise failures[0].exception()
 
+    def finish(self) -> None:
+        pass
+
     def abort(self, reason: str) -> None:
-        self.under_way = []
+        pass
 
 
 def unpacked(packed: tuple[dict[str, Any], np.ndarray[Any, Any]]) -> Bucket:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unirl.distributed.group.rank import current
-from unirl.distributed.weight_sync.bucket import ALIGNMENT, Bucket
+from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import END, Inlet, Ledger, Neighbour, Outlet, bucket_of, header_of
 
 SHARED_MEMORY = "/dev/shm"
@@ -28,22 +28,12 @@ class SharedBuffer:
 
     host: str
     port: int
-    slot_bytes: int
+    num_bytes: int
     """At least the largest bucket."""
     deadline_s: float
-    double_buffered: bool = True
-    """Two slots: the next bucket is packed while the last one is read."""
 
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = True
-
-    @property
-    def slot_stride(self) -> int:
-        return -(-self.slot_bytes // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def num_slots(self) -> int:
-        return 2 if self.double_buffered else 1
 
     def outlet(self, neighbour: Neighbour | None) -> Outlet:
         """Returns when the engine has opened the buffer."""
@@ -58,15 +48,14 @@ class SharedBuffer:
 
 
 class SharedBufferOutlet:
-    """Copies each bucket into a free slot."""
+    """Copies each bucket into the buffer once the last one was read."""
 
     def __init__(self, route: SharedBuffer, ledger: Ledger) -> None:
         self.route = route
         self.ledger = ledger
         self.number = 0
-        size = route.slot_stride * route.num_slots
         share = _share_cuda if current().device.type == "cuda" else _share_file
-        self.buffer, handle = share(size, current().device)
+        self.buffer, handle = share(route.num_bytes, current().device)
         try:
             ledger.tell("handle", handle)
             ledger.hear("open", "an engine to open the shared buffer")
@@ -79,17 +68,14 @@ class SharedBufferOutlet:
         self.number = 0
 
     def put(self, bucket: Bucket) -> None:
-        if self.number >= self.route.num_slots:
-            self.ledger.await_receipt(self.number - self.route.num_slots)
-        _slot(self.route, self.buffer, self.number)[: bucket.data.numel()].copy_(bucket.data)
+        self.buffer[: bucket.data.numel()].copy_(bucket.data)
         _synchronise(self.buffer)
         self.ledger.write(self.number, header_of(bucket))
+        self.ledger.await_receipt(self.number)
         self.number += 1
 
     def finish(self) -> None:
         self.ledger.write(self.number, END)
-        for number in range(max(self.number - self.route.num_slots, 0), self.number):
-            self.ledger.await_receipt(number)
 
     def abort(self, reason: str) -> None:
         self.ledger.write(self.number, {"error": reason})
@@ -110,15 +96,10 @@ class SharedBufferInlet:
         self.ledger.begin()
         number = 0
         while (header := self.ledger.read(number)) != END:
-            yield bucket_of(header, _slot(self.route, self.buffer, number)[: header["num_bytes"]])
+            yield bucket_of(header, self.buffer[: header["num_bytes"]])
             _synchronise(self.buffer)
             self.ledger.acknowledge(number)
             number += 1
-
-
-def _slot(route: SharedBuffer, buffer: Tensor, number: int) -> Tensor:
-    start = (number % route.num_slots) * route.slot_stride
-    return buffer[start : start + route.slot_stride]
 
 
 def _synchronise(buffer: Tensor) -> None:

@@ -69,7 +69,8 @@ class Member:
         """Its process; pid 0 when it has not started."""
         import ray
 
-        done, _ = ray.wait([self.facts], timeout=0)
+        # Without any patience Ray may not yet report what is ready.
+        done, _ = ray.wait([self.facts], timeout=0.2)
         try:
             about: About = ray.get(done[0]) if done else About("unknown", 0)
         except ray.exceptions.RayError:

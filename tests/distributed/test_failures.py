@@ -321,7 +321,9 @@ pool.close()
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=False,
     )
-    assert json.loads(child.stdout) == [True, True], child.stderr
+    # Ray may print of the workers that close() ends.
+    said = [line for line in child.stdout.splitlines() if line.startswith(("[true", "[false"))]
+    assert said == ["[true, true]"], child.stdout + child.stderr
 
 
 # The local runtime

@@ -69,7 +69,7 @@ class Run:
 
     def workers(self) -> list[int]:
         """The processes that hold roles."""
-        return sorted(pid for pid, line in self.processes().items() if line.startswith("ray::Actor"))
+        return sorted(pid for pid, line in self.processes().items() if line.startswith("ray::Worker"))
 
     def steps(self) -> int:
         metrics = self.folder / "metrics.jsonl"

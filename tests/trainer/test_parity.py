@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import DivergenceError
@@ -95,4 +94,3 @@ def test_the_gate_can_be_told_to_warn_only() -> None:
 
 def test_nothing_is_judged_without_stochastic_steps() -> None:
     assert ParityGate(ParityConfig(), clip_range=1e-3).judge([]) is None
-    assert torch.is_grad_enabled()

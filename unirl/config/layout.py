@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from unirl.config.build import build
 from unirl.config.errors import ConfigError
-from unirl.config.node import Node
+from unirl.config.node import Node, nodes_below
 from unirl.config.placement import REPLICA, SYNC, Plan
 from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
 from unirl.config.slabs import GEOMETRY, UNSUPPORTED
 
 BETWEEN_PROCESSES = ("broadcast", "ray")
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """A block of the backend that some numbers of ranks do not fit."""
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigError (2010) when `num_ranks` do not."""
+        ...
 
 
 def check_layout(config: RecipeConfig, plan: Plan) -> None:
@@ -117,23 +127,9 @@ def _legal_transports(config: RecipeConfig, plan: Plan) -> tuple[str, ...]:
 
 
 def _check_ranks(config: RecipeConfig, plan: Plan) -> None:
-    num_ranks = len(plan.train)
-    shard_size = _keys(config.backend.values.get("fsdp_cfg")).get("shard_size")
-    if shard_size is not None and num_ranks % shard_size:
-        raise ConfigError(
-            f"backend.fsdp_cfg.shard_size={shard_size} does not divide the {num_ranks} devices of train "
-            f"({plan.train}): every copy of the weights has equally many shards. Use "
-            f"backend.fsdp_cfg.shard_size={_divisors(num_ranks)}",
-            code=GEOMETRY,
-        )
-    topology = config.backend.values.get("topology")
-    dp = topology.values["dp"] if isinstance(topology, Node) and "dp" in topology.written else num_ranks
-    if dp != num_ranks:
-        raise ConfigError(
-            f"backend.topology.dp={dp}, and train has {num_ranks} devices ({plan.train}). Remove the key, or write "
-            f"{num_ranks}",
-            code=GEOMETRY,
-        )
+    for node in nodes_below(config.backend.values):
+        if issubclass(node.schema.owner, Ranked):
+            build(node).check_ranks(len(plan.train))
 
 
 def _keys(block: Any) -> dict[str, Any]:

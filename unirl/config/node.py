@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,16 @@ class Node:
 def is_held(key: Key) -> bool:
     """Whether a parameter wants the checked node itself: it is annotated with Node."""
     return Node in (key.annotation, *typing.get_args(key.annotation))
+
+
+def nodes_below(value: Any) -> Iterator[Node]:
+    """A node and every node inside it."""
+    if isinstance(value, Node):
+        yield value
+        value = value.values
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        yield from nodes_below(item)
 
 
 def plain(value: Any) -> Any:

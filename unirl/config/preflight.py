@@ -20,7 +20,7 @@ from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLEr
 from unirl.config.geometry import Geometry, check_geometry, geometry_of
 from unirl.config.layout import check_layout, layout_notices
 from unirl.config.load import Recipe
-from unirl.config.node import Node
+from unirl.config.node import Node, nodes_below
 from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
 from unirl.config.slabs import UNSUPPORTED
@@ -111,16 +111,6 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
 
 def _declares(node: Node) -> bool:
     return capabilities_of(node) != Capabilities()
-
-
-def nodes_below(value: Any) -> Iterator[Node]:
-    """A node and every node inside it."""
-    if isinstance(value, Node):
-        yield value
-        value = value.values
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    for item in items:
-        yield from nodes_below(item)
 
 
 # Sampling and model

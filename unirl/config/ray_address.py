@@ -8,6 +8,7 @@ from unirl.config.errors import DependencyError
 
 UNREACHABLE = 3003
 CONNECT_S = 2.0
+WAYS = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
 
 
 def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
@@ -18,13 +19,16 @@ def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
     """
     if address in ("", "auto", "local"):
         return
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    ways = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise DependencyError(f"RAY_ADDRESS={address} is not host:port. {ways}", code=UNREACHABLE)
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
+        raise DependencyError(
+            f"RAY_ADDRESS={address} is not HOST:PORT of a head node, as `ray start --head` prints it. {WAYS}. "
+            "Ray Client (ray://...) is not supported: start the run on a node of the cluster",
+            code=UNREACHABLE,
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
         raise DependencyError(
-            f"RAY_ADDRESS={address}: nothing answers there ({error}). {ways}", code=UNREACHABLE
-        ) from (error)
+            f"RAY_ADDRESS={address}: nothing answers there ({error}). {WAYS}", code=UNREACHABLE
+        ) from error

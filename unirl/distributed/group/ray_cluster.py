@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from unirl.config.errors import ConfigError, DependencyError, ResourceError
+from unirl.config.ray_address import WAYS, check_ray_address
+from unirl.distributed.group.reaper import outlive
 
 OLDEST = (2, 54)
 NAMESPACE = "unirl"
@@ -27,9 +29,10 @@ HEALTH = {
     "health_check_failure_threshold": 3,
 }
 """A node that is dead or frozen is known after about 4 s; by Ray's defaults it takes a minute."""
-REACH_S = 3.0
 RESERVE_S = 10.0
-WAY_OUT = "Start it (ray start --head), correct RAY_ADDRESS, or unset it: UniRL then starts a Ray of its own"
+
+_reapers: list[subprocess.Popen[bytes]] = []
+"""What ends Ray's agents with this process."""
 
 
 def connect(num_cpus: int) -> bool:
@@ -39,9 +42,8 @@ def connect(num_cpus: int) -> bool:
     only.
 
     Raises:
-        DependencyError: 3002 when Ray is too old.
-        ConfigError: 2004 when RAY_ADDRESS is no address.
-        ResourceError: 5001 when no cluster answers there.
+        DependencyError: 3002 when Ray is too old, 3003 when nothing answers at RAY_ADDRESS.
+        ResourceError: 5001 when the cluster there refuses this process.
     """
     import ray
 
@@ -79,8 +81,9 @@ def check_interpreter(path: str) -> None:
 
 
 def start(num_cpus: int) -> None:
-    """A Ray of our own on this machine, bound to loopback."""
+    """A Ray of our own on this machine, bound to loopback, which ends with this process."""
     import ray
+    from ray._private import worker
 
     check_interpreter(sys.executable)
     # Ray reports usage to its makers unless told otherwise, and has no other door than this variable.
@@ -99,7 +102,11 @@ def start(num_cpus: int) -> None:
             _node_ip_address="127.0.0.1",
             _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
-    atexit.register(shut_down)  # also where no pool is closed; before Ray's own, which asks by SIGTERM
+    node = worker._global_node
+    begun = {info.process.pid for infos in node.all_processes.values() for info in infos}
+    # Also where no pool is closed; before Ray's own, which asks by SIGTERM.
+    atexit.register(shut_down)
+    _reapers.append(outlive(descendants(begun)))
 
 
 def shut_down() -> None:
@@ -109,17 +116,12 @@ def shut_down() -> None:
 
     atexit.unregister(shut_down)
     node = worker._global_node
-    agents: list[int] = []
     if node is not None:
-        begun = {info.process.pid for infos in node.all_processes.values() for info in infos}
-        agents = descendants(begun)
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
     ray.shutdown()
-    for pid in agents:
-        # They would see within seconds that they are alone.
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    while _reapers:
+        _reapers.pop().communicate()
 
 
 def descendants(roots: Collection[int]) -> list[int]:
@@ -159,31 +161,12 @@ def cores() -> int:
 def _join(address: str) -> None:
     import ray
 
-    check_reachable(address)
+    check_ray_address(address)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # what Ray raises for no, another or a strange cluster
         first = (str(error).splitlines() or [""])[0]
-        raise ResourceError(
-            f"Ray at RAY_ADDRESS={address} refuses this process: {first}. {WAY_OUT}", code=5001
-        ) from error
-
-
-def check_reachable(address: str) -> None:
-    """Raise ConfigError 2004 when this is no address, ResourceError 5001 when nothing answers there; within seconds."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in address:
-        raise ConfigError(
-            f"RAY_ADDRESS={address} should be HOST:PORT of a head node as `ray start --head` prints it "
-            "(6379 is usual), or auto. Ray Client (ray://...) is not supported: run on a node of the cluster",
-            code=2004,
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
-    except OSError as error:
-        raise ResourceError(f"no Ray answers at RAY_ADDRESS={address} ({error}). {WAY_OUT}", code=5001) from error
+        raise ResourceError(f"Ray at RAY_ADDRESS={address} refuses this process: {first}. {WAYS}", code=5001) from error
 
 
 @contextmanager

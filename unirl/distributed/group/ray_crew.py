@@ -251,7 +251,8 @@ def actor_class() -> Any:
         stacks = ray.method(concurrency_group="io")(RemoteWorker.stacks)
         live = ray.method(concurrency_group="life")(RemoteWorker.live)
 
-    Actor.__name__ = "Worker"
+    # Ray names the process after one of them while it waits, and after the other while it works.
+    Actor.__name__ = Actor.__qualname__ = "Worker"
     return ray.remote(concurrency_groups={"io": 4, "life": 1}, max_restarts=0, max_task_retries=0)(Actor)
 
 

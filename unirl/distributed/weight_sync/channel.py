@@ -31,7 +31,7 @@ class Outlet(Protocol):
         ...
 
     def put(self, bucket: Bucket) -> None:
-        """Send a bucket; it may still be under way when this returns."""
+        """Send a bucket; its memory may be filled again when this returns."""
         ...
 
     def finish(self) -> None:

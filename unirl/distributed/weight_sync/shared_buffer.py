@@ -1,7 +1,7 @@
 """Weights through memory that two processes of one device share: rank r of the trainer to rank r of the engine.
 
-One buffer of two slots is allocated once, and its handle is passed once: CUDA IPC on a GPU, a file in shared memory on
-a CPU. Headers and receipts go through the store; a slot is filled again when its last bucket is taken over.
+One buffer is allocated once, and its handle is passed once: CUDA IPC on a GPU, a file in shared memory on a CPU.
+Headers and receipts go through the store; the buffer is filled again when its last bucket is taken over.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class SharedBuffer:
 
     def outlet(self, neighbour: Neighbour | None) -> Outlet:
         """Returns when the engine has opened the buffer."""
-        return SharedBufferOutlet(self, self._ledger(current().rank))
+        return SharedBufferOutlet(self.num_bytes, self._ledger(current().rank))
 
     def inlet(self, rank: int) -> Inlet:
         """Returns when the buffer is open."""
-        return SharedBufferInlet(self, self._ledger(rank))
+        return SharedBufferInlet(self._ledger(rank))
 
     def _ledger(self, rank: int) -> Ledger:
         return Ledger(self.host, self.port, self.deadline_s, f"weights-{rank}")
@@ -50,12 +50,11 @@ class SharedBuffer:
 class SharedBufferOutlet:
     """Copies each bucket into the buffer once the last one was read."""
 
-    def __init__(self, route: SharedBuffer, ledger: Ledger) -> None:
-        self.route = route
+    def __init__(self, num_bytes: int, ledger: Ledger) -> None:
         self.ledger = ledger
         self.number = 0
         share = _share_cuda if current().device.type == "cuda" else _share_file
-        self.buffer, handle = share(route.num_bytes, current().device)
+        self.buffer, handle = share(num_bytes, current().device)
         try:
             ledger.tell("handle", handle)
             ledger.hear("open", "an engine to open the shared buffer")
@@ -84,8 +83,7 @@ class SharedBufferOutlet:
 class SharedBufferInlet:
     """Reads each bucket where it lies."""
 
-    def __init__(self, route: SharedBuffer, ledger: Ledger) -> None:
-        self.route = route
+    def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         handle = ledger.hear("handle", "the handle of the shared buffer")
         open_buffer = _open_file if "path" in handle else _open_cuda

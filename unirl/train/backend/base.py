@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import ConfigError
 from unirl.distributed.group.dispatch import broadcast, rank0
+from unirl.distributed.weight_sync.base import Payload
 from unirl.models.lora import LoraSpec
 
 
@@ -101,10 +102,6 @@ class UpdateStats:
 
 Offloadable = Literal["policy", "optimizer"]
 """`policy`: the trained module with its gradients and snapshots. `optimizer`: its state."""
-
-
-Payload = Literal["adapter", "full", "merged"]
-"""What travels to an engine: the adapters' tensors, all trainable weights, or adapted layers with the adapter added."""
 
 
 class TrainBackend(ABC):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
+from unirl.distributed.weight_sync.base import Payload
 from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
 from unirl.models.saved import SavedWeights
 from unirl.train.backend import deferred, state
@@ -23,7 +24,6 @@ from unirl.train.backend.base import (
     LrSchedulerConfig,
     Offloadable,
     OptimizerConfig,
-    Payload,
     TrainBackend,
     UpdateStats,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import ConfigError, DivergenceError
 from unirl.models.diffusion import DiffusionStage
@@ -15,7 +15,7 @@ from unirl.testing.toy import ToyBundle, toy_stage, toy_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.stack import TrainStack, merge_ranks
-from unirl.types.protocols import Anchor
+from unirl.types.protocols import Anchor, Moment
 from unirl.types.results import Metrics, TrainStepResult, values
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment
@@ -137,7 +137,7 @@ class ReferenceGap(StageAlgorithm[DiffusionStage]):
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
         return {"logp": stage.replay(rows.conditions, rows.segment, part).logp.detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, progress: float = 0.0) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
         logp = stage.replay(rows.conditions, rows.segment, part).logp
         reference = self.anchor(rows, "ref_logp", part)
         assert reference is not None

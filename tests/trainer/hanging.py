@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from unirl.algorithms.base import START
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.distributed import current
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
@@ -33,19 +34,19 @@ class HangingScorer(BrightnessRewardScorer):
 
 @dataclass(frozen=True, kw_only=True)
 class HangingLoss(DiffusionGRPO):
-    def loss(self, stage, rows, part, progress=0.0):
+    def loss(self, stage, rows, part, now=START):
         hang_on_the_last_rank()
-        return super().loss(stage, rows, part, progress)
+        return super().loss(stage, rows, part, now)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailingLoss(DiffusionGRPO):
     """Raises on the last rank, while the others wait for it."""
 
-    def loss(self, stage, rows, part, progress=0.0):
+    def loss(self, stage, rows, part, now=START):
         if current().rank == current().world_size - 1:
             raise OverflowError("out of sorts")
-        return super().loss(stage, rows, part, progress)
+        return super().loss(stage, rows, part, now)
 
 
 class HangingReplica(ReplicaRolloutEngine):

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from unirl.types.protocols import Anchor, Needs, Quantity
+from unirl.types.protocols import Anchor, Moment, Needs, Quantity
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment
@@ -23,6 +23,9 @@ Part = tuple[int, ...]
 
 Columns = dict[Quantity, Tensor]
 """What a policy says of some rows and a part, detached: quantity -> [B, len(part), ...]."""
+
+START = Moment()
+"""The beginning of a run."""
 
 Backward = Callable[[Tensor, bool], None]
 """Takes a loss to differentiate, and whether it is the last one of these rows."""
@@ -76,12 +79,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         """The pieces of the work, from the recipe and the segment's shared fields alone: equal on every rank."""
 
     @abstractmethod
-    def loss(self, stage: Stage, rows: RolloutTrack, part: Part, progress: float = 0.0) -> LossResult:
-        """The loss of `rows` and one part. A live anchor that is absent is the loss's own detached value.
-
-        Args:
-            progress: how far the run is, in [0, 1].
-        """
+    def loss(self, stage: Stage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        """The loss of `rows` and one part. A live anchor that is absent is the loss's own detached value."""
 
     @abstractmethod
     def measure(self, stage: Stage, rows: RolloutTrack, part: Part) -> Columns:
@@ -131,7 +130,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(found)
 
     def compute_loss_and_backward(
-        self, stage: Stage, rows: RolloutTrack, backward: Backward, progress: float = 0.0, first_update: bool = False
+        self, stage: Stage, rows: RolloutTrack, backward: Backward, now: Moment = START, first_update: bool = False
     ) -> Metrics:
         """The gradient of `rows`, one part at a time, so that one graph is alive at once.
 
@@ -141,7 +140,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         parts = self.parts(rows.segment)
         found: list[Metrics] = []
         for i, part in enumerate(parts):
-            result = self.loss(stage, rows, part, progress)
+            result = self.loss(stage, rows, part, now)
             backward(result.loss, i == len(parts) - 1)
             found.append(result.metrics)
             if first_update:

@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
-from unirl.algorithms.base import Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
 from unirl.algorithms.surrogate import ClipSchedule, clip_scale, clipped_surrogate, ratio_metrics, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage
-from unirl.types.protocols import Anchor, Needs
+from unirl.types.protocols import Anchor, Moment, Needs
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment
@@ -58,7 +58,7 @@ class DiffusionGRPO(StageAlgorithm[DiffusionStage]):
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
         return {"logp": stage.replay(rows.conditions, rows.segment, part).logp.detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, progress: float = 0.0) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
         logp = stage.replay(rows.conditions, rows.segment, part).logp  # [B, S']
         columns: Columns = {"logp": logp.detach()}
         if self.old_logp_source == "rollout":
@@ -67,7 +67,7 @@ class DiffusionGRPO(StageAlgorithm[DiffusionStage]):
             old = self.anchor(rows, "old_logp", part)
         weights = rows.weight[:, None].expand_as(logp)
         log_ratio = torch.where(weights > 0, logp - (columns["logp"] if old is None else old), 0.0)
-        low, high = self.clip_at(progress)
+        low, high = self.clip_at(now.progress)
         losses = clipped_surrogate(log_ratio, self.expand(rows, part), low, high)
         metrics = ratio_metrics(log_ratio, weights, low, high) | {"train/clip_range": Metric.mean(low)}
         return LossResult(weighted_sum(losses, weights), metrics, columns)

@@ -83,7 +83,7 @@ class DiffusionStage:
             for i in range(params.num_inference_steps):
                 v = self._forward(x, levels[i], guidance, feeds)
                 x = steps.stochastic(i, x, v, next(draws)) if i in sde_indices else steps.deterministic(i, x, v)
-        return steps.segment(len(ids), sigmas, sde_indices)
+        return steps.segment(len(ids), sigmas, sde_indices, noise)
 
     def replay(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Replay:
         """Log-prob, mean and velocity of the recorded stochastic `steps`, all of them in one forward.
@@ -161,7 +161,7 @@ class _Steps:
         self.latents.append(x.to(self.dtype))
         return self.latents[-1].float()
 
-    def segment(self, count: int, sigmas: Tensor, sde_indices: tuple[int, ...]) -> LatentSegment:
+    def segment(self, count: int, sigmas: Tensor, sde_indices: tuple[int, ...], noise: NoiseSource) -> LatentSegment:
         """What was kept of the first `count` rows."""
         latents = torch.stack([x[:count] for x in self.latents], dim=1)
         logp = (
@@ -178,6 +178,8 @@ class _Steps:
             kernel=self.params.kernel,
             guidance_scale=self.params.guidance_scale,
             guidance_passes=self.params.guidance_passes,
+            seed=noise.seed,
+            step=noise.step,
             anchors={},
         )
 

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.base import START, StageAlgorithm
 from unirl.config.errors import ConfigError, DivergenceError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
 from unirl.train.parity import parity_of
+from unirl.types.protocols import Moment
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -96,11 +97,11 @@ class TrainStack:
         self.backend.snapshot(name)
 
     @scatter(merge_ranks)
-    def train_track(self, track: RolloutTrack, progress: float = 0.0) -> TrainStepResult:
-        """Train on all rows of `track`; `progress` in [0, 1] is how far the run is. One entry of metrics per update."""
+    def train_track(self, track: RolloutTrack, now: Moment = START) -> TrainStepResult:
+        """Train on all rows of `track`. One entry of metrics per update."""
         updates = self._split(track)
         parity = self._prepare(updates)
-        results = [self._update(micros, progress, first=u == 0) for u, micros in enumerate(updates)]
+        results = [self._update(micros, now, first=u == 0) for u, micros in enumerate(updates)]
         results[0] = merge([results[0], parity])
         self.backend.finish_step()
         return TrainStepResult(tuple(results))
@@ -146,7 +147,7 @@ class TrainStack:
                         found.append(parity)
         return merge(found)
 
-    def _update(self, micros: Update, progress: float, first: bool) -> Metrics:
+    def _update(self, micros: Update, now: Moment, first: bool) -> Metrics:
         """One optimizer update over `micros`."""
         rank = current()
         count = rank.sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))
@@ -158,7 +159,7 @@ class TrainStack:
         for i, micro in enumerate(micros):
             losses.last_rows = i == len(micros) - 1
             metrics = self.algorithm.compute_loss_and_backward(
-                self.stage, self._placed(micro), losses.backward, progress, first_update=first
+                self.stage, self._placed(micro), losses.backward, now, first_update=first
             )
             found.append(_widened(metrics))
         stats = self.backend.step(self.max_grad_norm, losses.total)

@@ -26,7 +26,7 @@ from unirl.trainer.report import eval_result, reward_metrics, sample_rows, sprea
 from unirl.trainer.residency import Residency
 from unirl.trainer.resume import ResumePoint
 from unirl.types.evaluation import EvalResult
-from unirl.types.protocols import DataSource, State, Stateful
+from unirl.types.protocols import DataSource, Moment, State, Stateful
 from unirl.types.results import values
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
@@ -159,10 +159,10 @@ class Trainer(ABC):
     def learn(self, step: int, resp: RolloutResp) -> None:
         """Update the policy on one step's samples."""
         track = resp.tracks[self.track]
-        progress = step / max(self.config.num_rollouts - 1, 1)
+        now = Moment(progress=step / max(self.config.num_rollouts - 1, 1))
         with self.phase("train"):
             self._pass_parity_gate(track)
-            result = self.roles.stack.train_track(track, progress)
+            result = self.roles.stack.train_track(track, now)
         self.version = self.roles.backend.version()
         metrics = values(result.metrics)
         self.tracker.record(metrics)

@@ -149,6 +149,16 @@ class Anchor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Where the run stands when an update is made: what schedules read. Equal on every rank."""
+
+    progress: float = 0.0
+    """How far the run is, in [0, 1]."""
+    kl_scale: float = 1.0
+    """The factor on the recipe's KL coefficient that an adaptive controller has reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Needs:
     """What an algorithm asks of the rest, checked before anything starts."""
 

@@ -24,6 +24,8 @@ class LatentSegment(Batch):
     kernel: Kernel = shared()
     guidance_scale: float = shared()
     guidance_passes: int = shared()
+    seed: int = shared()  # with `step`, the key of every draw of these rows; training times and noise go on from it
+    step: int = shared()
     anchors: dict[str, Tensor] = row(heavy=True)  # name -> [B, S, ...] values of other policies
 
     @property

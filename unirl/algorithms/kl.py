@@ -1,0 +1,123 @@
+"""Divergences between policies: estimates from log-probs, exact ones between steps, an adaptive coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import ConfigError
+from unirl.sde.gaussian import row_means
+from unirl.types.protocols import State
+
+KLEstimator = Literal["k1", "k2", "k3", "k3+"]
+KLForm = Literal["transition", "flow_grpo"]
+
+MAX_LOG_RATIO = 20.0
+"""Estimates see log-ratios within these bounds, and have no gradient beyond them."""
+MAX_ESTIMATE = 10.0
+"""The bound on k3, which grows like exp(-d): one token must not own the step."""
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """d = log pi - log ref, per element. Its mean under pi is KL(pi || ref); the mean of its gradient is zero."""
+    return log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """d^2 / 2, per element. The mean of its gradient under pi is that of KL(pi || ref); its value is biased."""
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(-d) - 1 + d >= 0, per element. Its mean under pi is KL(pi || ref), its gradient's that of KL(ref || pi)."""
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+def bounded_k3(log_ratio: Tensor) -> Tensor:
+    """k3, at most MAX_ESTIMATE."""
+    return k3(log_ratio).clamp(max=MAX_ESTIMATE)
+
+
+def straight_k3(log_ratio: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2: each unbiased for KL(pi || ref)."""
+    slope = k2(log_ratio)
+    return bounded_k3(log_ratio).detach() + (slope - slope.detach())
+
+
+ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": bounded_k3,
+    "k3+": straight_k3,
+}
+
+
+def kl_estimate(name: KLEstimator, log_ratio: Tensor) -> Tensor:
+    """KL(pi || ref) from samples of pi, per element, within bounds. Schulman 2020, "Approximating KL divergence".
+
+    Args:
+        log_ratio: any shape, log pi - log ref, nats.
+    """
+    return ESTIMATORS[name](log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def element_means(values: Tensor) -> Tensor:
+    """[B, S] mean over the latent dims of `values` [B, S, *latent], with bits that depend on the element alone."""
+    return row_means(values.flatten(0, 1)).view(values.shape[:2])
+
+
+def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
+    """[B, S] KL(N(mean, std^2) || N(other, std^2)) = (mean - other)^2 / (2 std^2), nats, mean over latent elements.
+
+    Args:
+        mean, other: [B, S, *latent].
+        std: [S], of both.
+    """
+    return 0.5 * element_means((mean - other).square()) / std.square()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKL:
+    """Keeps the measured divergence near a target by moving the coefficient (Ziegler et al., arXiv:1909.08593, 2.2).
+
+    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon),  n = samples of the step
+    """
+
+    target: float
+    """The divergence to hold, in the unit of the logged `train/kl`: nats, per latent element or per token."""
+    horizon: float = 10_000.0
+    """Samples over which the coefficient moves by its e-th part times the clipped error."""
+    max_error: float = 0.2
+    """Bound on the relative error of one step."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ConfigError(f"algorithm.kl_adaptive.{name} must be > 0, got {value}", code=2004)
+
+    def factor(self, kl: float, num_samples: float) -> float:
+        """What the coefficient is multiplied by after a step of `num_samples` samples at divergence `kl`."""
+        error = kl / self.target - 1.0
+        return 1.0 + min(max(error, -self.max_error), self.max_error) * num_samples / self.horizon
+
+
+class KLController:
+    """The factor on a recipe's KL coefficient that feedback has reached. State of the run."""
+
+    def __init__(self, settings: AdaptiveKL) -> None:
+        self.settings = settings
+        self.scale = 1.0
+
+    def observe(self, kl: float, num_samples: float) -> None:
+        """Take in the divergence of a finished step."""
+        self.scale *= self.settings.factor(kl, num_samples)
+
+    def state_dict(self) -> State:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: State) -> None:
+        self.scale = state["scale"]

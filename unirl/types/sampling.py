@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,6 +40,8 @@ class DiffusionSamplingParams:
     """An explicit list, which wins over `sde_steps`; [] = deterministic everywhere."""
     solver: Kernel | None = None
     """The kernel on deterministic steps; absent = Euler."""
+    tail_fraction: float | None = None
+    """MixGRPO-Flash (arXiv:2507.21802, section 3.3): after the last stochastic step, this share of the steps."""
     sigmas: tuple[float, ...] | None = None
     """An explicit schedule of T + 1 values ending in 0; absent = the model's own."""
     max_sequence_length: int = 256
@@ -72,6 +74,15 @@ class DiffusionSamplingParams:
             raise ValueError(f"sampling.guidance_scale must be >= 0, got {self.guidance_scale}; 1 turns guidance off")
         self._check_indices()
         self._check_sigmas()
+        if self.tail_fraction is not None and self.sigmas is not None:
+            raise ValueError(
+                "sampling.tail_fraction shortens the model's own schedule, and sampling.sigmas is an explicit one: "
+                "remove one of them"
+            )
+        if self.tail_fraction is not None and not 0.0 < self.tail_fraction <= 1.0:
+            raise ValueError(
+                f"sampling.tail_fraction must lie in (0, 1], got {self.tail_fraction}; leave it out to keep every step"
+            )
 
     def _check_at_least(self, name: str, low: int) -> None:
         value = self.__dict__[name]
@@ -111,15 +122,41 @@ class DiffusionSamplingParams:
             chosen = tuple(range(total - 1))
         return tuple(sorted(i for i in set(chosen) if self.kernel.has_density(i, total)))
 
-    def pinned(self, step: int, sigmas: tuple[float, ...]) -> DiffusionSamplingParams:
-        """The copy that a request carries: schedule and stochastic steps written out."""
+    def pinned(
+        self, step: int, sigmas: Sequence[float], levels: Callable[[int], Sequence[float]] | None = None
+    ) -> DiffusionSamplingParams:
+        """The copy that a request carries: schedule and stochastic steps written out.
+
+        Args:
+            levels: the model's schedule of any number of steps, for `tail_fraction`.
+        """
+        chosen = self.resolve_sde_indices(step)
+        short = tuple(sigmas)
+        if self.tail_fraction is not None:
+            assert levels is not None, "tail_fraction needs the model's schedule"
+            short = self._short_tail(short, max(chosen, default=-1) + 1, self.tail_fraction, levels)
         return dataclasses.replace(
             self,
-            sigmas=sigmas,
-            sde_indices=self.resolve_sde_indices(step),
+            num_inference_steps=len(short) - 1,
+            sigmas=short,
+            sde_indices=chosen,
             sde_steps=None,
+            tail_fraction=None,
         )
+
+    def _short_tail(
+        self, sigmas: tuple[float, ...], head: int, fraction: float, levels: Callable[[int], Sequence[float]]
+    ) -> tuple[float, ...]:
+        """`sigmas` with fewer steps after position `head`: n = int((T - head) fraction), at least 1.
+
+        The tail is spread as the model's schedule is: its level j stands where position head + j (T - head) / n would,
+        and the schedule of n T steps holds every such place.
+        """
+        rest = self.num_inference_steps - head
+        count = max(int(rest * fraction), 1)
+        fine = levels(count * self.num_inference_steps)
+        return (*sigmas[: head + 1], *(fine[head * count + j * rest] for j in range(1, count + 1)))
 
     def deterministic(self) -> DiffusionSamplingParams:
         """The same settings without any stochastic step."""
-        return dataclasses.replace(self, sde_indices=(), sde_steps=None)
+        return dataclasses.replace(self, sde_indices=(), sde_steps=None, tail_fraction=None)

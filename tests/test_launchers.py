@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.processes import is_running
 from tests.source_tree import ROOT
 from unirl.config.recipes import list_recipes
 
@@ -93,11 +94,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def is_running(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and ") Z " not in state.read_text()
 
 
 # One node ---------------------------------------------------------------------------------------------------------

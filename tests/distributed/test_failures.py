@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.roles import Camera, Saboteur, ids
+from tests.processes import is_running, wait_until
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
 from unirl.distributed.group import Remote, Slab
 from unirl.distributed.group.failures import Failure, first_cause
@@ -26,20 +27,6 @@ PAIR = Slab("device", (0, 1))
 @pytest.fixture
 def saboteur(ray_pool):
     return ray_pool.group(PAIR).place(Remote("saboteur", Saboteur))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(what, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
-        time.sleep(0.02)
-    return what()
 
 
 # What the driver raises

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import is_running, wait_until
 from unirl.config.errors import StallError, WorkerError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
@@ -62,18 +62,7 @@ def test_a_deadlock_is_named_with_the_stacks_of_all_ranks(phase, ray_session, tm
     finally:
         trainer.close()
         trainer.tracker.finish(8, "stalled")
-    deadline = time.monotonic() + 5.0
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlived its pool"
-        time.sleep(0.1)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert wait_until(lambda: not any(map(is_running, pids)), 5.0), "a worker outlived its pool"
 
 
 def test_an_exception_on_one_rank_is_what_the_user_sees(ray_session, tmp_path) -> None:

@@ -118,9 +118,15 @@ def test_the_same_target_written_again_keeps_the_node(examples):
         "[bsae, _self_]",
     ],
 )
-def test_a_variant_extends_exactly_one_recipe_of_its_own_folder(examples, defaults):
+def test_a_variant_extends_exactly_one_recipe_of_its_domain(examples, defaults):
     write(examples, "variant", f"defaults: {defaults}\nbatch_size: 2\n")
     assert "variant.yaml" in str(refused(examples, "variant"))
+
+
+def test_a_variant_in_a_folder_of_the_users_own_extends_a_recipe_that_ships(examples):
+    write(examples, "mine", "defaults: [sd3_trainside, _self_]\nbatch_size: 2\n")
+    tree, shipped = composed(examples, "mine").tree, compose("diffusion/sd3_trainside", ()).tree
+    assert tree == shipped | {"batch_size": 2}
 
 
 def test_a_variant_of_a_variant_is_refused(examples):

@@ -21,7 +21,7 @@ from unirl.config.errors import ConfigError, did_you_mean
 from unirl.config.interpolation import one_line, resolve
 from unirl.config.layers import Layer, Origin, Tree, fold, get, join, origins, put
 from unirl.config.overrides import command_line_layer
-from unirl.config.recipes import RecipeFile, find_recipe
+from unirl.config.recipes import RecipeFile, find_recipe, search_path
 
 ENVIRONMENT: Mapping[str, str] = {
     "PRETRAINED_MODEL": "bundle.path",
@@ -94,7 +94,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...]
 
 
 def _file_layers(path: Path) -> tuple[Layer, ...]:
-    """The recipe, above the one recipe of its folder that it extends, if any."""
+    """The recipe, above the one recipe of its domain that it extends, if any."""
     tree = _read(path)
     base = _base_of(tree.pop("defaults", None), path)
     layer = Layer("recipe", tree, _places(path))
@@ -112,15 +112,18 @@ def _base_of(defaults: Any, path: Path) -> Path | None:
     is_form = isinstance(defaults, list) and len(defaults) == 2 and defaults[1] == "_self_"
     if not is_form or not isinstance(defaults[0], str) or not defaults[0].isidentifier():
         raise ConfigError(
-            f"{path.name}: defaults={defaults} must be [<one recipe of the same folder>, _self_]", code=2004
+            f"{path.name}: defaults={defaults} must be [<one recipe of the same domain>, _self_]", code=2004
         )
-    base = path.with_name(f"{defaults[0]}.yaml")
-    if not base.is_file():
-        names = [file.stem for file in path.parent.glob("*.yaml") if file != path]
-        raise ConfigError(
-            f"{path.name} extends '{defaults[0]}': no {base.name} beside it.{did_you_mean(base.stem, names)}"
-        )
-    return base
+    folders = (path.parent, *(folder / path.parent.name for folder in search_path()))
+    for folder in folders:
+        base = folder / f"{defaults[0]}.yaml"
+        if base.is_file() and base != path:
+            return base
+    names = [file.stem for folder in folders for file in folder.glob("*.yaml") if file != path]
+    raise ConfigError(
+        f"{path.name} extends '{defaults[0]}': there is no {defaults[0]}.yaml beside it or in examples/"
+        f"{path.parent.name}.{did_you_mean(defaults[0], names)}"
+    )
 
 
 def _read(path: Path) -> Tree:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
-from unirl.algorithms.surrogate import ClipSchedule, clip_scale, clipped_surrogate, ratio_metrics, weighted_sum
+from unirl.algorithms.base import Part
+from unirl.algorithms.denoising import DenoisingLoss, log_ratio_metrics
+from unirl.algorithms.surrogate import (
+    ClipSchedule,
+    clip_scale,
+    clipped_surrogate,
+    guard_log_ratio,
+    ratio_metrics,
+)
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
-from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.models.diffusion import Replay
+from unirl.types.protocols import Moment, Quantity
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionGRPO(StageAlgorithm[DiffusionStage]):
-    """L = mean over rows and stochastic steps of -min(r A, clip(r) A),  r = exp(logp_theta - logp_old).
+class DiffusionGRPO(DenoisingLoss):
+    """P = -min(r A, clip(r) A),  r = exp(logp_theta - logp_old).
 
-    Flow-GRPO (arXiv:2505.05470, eq. 6) with log-probs averaged over latent elements. DanceGRPO, MixGRPO, Flow-GRPO-Fast
-    and Flow-CPS are this loss with another kernel or another choice of steps.
+    Flow-GRPO (arXiv:2505.05470, eq. 6) with log-probs averaged over latent elements. With another kernel or choice of
+    steps it is DanceGRPO, MixGRPO, Flow-GRPO-Fast, Flow-CPS or DDPO; with `ratio: guard` it is GRPO-Guard.
     """
 
     clip_range: float = 1e-4
@@ -32,53 +38,51 @@ class DiffusionGRPO(StageAlgorithm[DiffusionStage]):
     """The upper side, if it differs (DAPO's clip-higher)."""
     clip_schedule: ClipSchedule = "constant"
     """Both ranges over the run: constant, linear to one half, or cosine to zero."""
-    old_logp_source: Literal["replay", "rollout"] = "replay"
-    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or what the engine recorded."""
-    steps_per_forward: int = 1
-    """Denoising steps replayed in one forward: faster for small micro-batches, and takes the memory of more rows."""
+    dual_clip: float | None = None
+    """c > 1: where A < 0 the loss is at most c |A|; absent = no bound."""
+    ratio: Literal["plain", "guard"] = "plain"
+    """guard: log r = mean of z (mean_theta - mean_old), of mean 0 and without the step's std (GRPO-Guard)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("clip_range", self.clip_range), ("clip_range_high", self.clip_range_high)):
             if value is not None and not 0.0 < value < 1.0:
                 raise ConfigError(f"algorithm.{name} must lie in (0, 1), got {value}; 1e-4 is usual", code=2004)
-        if self.steps_per_forward < 1:
-            raise ConfigError(f"algorithm.steps_per_forward must be >= 1, got {self.steps_per_forward}", code=2004)
+        if self.dual_clip is not None and not self.dual_clip > 1.0:
+            raise ConfigError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual", code=2004)
+        if self.ratio == "guard" and self.old_logp_source == "rollout":
+            raise ConfigError(
+                "algorithm.ratio=guard compares means, which an engine does not record: it needs "
+                "algorithm.old_logp_source=replay",
+                code=2004,
+            )
 
     @property
-    def needs(self) -> Needs:
-        return replace(super().needs, behaviour_logp=self.old_logp_source == "rollout")
+    def reads_density(self) -> bool:
+        return self.ratio == "guard" or super().reads_density
 
-    def anchors(self) -> Mapping[str, Anchor]:
-        return {"old_logp": Anchor("live", "logp")} if self.old_logp_source == "replay" else {}
+    def old_quantities(self) -> tuple[Quantity, ...]:
+        return ("mean",) if self.ratio == "guard" else ("logp",)
 
-    def parts(self, segment: LatentSegment) -> list[Part]:
-        steps, size = segment.sde_indices, self.steps_per_forward
-        return [steps[i : i + size] for i in range(0, len(steps), size)]
-
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
-        return {"logp": stage.replay(rows.conditions, rows.segment, part).logp.detach()}
-
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
-        logp = stage.replay(rows.conditions, rows.segment, part).logp  # [B, S']
-        columns: Columns = {"logp": logp.detach()}
-        if self.old_logp_source == "rollout":
-            old = rows.segment.logp[:, rows.segment.columns_of(part)]
-        else:
-            old = self.anchor(rows, "old_logp", part)
-        weights = rows.weight[:, None].expand_as(logp)
-        log_ratio = torch.where(weights > 0, logp - (columns["logp"] if old is None else old), 0.0)
+    def policy_loss(
+        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: Moment
+    ) -> tuple[Tensor, Metrics]:
+        weights = rows.weight[:, None].expand_as(new.logp)
         low, high = self.clip_at(now.progress)
-        losses = clipped_surrogate(log_ratio, self.expand(rows, part), low, high)
-        metrics = ratio_metrics(log_ratio, weights, low, high) | {"train/clip_range": Metric.mean(low)}
-        return LossResult(weighted_sum(losses, weights), metrics, columns)
+        log_ratio = torch.where(weights > 0, self._log_ratio(new, rows, part), 0.0)
+        metrics = ratio_metrics(log_ratio, weights, low, high) | log_ratio_metrics(log_ratio, weights, part)
+        metrics["train/clip_range"] = Metric.mean(low)
+        return clipped_surrogate(log_ratio, advantages, low, high, self.dual_clip), metrics
+
+    def _log_ratio(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
+        """[B, S'] log r, whose gradient is that of `new`."""
+        if self.ratio == "plain":
+            return new.logp - self.old_logp(new, rows, part)
+        x_next = torch.stack([rows.segment.latents_at(step + 1) for step in part], dim=1).float()
+        return guard_log_ratio(x_next, new.mean, self.beside(rows, "old_mean", part, new.mean), new.std)
 
     def trust_width(self) -> float:
         return min(self.clip_at(0.0))
-
-    def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
-        recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
-        gap = (recorded - columns["logp"]).abs() * (rows.weight > 0)[:, None]
-        return {"rollout/parity_absdiff_max": Metric.max(gap.max())}
 
     def clip_at(self, progress: float) -> tuple[float, float]:
         """The clip range below and above 1."""

@@ -1,4 +1,4 @@
-"""The clipped surrogate and its telemetry: pure functions of log-ratios and advantages."""
+"""Policy losses per element and their telemetry: pure functions of log-ratios and advantages."""
 
 from __future__ import annotations
 
@@ -8,30 +8,77 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unirl.algorithms.kl import MAX_LOG_RATIO, element_means, k2
 from unirl.types.results import Metric, Metrics
 
 ClipSchedule = Literal["constant", "linear", "cosine"]
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
     """PPO loss per element, to be summed by the caller. Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
 
     L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),  r = exp(log_ratio)
 
+    With a dual clip c, L <= c |A| where A < 0: beyond r = c a bad sample pushes no more (arXiv:1912.09729, eq. 5).
     The ratio is clipped in log space, the same set: at a range of 1e-6, 1 + clip_high keeps one digit in float32.
 
     Args:
-        log_ratio: [B, S] log pi_theta - log pi_old, nats; S = replayed steps, or tokens.
+        log_ratio: [B, S] log pi_theta - log pi_old, nats; S = replayed steps, or tokens. No gradient beyond +-20.
         advantages: [B, S] already expanded; detached here.
     """
     advantages = advantages.detach()
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inside = log_ratio.clamp(math.log1p(-clip_low), math.log1p(clip_high))
     # The maximum halves the gradient between equal branches: at ratio 1 both give -A, so the sum is exactly -A.
-    return torch.maximum(-advantages * log_ratio.exp(), -advantages * inside.exp())
+    losses = torch.maximum(-advantages * log_ratio.exp(), -advantages * inside.exp())
+    if dual_clip is None:
+        return losses
+    return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+
+
+def masked_surrogate(
+    log_ratio: Tensor, advantages: Tensor, divergence: Tensor, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """Flow-DPPO's loss per element, and which elements it drops (arXiv:2606.11025). The ratio is not clipped.
+
+    L = -r A, but 0 where divergence >= threshold and the step would move r further away from 1
+
+    Args:
+        log_ratio: [B, S] log pi_theta - log pi_old, nats.
+        advantages: [B, S] already expanded; detached here.
+        divergence: [B, S] between the old and the current policy, the unit of `threshold`; detached here.
+    """
+    advantages = advantages.detach()
+    away = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
+    dropped = (divergence.detach() >= threshold) & away
+    # A dropped ratio may be infinite: it is taken out before exp, whose gradient would be 0 * inf.
+    kept = torch.where(dropped, 0.0, log_ratio)
+    return torch.where(dropped, 0.0, -advantages * kept.exp()), dropped
+
+
+def guard_log_ratio(x_next: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+    """[B, S] mean over latent elements of z (mean - old_mean),  z = (x_next - old_mean) / std.
+
+    GRPO-Guard's RatioNorm (arXiv:2510.22319): std (log r + KL), the log-ratio without its drift below zero and without
+    the step's noise level.
+
+    Args:
+        x_next, mean, old_mean: [B, S, *latent].
+        std: [S], of both means.
+    """
+    z = (x_next - old_mean) / along_steps(std, mean)
+    return element_means(z * (mean - old_mean))
+
+
+def along_steps(values: Tensor, like: Tensor) -> Tensor:
+    """`values` [S] shaped to broadcast over `like` [B, S, *latent]."""
+    return values.view(-1, *[1] * (like.dim() - 2))
 
 
 def clip_scale(schedule: ClipSchedule, progress: float) -> float:
-    """The factor on the clip range at `progress` in [0, 1] of the run.
+    """The factor on the clip range, or on another coefficient, at `progress` in [0, 1] of the run.
 
     constant 1, linear 1 - p / 2, cosine (1 + cos(pi p)) / 2.
     """
@@ -46,7 +93,7 @@ def clip_scale(schedule: ClipSchedule, progress: float) -> float:
 
 def approx_kl(log_ratio: Tensor) -> Tensor:
     """The quadratic estimate of KL(pi_old || pi_theta) per element: log_ratio^2 / 2 (k2, Schulman 2020)."""
-    return 0.5 * log_ratio.square()
+    return k2(log_ratio)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -55,25 +102,38 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def mean_metric(values: Tensor, weights: Tensor) -> Metric:
+    """The mean of elements with weights of the same shape."""
+    return Metric(weighted_sum(values.detach(), weights), weights.sum(), "mean")
+
+
+@torch.no_grad()
 def ratio_metrics(log_ratio: Tensor, weights: Tensor, clip_low: float, clip_high: float) -> Metrics:
-    """How far the policy has moved from the anchor; no host sync.
+    """How far the policy has moved from the anchor, and what is clipped; no host sync.
 
     Args:
         log_ratio, weights: [B, S]; elements of weight 0 count nowhere.
     """
+    above, below = log_ratio > math.log1p(clip_high), log_ratio < math.log1p(-clip_low)
+    return spread_metrics(log_ratio, weights) | fraction_metrics(above, below, weights)
+
+
+@torch.no_grad()
+def spread_metrics(log_ratio: Tensor, weights: Tensor) -> Metrics:
+    """The distribution of the ratio, whatever the trust region."""
     log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
-    above = (log_ratio > math.log1p(clip_high)).float()
-    below = (log_ratio < math.log1p(-clip_low)).float()
-    total = weights.sum()
-
-    def mean(values: Tensor) -> Metric:
-        return Metric((weights * values).sum(), total, "mean")
-
     return {
-        "train/ratio_mean": mean(log_ratio.exp()),
+        "train/ratio_mean": mean_metric(log_ratio.exp(), weights),
         "train/ratio_std": Metric.std(log_ratio.expm1(), weights),
-        "train/approx_kl": mean(approx_kl(log_ratio)),
-        "train/clip_fraction": mean(above + below),
-        "train/clip_fraction_high": mean(above),
-        "train/clip_fraction_low": mean(below),
+        "train/approx_kl": mean_metric(approx_kl(log_ratio), weights),
+    }
+
+
+@torch.no_grad()
+def fraction_metrics(above: Tensor, below: Tensor, weights: Tensor) -> Metrics:
+    """The share of elements outside the trust region, by side. `above`, `below`, `weights`: [B, S]."""
+    return {
+        "train/clip_fraction": mean_metric((above | below).float(), weights),
+        "train/clip_fraction_high": mean_metric(above.float(), weights),
+        "train/clip_fraction_low": mean_metric(below.float(), weights),
     }

@@ -1,0 +1,232 @@
+"""What losses on replayed denoising steps share: anchors, step weights, and regularisers towards the reference."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.kl import AdaptiveKL, KLController, KLForm, element_means, gaussian_kl, k1
+from unirl.algorithms.step_weights import StepWeights, step_weights
+from unirl.algorithms.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
+from unirl.config.errors import ConfigError
+from unirl.models.diffusion import DiffusionStage, Replay
+from unirl.sde.gaussian import HALF_LOG_TWO_PI
+from unirl.types.protocols import Anchor, Kernel, Moment, Needs, Quantity
+from unirl.types.results import Metric, Metrics
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+REFERENCE = "reference"
+"""The snapshot of the policy at initialisation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingLoss(StageAlgorithm[DiffusionStage]):
+    """L = mean over rows and stochastic steps of  w_i P_i + beta KL_i + lambda |v_theta - v_ref|^2.
+
+    P is the policy loss of a subclass, w the step weights, KL_i and the velocity term compare with the policy at
+    initialisation. A term whose coefficient is 0 is neither computed nor anchored.
+    """
+
+    old_logp_source: Literal["replay", "rollout"] = "replay"
+    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or what the engine recorded."""
+    steps_per_forward: int = 1
+    """Denoising steps replayed in one forward: faster for small micro-batches, and takes the memory of more rows."""
+    step_weights: StepWeights = "uniform"
+    """w: uniform 1, tempflow 2.25 std, flash 1 / |d logp / dv|, inverse_dt 1 / dt; the last two with mean 1."""
+    kl_coef: float = 0.0
+    """beta, of KL(pi_theta || reference) per step, nats averaged over latent elements; 0 = none."""
+    kl_form: KLForm = "transition"
+    """transition: the exact KL of the step; flow_grpo: that times |dt|, as in Flow-GRPO's released code."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Differentiated with the loss, or taken off every step's advantage as an estimate from the sample."""
+    kl_schedule: ClipSchedule = "constant"
+    """beta over the run: constant, linear to one half, or cosine to zero."""
+    kl_adaptive: AdaptiveKL | None = None
+    """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
+    velocity_coef: float = 0.0
+    """lambda, of the mean squared difference to the reference's velocity (UniGRPO); 0 = none."""
+
+    def __post_init__(self) -> None:
+        if self.steps_per_forward < 1:
+            raise ConfigError(f"algorithm.steps_per_forward must be >= 1, got {self.steps_per_forward}", code=2004)
+        for name, value in (("kl_coef", self.kl_coef), ("velocity_coef", self.velocity_coef)):
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off", code=2004)
+        if self.kl_adaptive is not None and self.kl_coef == 0.0:
+            raise ConfigError(
+                "algorithm.kl_adaptive moves algorithm.kl_coef, which is 0: set kl_coef to where it starts, "
+                "or leave kl_adaptive out",
+                code=2004,
+            )
+        if self.kl_in == "reward" and self.kl_form != "transition":
+            raise ConfigError(
+                f"algorithm.kl_form={self.kl_form} is a form of the loss term, and algorithm.kl_in=reward estimates "
+                "the transition's KL from log-probs: leave kl_form out, or set kl_in=loss",
+                code=2004,
+            )
+
+    @abstractmethod
+    def old_quantities(self) -> tuple[Quantity, ...]:
+        """What the policy loss reads of the policy that sampled."""
+
+    @abstractmethod
+    def policy_loss(
+        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: Moment
+    ) -> tuple[Tensor, Metrics]:
+        """[B, S'] P per element, from `advantages` [B, S'], and its telemetry."""
+
+    @property
+    def reads_density(self) -> bool:
+        """Whether the log-prob must be that of the normal distribution, normaliser included."""
+        return self._kl_in_reward
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, behaviour_logp=self.old_logp_source == "rollout")
+
+    def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
+        self._check_density(sampling.kernel)
+
+    def kl_controller(self) -> KLController | None:
+        return None if self.kl_adaptive is None else KLController(self.kl_adaptive)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        old: set[Quantity] = {*self.old_quantities()}
+        reference: set[Quantity] = set()
+        if self._kl_in_reward:
+            old.add("logp")
+            reference.add("logp")
+        elif self.kl_coef > 0:
+            reference.add("mean")
+        if self.velocity_coef > 0:
+            reference.add("velocity")
+        if self.old_logp_source == "rollout":
+            old.discard("logp")
+        return {f"old_{q}": Anchor("live", q) for q in sorted(old)} | {
+            f"ref_{q}": Anchor(REFERENCE, q) for q in sorted(reference)
+        }
+
+    def parts(self, segment: LatentSegment) -> list[Part]:
+        steps, size = segment.sde_indices, self.steps_per_forward
+        return [steps[i : i + size] for i in range(0, len(steps), size)]
+
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+        return self._columns(stage.replay(rows.conditions, rows.segment, part))
+
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        self._check_density(rows.segment.kernel)
+        new = stage.replay(rows.conditions, rows.segment, part)
+        weights = rows.weight[:, None].expand_as(new.logp)
+        metrics: Metrics = {}
+        advantages, regularisers = self.expand(rows, part), []
+        if self.kl_coef > 0:
+            kl, beta = self.reference_kl(new, rows, part), self.kl_at(now)
+            metrics |= kl_metrics(kl, weights, part) | {"train/kl_coef": Metric.mean(beta)}
+            if self._kl_in_reward:
+                advantages = advantages - beta * new.mean[0, 0].numel() * kl
+            else:
+                regularisers.append(("train/kl_loss", beta * self._in_form(kl, rows.segment, part)))
+        if self.velocity_coef > 0:
+            error = element_means((new.velocity - self.beside(rows, "ref_velocity", part, new.velocity)).square())
+            metrics["train/velocity_mse"] = mean_metric(error, weights)
+            regularisers.append(("train/velocity_loss", self.velocity_coef * error))
+        policy, found = self.policy_loss(new, rows, part, advantages, now)
+        policy = self._weighed(policy, rows.segment, part)
+        metrics |= found | {"train/policy_loss": mean_metric(policy, weights)}
+        metrics |= {name: mean_metric(term, weights) for name, term in regularisers}
+        losses = sum((term for _, term in regularisers), policy)
+        return LossResult(weighted_sum(losses, weights), metrics, self._columns(new))
+
+    def kl_at(self, now: Moment) -> float:
+        """beta at this point of the run."""
+        return self.kl_coef * clip_scale(self.kl_schedule, now.progress) * now.kl_scale
+
+    def reference_kl(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
+        """[B, S'] KL to the reference, nats, mean over latent elements: exact, or a detached estimate from the sample.
+
+        The estimate is that of the policy that sampled; its mean is the KL.
+        """
+        if self._kl_in_reward:
+            return k1(self.old_logp(new, rows, part) - self.beside(rows, "ref_logp", part, new.logp))
+        return gaussian_kl(new.mean, self.beside(rows, "ref_mean", part, new.mean), new.std)
+
+    def old_logp(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
+        """[B, S'] log-prob under the policy that sampled."""
+        if self.old_logp_source == "replay":
+            return self.beside(rows, "old_logp", part, new.logp)
+        recorded: Tensor = rows.segment.logp[:, rows.segment.columns_of(part)]
+        return torch.where(rows.weight[:, None] > 0, recorded, new.logp.detach())
+
+    def beside(self, rows: RolloutTrack, name: str, part: Part, own: Tensor) -> Tensor:
+        """[B, S', ...] another policy's `own`: an anchor, or where it is absent or counts nowhere, `own` detached."""
+        column = self.anchor(rows, name, part)
+        if column is None:
+            return own.detach()
+        return torch.where(rows.weight.view(-1, *[1] * (own.dim() - 1)) > 0, column, own.detach())
+
+    def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
+        recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
+        gap = torch.where(rows.weight[:, None] > 0, (recorded - columns["logp"]).abs(), 0.0)
+        return {"rollout/parity_absdiff_max": Metric.max(gap.max())}
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    def _columns(self, new: Replay) -> Columns:
+        """What the anchors and the parity gate read of a forward."""
+        said: Columns = {"logp": new.logp, "mean": new.mean, "velocity": new.velocity}
+        read = {anchor.quantity for anchor in self.anchors().values()} | {"logp"}
+        return {quantity: value.detach() for quantity, value in said.items() if quantity in read}
+
+    def _in_form(self, kl: Tensor, segment: LatentSegment, part: Part) -> Tensor:
+        if self.kl_form == "transition":
+            return kl
+        sigmas = segment.sigmas.tolist()
+        return kl * torch.tensor([sigmas[i] - sigmas[i + 1] for i in part]).to(kl)
+
+    def _weighed(self, losses: Tensor, segment: LatentSegment, part: Part) -> Tensor:
+        if self.step_weights == "uniform":
+            return losses
+        weights = step_weights(self.step_weights, segment.kernel, segment.sigmas, part)
+        return losses * torch.tensor(weights).to(losses)
+
+    def _check_density(self, kernel: Kernel) -> None:
+        if self.reads_density and not has_true_density(kernel):  # type: ignore[arg-type]  # equal by value
+            raise ConfigError(
+                f"this {type(self).__name__} needs the density of a step, and the log-prob of {kernel} leaves out its "
+                "normaliser. Use sampling.kernel.log_prob_form=gaussian, or algorithm.ratio=plain without "
+                "algorithm.kl_in=reward",
+                code=2020,
+            )
+
+
+@cache
+def has_true_density(kernel: Kernel) -> bool:
+    """Whether a kernel's log-prob is that of the normal distribution: at the mean, -log std - log(2 pi) / 2."""
+    x = torch.zeros(1, 1, dtype=torch.float64)
+    step = kernel.transition(x, x, 0.5, 0.4)
+    return bool((step.log_prob(step.mean) + step.std.log() + HALF_LOG_TWO_PI).abs() < 1e-9)
+
+
+def kl_metrics(kl: Tensor, weights: Tensor, part: Part) -> Metrics:
+    """The divergence to the reference, over all elements and of each denoising step. `kl`, `weights`: [B, S']."""
+    return {"train/kl": mean_metric(kl, weights)} | {
+        f"train/kl_step_{step}": mean_metric(kl[:, j], weights[:, j]) for j, step in enumerate(part)
+    }
+
+
+def log_ratio_metrics(log_ratio: Tensor, weights: Tensor, part: Part) -> Metrics:
+    """How far the ratio of each denoising step is from 1. `log_ratio`, `weights`: [B, S']."""
+    size = log_ratio.detach().abs()
+    return {f"train/log_ratio_step_{step}": mean_metric(size[:, j], weights[:, j]) for j, step in enumerate(part)}

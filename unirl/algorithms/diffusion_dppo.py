@@ -1,0 +1,58 @@
+"""Flow-DPPO: a policy gradient on denoising steps whose trust region is the exact divergence, not the ratio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import Part
+from unirl.algorithms.denoising import DenoisingLoss, log_ratio_metrics
+from unirl.algorithms.kl import gaussian_kl
+from unirl.algorithms.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
+from unirl.config.errors import ConfigError
+from unirl.models.diffusion import Replay
+from unirl.types.protocols import Moment, Quantity
+from unirl.types.results import Metric, Metrics
+from unirl.types.rollout_resp import RolloutTrack
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionDPPO(DenoisingLoss):
+    """P = -r A, but 0 where D >= kl_threshold and (r > 1 and A > 0, or r < 1 and A < 0).
+
+    r = exp(logp_theta - logp_old),  D = mean of (mean_theta - mean_old)^2 / (2 std^2) over latent elements: the exact
+    KL of the step between the old policy and this one. Flow-DPPO, arXiv:2606.11025. Dropped elements count in the mean.
+    """
+
+    kl_threshold: float = 1e-5
+    """tau, nats averaged over latent elements (the paper sums them)."""
+    add_kl_coefficient: bool = True
+    """Divide by the step's 2 std^2; false = by 2, the mean squared difference of the means halved."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.kl_threshold >= 0.0:
+            raise ConfigError(f"algorithm.kl_threshold must be >= 0, got {self.kl_threshold}; 1e-5 is usual", code=2004)
+
+    def old_quantities(self) -> tuple[Quantity, ...]:
+        return ("logp", "mean")
+
+    def policy_loss(
+        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: Moment
+    ) -> tuple[Tensor, Metrics]:
+        weights = rows.weight[:, None].expand_as(new.logp)
+        log_ratio = torch.where(weights > 0, new.logp - self.old_logp(new, rows, part), 0.0)
+        std = new.std if self.add_kl_coefficient else torch.ones_like(new.std)
+        divergence = gaussian_kl(new.mean.detach(), self.beside(rows, "old_mean", part, new.mean), std)
+        losses, dropped = masked_surrogate(log_ratio, advantages, divergence, self.kl_threshold)
+        metrics = spread_metrics(log_ratio, weights) | log_ratio_metrics(log_ratio, weights, part)
+        metrics |= fraction_metrics(dropped & (log_ratio > 0), dropped & (log_ratio < 0), weights)
+        metrics["train/kl_old"] = mean_metric(divergence, weights)
+        metrics["train/kl_old_max"] = Metric.max(torch.where(weights > 0, divergence, 0.0).max())
+        return losses, metrics
+
+    def trust_width(self) -> float | None:
+        # On average a step at divergence D has a log-ratio of -D.
+        return self.kl_threshold if self.add_kl_coefficient and self.kl_threshold > 0 else None

@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from unirl.algorithms.kl import KLController
 from unirl.types.protocols import Anchor, Moment, Needs, Quantity
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
@@ -110,6 +111,10 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
         """How far `columns` (measured on the weights that sampled) are from what the engine recorded."""
         return {}
+
+    def kl_controller(self) -> KLController | None:
+        """Feedback from the logged `train/kl` to `Moment.kl_scale`, kept by the trainer; None: the scale stays 1."""
+        return None
 
     def prepare_segment(self, stage: Stage, rows: RolloutTrack, snapshot: str) -> tuple[LatentSegment, Metrics]:
         """The anchor pass: the segment with the anchors of `snapshot`, whose weights are in force, and parity.

@@ -11,7 +11,7 @@ from unirl.sde.steps import FractionSteps
 from unirl.types.primitives import Texts
 from unirl.types.results import Metric, merge, values
 from unirl.types.rollout_req import RolloutReq, TrackSpec, child_ids, group_id
-from unirl.types.rollout_resp import AdvantageResult, RolloutResp, RolloutTrack
+from unirl.types.rollout_resp import AdvantageResult, RolloutResp, RolloutTrack, Scores
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import stored_positions
 
@@ -57,6 +57,56 @@ def test_a_dropped_child_does_not_reach_its_parent() -> None:
     assert resp.tracks["ar"].rewards.tolist() == [1.0, 5.0]
 
 
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("mean", [3.0, 5.5]), ("max", [6.0, 9.0]), ("sum", [9.0, 11.0]), ("last", [1.0, 9.0])],
+)
+def test_rewards_and_components_travel_up_by_lineage_and_weight_and_not_by_position(op, expected) -> None:
+    """b0 = {2, 6, 1}, b1 = {2, 9}, their children interleaved among two that do not count."""
+    scores = torch.tensor([2.0, 2.0, 77.0, 6.0, float("nan"), 1.0, 9.0])
+    parents = ["b0", "b1", "b1", "b0", "b0", "b0", "b1"]
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5])
+    child = track(
+        [f"c{i}" for i in range(7)],
+        parents,
+        parent_track="top",
+        parent_ids=parents,
+        rewards=scores,
+        component_rewards={"ten": 10 * scores},
+        weight=weight,
+    )
+    dropped = torch.tensor([1.0, 1.0, 0.0])
+    resp = RolloutResp({"below": child, "top": track(["b1", "b0", "b2"], ["p"] * 3, weight=dropped)})
+    top = resp.propagate_rewards(op).tracks["top"]
+    assert top.rewards.tolist() == [*reversed(expected), 0.0]
+    assert top.component_rewards["ten"].tolist() == [10 * r for r in top.rewards.tolist()]
+
+
+def test_rewards_climb_two_levels() -> None:
+    resp = deep_tree(2)
+    crops = resp.tracks["crop"].replace(rewards=torch.arange(8.0))
+    climbed = resp.with_track("crop", crops).propagate_rewards("mean")
+    assert climbed.tracks["image"].rewards.tolist() == [0.5, 2.5, 4.5, 6.5]
+    assert climbed.tracks["text"].rewards.tolist() == [1.5, 5.5]
+
+
+def test_tracks_below_the_scored_one_stay_unscored() -> None:
+    resp = deep_tree(2)
+    scored = resp.with_track("text", resp.tracks["text"].replace(rewards=torch.tensor([1.0, 2.0])))
+    assert {name: t.rewards is None for name, t in scored.propagate_rewards().tracks.items()} == {
+        "text": False,
+        "image": True,
+        "crop": True,
+    }
+
+
+def test_the_unscored_sibling_of_a_scored_leaf_is_refused() -> None:
+    child = track(["p:0/b0"], ["p:0"], parent_track="top", parent_ids=["p:0"])
+    resp = RolloutResp({"top": track(["p:0"], ["p"]), "a": child.replace(rewards=torch.ones(1)), "b": child})
+    with pytest.raises(ValueError, match=r"track 'b' is a leaf without rewards"):
+        resp.propagate_rewards()
+
+
 def test_a_parent_without_living_children_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"row 'p:1' of track 'ar' has no child"):
         tree([1.0, 3.0, 6.0, 4.0], weight=[1.0, 1.0, 0.0, 0.0]).propagate_rewards("mean")
@@ -77,6 +127,14 @@ def test_children_inherit_their_parents_advantage() -> None:
     resp = tree([1.0, 3.0, 6.0, 4.0])
     resp = resp.with_track("ar", resp.tracks["ar"].replace(advantages=torch.tensor([-1.0, 2.0])))
     assert resp.inherit_advantages("image").tracks["image"].advantages.tolist() == [-1.0, -1.0, 2.0, 2.0]
+
+
+def test_children_of_a_row_that_is_not_trained_are_not_trained_either() -> None:
+    resp = tree([1.0, 3.0, 6.0, 4.0], weight=[1.0, 0.5, 0.0, 0.5])
+    parents = resp.tracks["ar"].replace(advantages=torch.tensor([-1.0, 2.0]), weight=torch.tensor([0.0, 1.0]))
+    image = resp.with_track("ar", parents).inherit_advantages("image").tracks["image"]
+    assert image.weight.tolist() == [0.0, 0.0, 0.0, 0.5]
+    assert image.advantages.tolist() == [0.0, 0.0, 0.0, 2.0]
 
 
 def deep_tree(roots: int, j_major: bool = False) -> RolloutResp:
@@ -137,18 +195,36 @@ def test_a_parent_id_that_does_not_exist_is_refused() -> None:
         )
 
 
-def test_the_estimator_gets_rewards_groups_and_weights() -> None:
-    seen = {}
+def test_the_estimator_gets_rewards_groups_weights_and_where_the_run_stands() -> None:
+    seen = []
 
-    def estimator(rewards, group_ids, weight):
-        seen.update(rewards=rewards.tolist(), groups=list(group_ids), weight=weight.tolist())
-        return AdvantageResult(rewards * 2, {"x": Metric.sum(1.0)})
+    def estimator(scores: Scores) -> AdvantageResult:
+        seen.append(scores)
+        return AdvantageResult(
+            advantages=scores.total * 2, weight=torch.tensor([0.0, 1.0]), metrics={"x": Metric.sum(1.0)}
+        )
 
-    scored = track(["p:0", "p:1"], ["p", "p"], rewards=torch.tensor([1.0, 2.0]), weight=torch.tensor([1.0, 0.0]))
-    credited, metrics = scored.compute_advantages(estimator)
-    assert credited.advantages.tolist() == [2.0, 4.0]
-    assert seen == {"rewards": [1.0, 2.0], "groups": ["p", "p"], "weight": [1.0, 0.0]}
+    rewards, weight = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
+    scored = track(["p:0", "p:1"], ["p", "p"], rewards=rewards, weight=weight, component_rewards={"ocr": rewards})
+    credited, metrics = scored.compute_advantages(estimator, 0.25, "image")
+    assert (credited.advantages.tolist(), credited.weight.tolist()) == ([2.0, 4.0], [0.0, 1.0])
     assert values(metrics) == {"x": 1.0}
+    [scores] = seen
+    assert scores.total is rewards and scores.weight is weight and scores.components == {"ocr": rewards}
+    assert (scores.group_ids, scores.track, scores.progress) == (["p", "p"], "image", 0.25)
+
+
+def test_without_components_and_progress_there_are_none() -> None:
+    def estimator(scores: Scores) -> AdvantageResult:
+        assert (dict(scores.components), scores.track, scores.progress) == ({}, "", 0.0)
+        return AdvantageResult(advantages=scores.total, weight=scores.weight, metrics={})
+
+    track(["p:0"], ["p"], rewards=torch.tensor([1.0])).compute_advantages(estimator)
+
+
+def test_advantages_before_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match="compute_advantages needs rewards"):
+        track(["p:0"], ["p"]).compute_advantages(lambda scores: pytest.fail("called"))
 
 
 def test_expanded_requests_keep_siblings_adjacent_and_ids_unique() -> None:

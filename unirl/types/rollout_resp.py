@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,18 +23,32 @@ _REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What an estimator sees of a track: the rewards of all rows, and whose sibling each row is."""
+
+    total: Tensor  # [B] float32
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B] float32
+    group_ids: Sequence[str]  # siblings may stand anywhere
+    weight: Tensor  # [B] float32; a row of weight 0 gets advantage 0 and changes no other row
+    track: str = ""
+    progress: float = 0.0
+    """How far the run is, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdvantageResult:
-    """Advantages of all rows and what is worth logging about them."""
+    """Advantages of all rows, which of them are trained, and what is worth logging about it."""
 
     advantages: Tensor  # [B] float32
+    weight: Tensor  # [B] float32; that of the scores, or 0 for a row that is not trained
     metrics: Metrics
 
 
 class AdvantageEstimator(Protocol):
-    """Rewards of all rows to one advantage per row; pure."""
+    """Rewards of all rows to one advantage per row; pure, or `Stateful`."""
 
-    def __call__(self, rewards: Tensor, group_ids: Sequence[str], weight: Tensor) -> AdvantageResult: ...
+    def __call__(self, scores: Scores) -> AdvantageResult: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,6 +59,7 @@ class RolloutTrack(Batch):
     group_ids: list[str] = row()
     parent_track: str | None = shared(optional=True)
     parent_ids: list[str] | None = row(optional=True)
+    prompts: list[str] | None = row(optional=True)  # what a loss on the reward's gradient scores the samples by
     conditions: dict[str, Batch] = row()
     segment: Any = row()  # LatentSegment, TextSegment, ActionSegment
     decoded: Any = row(optional=True)  # Images, Texts, Videos
@@ -54,12 +69,27 @@ class RolloutTrack(Batch):
     weight: Tensor = row()  # [B] float32
     weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
 
-    def compute_advantages(self, estimator: AdvantageEstimator) -> tuple[RolloutTrack, Metrics]:
-        """The track with advantages by `estimator`, and its metrics. Raises ValueError before rewards are known."""
+    def compute_advantages(
+        self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = ""
+    ) -> tuple[RolloutTrack, Metrics]:
+        """The track with advantages and weights by `estimator`, and its metrics. Raises ValueError before it is scored.
+
+        Args:
+            progress: how far the run is, in [0, 1].
+            name: the track's own: an estimator that remembers keeps tracks apart.
+        """
         if self.rewards is None:
             raise ValueError("compute_advantages needs rewards: score the track (or propagate rewards to it) first")
-        result = estimator(self.rewards, self.group_ids, self.weight)
-        return self.replace(advantages=result.advantages), result.metrics
+        scores = Scores(
+            total=self.rewards,
+            components=self.component_rewards or {},
+            group_ids=self.group_ids,
+            weight=self.weight,
+            track=name,
+            progress=progress,
+        )
+        result = estimator(scores)
+        return self.replace(advantages=result.advantages, weight=result.weight), result.metrics
 
 
 @dataclass(frozen=True)
@@ -96,7 +126,7 @@ class RolloutResp(Rows):
         """
         self.root_track()
         chosen: dict[str, list[int]] = {}
-        for name in self._by_depth():
+        for name in self.by_depth():
             parent = self.tracks[name].parent_track
             if parent is None:
                 chosen[name] = list(indices)
@@ -153,17 +183,21 @@ class RolloutResp(Rows):
     def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
         """Rewards carried up the tree: an unscored parent takes `op` over its children of weight > 0.
 
-        A track that already has rewards keeps them. Raises ValueError when a leaf is unscored, when two child tracks
-        compete, or when a parent row of weight > 0 has no child.
+        A track that already has rewards keeps them; one without, below a scored track, stays without: it can inherit
+        advantages. Raises ValueError when any other leaf is unscored, when two child tracks compete, or when a parent
+        row of weight > 0 has no child.
         """
         resp = self
-        for name in reversed(self._by_depth()):
-            if resp.tracks[name].rewards is None:
+        for name in reversed(self.by_depth()):
+            if resp.tracks[name].rewards is None and not resp._can_inherit(name):
                 resp = resp.with_track(name, resp._rewarded(name, op))
         return resp
 
     def inherit_advantages(self, name: str) -> RolloutResp:
-        """Advantages carried down: every row of track `name` takes its parent row's advantage."""
+        """Advantages carried down: every row of track `name` takes its parent row's advantage.
+
+        A row whose parent is not trained is not trained either.
+        """
         track = self.tracks[name]
         if track.parent_track is None or track.parent_ids is None:
             raise ValueError(f"track {name!r} has no parent to inherit advantages from")
@@ -172,14 +206,27 @@ class RolloutResp(Rows):
             raise ValueError(f"track {track.parent_track!r} has no advantages yet")
         where = {sample: i for i, sample in enumerate(parent.sample_ids)}
         rows = [where[parent_id] for parent_id in track.parent_ids]
-        return self.with_track(name, track.replace(advantages=parent.advantages[rows]))
+        weight = track.weight.where(parent.weight[rows] > 0, 0.0)
+        advantages = parent.advantages[rows].where(weight > 0, 0.0)
+        return self.with_track(name, track.replace(advantages=advantages, weight=weight))
 
-    def _by_depth(self) -> list[str]:
+    def by_depth(self) -> list[str]:
+        """Track names, parents before their children."""
+
         def depth(name: str) -> int:
             parent = self.tracks[name].parent_track
             return 0 if parent is None else 1 + depth(parent)
 
         return sorted(self.tracks, key=depth)
+
+    def _can_inherit(self, name: str) -> bool:
+        """No child of the track is scored, and a track above it is."""
+        if any(self.tracks[child].rewards is not None for child in self.children(name)):
+            return False
+        parent = self.tracks[name].parent_track
+        while parent is not None and self.tracks[parent].rewards is None:
+            parent = self.tracks[parent].parent_track
+        return parent is not None
 
     def _rewarded(self, name: str, op: RewardOp) -> RolloutTrack:
         children = self.children(name)
@@ -192,13 +239,18 @@ class RolloutResp(Rows):
         for i, parent_id in enumerate(child.parent_ids or []):
             if child.weight[i] > 0:
                 members[parent_id].append(i)
-        rewards = torch.zeros(len(parent), dtype=torch.float32)
         for i, sample in enumerate(parent.sample_ids):
-            if members[sample]:
-                rewards[i] = _REDUCTIONS[op](child.rewards[members[sample]])  # type: ignore[index]
-            elif parent.weight[i] > 0:
+            if parent.weight[i] > 0 and not members[sample]:
                 raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
-        return parent.replace(rewards=rewards)
+        rows = [members[sample] for sample in parent.sample_ids]
+        assert child.rewards is not None
+        components = {part: _reduced(scores, rows, op) for part, scores in (child.component_rewards or {}).items()}
+        return parent.replace(rewards=_reduced(child.rewards, rows, op), component_rewards=components or None)
+
+
+def _reduced(scores: Tensor, rows: Sequence[list[int]], op: RewardOp) -> Tensor:
+    """[B] float32 `op` over the scores of each row's children; 0 for a row without any."""
+    return torch.stack([_REDUCTIONS[op](scores[of]) if of else scores.new_zeros(()) for of in rows]).float()
 
 
 def _occurrences(ids: Sequence[str]) -> list[int]:

@@ -130,7 +130,8 @@ class Trainer(ABC):
             resp = self.roles.reward.score_and_attach(req, resp)
         self.tracker.record(sync_metrics(report))
         self._check_version(req, resp.tracks[self.track])
-        resp = self.credit(resp)
+        self._count_samples(step + 1, resp.tracks[self.track])
+        resp = self.credit(step, resp)
         self._keep_samples(step + 1, req, resp.tracks[self.track])
         return resp
 
@@ -147,22 +148,31 @@ class Trainer(ABC):
             self.published_version = self.version
         return self.parts.sync.push(self.published_version, PUBLISHED)
 
-    def credit(self, resp: RolloutResp) -> RolloutResp:
-        """Rewards to one advantage per row."""
+    def credit(self, step: int, resp: RolloutResp) -> RolloutResp:
+        """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages."""
         resp = resp.propagate_rewards()
-        for name, track in resp.tracks.items():
-            credited, metrics = track.compute_advantages(self.parts.advantage)
+        for name in resp.by_depth():
+            track = resp.tracks[name]
+            if track.rewards is None:
+                resp = resp.inherit_advantages(name)
+                continue
+            credited, metrics = track.compute_advantages(self.parts.advantage, self.moment(step).progress, name)
             resp = resp.with_track(name, credited)
-            self.tracker.record(values(metrics) | reward_metrics(credited))
+            prefix = f"{name}/" if len(resp.tracks) > 1 else ""
+            found = values(metrics) | reward_metrics(track)  # of all scored rows, also those that are not trained
+            self.tracker.record({prefix + key: value for key, value in found.items()})
         return resp
+
+    def moment(self, step: int) -> Moment:
+        """Where the run stands in step `step`."""
+        return Moment(progress=step / max(self.config.num_rollouts - 1, 1))
 
     def learn(self, step: int, resp: RolloutResp) -> None:
         """Update the policy on one step's samples."""
         track = resp.tracks[self.track]
-        now = Moment(progress=step / max(self.config.num_rollouts - 1, 1))
         with self.phase("train"):
             self._pass_parity_gate(track)
-            result = self.roles.stack.train_track(track, now)
+            result = self.roles.stack.train_track(track, self.moment(step))
         self.version = self.roles.backend.version()
         metrics = values(result.metrics)
         self.tracker.record(metrics)
@@ -193,10 +203,13 @@ class Trainer(ABC):
         if gate is not None and self.parts.sync_interval == 1 and gate.is_suspicious(gap):
             self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
-    def _keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack) -> None:
-        """The ledger of a step, and when due a few of its samples for people to look at."""
+    def _count_samples(self, done: int, track: RolloutTrack) -> None:
+        """The ledger of a step."""
         scored = int((track.weight > 0).sum())
         self.tracker.ledger(done, generated=len(track), scored=scored, dropped=len(track) - scored)
+
+    def _keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack) -> None:
+        """When due, a few samples of a step for people to look at."""
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
             chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)

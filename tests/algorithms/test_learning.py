@@ -1,33 +1,95 @@
 """Losses learn: on flows with known velocity fields, every method raises the reward that it is trained on."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.algorithms.flows import Flow, Method, T, mixture_velocity, train
+from tests.algorithms.flows import Flow, Method, Run, T, mixture_velocity, train
+from unirl.algorithms.denoising import DenoisingLoss
+from unirl.algorithms.diffusion_dppo import DiffusionDPPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowSDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowDDIM, FlowSDEStrategy
 from unirl.types.protocols import Kernel
 
-GRPO = DiffusionGRPO(clip_range=0.05, steps_per_forward=T - 1)
+
+def grpo(clip_range: float = 0.05, **options: Any) -> DiffusionGRPO:
+    return DiffusionGRPO(clip_range=clip_range, steps_per_forward=T - 1, **options)
+
+
+def on_a_gaussian(method: Method, steps: int = 30) -> Run:
+    """N(0, 1/4) in eight dimensions, rewarded for being near 1: at first -(1 + 1/4), at best 0."""
+    flow = Flow(mixture_velocity(torch.zeros(1, 8), 0.5), size=8)
+    run = train(flow, 8, lambda x0: -(x0 - 1).square().mean(1), method, steps)
+    assert run.rewards[0] == pytest.approx(-1.25, abs=0.3)  # but for steps of finite size
+    return run
+
+
+def on_a_mixture(method: Method) -> Run:
+    """Two narrow modes in the plane, one of them rewarded: half the samples at first."""
+    means = torch.tensor([[1.5, 0.0], [-1.5, 0.0]])
+    flow = Flow(mixture_velocity(means, 0.3), size=2)
+    run = train(flow, 2, lambda x0: torch.exp(-(x0 - means[0]).square().sum(1)), method, steps=40)
+    assert run.rewards[0] == pytest.approx(0.5 / (1 + 2 * 0.3**2), abs=0.1)  # half the samples, each E[exp(-|z|^2)]
+    return run
 
 
 @pytest.mark.parametrize(
     "kernel",
-    [FlowSDEStrategy(eta=0.7), DanceSDEStrategy(eta=0.5), CPSSDEStrategy(eta=0.8)],
-    ids=["flow", "dance", "cps"],
+    [FlowSDEStrategy(eta=0.7), DanceSDEStrategy(eta=0.5), CPSSDEStrategy(eta=0.8), FlowDDIM(eta=1.0)],
+    ids=["flow", "dance", "cps", "ddpo"],
 )
 def test_grpo_moves_a_gaussian_flow_towards_its_reward(kernel: Kernel) -> None:
-    flow = Flow(mixture_velocity(torch.zeros(1, 8), 0.5), size=8)
-    run = train(flow, 8, lambda x0: -(x0 - 1).square().mean(1), Method(algorithm=GRPO, kernel=kernel), steps=40)
-    assert run.rewards[0] == pytest.approx(-1.25, abs=0.3)  # -(1 + 0.25), but for steps of finite size
-    assert run.gain() >= 0.5  # the optimum is 0
+    assert on_a_gaussian(Method(algorithm=grpo(), kernel=kernel)).gain() >= 0.5
+
+
+TRUST_REGIONS: dict[str, DenoisingLoss] = {
+    "dual clip": grpo(0.003, dual_clip=1.003),
+    "guard": grpo(0.001, ratio="guard", step_weights="inverse_dt"),
+    "tempflow": grpo(0.003, step_weights="tempflow"),
+    "flash": grpo(0.003, step_weights="flash"),
+    "dppo": DiffusionDPPO(kl_threshold=1e-5, steps_per_forward=T - 1),
+}
+
+
+@pytest.mark.parametrize("name", TRUST_REGIONS)
+def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_learn(name: str) -> None:
+    run = on_a_gaussian(Method(algorithm=TRUST_REGIONS[name], num_updates=4))
+    assert run.gain() >= 0.5
+    last = run.updates[3::4]  # the fourth update of every step, furthest from the policy that sampled
+    assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
+
+
+@pytest.mark.parametrize("name", ["guard", "dppo"])
+def test_other_ratios_find_the_rewarded_mode_too(name: str) -> None:
+    algorithm = grpo(0.02, ratio="guard") if name == "guard" else DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1)
+    assert on_a_mixture(Method(algorithm=algorithm)).gain() >= 0.3
+
+
+def test_towards_the_reference_the_optimum_is_lower_and_the_divergence_bounded() -> None:
+    free, held, rewarded, damped = (
+        on_a_gaussian(Method(algorithm=algorithm), steps=25)
+        for algorithm in (
+            grpo(kl_coef=1e-9),  # so small that it only measures
+            grpo(kl_coef=1.0),
+            grpo(kl_coef=1.0, kl_in="reward"),
+            grpo(velocity_coef=0.03),
+        )
+    )
+
+    def distance(run: Run) -> float:
+        return max(update["train/kl"] for update in run.updates)
+
+    assert free.gain() >= 0.5
+    for run in (held, rewarded):
+        assert 0.1 <= run.gain() <= free.gain() - 0.3
+        assert distance(run) <= 0.3 * distance(free)
+    assert abs(held.gain() - rewarded.gain()) <= 0.1  # one coefficient, two places, one optimum
+    assert 0.1 <= damped.gain() <= free.gain() - 0.1
 
 
 def test_grpo_moves_a_mixture_to_the_rewarded_mode_by_small_steps() -> None:
-    means = torch.tensor([[1.5, 0.0], [-1.5, 0.0]])
-    flow = Flow(mixture_velocity(means, 0.3), size=2)
-    run = train(flow, 2, lambda x0: torch.exp(-(x0 - means[0]).square().sum(1)), Method(algorithm=GRPO), steps=40)
-    assert run.rewards[0] == pytest.approx(0.5 / (1 + 2 * 0.3**2), abs=0.1)  # half the samples, each E[exp(-|z|^2)]
+    run = on_a_mixture(Method(algorithm=grpo()))
     assert run.gain() >= 0.3
     first, second = run.updates[0::2], run.updates[1::2]
     assert all(u["train/ratio_mean"] == 1.0 and u["train/approx_kl"] == 0.0 for u in first)

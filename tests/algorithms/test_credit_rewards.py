@@ -1,6 +1,7 @@
 """Several rewards: weighed before or after they are standardised, by weights that may change over the run."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,8 +12,13 @@ from torch import Tensor
 
 from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.estimator import Estimator, Ramp
+from unirl.algorithms.running import RunningAdvantage
+from unirl.algorithms.selection import Selection
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError, RewardError
+from unirl.config.hints import WRITE_INSTEAD
+from unirl.config.schema import schema_of
+from unirl.config.targets import find_target
 from unirl.types.results import values
 from unirl.types.rollout_resp import AdvantageResult, Scores
 
@@ -170,3 +176,14 @@ def test_a_recipe_is_refused_by_the_path_of_the_key(keys: dict[str, object], mes
     with pytest.raises(ConfigError, match=message) as raised:
         check_node({"_target_": "unirl.algorithms.advantages.GroupAdvantage"} | keys, path="advantage")
     assert raised.value.code == 2004
+
+
+def test_words_of_other_systems_are_answered_with_keys_that_exist() -> None:
+    answers = " ".join(WRITE_INSTEAD.values())
+    keys = set(re.findall(r"advantage\.(?!select)(\w+)", answers))
+    rules = set(re.findall(r"advantage\.select\.(\w+)", answers))
+    assert {"std", "weights", "trim"} <= keys <= set(schema_of(GroupAdvantage).keys)
+    assert rules == set(schema_of(Selection).keys)
+    assert find_target("unirl.algorithms.running.RunningAdvantage", "advantage", ()) is RunningAdvantage
+    with pytest.raises(ConfigError, match=r"unknown key 'advantage\.bestofn'.*Write advantage\.select\.keep="):
+        check_node({"_target_": "unirl.algorithms.advantages.GroupAdvantage", "bestofn": 8}, path="advantage")

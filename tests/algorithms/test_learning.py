@@ -60,9 +60,12 @@ def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_lear
     assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
 
 
-@pytest.mark.parametrize("name", ["guard", "dppo"])
-def test_other_ratios_find_the_rewarded_mode_too(name: str) -> None:
-    algorithm = grpo(0.02, ratio="guard") if name == "guard" else DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1)
+@pytest.mark.parametrize(
+    "algorithm",
+    [grpo(0.02, ratio="guard"), DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1)],
+    ids=["guard", "dppo"],
+)
+def test_other_ratios_find_the_rewarded_mode_too(algorithm: DenoisingLoss) -> None:
     assert on_a_mixture(Method(algorithm=algorithm)).gain() >= 0.3
 
 

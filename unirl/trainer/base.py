@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unirl.algorithms.kl import KLController
+from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
@@ -68,6 +70,8 @@ class Parts:
     """Steps between two publications of the weights to an engine of its own; 1 where they are shared."""
     stateful: dict[str, Stateful]
     recipe: Mapping[str, Any]
+    kl: KLController | None
+    """Feedback on the loss's KL coefficient; absent for a loss that asks for none."""
     """The resolved recipe, every key."""
     write_config: Callable[[], None]
     """Writes the recipe into the run directory; called when it is known to be the run's own."""
@@ -165,7 +169,8 @@ class Trainer(ABC):
 
     def moment(self, step: int) -> Moment:
         """Where the run stands in step `step`."""
-        return Moment(progress=step / max(self.config.num_rollouts - 1, 1))
+        kl_scale = self.parts.kl.scale if self.parts.kl is not None else 1.0
+        return Moment(progress=step / max(self.config.num_rollouts - 1, 1), kl_scale=kl_scale)
 
     def learn(self, step: int, resp: RolloutResp) -> None:
         """Update the policy on one step's samples."""
@@ -186,6 +191,8 @@ class Trainer(ABC):
                 f"the rollout should come from weights after {req.weight_version} updates, and its samples say that "
                 f"they come from those after {', '.join(map(str, found))}: the engine did not take over the last sync"
             )
+        if self.parts.kl is not None and "train/kl" in metrics:  # a step whose updates were all skipped has none
+            self.parts.kl.observe(metrics["train/kl"], int((track.weight > 0).sum()))
 
     def _pass_parity_gate(self, track: RolloutTrack) -> None:
         """Before the first update of this process: the ratio of every denoising step, judged."""

@@ -85,6 +85,8 @@ def _join(
     config = recipe.config
     sampling = build(config.sampling)
     advantage = build(config.advantage)
+    algorithm: StageAlgorithm[Any] = build(config.algorithm)
+    kl = algorithm.kl_controller()
     plan = plan_of(config)
     run_updates = config.num_rollouts * recipe.value("stack.num_updates_per_batch")
     placed = place_roles(pool, plan, config, seed=sampling.seed, run_updates=run_updates)
@@ -102,9 +104,12 @@ def _join(
         pool=pool,
         residency=Residency(plan, placed.handles),
         parity=parity_gate(config),
+        kl=kl,
         sync_interval=interval,
         stateful={
-            name: part for name, part in [("data", data), ("advantage", advantage)] if isinstance(part, Stateful)
+            name: part
+            for name, part in [("data", data), ("advantage", advantage), ("kl", kl)]
+            if isinstance(part, Stateful)
         },
         recipe=recipe.resolved(),
         write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),

@@ -58,6 +58,6 @@ def _exporter(saved):
     bundle = build(config.bundle, **wired)
     pipeline = build(config.pipeline, bundle=bundle, **wired)
     backend = build(config.backend, bundle=bundle, **wired)
-    backend.load(str(saved.checkpoint.path / "policy"))
+    backend.load_policy(str(saved.checkpoint.path / "policy"))
     lora = config.backend.values["lora_cfg"]
     return Exporter(pipeline, backend, None if lora is None else build(lora))

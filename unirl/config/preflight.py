@@ -97,6 +97,9 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
         yield f"{loss} samples from a snapshot of the weights, which {name} cannot. Use the trainside engine"
     if updates > 1 and not needs.multi_update:
         yield f"{loss} is valid for one update per step. Set stack.num_updates_per_batch=1 (now {updates})"
+    if needs.value and "value_cfg" not in config.backend.values:
+        backend = config.backend.schema.owner.__name__
+        yield f"{loss} trains a value head, which {backend} cannot. Use unirl.train.backend.fsdp.FSDPBackend"
     for path, reward in rewards.items():
         if needs.differentiable_reward and not reward.differentiable:
             yield f"{loss} needs the gradient of the reward, and {path} has none. Choose a differentiable reward"
@@ -223,6 +226,8 @@ def notices(recipe: Recipe, plan: Plan, geometry: Geometry) -> Iterator[str]:
     yield from layout_notices(config, plan, geometry.num_samples)
     if geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group":
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
+    if config.backend.values.get("value_cfg") is not None and not needs_of(config).value:
+        yield f"backend.value_cfg has no effect: {config.algorithm.schema.owner.__name__} trains no value head"
     for layer in recipe.composed.layers:
         if layer.source == "environment":
             yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unirl.models.chunks import filled_rows, select_conditions
 from unirl.models.guidance import Guidance
+from unirl.models.value import ValueHead, pooled_text
 from unirl.sde.kernels import EulerODE, predicted_x0
 from unirl.sde.noise import NoiseAhead, NoiseSource
 from unirl.types.conditions import Conditions
@@ -51,6 +52,8 @@ class DiffusionStage:
         self.denoiser = denoiser
         self.facts = facts
         self.autocast_dtype = autocast_dtype
+        self.value_head: ValueHead | None = None
+        """What a loss with a critic asks; a train backend's."""
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: Guidance) -> Tensor:
         """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]."""
@@ -99,6 +102,15 @@ class DiffusionStage:
         sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(batch)
         v = self._filled_forward(x, sigma, guidance, feeds)
         return _densities(segment, steps, x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch)))
+
+    def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Tensor:
+        """[B, S'] fp32 what the value head says of the states before `steps`, all of them in one forward."""
+        assert self.value_head is not None, "a stack whose loss needs a value head provides it"
+        x = torch.cat([segment.latents_at(step) for step in steps]).float()
+        sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(len(segment))
+        text = pooled_text(conditions)
+        said = self.value_head(x, sigma, None if text is None else text.repeat(len(steps), 1))
+        return said.unflatten(0, (len(steps), len(segment))).transpose(0, 1)
 
     def _rows(self, count: int) -> list[int]:
         return filled_rows(count, self.facts.batch_multiple)

@@ -82,6 +82,7 @@ def toy_facts(batch_multiple: int = 4) -> ModelFacts:
         schedule=SigmaSchedule(shift=3.0),
         timestep_scale=1.0,
         batch_multiple=batch_multiple,
+        text_width=TEXT_WIDTH,
     )
 
 

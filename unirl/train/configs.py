@@ -132,6 +132,34 @@ class EmaLoraConfig:
         return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class ValueConfig:
+    """The value head that a loss with a critic trains beside the policy, by AdamW in a parameter group of its own.
+
+    Betas and epsilon are those of optimizer_cfg. The learning rate is constant: while the policy's warms up, the head
+    already learns.
+    """
+
+    learning_rate: float = 1e-3
+    """Per update."""
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """The head's gradient is clipped by its own norm, the policy's by stack.max_grad_norm."""
+    width: int = 64
+    """Channels of its layers."""
+
+    toy: ClassVar[Mapping[str, object]] = {"width": 16}
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_grad_norm"):
+            if vars(self)[name] <= 0:
+                raise ConfigError(f"value_cfg.{name} must be > 0, got {vars(self)[name]}", code=2004)
+        if self.weight_decay < 0:
+            raise ConfigError(f"value_cfg.weight_decay must be >= 0, got {self.weight_decay}", code=2004)
+        if self.width < 1:
+            raise ConfigError(f"value_cfg.width must be >= 1, got {self.width}", code=2004)
+
+
 SnapshotRule = EmaFullConfig | EmaLoraConfig
 
 

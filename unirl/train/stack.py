@@ -63,6 +63,8 @@ class TrainStack:
         self._check_settings()
         for name in algorithm.needs.snapshots:
             self._provide_snapshot(name)
+        if algorithm.needs.value:
+            self.stage.value_head = backend.provide_value_head()
 
     def _check_settings(self) -> None:
         for name in ("micro_batch_size", "num_updates_per_batch", "max_nonfinite_updates"):
@@ -202,7 +204,10 @@ class _Losses:
 def _update_metrics(stats: UpdateStats) -> Metrics:
     """The update's own metrics; of a skipped update, only that it was skipped."""
     metrics = {"train/lr": Metric.mean(stats.lr), "train/skipped_updates": Metric.sum(float(stats.skipped))}
-    return metrics if stats.skipped else metrics | {"train/grad_norm": Metric.mean(stats.grad_norm)}
+    if stats.skipped:
+        return metrics
+    norms = {"train/grad_norm": stats.grad_norm, "train/value_grad_norm": stats.value_grad_norm}
+    return metrics | {name: Metric.mean(norm) for name, norm in norms.items() if norm is not None}
 
 
 def _widened(metrics: Metrics) -> Metrics:

@@ -117,6 +117,8 @@ class ModelFacts:
     """The network is fed timestep_scale * sigma."""
     batch_multiple: int = 1
     """Forward batches are filled to a multiple of this, so that a row's bits do not depend on its neighbours."""
+    text_width: int | None = None
+    """Width of a prompt's pooled text (per token: their mean), which a value head reads; None: no text."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[C, H, W] of one image's latent. Raises ValueError when a side does not divide."""
@@ -174,6 +176,8 @@ class Needs:
     """More than one update per step is valid."""
     ema_rollout: bool = False
     """Sampling must run on a snapshot instead of the live weights."""
+    value: bool = False
+    """A value head is trained beside the policy."""
     differentiable_reward: bool = False
 
 

@@ -85,6 +85,7 @@ class Architecture:
             schedule=SigmaSchedule.from_diffusers(self.scheduler),
             timestep_scale=1000.0,
             batch_multiple=batch_multiple,
+            text_width=self.transformer["pooled_projection_dim"],
         )
 
     def build(self, component: str) -> nn.Module:

@@ -98,6 +98,8 @@ class UpdateStats:
     skipped_in_a_row: int
     culprit: str = ""
     """If skipped: the first parameter whose gradient is not finite, or `loss`."""
+    value_grad_norm: float | None = None
+    """Of the value head, before clipping; None = there is none."""
 
 
 Offloadable = Literal["policy", "optimizer"]
@@ -126,6 +128,13 @@ class TrainBackend(ABC):
     @abstractmethod
     def step(self, max_grad_norm: float, loss: Tensor) -> UpdateStats:
         """Clip the gradient, update, move what follows updates; or, if `loss` or the gradient is not finite, skip."""
+
+    @abstractmethod
+    def provide_value_head(self) -> nn.Module:
+        """The value head: made at the first call, and from then on trained and saved beside the policy.
+
+        It is no part of `module` and `trainable`: snapshots do not copy it, and it is never gathered, sent or exported.
+        """
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -189,6 +198,11 @@ class TrainBackend(ABC):
     @abstractmethod
     def load(self, directory: str) -> None:
         """Take over what `save` wrote, bit for bit; CheckpointError if anything is missing, damaged or does not fit."""
+
+    @broadcast
+    @abstractmethod
+    def load_policy(self, directory: str) -> None:
+        """Take over the weights and snapshots that `save` wrote, to look at or to export: not what training needs."""
 
     @broadcast
     @abstractmethod

@@ -18,6 +18,7 @@ from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
 from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
 from unirl.models.saved import SavedWeights
+from unirl.models.value import ValueHead
 from unirl.train.backend import deferred, state
 from unirl.train.backend.adamw import adamw
 from unirl.train.backend.base import (
@@ -30,8 +31,19 @@ from unirl.train.backend.base import (
 from unirl.train.backend.offload import move_module, move_optimizer
 from unirl.train.backend.sharding import Sharding, clip, sharding_of
 from unirl.train.backend.snapshots import LIVE, Snapshots
-from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig, SnapshotRule, TrainTopology
+from unirl.train.configs import (
+    EmaFullConfig,
+    EmaLoraConfig,
+    FSDPConfig,
+    LoraConfig,
+    SnapshotRule,
+    TrainTopology,
+    ValueConfig,
+)
 from unirl.types.protocols import TORCH_DTYPES, ModelFacts
+
+VALUE_HEAD = "value_head"
+"""What the names of the value head's parameters begin with."""
 
 
 class Trained(Protocol):
@@ -72,12 +84,14 @@ class FSDPBackend(TrainBackend):
         ema_cfg: EmaFullConfig | None = None,
         ema_lora_cfg: EmaLoraConfig | None = None,
         topology: TrainTopology | None = None,
+        value_cfg: ValueConfig | None = None,
     ) -> None:
         """
         Args:
-            seed: the run's; adapters start as a pure function of it.
+            seed: the run's; adapters and the value head start as pure functions of it.
             run_updates: optimizer updates of the whole run, where schedules end.
             lora_cfg: absent = all weights are trained.
+            value_cfg: how a value head is trained, if the loss needs one.
         """
         self.rank = current()
         config = fsdp_cfg or FSDPConfig()
@@ -108,6 +122,10 @@ class FSDPBackend(TrainBackend):
         self.snapshots = Snapshots(self.shards)
         for rule in self.rules:
             self.snapshots.take(rule.snapshot)
+        self.facts, self.seed = bundle.facts, seed
+        self.value_cfg = value_cfg or ValueConfig()
+        self.value_head: ValueHead | None = None
+        self.value_sharding: Sharding | None = None
 
     @property
     def device(self) -> torch.device:
@@ -119,40 +137,72 @@ class FSDPBackend(TrainBackend):
 
     # Updates
 
+    def provide_value_head(self) -> ValueHead:
+        if self.value_head is None:
+            self.value_head = ValueHead.of(self.facts, self.value_cfg.width, self.seed).eval().to(self.home)
+            # A layout of its own: under the policy's, FSDP2 wants the root's forward first.
+            self.value_sharding = self.sharding.beside()
+            self.value_sharding.wrap(self.value_head, [], torch.float32)
+            self.value_sharding.adopt(self.value_head, prefix=VALUE_HEAD)
+            shards, config = self.value_sharding.shards, self.value_cfg
+            group = {"params": list(shards.values()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
+            self.optimizer.add_param_group(group)
+        return self.value_head
+
+    @property
+    def layouts(self) -> list[Sharding]:
+        """Of everything that is trained: the policy, then the value head. The optimizer's groups, in order."""
+        return [self.sharding] if self.value_sharding is None else [self.sharding, self.value_sharding]
+
     def backward(self, loss: Tensor, last: bool) -> None:
-        self.sharding.backward(loss, last)
+        for layout in self.layouts:
+            layout.before_backward(last)
+        loss.backward()
+        for layout in self.layouts:
+            layout.after_backward(last)
 
     def step(self, max_grad_norm: float, loss: Tensor) -> UpdateStats:
         lr = self.learning_rate()
-        gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        norm = self.sharding.squared_norm(gradients).sqrt().float()
-        norm_value, loss_value = torch.stack(
-            [norm, self.sharding.sum_over_ranks(loss).float().to(norm.device)]
-        ).tolist()
-        if not (math.isfinite(norm_value) and math.isfinite(loss_value)):
-            return self._skip(norm_value, lr)
-        if norm_value > max_grad_norm:
-            clip(self.shards, norm, max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.sharding.reshard()
+        norms = [layout.gradient_norm() for layout in self.layouts]
+        total = self.sharding.sum_over_ranks(loss).float().to(norms[0].device)
+        *sizes, loss_value = torch.stack([*norms, total]).tolist()
+        if not all(math.isfinite(value) for value in (*sizes, loss_value)):
+            return self._skip(sizes, lr)
+        limits = [max_grad_norm, self.value_cfg.max_grad_norm]
+        for i, layout in enumerate(self.layouts):
+            if sizes[i] > limits[i]:
+                clip(layout.shards, norms[i], limits[i])
+        self.optimizer.param_groups[0]["lr"] = lr
+        for layout in self.layouts:
+            layout.reshard()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._average("update", self.updates)
         self.updates += 1
         self.skipped_in_a_row = 0
-        return UpdateStats(norm_value, lr, skipped=False, skipped_in_a_row=0)
+        return self._stats(sizes, lr)
 
-    def _skip(self, norm: float, lr: float) -> UpdateStats:
-        """Every rank comes here or none, since all saw the same norm and loss."""
-        names = list(self.shards)
-        gradients = [self.shards[name].grad for name in names]
+    def _skip(self, norms: list[float], lr: float) -> UpdateStats:
+        """Every rank comes here or none, since all saw the same norms and loss."""
+        shards = self._all_shards()
+        names = list(shards)
+        gradients = [shard.grad for shard in shards.values()]
         bad = [i for i, grad in enumerate(gradients) if grad is not None and not grad.isfinite().all()]
         first = self.sharding.first_of_ranks(bad[0] if bad else len(names))
         culprit = names[first] if first < len(names) else "loss"
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped_in_a_row += 1
-        return UpdateStats(norm, lr, skipped=True, skipped_in_a_row=self.skipped_in_a_row, culprit=culprit)
+        return self._stats(norms, lr, culprit)
+
+    def _stats(self, norms: list[float], lr: float, culprit: str = "") -> UpdateStats:
+        return UpdateStats(
+            grad_norm=norms[0],
+            lr=lr,
+            skipped=bool(culprit),
+            skipped_in_a_row=self.skipped_in_a_row,
+            culprit=culprit,
+            value_grad_norm=norms[1] if self.value_head is not None else None,
+        )
 
     def finish_step(self) -> None:
         self._average("step", self.updates)
@@ -231,59 +281,96 @@ class FSDPBackend(TrainBackend):
 
     # State
 
+    def _all_trainable(self) -> dict[str, nn.Parameter]:
+        """What is trained, by names under which it is saved: in the order of the optimizer's groups."""
+        return {name: parameter for layout in self.layouts for name, parameter in layout.trainable.items()}
+
+    def _all_shards(self) -> dict[str, nn.Parameter]:
+        return {name: shard for layout in self.layouts for name, shard in layout.shards.items()}
+
     def checkpoint_bytes(self) -> int:
-        copies = 3 + len(self.snapshots.stored)  # weights and AdamW's two moments, and the snapshots
-        return copies * sum(p.numel() * p.element_size() for p in self.trainable.values())
+        # Weights and AdamW's two moments, and the snapshots of the policy.
+        copies = [3 + len(self.snapshots.stored), 3]
+        return sum(
+            count * sum(p.numel() * p.element_size() for p in layout.trainable.values())
+            for count, layout in zip(copies, self.layouts, strict=False)
+        )
 
     def save(self, directory: str) -> None:
         assert self.snapshots.in_force == LIVE, "a checkpoint inside weights(...) would save a snapshot as live weights"
-        moments = state.optimizer_tensors(self.optimizer, self.shards)
+        moments = state.optimizer_tensors(self.optimizer, self._all_shards())
         tensors: dict[str, state.Tensors] = {
             "weights": self._laid_out(self.shards),
             "optimizer": self._laid_out(moments),
             "snapshots": self._laid_out(self._snapshot_tensors()),
         }
+        if self.value_sharding is not None:
+            tensors["value"] = self._laid_out(self.value_sharding.shards)
         state.write(Path(directory), tensors, self._counters(), self.rank)
 
     def load(self, directory: str) -> None:
-        path = Path(directory)
-        counters = state.read_counters(path)
-        state.check_trained_weights(counters, self.lora)
+        counters, saved = self._opened(directory)
         state.check_snapshots(counters, sorted(self.snapshots.stored))
-        saved = state.open_tensors(path, counters.files, self.rank)
-        found, snapshots = saved.headers, self._snapshot_tensors()
-        state.check_match("weights", found["weights"], self.trainable)
-        state.check_match("snapshots", found["snapshots"], self._laid_out(snapshots))
-        state.check_optimizer(found["optimizer"], self.trainable)
-        # Into fresh tensors first: a file that breaks off changes nothing.
-        fresh = {name: torch.empty_like(tensor) for name, tensor in {**self.shards, **snapshots}.items()}
+        found = saved.headers
+        state.check_match("value head", found.get("value", {}), self._value_parameters())
+        state.check_optimizer(found["optimizer"], self._all_trainable())
         moments = self._empty_moments(found["optimizer"])
-        saved.read(self._laid_out(fresh | moments))
-        self.sharding.reshard()
-        with torch.no_grad():
-            for name, tensor in {**self.shards, **snapshots}.items():
-                tensor.copy_(fresh[name])
-        state.load_optimizer(self.optimizer, moments, self.shards)
+        self._take_over(saved, self._all_shards(), moments)
+        state.load_optimizer(self.optimizer, moments, self._all_shards())
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
 
+    def load_policy(self, directory: str) -> None:
+        counters, saved = self._opened(directory)
+        for name in counters.snapshots:
+            if not self.has_snapshot(name):
+                self.snapshots.take(name)
+        self._take_over(saved, self.shards, {})
+        self.updates = counters.updates
+
+    def _opened(self, directory: str) -> tuple[state.Counters, state.SavedTensors]:
+        counters = state.read_counters(Path(directory))
+        state.check_trained_weights(counters, self.lora)
+        return counters, state.open_tensors(Path(directory), counters.files, self.rank)
+
+    def _take_over(
+        self, saved: state.SavedTensors, shards: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+    ) -> None:
+        """Fill `shards`, all snapshots and `moments`."""
+        snapshots = self._snapshot_tensors()
+        state.check_match("weights", saved.headers["weights"], self.trainable)
+        state.check_match("snapshots", saved.headers["snapshots"], self._laid_out(snapshots))
+        # Into fresh tensors first: a file that breaks off changes nothing.
+        held: dict[str, Tensor] = {**shards, **snapshots}
+        fresh = {name: torch.empty_like(tensor) for name, tensor in held.items()}
+        saved.read(self._laid_out({**fresh, **moments}))
+        for layout in self.layouts:
+            layout.reshard()
+        with torch.no_grad():
+            for name, tensor in held.items():
+                tensor.copy_(fresh[name])
+
+    def _value_parameters(self) -> Mapping[str, nn.Parameter]:
+        return {} if self.value_sharding is None else self.value_sharding.trainable
+
     def _empty_moments(self, found: state.Tensors) -> state.Tensors:
-        moments = {}
-        for name in state.owners(found, self.trainable):
+        moments, shards = {}, self._all_shards()
+        for name in state.owners(found, shards):
             for key in state.MOMENTS:
-                like = torch.zeros(()) if key == "step" else self.shards[name].detach()
+                like = torch.zeros(()) if key == "step" else shards[name].detach()
                 moments[f"{name}.{key}"] = torch.empty_like(like)
         return moments
 
     def _laid_out(self, shards: Mapping[str, Tensor]) -> dict[str, Any]:
         """Tensors of the state as parts of wholes, by the parameter that their name is made of."""
-        return {name: self._laid_out_one(name, shard.detach()) for name, shard in shards.items()}
+        parameters = self._all_trainable()
+        return {name: self._laid_out_one(name, shard.detach(), parameters) for name, shard in shards.items()}
 
-    def _laid_out_one(self, name: str, shard: Tensor) -> Any:
+    def _laid_out_one(self, name: str, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> Any:
         key = name.rpartition(":")[2]
-        if key.endswith(".step") and key not in self.trainable:
+        if key.endswith(".step") and key not in parameters:
             return shard
-        owner = key if key in self.trainable else key.rpartition(".")[0]
-        return self.sharding.laid_out(self.trainable[owner], shard)
+        owner = key if key in parameters else key.rpartition(".")[0]
+        return self.sharding.laid_out(parameters[owner], shard)
 
     def _snapshot_tensors(self) -> dict[str, Tensor]:
         return {f"{s}:{key}": tensor for s, held in self.snapshots.stored.items() for key, tensor in held.items()}
@@ -307,7 +394,10 @@ class FSDPBackend(TrainBackend):
         for name in names:
             if name == "policy":
                 move_module(self.module, device)
-                self.sharding.moved()
+                if self.value_head is not None:
+                    move_module(self.value_head, device)
+                for layout in self.layouts:
+                    layout.moved()
                 self.snapshots.to(device)
             else:
                 move_optimizer(self.optimizer, device)

@@ -35,9 +35,13 @@ class Sharding(ABC):
     def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:  # noqa: B027
         """Lay `module` out, in place, gathering `blocks` one by one and then what is left."""
 
-    def adopt(self, module: nn.Module) -> None:
-        """Take the module's parameters as they now are."""
-        self.parameters: Parameters = dict(module.named_parameters())
+    @abstractmethod
+    def beside(self) -> Sharding:
+        """A layout over the same ranks for another module, which is called by itself."""
+
+    def adopt(self, module: nn.Module, prefix: str = "") -> None:
+        """Take the module's parameters as they now are, under names that begin with `prefix`."""
+        self.parameters: Parameters = dict(module.named_parameters(prefix))
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.shards = {name: self.shard(p) for name, p in self.trainable.items()}
 
@@ -57,9 +61,17 @@ class Sharding(ABC):
     def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
         """The whole of a parameter, or of a tensor that is laid out like it; a collective."""
 
+    def before_backward(self, last: bool) -> None:  # noqa: B027
+        """A loss is about to be differentiated; the `last` one of an update completes its gradient."""
+
     @abstractmethod
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`; after the last one, `shards` have the sum over all ranks."""
+    def after_backward(self, last: bool) -> None:
+        """A loss has been differentiated; after the last one, `shards` have the sum over all ranks."""
+
+    def gradient_norm(self) -> Tensor:
+        """[] float32, over all shards of all ranks."""
+        gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        return self.squared_norm(gradients).sqrt().float()
 
     @abstractmethod
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -92,6 +104,9 @@ class Whole(Sharding):
         super().__init__(config)
         self.sums: dict[str, Tensor] = {}
 
+    def beside(self) -> Whole:
+        return Whole(self.config)
+
     def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
         if self.accumulation == torch.float64:
             for block in blocks:
@@ -109,8 +124,7 @@ class Whole(Sharding):
     def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
         return parameter.detach() if shard is None else shard
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
+    def after_backward(self, last: bool) -> None:
         if self.accumulation == torch.float64:
             self._add_up(last)
 
@@ -139,13 +153,20 @@ class Whole(Sharding):
 class Sharded(Sharding):
     """Several ranks: each holds rows of every parameter; `shard_size` ranks share a copy, others hold further ones."""
 
-    def __init__(self, config: FSDPConfig, rank: RankInfo) -> None:
+    def __init__(self, config: FSDPConfig, rank: RankInfo, mesh: Any = None) -> None:
+        """
+        Args:
+            mesh: of another layout over these ranks; absent = made here, which is a collective.
+        """
         super().__init__(config)
         self.rank = rank
-        self.mesh = mesh_of(rank, config.shard_size)
+        self.mesh = mesh_of(rank, config.shard_size) if mesh is None else mesh
         self.shard_mesh = self.mesh if self.mesh.ndim == 1 else self.mesh["shard"]
         self.modules: list[Any] = []  # FSDPModule, whose import takes seconds
         self.module: Any = None
+
+    def beside(self) -> Sharded:
+        return Sharded(self.config, self.rank, self.mesh)
 
     def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -197,11 +218,12 @@ class Sharded(Sharding):
         whole: Tensor = tensor.full_tensor()
         return whole
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def before_backward(self, last: bool) -> None:
         self.module.set_requires_gradient_sync(last or not self.config.defer_grad_sync)
         if not self._reshards:
             self.module.set_reshard_after_backward(last)
-        loss.backward()
+
+    def after_backward(self, last: bool) -> None:
         if last:
             for name, parameter in self.trainable.items():
                 grad: Any = parameter.grad

@@ -3,6 +3,7 @@
 weights     parameter name -> live value
 optimizer   parameter name + ".exp_avg" | ".exp_avg_sq" | ".step"
 snapshots   snapshot name + ":" + parameter name
+value       parameter name of the value head -> live value; no file without one
 backend.json            counters, what the tensors belong to, and the names of the files
 
 One rank writes `weights.safetensors`; rank r of n writes its rows to `weights-0000r-of-0000n.safetensors`, through
@@ -30,7 +31,7 @@ from unirl.train.configs import LoraConfig
 
 FORMAT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-STEMS = ("weights", "optimizer", "snapshots")
+STEMS = ("weights", "optimizer", "snapshots", "value")
 
 Tensors = dict[str, Tensor]
 

@@ -1,0 +1,131 @@
+"""PPO with a critic over latents and noise levels: each denoising step is credited with what it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.gae import Credit, Steps, gae, outcome_rewards, value_loss, value_metrics
+from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.config.errors import ConfigError
+from unirl.models.diffusion import DiffusionStage
+from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.rollout_resp import RolloutTrack
+
+OLD_VALUE = "old_value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionPPO(DiffusionGRPO):
+    """L = mean over rows and stochastic steps of  P_i + vf_coef V_i.
+
+    P_i  DiffusionGRPO's clipped surrogate, of the advantage A_i instead of the sample's
+    V_i  max((V - R_i)^2, (clip(V, V_old +- value_clip) - R_i)^2) / 2,  V = V(x_i, sigma_i, prompt),  R_i = A_i + V_old
+    A_i  GAE (arXiv:1506.02438, eq. 16) over the trained steps in order of time: the row's outcome arrives after the
+         last of them, the others earn 0, and nothing follows
+
+    PPO is arXiv:1707.06347. DPOK (arXiv:2305.16381) is this with lam = 1, so that A_i = R - V(x_i), outcome: rewards,
+    a wide clip and kl_coef > 0.
+    """
+
+    gamma: float = 1.0
+    """Discount per trained step."""
+    lam: float = 0.95
+    """lambda of GAE: 1 waits for the outcome, 0 believes the value head."""
+    outcome: Literal["advantages", "rewards"] = "advantages"
+    """What a sample earns: the driver's normalised advantage, or the raw reward (on a scale that V must then learn)."""
+    vf_coef: float = 0.5
+    """Of the value loss. The head has weights and an optimizer group of its own, so the policy does not feel it."""
+    value_clip: float | None = 0.2
+    """How far V may move from V_old in the loss, in units of the outcome; absent = no clip."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual", code=2004)
+        if self.vf_coef <= 0:
+            raise ConfigError(
+                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; a loss without a value head is DiffusionGRPO",
+                code=2004,
+            )
+        if self.value_clip is not None and self.value_clip <= 0:
+            raise ConfigError(
+                f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip", code=2004
+            )
+        if self.kl_in == "reward":
+            raise ConfigError(
+                "algorithm.kl_in=reward takes the KL of one step off that step's advantage, and the advantages of "
+                "DiffusionPPO hold what later steps earn as well. Use algorithm.kl_in=loss",
+                code=2004,
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, value=True)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}
+
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+        said = stage.values(rows.conditions, rows.segment, part)
+        return {**super().measure(stage, rows, part), "value": said.detach()}
+
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        rows = self.valued(stage, rows)
+        policy = super().loss(stage, rows, part, now)
+        said = stage.values(rows.conditions, rows.segment, part)  # [B, S']
+        weights = rows.weight[:, None].expand_as(said)
+        values = torch.where(weights > 0, said, 0.0)
+        old = torch.where(weights > 0, self._old_values(rows, part), 0.0)
+        returns = torch.where(weights > 0, self._at(part, rows, self.credit(rows).returns), 0.0)
+        losses = value_loss(values, old, returns, self.value_clip)
+        metrics = policy.metrics | value_metrics(values, returns, losses, weights)
+        if self.value_clip is not None:
+            moved = ((values - old).abs() > self.value_clip).float()
+            metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
+        total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
+        return LossResult(total, metrics, {**policy.columns, "value": said.detach()})
+
+    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
+        return self._at(part, rows, self.credit(rows).advantages)
+
+    def credit(self, rows: RolloutTrack) -> Credit:
+        """GAE over all trained steps of rows whose old values are known; in order of time."""
+        outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
+        assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
+        values = self._old_values(rows, self._steps(rows))
+        mask = torch.ones_like(values, dtype=torch.bool)
+        return gae(Steps.in_a_row(outcome_rewards(outcome, mask), values, mask), self.gamma, self.lam)
+
+    def valued(self, stage: DiffusionStage, rows: RolloutTrack) -> RolloutTrack:
+        """`rows` with old values at all trained steps: those of the anchor pass, else what the head says now.
+
+        A part needs them all, since a step's advantage holds the values of later ones. Cut as `loss` cuts its own, so
+        that they have the bits of its forward.
+        """
+        if OLD_VALUE in rows.segment.anchors:
+            return rows
+        with torch.no_grad():
+            said = [stage.values(rows.conditions, rows.segment, part) for part in self.parts(rows.segment)]
+        anchors = {**rows.segment.anchors, OLD_VALUE: torch.cat(said, dim=1)}
+        return rows.replace(segment=rows.segment.replace(anchors=anchors))
+
+    def _old_values(self, rows: RolloutTrack, steps: Part) -> Tensor:
+        values = self.anchor(rows, OLD_VALUE, steps)
+        assert values is not None, "valued() comes first"
+        return values
+
+    def _steps(self, rows: RolloutTrack) -> Part:
+        return tuple(sorted(step for part in self.parts(rows.segment) for step in part))
+
+    def _at(self, part: Part, rows: RolloutTrack, in_time: Tensor) -> Tensor:
+        """[B, len(part)] of [B, S] values in order of time."""
+        steps = self._steps(rows)
+        return in_time[:, [steps.index(step) for step in part]]

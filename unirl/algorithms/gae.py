@@ -1,0 +1,170 @@
+"""Generalised advantage estimation and the loss of a value head: pure functions, on dense and on packed rows.
+
+    steps = Steps.in_a_row(outcome_rewards(rewards, mask), values, mask)     one episode a row: tokens, denoising steps
+    steps = Steps(rewards, values, next_values, ends, mask)                  environments: next values are given
+    credit = gae(steps, gamma, lam)
+
+Packed rows are laid out densely first: `rows = Packing.of(offsets)`, `rows.dense(values)`, `rows.packed(advantages)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.surrogate import mean_metric
+from unirl.types.results import Metric, Metrics
+
+VARIANCE_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a value head is judged by. What stands at a step that does not exist is never read, finite or not."""
+
+    rewards: Tensor  # [B, S]
+    values: Tensor  # [B, S] V of the state before the step
+    next_values: Tensor  # [B, S] V of the true state after it; 0 where the episode terminated
+    ends: Tensor  # [B, S] bool, the episode terminated or was cut off after this step
+    mask: Tensor  # [B, S] bool, False = no step: padding, a token that was not sampled
+
+    @staticmethod
+    def in_a_row(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None = None) -> Steps:
+        """Rows [B, S] that are one episode each: the state after a step is the one before the next step that exists.
+
+        Args:
+            last_values: [B] V of the state after the last step; absent = 0, the end.
+        """
+        following = torch.empty_like(values)
+        carried = values.new_zeros(len(values)) if last_values is None else last_values
+        for t in reversed(range(values.shape[1])):
+            following[:, t] = carried
+            carried = torch.where(mask[:, t], values[:, t], carried)
+        return Steps(rewards, values, following, torch.zeros_like(mask), mask)
+
+
+class Credit(NamedTuple):
+    """What each step was worth; 0 where there is no step."""
+
+    advantages: Tensor  # [B, S]
+    returns: Tensor  # [B, S] A + V, what the value head should have said: taken before any whitening
+
+
+@torch.no_grad()
+def gae(steps: Steps, gamma: float, lam: float) -> Credit:
+    """The exponentially weighted sum of TD errors. Schulman et al. 2015, eq. 16 (arXiv:1506.02438).
+
+    A_t = delta_t + gamma lam A_{t+1} (0 after an end),  delta_t = r_t + gamma V'_t - V_t
+
+    lam = 1 gives the discounted return minus V, lam = 0 the TD error.
+    """
+    deltas = torch.where(steps.mask, steps.rewards + gamma * steps.next_values - steps.values, 0.0)
+    advantages = torch.zeros_like(deltas)
+    carried = deltas.new_zeros(len(deltas))
+    for t in reversed(range(deltas.shape[1])):
+        here = deltas[:, t] + gamma * lam * torch.where(steps.ends[:, t], 0.0, carried)
+        carried = torch.where(steps.mask[:, t], here, carried)
+        advantages[:, t] = torch.where(steps.mask[:, t], here, 0.0)
+    return Credit(advantages, torch.where(steps.mask, advantages + steps.values, 0.0))
+
+
+def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """[B, S] the reward of a whole row [B] on its last step that exists, 0 on the others."""
+    later = mask.flip(1).cumsum(1).flip(1)
+    return torch.where(mask & (later == 1), rewards[:, None], 0.0)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the entries of packed rows stand in a dense [B, L]."""
+
+    row: Tensor  # [sum L] int64
+    place: Tensor  # [sum L] int64
+    shape: tuple[int, int]
+
+    @staticmethod
+    def of(offsets: Tensor) -> Packing:
+        """From row boundaries [B + 1]; rows may be empty."""
+        lengths = offsets.diff()
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+        place = torch.arange(len(row), device=offsets.device) - offsets[:-1][row]
+        return Packing(row, place, (len(lengths), int(lengths.max()) if len(lengths) else 0))
+
+    def dense(self, packed: Tensor) -> Tensor:
+        """[B, L] from [sum L], 0 or False behind a row's end."""
+        dense = packed.new_zeros(self.shape)
+        dense[self.row, self.place] = packed
+        return dense
+
+    def packed(self, dense: Tensor) -> Tensor:
+        """[sum L] from [B, L]."""
+        return dense[self.row, self.place]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over elements that count, in float64: add those of micro-batches and ranks, then whiten by the whole."""
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+
+    @staticmethod
+    def of(values: Tensor, mask: Tensor) -> Moments:
+        kept = torch.where(mask, values.double(), 0.0)
+        return Moments(mask.double().sum(), kept.sum(), kept.square().sum())
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count.clamp(min=1.0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased; 0 for fewer than two elements."""
+        return (self.squares - self.count * self.mean.square()).clamp(min=0.0) / (self.count - 1.0).clamp(min=1.0)
+
+
+def whitened(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+    """(values - mean) / sqrt(variance + 1e-8) where `mask`, else 0; dtype of `values`."""
+    centred = (values.double() - moments.mean) * torch.rsqrt(moments.variance + VARIANCE_FLOOR)
+    return torch.where(mask, centred, 0.0).to(values.dtype)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
+    """Squared error per element, to be summed by the caller. The worse of V and of V kept within `clip` of V_old.
+
+    L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
+
+    The clip is PPO's in its first implementations; Engstrom et al. 2020 (arXiv:2005.12729), section 3.
+
+    Args:
+        values, old_values, returns: any one shape; the last two are detached here.
+        clip: absent = no clip.
+    """
+    returns, old = returns.detach(), old_values.detach()
+    error = (values - returns).square()
+    if clip is not None:
+        error = torch.maximum(error, (values.clamp(old - clip, old + clip) - returns).square())
+    return 0.5 * error
+
+
+@torch.no_grad()
+def value_metrics(values: Tensor, returns: Tensor, losses: Tensor, weights: Tensor) -> Metrics:
+    """How well a value head predicts. Its share of explained variance is 1 - (value_error_std / return_std)^2.
+
+    Args:
+        values, returns, losses, weights: one shape; elements of weight 0 count nowhere.
+    """
+    known = torch.where(weights > 0, returns, 0.0)
+    error = torch.where(weights > 0, returns - values, 0.0)
+    return {
+        "train/value_loss": mean_metric(losses, weights),
+        "train/value_error_std": Metric.std(error, weights),
+        "train/return_std": Metric.std(known, weights),
+    }

@@ -1,0 +1,100 @@
+"""What a state of a denoising trajectory is worth: V(x, sigma, prompt), a small network beside the policy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, silu
+
+from unirl.sde.noise import key_seed
+from unirl.types.conditions import Conditions, TextEmbedCondition
+from unirl.types.protocols import ModelFacts
+
+NUM_FREQUENCIES = 4
+NUM_LEVELS = 3
+"""Convolutions that halve the sides."""
+
+
+class ValueHead(nn.Module):
+    """V(x, sigma, text) in fp32: 0 everywhere at first, since its last layer is zero.
+
+        x -> 3 strided convolutions, the first shifted by sigma and text -> mean over positions
+          -> convolution over frames -> mean over frames, beside sigma and text -> 2 layers -> V
+
+    Images, videos and flat latents go through the same weights: an image is a video of one frame.
+    """
+
+    def __init__(self, channels: int, text_width: int | None, width: int) -> None:
+        super().__init__()
+        sizes = [channels] + NUM_LEVELS * [width]
+        self.levels = nn.ModuleList(
+            nn.Conv2d(sizes[i], sizes[i + 1], 3, stride=2, padding=1) for i in range(NUM_LEVELS)
+        )
+        self.frames = nn.Conv1d(width, width, 3, padding=1)
+        self.sigma = nn.Linear(1 + 2 * NUM_FREQUENCIES, width)
+        self.text = None if text_width is None else nn.Linear(text_width, width)
+        self.hidden = nn.Linear(2 * width, width)
+        self.outlet = nn.Linear(width, 1)
+        for name, parameter in self.named_parameters():
+            if name.startswith("outlet") or parameter.dim() == 1:
+                nn.init.zeros_(parameter)
+            else:
+                # PyTorch's own start loses half of the signal per layer, and with it what x has to say.
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+
+    @staticmethod
+    def of(facts: ModelFacts, width: int, seed: int) -> ValueHead:
+        """A fresh one for the latents and prompts of a model: weights depend on the seed alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key_seed(seed, "value_head"))
+            return ValueHead(facts.latent_channels, facts.text_width, width)
+
+    def forward(self, x: Tensor, sigma: Tensor, text: Tensor | None) -> Tensor:
+        """[B] from x [B, C, ...] (no, two or three further dimensions), sigma [B] and text [B, D]."""
+        context = self._context(sigma, text)  # [B, W]
+        frames = _frames(x)  # [B, F, C, H, W]
+        hidden = frames.flatten(0, 1)
+        for i, level in enumerate(self.levels):
+            hidden = level(hidden)
+            if i == 0:
+                hidden = hidden + context.repeat_interleave(frames.shape[1], 0)[:, :, None, None]
+            hidden = silu(hidden)
+        per_frame = hidden.mean((2, 3)).unflatten(0, frames.shape[:2])  # [B, F, W]
+        seen = silu(self.frames(per_frame.transpose(1, 2))).mean(2)
+        value = self.outlet(silu(self.hidden(torch.cat([seen, context], dim=1))))
+        return value.sum(1)  # not squeezed: FSDP2 hooks what a root gives back, and warns of views
+
+    def _context(self, sigma: Tensor, text: Tensor | None) -> Tensor:
+        waves = sigma[:, None] * torch.pi * 2.0 ** torch.arange(NUM_FREQUENCIES, device=sigma.device)
+        context = self.sigma(torch.cat([sigma[:, None], waves.sin(), waves.cos()], dim=1))
+        have, want = (None if text is None else text.shape[1]), (None if self.text is None else self.text.in_features)
+        if have != want:
+            raise ValueError(
+                f"the value head was built for pooled text of width {want} and is fed {have}: the model's facts must "
+                "state it (ModelFacts.text_width)"
+            )
+        if self.text is not None and text is not None:
+            # Encoders differ in scale by orders of magnitude.
+            context = context + self.text(layer_norm(text, text.shape[1:]))
+        return silu(context)
+
+
+def pooled_text(conditions: Conditions) -> Tensor | None:
+    """[B, D] fp32, one vector per prompt: the pooled embedding, else the mean over real tokens. None without text."""
+    text = conditions.get("text")
+    if not isinstance(text, TextEmbedCondition):
+        return None
+    if text.pooled is not None:
+        return text.pooled.float()
+    embeds = text.embeds.float()
+    if text.mask is None:
+        return embeds.mean(1)
+    kept = text.mask[:, :, None]
+    return torch.where(kept, embeds, 0.0).sum(1) / kept.sum(1).clamp(min=1)
+
+
+def _frames(x: Tensor) -> Tensor:
+    """[B, F, C, H, W] from [B, C], [B, C, H, W] or [B, C, F, H, W]."""
+    if x.dim() == 5:
+        return x.transpose(1, 2)
+    return x[(..., *(None,) * (4 - x.dim()))][:, None]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from unirl.algorithms.kl import KLController
-from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
@@ -66,12 +65,12 @@ class Parts:
     residency: Residency
     parity: ParityGate | None
     """Absent for a loss without log-probs, and for an engine that records none."""
+    kl: KLController | None
+    """Feedback on the loss's KL coefficient; absent for a loss that asks for none."""
     sync_interval: int
     """Steps between two publications of the weights to an engine of its own; 1 where they are shared."""
     stateful: dict[str, Stateful]
     recipe: Mapping[str, Any]
-    kl: KLController | None
-    """Feedback on the loss's KL coefficient; absent for a loss that asks for none."""
     """The resolved recipe, every key."""
     write_config: Callable[[], None]
     """Writes the recipe into the run directory; called when it is known to be the run's own."""
@@ -182,6 +181,8 @@ class Trainer(ABC):
         metrics = values(result.metrics)
         self.tracker.record(metrics)
         self._watch_parity(metrics)
+        if self.parts.kl is not None and "train/kl" in metrics:  # a step whose updates were all skipped has none
+            self.parts.kl.observe(metrics["train/kl"], int((track.weight > 0).sum()))
         self.parts.pool.release(step)
 
     def _check_version(self, req: RolloutReq, track: RolloutTrack) -> None:
@@ -191,8 +192,6 @@ class Trainer(ABC):
                 f"the rollout should come from weights after {req.weight_version} updates, and its samples say that "
                 f"they come from those after {', '.join(map(str, found))}: the engine did not take over the last sync"
             )
-        if self.parts.kl is not None and "train/kl" in metrics:  # a step whose updates were all skipped has none
-            self.parts.kl.observe(metrics["train/kl"], int((track.weight > 0).sum()))
 
     def _pass_parity_gate(self, track: RolloutTrack) -> None:
         """Before the first update of this process: the ratio of every denoising step, judged."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from unirl.types.batch import Batch, compact, num_rows, packed, packed_offsets, reduced, row, shared
 from unirl.types.column import Column, Piece
 from unirl.types.primitives import Images, Texts, Videos
+from unirl.types.segments import TextSegment
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,6 +147,47 @@ def test_packed_columns_are_selected_and_joined_by_entries() -> None:
     assert last.frames.pieces == (Piece("w", "k", (2, 3, 4)),)  # type: ignore[attr-defined]
     joined = Videos.concat([last, videos.select([0])])
     assert joined.frames.pieces == (Piece("w", "k", (2, 3, 4, 0, 1)),)  # type: ignore[attr-defined]
+
+
+def text(lengths: list[int], start: int = 0) -> TextSegment:
+    tokens = torch.cat([torch.full((n,), start + i) for i, n in enumerate(lengths)])
+    return TextSegment(
+        tokens=tokens,
+        logp=-tokens.float(),
+        loss_mask=tokens % 2 == 0,
+        offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        anchors={"old_logp": tokens * 2.0, "old_pair": torch.stack([tokens, tokens], dim=1)},
+    )
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.data())
+def test_packed_mappings_are_selected_and_joined_by_entries(lengths: list[int], data: st.DataObject) -> None:
+    segment = text(lengths)
+    order = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
+    chosen = segment.select(order)
+    assert chosen.lengths.tolist() == [lengths[i] for i in order]
+    for part in (chosen, TextSegment.concat(segment.chunk(2))):
+        assert torch.equal(part.anchors["old_logp"], part.tokens * 2.0)
+        assert torch.equal(part.anchors["old_pair"], part.tokens[:, None].expand(-1, 2))
+    assert torch.equal(TextSegment.concat(segment.chunk(2)).tokens, segment.tokens)
+
+
+def test_packed_mappings_move_with_their_batch_and_are_heavy() -> None:
+    segment = text([2, 1])
+    doubled = segment.map_tensors(lambda tensor: tensor * 2)
+    assert doubled.anchors["old_logp"].tolist() == [0.0, 0.0, 4.0] and doubled.offsets.tolist() == [0, 2, 3]
+    columns = segment.map_heavy(lambda value: Column((Piece("w", "k", tuple(range(num_rows(value) or 0))),)))
+    assert type(columns.anchors["old_pair"]) is Column and columns.tokens is segment.tokens
+    assert columns.select([1]).anchors["old_pair"].pieces == (Piece("w", "k", (2,)),)  # type: ignore[attr-defined]
+
+
+def test_an_entry_of_a_packed_mapping_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"TextSegment.anchors has 2 entries but the offsets end at 3"):
+        text([2, 1]).replace(anchors={"old_logp": torch.zeros(2)})
+    assert text([2, 1]).replace(anchors={}).anchors == {}
 
 
 def test_a_compact_view_holds_its_own_rows_only() -> None:

@@ -28,7 +28,7 @@ class Kind(Enum):
     ROW = "row"
     """One entry per row: a tensor's first dimension, a list, a column, a batch, or a mapping of these."""
     PACKED = "packed"
-    """Ragged rows laid end to end; the batch's offsets field says where each begins."""
+    """Ragged rows laid end to end (or a mapping of these); the batch's offsets field says where each begins."""
     OFFSETS = "offsets"
     """[B + 1] int64 row boundaries of the packed fields, first entry 0."""
     SHARED = "shared"
@@ -99,9 +99,10 @@ class Batch(Rows):
                 f"{type(self).__name__}.{size[0]} has {size[1]} rows but the offsets describe {len(bounds) - 1}"
             )
         for name, value in self._values(Kind.PACKED):
-            if len(value) != int(bounds[-1]):
+            entries = num_rows(value)
+            if entries not in (None, int(bounds[-1])):
                 raise ValueError(
-                    f"{type(self).__name__}.{name} has {len(value)} entries but the offsets end at {int(bounds[-1])}"
+                    f"{type(self).__name__}.{name} has {entries} entries but the offsets end at {int(bounds[-1])}"
                 )
 
     @classmethod
@@ -196,8 +197,9 @@ def _entries(bounds: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64), stops - starts
 
 
+@singledispatch
 def _take_entries(value: Any, entries: Tensor) -> Any:
-    return value[entries] if isinstance(value, Tensor) else take_rows(value, entries.tolist())
+    return take_rows(value, entries.tolist())
 
 
 def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
@@ -329,6 +331,16 @@ def _(value: Any, indices: list[int]) -> Any:
 @take_rows.register(dict)
 def _(value: dict[str, Any], indices: list[int]) -> Any:
     return {name: take_rows(v, indices) for name, v in value.items()}
+
+
+@_take_entries.register
+def _(value: Tensor, entries: Tensor) -> Any:
+    return value[entries]
+
+
+@_take_entries.register(dict)
+def _(value: dict[str, Any], entries: Tensor) -> Any:
+    return {name: _take_entries(v, entries) for name, v in value.items()}
 
 
 @_concat.register

@@ -22,6 +22,8 @@ class LatentSegment(Batch):
     sigmas: Tensor = shared()  # [T + 1] float32, from 1 (or below) down to 0
     logp: Tensor = row()  # [B, S] behaviour log-prob, nats, mean over latent elements
     kernel: Kernel = shared()
+    solver: Kernel | None = shared(optional=True)  # of the deterministic steps; absent = Euler
+    init_same_noise: bool = shared()  # siblings of a group start from one x_T
     guidance_scale: float = shared()
     guidance_passes: int = shared()
     seed: int = shared()  # with `step`, the key of every draw of these rows; training times and noise go on from it
@@ -56,7 +58,10 @@ def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, .
 
 @dataclass(kw_only=True, eq=False)
 class TextSegment(Batch):
-    """Sampled tokens, packed; the log-prob is that of the tempered, untruncated distribution."""
+    """Sampled tokens, packed; the log-prob is that of the tempered, untruncated distribution.
+
+    What stands at tokens that are context only is never read, finite or not.
+    """
 
     tokens: Tensor = packed()  # [sum L] int64
     logp: Tensor = packed()  # [sum L] behaviour log-prob per token, nats
@@ -65,6 +70,7 @@ class TextSegment(Batch):
     temperature: float = shared()
     top_p: float = shared()
     top_k: int = shared()
+    anchors: dict[str, Tensor] = packed(heavy=True)  # name -> [sum L, ...] values of other policies
 
     @property
     def lengths(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from unirl.algorithms.kl import KLController
 from unirl.types.protocols import Anchor, Moment, Needs, Quantity
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment
+from unirl.types.segments import LatentSegment, TextSegment
 
 Stage = TypeVar("Stage")
 """The policy that a loss replays: `DiffusionStage`, `ARStage`, `ActionStage`."""
@@ -104,19 +104,25 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         order = [entry for each in self.parts(rows.segment) for entry in each]
         return column[:, [order.index(entry) for entry in part]]
 
+    def check_sampling(self, sampling: Any) -> None:
+        """Raises ConfigError where the recipe's sampling settings, of the stage's own kind, cannot be trained."""
+        return None
+
     def trust_width(self) -> float | None:
         """Half the width of the trust region on the ratio, by which disagreement is judged; None: no ratio."""
+        return None
+
+    def kl_controller(self) -> KLController | None:
+        """Feedback from the logged `train/kl` to `Moment.kl_scale`, kept by the trainer; None: the scale stays 1."""
         return None
 
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
         """How far `columns` (measured on the weights that sampled) are from what the engine recorded."""
         return {}
 
-    def kl_controller(self) -> KLController | None:
-        """Feedback from the logged `train/kl` to `Moment.kl_scale`, kept by the trainer; None: the scale stays 1."""
-        return None
-
-    def prepare_segment(self, stage: Stage, rows: RolloutTrack, snapshot: str) -> tuple[LatentSegment, Metrics]:
+    def prepare_segment(
+        self, stage: Stage, rows: RolloutTrack, snapshot: str
+    ) -> tuple[LatentSegment | TextSegment, Metrics]:
         """The anchor pass: the segment with the anchors of `snapshot`, whose weights are in force, and parity.
 
         The slices are those that `compute_loss_and_backward` trains, so a live anchor has the bits of that forward.
@@ -131,7 +137,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
                 found.append(self.parity(rows, part, columns))
             for name, quantity in wanted.items():
                 measured[name].append(columns[quantity])
-        anchors = {name: torch.cat(pieces, dim=1) for name, pieces in measured.items()}
+        anchors = {name: _joined(pieces) for name, pieces in measured.items()}
         return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(found)
 
     def compute_loss_and_backward(
@@ -151,3 +157,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
             if first_update:
                 found.append(self.parity(rows, part, result.columns))
         return merge(found)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Columns of several parts as one; packed columns come in one piece."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

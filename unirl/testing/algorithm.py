@@ -133,11 +133,14 @@ def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None
 
 
 def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
-    result = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0])
+    part = algorithm.parts(rows.segment)[0]
+    result = algorithm.loss(stage, rows, part)
     _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
+    pieces = [algorithm.loss(stage, piece, part).columns for piece in rows.chunk(algorithm.needs.rows_together)]
     for name, column in result.columns.items():
         _expect(algorithm, not column.requires_grad, f"column {name!r} must be detached")
-        _expect(algorithm, len(column) == len(rows), f"column {name!r} must have one entry per row")
+        entries = sum(len(piece[name]) for piece in pieces)
+        _expect(algorithm, len(column) == entries, f"column {name!r} must hold the entries of its rows and no other")
 
 
 def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:

@@ -1,0 +1,230 @@
+"""Trust regions without a clip: penalties (DRPO, SPO), masks (DPPO, CPPO), a gate (SAPO), bounded weights (CISPO)."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.algorithms.ragged import LeafStage, assert_same_gradient, looped, ragged, value
+from unirl.algorithms.ar_cispo import CISPO
+from unirl.algorithms.ar_dppo import CPPO, DPPO
+from unirl.algorithms.ar_drpo import DRPO
+from unirl.algorithms.ar_sapo import SAPO
+from unirl.algorithms.packed import PackedRows
+from unirl.algorithms.token_surrogates import (
+    binary_kl,
+    binary_tv,
+    penalized_gain,
+    soft_gate,
+    weighted_score,
+    within_prefix_budget,
+)
+from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.types.results import values
+from unirl.types.rollout_resp import RolloutTrack
+
+LOG_PROBS = st.floats(-8, -0.01)
+ADVANTAGES = st.floats(-3, 3)
+
+
+def tensor(*numbers: float, grad: bool = False) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, requires_grad=grad)
+
+
+def slope_of(losses: Tensor, logp: Tensor) -> float:
+    return float(torch.autograd.grad(losses.sum(), logp)[0])
+
+
+# DRPO and SPO
+
+
+@settings(deadline=None)
+@given(logp=LOG_PROBS, old=LOG_PROBS, advantage=ADVANTAGES, epsilon=st.floats(0.05, 20))
+def test_drpo_has_the_papers_gradient(logp: float, old: float, advantage: float, epsilon: float) -> None:
+    new, mu = tensor(logp, grad=True), math.exp(old)
+    losses = penalized_gain(new - old, tensor(advantage), mu / (2 * epsilon))
+    ratio, moved = math.exp(logp - old), abs(math.exp(logp) - mu)
+    away = math.copysign(1.0, advantage * (ratio - 1)) if advantage * (ratio - 1) else 0.0
+    want = -advantage * ratio * (1 - away * moved / epsilon)
+    assert slope_of(losses, new) == pytest.approx(want, rel=1e-9, abs=1e-12)
+
+
+def test_drpo_of_rare_tokens_is_the_plain_gradient_and_spo_is_drpo_of_certain_ones() -> None:
+    stage, track = ragged(0)
+    rare = shifted(stage, track, -60.0)
+    plain = looped(stage, rare, lambda row: -row.advantage * row.ratio, "token-mean")
+    assert_same_gradient(stage, value(DRPO(drpo_epsilon=0.3), stage, rare), plain)
+    certain, same_move = tensor(0.0), tensor(0.3, grad=True)
+    drpo = penalized_gain(same_move, tensor(2.0), certain.exp() / (2 * 0.2))
+    assert drpo.item() == penalized_gain(same_move, tensor(2.0), 1 / (2 * 0.2)).item()
+    spo = -2 * math.exp(0.3) + 2 * (math.exp(0.3) - 1) ** 2 / 0.4
+    assert drpo.item() == pytest.approx(spo, rel=1e-12)
+
+
+def shifted(stage: LeafStage, track: RolloutTrack, by: float) -> RolloutTrack:
+    """Both policies' log-probs moved by one number: the ratios stay, the probabilities do not."""
+    with torch.no_grad():
+        stage.logp += by
+    anchors = {name: column + by for name, column in track.segment.anchors.items()}
+    return track.replace(segment=track.segment.replace(anchors=anchors))
+
+
+def test_drpo_counts_tokens_whose_gradient_has_turned() -> None:
+    stage, track = ragged(0, (4,))
+    old = tensor(*[math.log(p) for p in (0.5, 0.5, 0.5, 0.01)])
+    with torch.no_grad():
+        stage.logp[:] = tensor(*[math.log(p) for p in (0.71, 0.29, 0.6, 0.2)])
+    segment = track.segment.replace(loss_mask=torch.ones(4, dtype=torch.bool), anchors={"old_logp": old})
+    track = track.replace(segment=segment, advantages=tensor(1.0), weight=tensor(1.0))
+    algorithm = DRPO(drpo_epsilon=0.2)
+    found = values(algorithm.loss(stage, track, (0,)).metrics)
+    assert (found["train/clip_fraction_high"], found["train/clip_fraction_low"]) == (0.25, 0.25)
+    gradient = stage.gradients(value(algorithm, stage, track))[0]
+    assert [bool(g < 0) for g in gradient] == [False, True, True, True]  # only the first is pulled back
+
+
+# DPPO and CPPO
+
+
+@settings(deadline=None)
+@given(logp=LOG_PROBS, old=LOG_PROBS)
+def test_divergences_of_a_token_are_those_of_two_bernoullis(logp: float, old: float) -> None:
+    bernoulli = torch.distributions.Bernoulli
+    mu, pi = bernoulli(probs=tensor(math.exp(old))), bernoulli(probs=tensor(math.exp(logp)))
+    kl = torch.distributions.kl_divergence(mu, pi)
+    assert binary_kl(tensor(logp), tensor(old)).item() == pytest.approx(kl.item(), rel=1e-5, abs=1e-7)
+    assert binary_tv(tensor(logp), tensor(old)).item() == pytest.approx(abs(math.exp(logp) - math.exp(old)), rel=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [DPPO(delta=1e9), DPPO(divergence="kl", delta=1e9), CPPO(delta=1e9, delta_b=1e9)])
+def test_without_a_bound_no_token_is_dropped(algorithm: TokenAlgorithm) -> None:
+    stage, track = ragged(0)
+    plain = looped(stage, track, lambda row: -row.advantage * row.ratio, "token-mean")
+    assert_same_gradient(stage, value(algorithm, stage, track), plain)
+    assert values(algorithm.loss(stage, track, (0,)).metrics)["train/clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("delta", [0.01, 0.05, 0.2])
+def test_cppo_without_weights_and_with_an_endless_budget_is_dppo(delta: float) -> None:
+    stage, track = ragged(3)
+    cppo, dppo = CPPO(delta=delta, w_min=1.0, delta_b=1e9), DPPO(delta=delta)
+    assert_same_gradient(stage, value(cppo, stage, track), value(dppo, stage, track))
+
+
+@pytest.mark.parametrize("algorithm", [DPPO(delta=1e-9), DPPO(divergence="kl", delta=1e-12), CPPO(delta=1e-9)])
+def test_a_bound_of_nothing_leaves_exactly_the_tokens_on_their_way_back(algorithm: TokenAlgorithm) -> None:
+    stage, track = ragged(1)
+    back = looped(
+        stage,
+        track,
+        lambda row: torch.where(row.advantage * (row.ratio - 1) <= 0, -row.advantage * row.ratio, 0.0),
+        "token-mean",
+    )
+    assert_same_gradient(stage, value(algorithm, stage, track), back)
+    found = values(algorithm.loss(stage, track, (0,)).metrics)
+    assert 0.2 < found["train/clip_fraction"] < 0.8
+    assert found["train/clip_fraction"] == pytest.approx(
+        found["train/clip_fraction_high"] + found["train/clip_fraction_low"]
+    )
+
+
+def test_dppo_keeps_a_rare_token_with_a_large_ratio_and_drops_a_likely_one_with_a_small_one() -> None:
+    stage, track = ragged(0, (2,))
+    with torch.no_grad():
+        stage.logp[:] = tensor(math.log(0.01), math.log(0.9))
+    segment = track.segment.replace(
+        loss_mask=torch.ones(2, dtype=torch.bool), anchors={"old_logp": tensor(math.log(0.001), math.log(0.7))}
+    )
+    track = track.replace(segment=segment, advantages=tensor(1.0))
+    slopes = stage.gradients(value(DPPO(delta=0.15), stage, track))[0] * 2
+    assert slopes.tolist() == pytest.approx([-10.0, 0.0], rel=1e-12)
+    capped = stage.gradients(value(DPPO(delta=0.15, ratio_cap=4.0), stage, track))[0] * 2
+    assert capped.tolist() == pytest.approx([-4.0, 0.0], rel=1e-12)
+
+
+def test_dppo_has_a_bound_of_its_own_for_tokens_that_became_more_likely() -> None:
+    stage, track = ragged(0, (2,))
+    with torch.no_grad():
+        stage.logp[:] = tensor(math.log(0.6), math.log(0.4))
+    segment = track.segment.replace(
+        loss_mask=torch.ones(2, dtype=torch.bool), anchors={"old_logp": tensor(math.log(0.5), math.log(0.5))}
+    )
+    track = track.replace(segment=segment)
+    for advantage, dropped in ((1.0, [False, False]), (-1.0, [False, True])):
+        rows = track.replace(advantages=tensor(advantage))
+        found = stage.gradients(value(DPPO(delta=0.05, delta_high=0.2), stage, rows))[0] == 0
+        assert found.tolist() == dropped
+
+
+def test_a_prefix_that_has_drifted_leaves_no_budget_for_what_follows() -> None:
+    rows = PackedRows.of(torch.tensor([0, 6, 9]), torch.ones(9, dtype=torch.bool), torch.tensor([True, True]))
+    moved = tensor(0.19, 0.19, 0.19, 0.0, 0.19, 0.0, 0.0, 0.0, 0.19)
+    found = within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.02)
+    # allowance 0.04 a token: left before tokens 0 to 5 of row 0: 0.2, 0.05, ...; row 1 has its whole budget
+    assert found.tolist() == [True, False, False, False, False, False, True, True, True]
+    assert within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.2).all()
+
+
+# SAPO and CISPO
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.3), (-2.0, 1.7)])
+def test_sapo_starts_as_the_plain_gradient_and_fades_on_both_sides(advantage: float, tau: float) -> None:
+    def slope(log_ratio: float) -> float:
+        x = tensor(log_ratio, grad=True)
+        return slope_of(soft_gate(x, tensor(advantage), 1.3, 1.7), x)
+
+    assert soft_gate(tensor(0.0), tensor(advantage), 1.3, 1.7).item() == pytest.approx(-advantage * 2 / tau)
+    assert slope(0.0) == pytest.approx(-advantage, rel=1e-12)
+    gate = 1 / (1 + math.exp(-tau * (math.e - 1)))
+    assert slope(1.0) == pytest.approx(-advantage * math.e * 4 * gate * (1 - gate), rel=1e-12)
+    assert abs(slope(3.0)) < 1e-6 * abs(advantage) and abs(slope(-3.0)) < 0.1 * abs(advantage)
+
+
+def test_sapo_fades_faster_where_the_advantage_is_negative() -> None:
+    x = tensor(1.0, grad=True)
+    up, down = (abs(slope_of(soft_gate(x, tensor(a), 1.0, 1.05), x)) for a in (1.0, -1.0))
+    assert down < up
+
+
+@settings(deadline=None)
+@given(log_ratio=st.floats(-19, 19), advantage=ADVANTAGES.filter(lambda a: abs(a) > 1e-3))
+def test_cispo_never_loses_a_gradient_and_never_weighs_beyond_its_bounds(log_ratio: float, advantage: float) -> None:
+    x = tensor(-1.0, grad=True)
+    losses = weighted_score(x - (-1.0 - log_ratio), x, tensor(advantage), 0.2, 5.0)
+    weight = min(max(math.exp(log_ratio), 0.2), 5.0)
+    assert slope_of(losses, x) == pytest.approx(-advantage * weight, rel=1e-9)
+
+
+def test_cispo_has_no_lower_bound_unless_it_is_given() -> None:
+    stage, track = ragged(0)
+    want = looped(stage, track, lambda r: -r.ratio.detach().clamp(max=1.5) * r.advantage * r.new, "token-mean")
+    assert_same_gradient(stage, value(CISPO(clip_range_high=0.5), stage, track), want)
+
+
+# What a recipe may not say
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (DRPO, {"drpo_epsilon": 0.0}),
+        (DPPO, {"delta": 0.0}),
+        (DPPO, {"delta_high": -0.1}),
+        (DPPO, {"ratio_cap": 1.0}),
+        (CPPO, {"delta": 0.0}),
+        (CPPO, {"w_min": 0.0}),
+        (CPPO, {"delta_b": 0.0}),
+        (SAPO, {"tau_pos": 0.0}),
+        (SAPO, {"tau_neg": -1.0}),
+        (CISPO, {"clip_range": 1.0}),
+        (CISPO, {"clip_range_high": math.inf}),
+    ],
+)
+def test_settings_out_of_range_are_refused(loss: type[TokenAlgorithm], options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"algorithm\.{next(iter(options))}"):
+        loss(**options)

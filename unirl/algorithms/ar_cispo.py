@@ -1,0 +1,43 @@
+"""CISPO: importance weights are clipped, gradients are not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from unirl.algorithms.token_surrogates import weighted_score
+from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(TokenAlgorithm):
+    """P = -sg[clip(r, 1 - low, 1 + high)] A log pi_theta,  r = pi_theta / pi_old per token.
+
+    MiniMax-M1 (arXiv:2506.13585). Every token keeps a gradient; the clip bounds how much a rare token that has
+    become likely may weigh.
+    """
+
+    clip_range: float | None = None
+    """The weight stays above 1 - clip_range; absent = no lower bound, as in the paper."""
+    clip_range_high: float = 4.0
+    """The weight stays below 1 + clip_range_high."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_range is not None and not 0.0 < self.clip_range < 1.0:
+            raise ConfigError(
+                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; leave it out for no lower bound",
+                code=2004,
+            )
+        if not 0.0 < self.clip_range_high < math.inf:
+            raise ConfigError(
+                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 4 is usual", code=2004
+            )
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        low, high = 1.0 - (1.0 if self.clip_range is None else self.clip_range), 1.0 + self.clip_range_high
+        losses = weighted_score(tokens.log_ratio, tokens.logp, tokens.advantages, low, high)
+        ratio = tokens.log_ratio.detach().exp()
+        return Surrogate(losses, tokens.log_ratio, ratio > high, ratio < low)

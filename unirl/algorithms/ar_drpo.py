@@ -1,0 +1,39 @@
+"""DRPO and SPO: a quadratic penalty on the ratio in place of its clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unirl.algorithms.token_surrogates import penalized_gain
+from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRPO(TokenAlgorithm):
+    """P = -A r + |A| mu (r - 1)^2 / (2 epsilon),  mu = sg[pi_old], r = pi_theta / mu per token.
+
+    DRPO (arXiv:2606.09821): the gradient is -A r (1 - sign(A (r - 1)) |pi_theta - mu| / epsilon), a trust region of
+    width epsilon in probability and epsilon / mu in the ratio. Without mu it is SPO (arXiv:2401.16025).
+    """
+
+    drpo_epsilon: float = 12.5
+    """Width of the trust region: of |pi_theta - pi_old|, or of |r - 1| for SPO (0.2 is usual there)."""
+    penalty_mu_weighted: bool = True
+    """mu in the penalty; false = SPO."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.drpo_epsilon > 0.0:
+            raise ConfigError(
+                f"algorithm.drpo_epsilon must be > 0, got {self.drpo_epsilon}; 12.5 is usual, 0.2 for SPO", code=2004
+            )
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        mu = tokens.old_logp.exp() if self.penalty_mu_weighted else torch.ones_like(tokens.old_logp)
+        losses = penalized_gain(tokens.log_ratio, tokens.advantages, mu / (2.0 * self.drpo_epsilon))
+        beyond = mu * tokens.log_ratio.detach().expm1() / self.drpo_epsilon
+        return Surrogate(losses, tokens.log_ratio, beyond > 1.0, beyond < -1.0)

@@ -1,0 +1,41 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from unirl.algorithms.aggregation import Aggregation
+from unirl.algorithms.token_surrogates import bounded_gain, sequence_log_ratio
+from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPO(TokenAlgorithm):
+    """P = -A exp(mean over the row's tokens of d_t),  d_t = log r_t, at most high if A > 0, at least -low if A < 0.
+
+    GMPO (arXiv:2507.20673): tokens are clipped one by one, in log space, and the row is weighed by their geometric
+    mean, which one outlier hardly moves.
+    """
+
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
+    clip_range: float = 0.4
+    """Bound on -log r where A < 0, and on log r where A > 0 unless clip_range_high is given."""
+    clip_range_high: float | None = None
+    """The bound on log r where A > 0, if it differs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("clip_range", self.clip_range), ("clip_range_high", self.clip_range_high)):
+            if value is not None and not 0.0 < value < math.inf:
+                raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value}; 0.4 is usual", code=2004)
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        low, high = self.clip_range, self.clip_range if self.clip_range_high is None else self.clip_range_high
+        gain = sequence_log_ratio(bounded_gain(tokens.log_ratio, tokens.advantages, low, high), tokens.rows)
+        log_ratio = tokens.log_ratio.detach()
+        above = (log_ratio > high) & (tokens.advantages > 0)
+        below = (log_ratio < -low) & (tokens.advantages < 0)
+        return Surrogate(-tokens.advantages * gain.exp(), gain, above, below)

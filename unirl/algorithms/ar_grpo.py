@@ -1,0 +1,67 @@
+"""GRPO on tokens, and the methods that differ from it by an aggregation, a clip or an advantage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unirl.algorithms.surrogate import ClipSchedule, clip_scale, clipped_surrogate
+from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import Moment
+from unirl.types.results import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class ARGRPO(TokenAlgorithm):
+    """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = pi_theta / pi_old per token; at most c |A| where A < 0.
+
+    GRPO (arXiv:2402.03300, eq. 3) over PPO's clip. With other aggregations, clips and advantages this is DAPO
+    (arXiv:2503.14476), Dr.GRPO (2503.20783), RLOO (2402.14740) and REINFORCE++ (2501.03262), as
+    docs/algorithms/ar/argrpo.md says.
+    """
+
+    clip_range: float = 0.2
+    """The ratio stays above 1 - clip_range, and below 1 + clip_range unless clip_range_high is given."""
+    clip_range_high: float | None = None
+    """The upper side, if it differs (DAPO's clip-higher: 0.28)."""
+    clip_schedule: ClipSchedule = "constant"
+    """Both ranges over the run: constant, linear to one half, or cosine to zero."""
+    dual_clip: float | None = None
+    """c > 1: where A < 0 the loss is at most c |A|; absent = no bound."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.clip_range < 1.0:
+            raise ConfigError(
+                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; 0.2 is usual", code=2004
+            )
+        if self.clip_range_high is not None and not 0.0 < self.clip_range_high < math.inf:
+            raise ConfigError(
+                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 0.28 is usual",
+                code=2004,
+            )
+        if self.dual_clip is not None and not self.dual_clip > 1.0:
+            raise ConfigError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual", code=2004)
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        low, high = self.clip_at(now.progress)
+        log_ratio = self.log_ratio(tokens)
+        losses = clipped_surrogate(log_ratio, tokens.advantages, low, high, self.dual_clip)
+        above, below = log_ratio > math.log1p(high), log_ratio < math.log1p(-low)
+        return Surrogate(losses, log_ratio, above, below, {"train/clip_range": Metric.mean(low)})
+
+    def log_ratio(self, tokens: Tokens) -> Tensor:
+        """[sum L] log r of what is clipped."""
+        return tokens.log_ratio
+
+    def trust_width(self) -> float | None:
+        return min(self.clip_at(0.0))
+
+    def clip_at(self, progress: float) -> tuple[float, float]:
+        """The clip range below and above 1."""
+        scale = clip_scale(self.clip_schedule, progress)
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        return scale * self.clip_range, scale * high

@@ -1,0 +1,31 @@
+"""GSPO: GRPO's clip on the ratio of whole sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unirl.algorithms.aggregation import Aggregation
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.token_surrogates import sequence_log_ratio
+from unirl.algorithms.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(ARGRPO):
+    """P = -min(s A, clip(s, 1 - low, 1 + high) A),  s = exp(mean over the row's tokens of log pi_theta - log pi_old).
+
+    GSPO (arXiv:2507.18071, eq. 5 and 7) in its token form (eq. 13), which has the same gradient with one advantage per
+    row. A sequence is clipped as a whole, by a range three orders narrower than a token's.
+    """
+
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
+    clip_range: float = 3e-4
+    clip_range_high: float | None = 4e-4
+
+    def log_ratio(self, tokens: Tokens) -> Tensor:
+        return sequence_log_ratio(tokens.log_ratio, tokens.rows)
+
+    def trust_width(self) -> float | None:
+        return None  # the gate compares tokens, whose differences a mean over the sequence does not see

@@ -1,0 +1,37 @@
+"""SAPO: a soft gate in place of the clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unirl.algorithms.aggregation import Aggregation
+from unirl.algorithms.token_surrogates import soft_gate
+from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO(TokenAlgorithm):
+    """P = -A (4 / tau) sigmoid(tau (r - 1)),  r = pi_theta / pi_old per token, tau = tau_pos where A > 0, else tau_neg.
+
+    SAPO (arXiv:2511.20347): the weight of a token's gradient is 1 at r = 1 and fades on both sides, faster for negative
+    advantages. Nothing is outside the trust region, so the clip fractions are 0.
+    """
+
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
+            if not value > 0.0:
+                raise ConfigError(f"algorithm.{name} must be > 0, got {value}; 1 and 1.05 are usual", code=2004)
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        losses = soft_gate(tokens.log_ratio, tokens.advantages, self.tau_pos, self.tau_neg)
+        nowhere = torch.zeros_like(tokens.rows.counts)
+        return Surrogate(losses, tokens.log_ratio, nowhere, nowhere)

@@ -1,0 +1,136 @@
+"""Weights for tokens that an engine sampled with other numerics than the trainer's: pi_old / pi_engine, detached.
+
+pi_old is the trainer's replay of the weights that sampled, so the ratio is 1 where engine and trainer agree. A loss
+multiplies its surrogate by the weights; what it divides by does not change, so rejected tokens dilute the gradient:
+`train/mismatch_cut` says by how much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.kl import MAX_LOG_RATIO, k3
+from unirl.algorithms.packed import PackedRows
+from unirl.algorithms.surrogate import mean_metric
+from unirl.config.errors import ConfigError
+from unirl.types.results import Metrics
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction makes of some tokens."""
+
+    weights: Tensor  # [sum L] >= 0
+    cut: Tensor  # [sum L] bool, tokens whose ratio was bounded, or which were rejected
+
+
+class Correction(Protocol):
+    """log(pi_old / pi_engine) per token to weights; pure."""
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+        """
+        Args:
+            log_ratio: [sum L] finite, 0 where a token does not count.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTIS:
+    """w = min(pi_old / pi_engine, cap) per token: truncated importance sampling."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+        ratio = _exp(log_ratio)
+        return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTIS:
+    """w = min(prod over the row's tokens of pi_old / pi_engine, cap), one weight per row: unbiased below the cap."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+        ratio = rows.spread(_exp(rows.sum(log_ratio))).to(log_ratio.dtype)
+        return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedIS:
+    """w = pi_old / pi_engine within [low, high], else 0, per token: masked importance sampling, or IcePop."""
+
+    low: float = 0.5
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_band(self.low, self.high)
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+        ratio = _exp(log_ratio)
+        cut = (ratio < self.low) | (ratio > self.high)
+        return Corrected(ratio.masked_fill(cut, 0.0), cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeometricRejection:
+    """w = 1 if exp(mean over the row's tokens of log(pi_old / pi_engine)) lies in [low, high], else 0 for the row."""
+
+    low: float = 0.999
+    high: float = 1.001
+
+    def __post_init__(self) -> None:
+        _check_band(self.low, self.high)
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+        ratio = _exp(rows.mean(log_ratio))
+        cut = rows.spread((ratio < self.low) | (ratio > self.high))
+        return Corrected((~cut).to(log_ratio.dtype), cut)
+
+
+@torch.no_grad()
+def mismatch_metrics(log_ratio: Tensor, corrected: Corrected, weights: Tensor) -> Metrics:
+    """How far the engine is from the trainer, and what the correction did about it.
+
+    Args:
+        log_ratio: [sum L] log(pi_old / pi_engine), finite.
+        weights: [sum L] of each token; 0 = counts nowhere.
+    """
+    return {
+        "train/mismatch_kl": mean_metric(k3(-log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), weights),
+        "train/mismatch_weight": mean_metric(corrected.weights, weights),
+        "train/mismatch_cut": mean_metric(corrected.cut.to(weights.dtype), weights),
+    }
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _check_cap(cap: float) -> None:
+    if not cap >= 1.0:
+        raise ConfigError(
+            f"algorithm.mismatch.cap must be >= 1, got {cap}: below 1 it would cut tokens on which engine and trainer "
+            "agree; 2 is usual",
+            code=2004,
+        )
+
+
+def _check_band(low: float, high: float) -> None:
+    if not 0.0 <= low < 1.0 < high:
+        raise ConfigError(
+            f"algorithm.mismatch.low={low} and high={high} must enclose 1, the ratio of an engine that agrees with the "
+            "trainer: 0 <= low < 1 < high",
+            code=2004,
+        )

@@ -1,0 +1,263 @@
+"""What losses over packed tokens share: anchors, aggregation, the reference, entropy, and correction of the engine.
+
+A loss adds one function of packed log-ratios: `surrogate`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.aggregation import NORMED, Aggregation, token_count, token_shares
+from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, kl_estimate
+from unirl.algorithms.mismatch import Correction, mismatch_metrics
+from unirl.algorithms.packed import PackedRows, row_of
+from unirl.algorithms.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
+from unirl.config.errors import ConfigError
+from unirl.models.autoregressive import TokenReplay, TokenStage
+from unirl.types.batch import Batch
+from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.results import Metric, Metrics
+from unirl.types.rollout_resp import RolloutTrack
+
+REFERENCE = "reference"
+"""The snapshot of the policy at initialisation."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Packed tokens as a surrogate sees them: all numbers are 0 where a token does not count, whatever was recorded."""
+
+    logp: Tensor  # [sum L] log pi_theta, nats, with its graph
+    old_logp: Tensor  # [sum L]
+    log_ratio: Tensor  # [sum L] logp - old_logp within +-20, with its graph
+    advantages: Tensor  # [sum L]
+    weights: Tensor  # [sum L] those of their rows
+    rows: PackedRows
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The policy loss of each token."""
+
+    losses: Tensor  # [sum L] to be weighted and summed
+    log_ratio: Tensor  # [sum L] log of what the loss weighs a token by
+    above: Tensor  # [sum L] bool, the ratio left the trust region above 1
+    below: Tensor  # [sum L] bool, below 1
+    metrics: Metrics = field(default_factory=dict)
+    """What only this loss logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAlgorithm(StageAlgorithm[TokenStage]):
+    """L = agg( c P + beta KL(pi_theta || reference) - eta H(pi_theta) ) over tokens.
+
+    P is the policy loss of a subclass, c the correction of the engine's numerics, agg the aggregation. A token with
+    loss_mask False is context: nothing recorded there, and no gradient, reaches the loss. What a coefficient of 0
+    belongs to is neither computed nor anchored.
+    """
+
+    loss_agg_mode: Aggregation = "token-mean"
+    """What is averaged: all tokens, or sequences after a mean, a sum, or a sum / horizon over their tokens."""
+    horizon: int | None = None
+    """H of seq-mean-token-sum-norm, the longest response (Dr.GRPO)."""
+    old_logp_source: Literal["replay", "rollout"] = "replay"
+    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or what the engine recorded."""
+    mismatch: Correction | None = None
+    """Weights pi_old / pi_engine for the engine's numerics; needs the replayed pi_old. Absent = none."""
+    kl_coef: float = 0.0
+    """beta, of KL(pi_theta || reference) per token, nats; 0 = none."""
+    kl_estimator: KLEstimator = "k3"
+    """k2, k3 or k3+ in the loss; k1 in the reward."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Differentiated with the loss, or taken off the reward of every token, so that earlier tokens answer for it."""
+    kl_adaptive: AdaptiveKL | None = None
+    """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
+    entropy_coef: float = 0.0
+    """eta, of the entropy over the vocabulary per token, nats; 0 = none."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off", code=2004)
+        self._check_horizon()
+        self._check_kl()
+        if self.mismatch is not None and self.old_logp_source == "rollout":
+            raise ConfigError(
+                "algorithm.mismatch weighs by pi_old / pi_engine, which is 1 with algorithm.old_logp_source=rollout. "
+                "Use old_logp_source=replay, or leave mismatch out",
+                code=2004,
+            )
+
+    def _check_horizon(self) -> None:
+        if (self.loss_agg_mode == NORMED) != (self.horizon is not None):
+            raise ConfigError(
+                f"algorithm.loss_agg_mode={self.loss_agg_mode} with algorithm.horizon={self.horizon}: a horizon "
+                f"belongs to {NORMED}, which needs one; sampling.max_new_tokens is usual",
+                code=2004,
+            )
+        if self.horizon is not None and self.horizon < 1:
+            raise ConfigError(f"algorithm.horizon must be >= 1, got {self.horizon}", code=2004)
+
+    def _check_kl(self) -> None:
+        if self.kl_coef == 0.0:
+            if self.kl_adaptive is not None:
+                raise ConfigError(
+                    "algorithm.kl_adaptive moves algorithm.kl_coef, which is 0: set kl_coef to where it starts, "
+                    "or leave kl_adaptive out",
+                    code=2004,
+                )
+        elif self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ConfigError(
+                "algorithm.kl_estimator=k1 teaches nothing in a loss: the mean of its gradient is 0. "
+                "Use k2, k3 or k3+, or algorithm.kl_in=reward",
+                code=2004,
+            )
+        elif self.kl_in == "reward" and self.kl_estimator != "k1":
+            raise ConfigError(
+                f"algorithm.kl_in=reward takes off the log-ratio to the reference itself, so algorithm.kl_estimator "
+                f"must be k1, got {self.kl_estimator}",
+                code=2004,
+            )
+
+    @abstractmethod
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        """The policy loss per token: a pure function of the tokens and the recipe."""
+
+    # What the rest must offer
+
+    @property
+    def needs(self) -> Needs:
+        reads_engine = self.old_logp_source == "rollout" or self.mismatch is not None
+        return replace(super().needs, behaviour_logp=reads_engine)
+
+    def kl_controller(self) -> KLController | None:
+        return None if self.kl_adaptive is None else KLController(self.kl_adaptive)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        found = {"old_logp": Anchor("live", "logp")} if self.old_logp_source == "replay" else {}
+        return found | ({"ref_logp": Anchor(REFERENCE, "logp")} if self.kl_coef > 0.0 else {})
+
+    # The contract of losses
+
+    def parts(self, segment: Batch) -> list[Part]:
+        return [(0,)]  # all tokens at once
+
+    def count(self, rows: RolloutTrack) -> float:
+        return float(token_count(self.loss_agg_mode, counted(rows), rows.weight))
+
+    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
+        """[sum L] the advantage of every token: that of its row."""
+        assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
+        return rows.advantages[row_of(rows.segment.offsets).to(rows.advantages.device)]
+
+    def anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor | None:
+        """[sum L] an anchor column; None before the anchor pass has filled it."""
+        column: Tensor | None = rows.segment.anchors.get(name)
+        return column
+
+    def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> Columns:
+        return {"logp": stage.replay(rows.conditions, rows.segment).logp.detach()}
+
+    def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        replay = stage.replay(rows.conditions, rows.segment, entropy=self.entropy_coef > 0.0)
+        tokens = self.tokens(replay.logp, rows, part)
+        terms, metrics = self._entropy(replay, tokens)
+        if self.kl_coef > 0.0:
+            kl, beta = self._reference_kl(tokens, rows, part), self.kl_coef * now.kl_scale
+            metrics |= {"train/kl": mean_metric(kl, tokens.weights), "train/kl_coef": Metric.mean(beta)}
+            if self.kl_in == "loss":
+                terms["train/kl_loss"] = beta * kl
+            else:
+                tokens = penalized(tokens, beta * kl)
+        surrogate = self.surrogate(tokens, now)
+        terms["train/policy_loss"], found = self._corrected(surrogate.losses, tokens, rows)
+        metrics |= found | surrogate_metrics(surrogate, tokens.weights)
+        loss, found = self._aggregated(terms, tokens, rows)
+        return LossResult(loss, metrics | found, {"logp": replay.logp.detach()})
+
+    def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
+        gap = counted(rows).kept((rows.segment.logp - columns["logp"]).abs())
+        return {"rollout/parity_absdiff_max": Metric.max(_with_zero(gap).max())}
+
+    # The terms of the loss
+
+    def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:
+        """What the surrogate sees, freed of everything that does not count."""
+        packed = counted(rows)
+        recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
+        old_logp = packed.kept(logp.detach() if recorded is None else recorded)
+        logp = packed.kept(logp)
+        return Tokens(
+            logp=logp,
+            old_logp=old_logp,
+            log_ratio=(logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+            advantages=packed.kept(self.expand(rows, part)).detach(),
+            weights=packed.kept(packed.spread(rows.weight)),
+            rows=packed,
+        )
+
+    def _entropy(self, replay: TokenReplay, tokens: Tokens) -> tuple[dict[str, Tensor], Metrics]:
+        """The entropy bonus, and the entropy: exact where the loss needs it, else estimated by the sample's -log pi."""
+        if self.entropy_coef == 0.0:
+            return {}, {"train/entropy": mean_metric(-tokens.logp, tokens.weights)}
+        assert replay.entropy is not None, "the stage was asked for the entropy and gave none"
+        entropy = tokens.rows.kept(replay.entropy)
+        bonus = {"train/entropy_loss": -self.entropy_coef * entropy}
+        return bonus, {"train/entropy": mean_metric(entropy, tokens.weights)}
+
+    def _reference_kl(self, tokens: Tokens, rows: RolloutTrack, part: Part) -> Tensor:
+        """[sum L] KL to the reference: of the policy, with its graph; in the reward, of the policy that sampled."""
+        reference = self.anchor(rows, "ref_logp", part)
+        assert reference is not None, "the anchor pass comes before the loss"
+        policy = tokens.logp if self.kl_in == "loss" else tokens.old_logp
+        return kl_estimate(self.kl_estimator, policy - tokens.rows.kept(reference))
+
+    def _corrected(self, losses: Tensor, tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
+        """The policy loss times the weights for the engine's numerics, if the recipe has any."""
+        if self.mismatch is None:
+            return losses, {}
+        gap = tokens.old_logp - tokens.rows.kept(rows.segment.logp)
+        corrected = self.mismatch(gap, tokens.rows)
+        return corrected.weights * losses, mismatch_metrics(gap, corrected, tokens.weights)
+
+    def _aggregated(self, terms: dict[str, Tensor], tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
+        """[] the sum of all terms, to be divided by `count`; and each of them divided."""
+        shares = token_shares(self.loss_agg_mode, tokens.rows, rows.weight, self.horizon)
+        count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
+        sums = {name: weighted_sum(term, shares) for name, term in terms.items()}
+        found = {name: Metric(total.detach(), count, "mean") for name, total in sums.items()}
+        return torch.stack(list(sums.values())).sum(), found
+
+
+def counted(rows: RolloutTrack) -> PackedRows:
+    """Which tokens count: those of rows of weight > 0 that are not context."""
+    return PackedRows.of(rows.segment.offsets, rows.segment.loss_mask, rows.weight > 0)
+
+
+def penalized(tokens: Tokens, penalty: Tensor) -> Tokens:
+    """The tokens with `penalty` [sum L] taken off each one's reward: an advantage loses its own and all later ones."""
+    to_go = tokens.rows.rest(penalty.detach()).to(tokens.advantages.dtype)
+    return replace(tokens, advantages=tokens.rows.kept(tokens.advantages - to_go))
+
+
+@torch.no_grad()
+def surrogate_metrics(surrogate: Surrogate, weights: Tensor) -> Metrics:
+    """How far the policy has moved from the one that sampled. `weights` [sum L]: 0 = counts nowhere."""
+    moved = _with_zero(surrogate.log_ratio.detach())
+    extremes = {"train/ratio_min": Metric.min(moved.min().exp()), "train/ratio_max": Metric.max(moved.max().exp())}
+    spread = spread_metrics(surrogate.log_ratio.detach(), weights)
+    outside = fraction_metrics(surrogate.above, surrogate.below, weights)
+    return spread | extremes | outside | surrogate.metrics
+
+
+def _with_zero(values: Tensor) -> Tensor:
+    """`values` and a 0, so that there is a largest one."""
+    return torch.cat([values, values.new_zeros(1)])

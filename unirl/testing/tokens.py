@@ -1,0 +1,196 @@
+"""A policy over tokens that is a table, so that every probability is known, and rollouts of it.
+
+stage = token_stage()                      logits by prompt and previous token, over a vocabulary of 5
+track = token_track(stage, prompts=2)      4 samples per prompt: ragged rows, context tokens, log-probs, rewards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.autoregressive import TokenReplay
+from unirl.sde.noise import NoiseSource
+from unirl.testing.toy import toy_facts
+from unirl.types.batch import Batch, row
+from unirl.types.conditions import Conditions
+from unirl.types.protocols import ModelFacts
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import TextSegment
+
+END = 0
+"""The token that ends a response; it is sampled and trained as any other."""
+CONTEXT = 2
+"""The position that is context in every response of `token_track`, as what a tool answers would be."""
+
+
+@dataclass(kw_only=True, eq=False)
+class PromptNumber(Batch):
+    """Which prompt a row answers."""
+
+    number: Tensor = row()  # [B] int64
+
+
+class TokenTable(nn.Module):
+    """Logits of the next token by prompt and previous token; before the first stands the token number V."""
+
+    def __init__(self, vocabulary: int = 5, prompts: int = 4) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.table = nn.Parameter(torch.zeros(prompts, vocabulary + 1, vocabulary))
+
+    def forward(self, prompt: Tensor, previous: Tensor) -> Tensor:
+        """[N, V] from prompts [N] and previous tokens [N]."""
+        return self.table[prompt, previous]
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a train backend asks of a bundle."""
+        return toy_facts(batch_multiple=1)
+
+    def trainable(self) -> nn.Module:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSampling:
+    """How responses are sampled."""
+
+    max_new_tokens: int = 6
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the likeliest tokens until their mass reaches this."""
+    top_k: int = 0
+    """Keep so many of the likeliest tokens; 0 = all."""
+    ends: bool = True
+    """A response ends after END; otherwise all have max_new_tokens."""
+
+
+class TableStage:
+    """A `TokenStage` over a table: samples, and replays."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self.table = table
+
+    def replay(self, conditions: Conditions, segment: TextSegment, *, entropy: bool = False) -> TokenReplay:
+        logps = self._logps(*self._states(conditions, segment), segment.temperature)
+        logp = logps.gather(1, segment.tokens[:, None])[:, 0]
+        return TokenReplay(logp, -(logps.exp() * logps).sum(1) if entropy else None)
+
+    @torch.no_grad()
+    def sample(
+        self, conditions: Conditions, params: TokenSampling, noise: NoiseSource, ids: Sequence[str]
+    ) -> TextSegment:
+        """One response per row: position t by inverse CDF of entry t of the draw `tok` of the row's id."""
+        prompt = _prompt(conditions)
+        uniform = noise.uniform(ids, "tok", (params.max_new_tokens,)).to(prompt.device)
+        previous = torch.full_like(prompt, self.table.vocabulary)
+        tokens, logps = [], []
+        for t in range(params.max_new_tokens):
+            full = self._logps(prompt, previous, params.temperature)
+            previous = _drawn(truncated(full.exp(), params), uniform[:, t])
+            tokens.append(previous)
+            logps.append(full.gather(1, previous[:, None])[:, 0])
+        grid, logp = torch.stack(tokens, dim=1), torch.stack(logps, dim=1)  # [B, T]
+        ended = (grid == END).int().cumsum(1) - (grid == END).int() > 0
+        kept = ~ended if params.ends else torch.ones_like(ended)
+        return TextSegment(
+            tokens=grid[kept],
+            logp=logp[kept],
+            loss_mask=torch.ones(int(kept.sum()), dtype=torch.bool, device=grid.device),
+            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0).cpu()]),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            anchors={},
+        )
+
+    def _logps(self, prompt: Tensor, previous: Tensor, temperature: float) -> Tensor:
+        """[N, V] log-probs of the tempered distribution."""
+        logits: Tensor = self.table(prompt, previous)
+        return (logits / temperature).log_softmax(1)
+
+    def _states(self, conditions: Conditions, segment: TextSegment) -> tuple[Tensor, Tensor]:
+        """[sum L] the prompt of each token and the token before it."""
+        prompt = _prompt(conditions).repeat_interleave(segment.lengths.to(segment.tokens.device))
+        previous = segment.tokens.roll(1)
+        starts = segment.offsets[:-1][segment.lengths > 0].to(previous.device)
+        return prompt, previous.index_fill(0, starts, self.table.vocabulary)
+
+
+def truncated(probabilities: Tensor, params: TokenSampling) -> Tensor:
+    """[N, V] the distribution that is sampled: the likeliest tokens that top_k and top_p keep, renormalised."""
+    ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
+    keep = ranked.cumsum(1) - ranked < params.top_p
+    if params.top_k:
+        keep[:, params.top_k :] = False
+    kept = torch.zeros_like(ranked).scatter(1, order, ranked * keep)
+    return kept / kept.sum(1, keepdim=True)
+
+
+def token_table(seed: int = 0, vocabulary: int = 5, prompts: int = 4) -> TokenTable:
+    """A table of normal logits that depend on the seed alone."""
+    table = TokenTable(vocabulary, prompts)
+    with torch.no_grad():
+        table.table.normal_(generator=torch.Generator().manual_seed(seed))
+    return table
+
+
+def token_stage(seed: int = 0, **shape: int) -> TableStage:
+    """A stage over a fresh table, which is `stage.table`."""
+    return TableStage(token_table(seed, **shape))
+
+
+def token_track(
+    stage: TableStage,
+    prompts: int = 2,
+    siblings: int = 4,
+    params: TokenSampling | None = None,
+    seed: int = 42,
+    step: int = 0,
+    context: int | None = CONTEXT,
+) -> RolloutTrack:
+    """A scored rollout of `stage`: the reward is the share of tokens 1, the advantage is it less the mean.
+
+    Args:
+        context: the position in every row that is no sampled token; absent = all are.
+    """
+    groups = [f"p{i}@{step}" for i in range(prompts) for _ in range(siblings)]
+    ids = [f"{group}:{i % siblings}" for i, group in enumerate(groups)]
+    conditions: Conditions = {"prompt": PromptNumber(number=torch.arange(prompts).repeat_interleave(siblings))}
+    segment = stage.sample(conditions, params or TokenSampling(), NoiseSource(seed, "r", step), ids)
+    if context is not None:
+        segment = segment.replace(loss_mask=positions(segment) != context)
+    rewards = torch.stack([(piece == 1).float().mean() for piece in segment.tokens.split(segment.lengths.tolist())])
+    return RolloutTrack(
+        sample_ids=ids,
+        group_ids=groups,
+        conditions=conditions,
+        segment=segment,
+        rewards=rewards,
+        advantages=rewards - rewards.mean(),
+        weight=torch.ones(len(ids)),
+        weight_version=torch.zeros(len(ids), dtype=torch.int64),
+    )
+
+
+def positions(segment: TextSegment) -> Tensor:
+    """[sum L] the place of each token in its row."""
+    places = torch.arange(len(segment.tokens)) - segment.offsets[:-1].repeat_interleave(segment.lengths)
+    return places.to(segment.tokens.device)
+
+
+def _prompt(conditions: Conditions) -> Tensor:
+    prompt = conditions["prompt"]
+    assert isinstance(prompt, PromptNumber)
+    return prompt.number
+
+
+def _drawn(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """[N] the first token whose cumulative probability exceeds `uniform` [N]; never one of probability 0."""
+    passed = (probabilities.cumsum(1) <= uniform[:, None]).sum(1)
+    last = (probabilities > 0).int().flip(1).argmax(1)  # round-off may leave the sum below `uniform`
+    return torch.minimum(passed, probabilities.shape[1] - 1 - last)

@@ -16,7 +16,7 @@ from unirl.config.layers import Layer, Tree, get, join, leaves, put
 from unirl.config.node import Node
 from unirl.config.placement import check_seed_words
 from unirl.config.recipe import RecipeConfig
-from unirl.config.recipes import RecipeFile
+from unirl.config.recipes import RecipeFile, search_path
 from unirl.config.schema import schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
@@ -113,13 +113,17 @@ def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[
 
 
 def data_layer(tree: Tree, recipe: Path) -> Layer:
-    """Data files that lie not in the working directory but in the project of the recipe, by their full paths."""
-    project = next((folder.parent for folder in recipe.parents if folder.name == "examples"), recipe.parent)
+    """Data files that lie not in the working directory but in a project of recipes, by their full paths."""
+    own = next((folder.parent for folder in recipe.parents if folder.name == "examples"), recipe.parent)
+    # A recipe may extend one that ships, whose data lie beside that one.
+    projects = (own, *(folder.parent for folder in search_path()))
     found: Tree = {}
     for key in DATA_KEYS:
         path = get(tree, key)
-        if isinstance(path, str) and not Path(path).expanduser().exists() and (project / path).is_file():
-            put(found, key, str(project / path))
+        if isinstance(path, str) and not Path(path).expanduser().exists():
+            files = [project / path for project in projects if (project / path).is_file()]
+            if files:
+                put(found, key, str(files[0]))
     return Layer("found beside the recipe", found)
 
 

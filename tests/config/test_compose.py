@@ -123,6 +123,17 @@ def test_a_variant_extends_exactly_one_recipe_of_its_domain(examples, defaults):
     assert "variant.yaml" in str(refused(examples, "variant"))
 
 
+def test_another_class_replaces_a_block_whose_own_is_the_default():
+    running = "unirl.algorithms.running.RunningAdvantage"
+    assert compose("diffusion/sd3_trainside", ()).tree["advantage"] == {"std": "batch"}
+    tree = compose("diffusion/sd3_trainside", (f"advantage={{_target_: {running}}}",)).tree
+    assert tree["advantage"] == {"_target_": running}
+    default = compose(
+        "diffusion/sd3_trainside", ("advantage._target_=unirl.algorithms.advantages.GroupAdvantage",)
+    ).tree
+    assert default["advantage"]["std"] == "batch"
+
+
 def test_a_variant_in_a_folder_of_the_users_own_extends_a_recipe_that_ships(examples):
     write(examples, "mine", "defaults: [sd3_trainside, _self_]\nbatch_size: 2\n")
     tree, shipped = composed(examples, "mine").tree, compose("diffusion/sd3_trainside", ()).tree

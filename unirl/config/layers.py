@@ -8,10 +8,14 @@ Later layers win. Mappings merge key by key, except that a node whose `_target_`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from unirl.config.errors import ConfigError
+from unirl.config.recipe import RecipeConfig
+
+DEFAULT_TARGETS = {block.name: block.metadata["target"] for block in fields(RecipeConfig) if "target" in block.metadata}
+"""The classes of blocks that need not name one."""
 
 Tree = dict[str, Any]
 """YAML data: mappings with string keys, lists and scalars."""
@@ -123,8 +127,8 @@ def _merge(below: Any, above: Any, path: str) -> Any:
 
 
 def _merge_mappings(below: Tree, above: Tree, path: str) -> Tree:
-    """`above` over `below`; all of `above` when both name a `_target_` and the two differ."""
-    targets = below.get("_target_"), above.get("_target_")
+    """`above` over `below`; all of `above` when both have a `_target_`, if only by default, and the two differ."""
+    targets = below.get("_target_", DEFAULT_TARGETS.get(path)), above.get("_target_")
     replaced = None not in targets and targets[0] != targets[1]
     merged = {} if replaced else dict(below)
     for key, value in above.items():

@@ -28,7 +28,8 @@ LAYERS = {
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}
-STAGE_CONTRACTS = {"unirl.models." + name for name in ("base", "diffusion", "autoregressive", "guidance", "chunks")}
+STAGES = ("base", "diffusion", "differentiable", "autoregressive", "guidance", "chunks")
+STAGE_CONTRACTS = {"unirl.models." + name for name in STAGES}
 # What a module may import outside its functions: quick to load, and present wherever the package is.
 AT_TOP = {"torch", "numpy", "PIL", "safetensors", "omegaconf", "hydra", "yaml", "rich"}
 HEAVY = ("diffusers", "transformers", "peft", "accelerate", "ray", "datasets", "wandb", "tensorboard", "swanlab")

@@ -4,17 +4,20 @@ A family adds a `Denoiser`: one forward of its network. How a step is taken is t
 it the algorithm's.
 
     sample:  x_T --v, kernel--> x_{T-1} --> ... --> x_0        store {i, i + 1 for stochastic i} and x_0
+             (gradients through the steps that a mask names, else none)
     replay:  (x_i, x_{i+1}) of some steps, one forward --> log-prob, mean, velocity of each
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from unirl.models.chunks import filled_rows, select_conditions
 from unirl.models.guidance import Guidance
@@ -33,6 +36,28 @@ class Denoiser(Protocol):
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v = eps - x0, [B, *latent] fp32, from x [B, *latent] fp32 and sigma [B] fp32: one forward."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientMask:
+    """Which steps of a sampling run are differentiated, and by which ways a gradient gets to them."""
+
+    steps: tuple[int, ...] = ()
+    """Steps whose velocity carries a gradient to the weights; the velocity of the others is a constant."""
+    through_inputs: bool = True
+    """Gradients go on through the network's input to earlier steps; else only along x_{i+1} = a x_i + b v_i."""
+
+    def velocity(self, step: int, network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`network(x)`. Where it carries a gradient, only x is kept, and the forward run again in the backward pass."""
+        if step not in self.steps:
+            with torch.no_grad():
+                return network(x)
+        inlet = x if self.through_inputs else x.detach()
+        v: Tensor = checkpoint(network, inlet, use_reentrant=False, preserve_rng_state=False)
+        return v
+
+
+NO_GRADIENT = GradientMask()
 
 
 @dataclass(frozen=True)
@@ -68,11 +93,12 @@ class DiffusionStage:
         params: DiffusionSamplingParams,
         noise: NoiseSource,
         ids: Sequence[str],
+        gradient: GradientMask = NO_GRADIENT,
     ) -> LatentSegment:
         """The trajectories that start at x_T [B, *latent] (fp32, on the network's device); `params` is pinned.
 
         Noise of stochastic step i is the draw `s{i}` of each row's id. Stored positions are rounded to the trajectory
-        dtype before anything is computed from them.
+        dtype before anything is computed from them. The latents carry the gradients that `gradient` asks for.
         """
         sigmas, sde_indices = pinned_schedule(params)
         rows = self._rows(len(ids))
@@ -84,7 +110,7 @@ class DiffusionStage:
         draws = NoiseAhead(noise, [ids[row] for row in rows], [f"s{i}" for i in sde_indices], x_T.shape[1:])
         with draws:
             for i in range(params.num_inference_steps):
-                v = self._forward(x, levels[i], guidance, feeds)
+                v = gradient.velocity(i, partial(self._forward, sigma=levels[i], guidance=guidance, feeds=feeds), x)
                 x = steps.stochastic(i, x, v, next(draws)) if i in sde_indices else steps.deterministic(i, x, v)
         return steps.segment(len(ids), sigmas, sde_indices, noise)
 
@@ -154,7 +180,8 @@ class _Steps:
         """The point after step i, drawn from the kernel's Gaussian, and its log-prob kept."""
         step = self.params.kernel.transition(x, v, self.sigmas[i], self.sigmas[i + 1])
         x_next = self.keep(i + 1, step.sample(noise))
-        self.logp.append(step.log_prob(x_next))
+        with torch.no_grad():
+            self.logp.append(step.log_prob(x_next))
         self.previous = None  # a jump breaks the solver's history
         return x_next
 
@@ -188,6 +215,8 @@ class _Steps:
             sigmas=sigmas,
             logp=logp,
             kernel=self.params.kernel,
+            solver=self.params.solver,
+            init_same_noise=self.params.init_same_noise,
             guidance_scale=self.params.guidance_scale,
             guidance_passes=self.params.guidance_passes,
             seed=noise.seed,

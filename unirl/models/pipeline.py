@@ -82,6 +82,7 @@ class DiffusionPipeline(Generic[BundleT]):
         track = RolloutTrack(
             sample_ids=req.sample_ids,
             group_ids=req.group_ids,
+            prompts=texts.texts,
             conditions=conditions,
             segment=segment,
             decoded=self.decode(segment.final),

@@ -156,13 +156,15 @@ def toy_track(
     assert isinstance(texts, Texts)
     conditions = toy_conditions(texts.texts, params.guidance_scale)
     noise = NoiseSource(params.seed, req.purpose, step)
-    x_T = noise.normal(req.sample_ids, "x", stage.facts.latent_shape(params.height, params.width))  # noqa: N806
+    start_ids = req.group_ids if params.init_same_noise else req.sample_ids
+    x_T = noise.normal(start_ids, "x", stage.facts.latent_shape(params.height, params.width))  # noqa: N806
     with torch.no_grad():
         segment = stage.sample(conditions, x_T, params, noise, req.sample_ids)
     rewards = -segment.final.float().square().flatten(1).mean(1)
     return RolloutTrack(
         sample_ids=req.sample_ids,
         group_ids=req.group_ids,
+        prompts=texts.texts,
         conditions=conditions,
         segment=segment,
         rewards=rewards,

@@ -1,18 +1,33 @@
 """Step choice: goldens, the range that may be trained, and what cannot be chosen."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.sde.steps import AllSteps, FractionSteps, ProgressiveWindow, RandomWindow
+from unirl.sde.steps import (
+    AllSteps,
+    EquallySpacedSteps,
+    FractionSteps,
+    LastSteps,
+    ProgressiveWindow,
+    RandomTail,
+    RandomWindow,
+)
 
 CHOICES = [
     AllSteps(),
     FractionSteps(),
     FractionSteps(num_steps=None),
     FractionSteps(low=0.2, high=1.0, num_steps=5),
+    EquallySpacedSteps(),
+    EquallySpacedSteps(num_steps=9),
+    LastSteps(),
+    LastSteps(num_steps=4),
+    RandomTail(),
+    RandomTail(low=0.5, high=0.9),
     RandomWindow(),
     RandomWindow(size=2, low=0.5, high=1.0),
     ProgressiveWindow(),
@@ -59,6 +74,32 @@ def test_fraction_steps_are_drawn_anew_and_evenly():
 def test_the_seed_of_the_run_matters():
     one, two = ([FractionSteps().choose(step, 10, seed) for step in range(50)] for seed in (1, 2))
     assert one != two
+
+
+def test_equally_spaced_steps_cover_the_trajectory_evenly_where_they_divide_it():
+    drawn = [EquallySpacedSteps(num_steps=3).choose(step, 13, 42) for step in range(2000)]
+    assert set(drawn) == {(first, first + 4, first + 8) for first in range(4)}
+    counts = Counter(index for steps in drawn for index in steps)
+    assert set(counts) == set(range(12)) and all(abs(n - 500) < 70 for n in counts.values())
+
+
+@given(num_steps=st.integers(1, 9), total=st.integers(10, 40))
+def test_equally_spaced_steps_lie_one_interval_apart_and_reach_every_step(num_steps, total):
+    choice, interval = EquallySpacedSteps(num_steps=num_steps), (total - 1) // num_steps
+    drawn = {choice.choose(step, total, 42) for step in range(600)}
+    assert all({b - a for a, b in pairwise(steps)} <= {interval} and len(steps) == num_steps for steps in drawn)
+    assert {index for steps in drawn for index in steps} == set(range(total - 1))
+
+
+def test_last_steps_are_those_before_the_last():
+    assert LastSteps(num_steps=3).choose(7, 10, 42) == (6, 7, 8)
+    assert LastSteps(num_steps=9).choose(0, 10, 42) == tuple(range(9))
+
+
+def test_a_random_tail_begins_anywhere_in_its_part_and_ends_at_the_end():
+    tails = Counter(RandomTail(low=0.2, high=0.6).choose(step, 10, 42) for step in range(2000))
+    assert set(tails) == {tuple(range(first, 9)) for first in (2, 3, 4, 5)}
+    assert all(abs(count - 500) < 80 for count in tails.values())
 
 
 def test_a_random_window_stands_anywhere_in_its_part():
@@ -115,6 +156,9 @@ def test_windows_begin_at_start():
             r"FractionSteps wants 3 .* \[0, 0\.5\) of num_inference_steps=4, which holds 2",
         ),
         (FractionSteps(low=0.9, high=1.0, num_steps=None), 10, r"FractionSteps wants 1 .* \[0\.9, 1\) .* holds 0"),
+        (EquallySpacedSteps(num_steps=10), 10, r"EquallySpacedSteps wants 10 .* holds 9"),
+        (LastSteps(num_steps=5), 5, r"LastSteps wants 5 .* holds 4"),
+        (RandomTail(low=0.95), 10, r"RandomTail wants 1 .* \[0\.95, 1\) .* holds 0"),
         (RandomWindow(size=6), 10, r"RandomWindow wants 6 .* holds 5"),
         (ProgressiveWindow(size=11), 10, r"size=11 from start=0 does not fit into num_inference_steps=10"),
         (ProgressiveWindow(size=4, start=7), 10, r"size=4 from start=7 does not fit"),
@@ -133,6 +177,9 @@ def test_a_choice_that_cannot_be_made_is_refused(choice, num_steps, message):
         (lambda: FractionSteps(high=1.5), r"high=1\.5"),
         (lambda: RandomWindow(low=-0.1), r"low=-0\.1"),
         (lambda: FractionSteps(num_steps=0), r"FractionSteps\.num_steps=0 must be >= 1"),
+        (lambda: EquallySpacedSteps(num_steps=0), r"EquallySpacedSteps\.num_steps=0 must be >= 1"),
+        (lambda: LastSteps(num_steps=0), r"LastSteps\.num_steps=0"),
+        (lambda: RandomTail(low=1.0), r"RandomTail: low=1"),
         (lambda: RandomWindow(size=0), r"RandomWindow\.size=0"),
         (lambda: ProgressiveWindow(size=0), r"ProgressiveWindow\.size=0"),
         (lambda: ProgressiveWindow(iters_per_window=0), r"ProgressiveWindow\.iters_per_window=0"),

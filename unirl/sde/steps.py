@@ -79,6 +79,65 @@ class FractionSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EquallySpacedSteps:
+    """`num_steps` steps floor(n / num_steps) apart of the n that may be trained, the first at random: DRTune.
+
+    arXiv:2405.00760. Every step can be chosen; all equally often where `num_steps` divides n.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"num_steps": 2}
+
+    num_steps: int = 5
+    """How many."""
+
+    def __post_init__(self) -> None:
+        check_at_least("EquallySpacedSteps.num_steps", self.num_steps, 1)
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """(first, first + interval, ...) within [0, T - 2]."""
+        pool = trainable_pool("EquallySpacedSteps", num_inference_steps, 0.0, 1.0, self.num_steps)
+        interval = len(pool) // self.num_steps
+        span = (self.num_steps - 1) * interval
+        first = choice_random(seed, step).randrange(len(pool) - span)
+        return tuple(range(first, first + span + 1, interval))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastSteps:
+    """The last `num_steps` of the steps that may be trained."""
+
+    toy: ClassVar[Mapping[str, object]] = {"num_steps": 1}
+
+    num_steps: int = 1
+    """How many."""
+
+    def __post_init__(self) -> None:
+        check_at_least("LastSteps.num_steps", self.num_steps, 1)
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """(T - 1 - num_steps, ..., T - 2). Seed and step play no part."""
+        return tuple(trainable_pool("LastSteps", num_inference_steps, 0.0, 1.0, self.num_steps)[-self.num_steps :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTail:
+    """All steps from one on that is drawn from a part of the trajectory: AlignProp, arXiv:2310.03739."""
+
+    low: float = 0.0
+    """Start of the part that the first step lies in, as a fraction of T."""
+    high: float = 1.0
+    """End of the part (exclusive), as a fraction of T."""
+
+    def __post_init__(self) -> None:
+        check_part("RandomTail", self.low, self.high)
+
+    def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
+        """(first, ..., T - 2), first within [int(T low), int(T high))."""
+        pool = trainable_pool("RandomTail", num_inference_steps, self.low, self.high, 1)
+        return tuple(range(choice_random(seed, step).choice(pool), num_inference_steps - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RandomWindow:
     """`size` adjacent steps at a uniform place in a part of the trajectory: Flow-GRPO-Fast."""
 

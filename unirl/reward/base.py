@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,15 @@ class RewardScorer(ABC):
 
     def onload(self) -> None:  # noqa: B027
         """The inverse of `offload`."""
+
+
+@runtime_checkable
+class DifferentiableScorer(Protocol):
+    """A scorer of pictures that a policy can be trained through; it declares `Capabilities.differentiable`."""
+
+    def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] the total of `score`, with its gradient with respect to images [B, 3, H, W] in [0, 1], not rounded."""
+        ...
 
 
 class LocalRewardBackend(RewardScorer):

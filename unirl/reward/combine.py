@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from unirl.config.errors import ConfigError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.service import checked_score
+from unirl.reward.service import checked_score, objective_of
 from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -28,7 +29,8 @@ class WeightedRewards(RewardScorer):
         self.weights = dict(weights)
         self.reads = tuple(sorted({column for scorer in scorers.values() for column in scorer.reads}))
         modalities = {m for scorer in scorers.values() for m in scorer.capabilities.modalities}
-        self.capabilities = Capabilities(modalities=tuple(sorted(modalities)))
+        differentiable = all(scorer.capabilities.differentiable for scorer in scorers.values())
+        self.capabilities = Capabilities(modalities=tuple(sorted(modalities)), differentiable=differentiable)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         total = torch.zeros(len(request), dtype=torch.float64)
@@ -40,6 +42,13 @@ class WeightedRewards(RewardScorer):
             if len(answer.components) > 1:
                 components |= {f"{name}_{part}": scores for part, scores in answer.components.items()}
         return RewardResponse(total=total.float(), components=components)
+
+    def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] the total of `score` with its gradient, where every scorer has one."""
+        total = torch.zeros(len(images), device=images.device)
+        for name, scorer in self.scorers.items():
+            total = total + self.weights[name] * objective_of(scorer, images, prompts)
+        return total
 
     def offload(self) -> None:
         for scorer in self.scorers.values():

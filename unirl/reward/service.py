@@ -11,6 +11,7 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, scatter
 from unirl.distributed.group.rank import current
+from unirl.reward.base import DifferentiableScorer
 from unirl.types.primitives import Images, Texts
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -83,6 +84,10 @@ class RewardService:
             )
         return answer
 
+    def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] the total reward of pictures that are not rounded, with its gradient: for the loss of a sibling."""
+        return objective_of(self.backend, images, prompts)
+
     @broadcast
     def offload(self, names: Sequence[str]) -> None:
         """Leave the device; `names` is the whole reward or nothing."""
@@ -100,6 +105,27 @@ class RewardService:
 def name_of(scorer: Scorer) -> str:
     """The name that errors give a scorer: its class."""
     return type(scorer).__name__
+
+
+def objective_of(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """[B] the scorer's total with its gradient, on the device of the images.
+
+    Raises:
+        RewardError: 6002 when the scorer has none, or gives another number of scores.
+    """
+    if not isinstance(scorer, DifferentiableScorer):
+        raise RewardError(
+            f"reward {name_of(scorer)!r} has no gradient: give it `objective(images, prompts)`, or choose another",
+            code=6002,
+        )
+    scores = scorer.objective(images, prompts)
+    if scores.shape != (len(images),):
+        raise RewardError(
+            f"reward {name_of(scorer)!r} gave an objective of shape {list(scores.shape)} for {len(images)} pictures: "
+            "it must give one number per picture",
+            code=6002,
+        )
+    return scores.to(images.device)
 
 
 def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from unirl.reward.base import RewardScorer, single
+from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
@@ -59,8 +61,13 @@ class BrightnessRewardScorer(RewardScorer):
     """The mean luma of the image in [0, 1] (ITU-R BT.601 weights)."""
 
     reads = ("images",)
+    capabilities = Capabilities(modalities=("image",), differentiable=True)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None
-        luma = torch.tensor([0.299, 0.587, 0.114], device=request.images.device)
-        return single("brightness", torch.einsum("bchw,c->bhw", request.images.float(), luma).mean(dim=(1, 2)))
+        return single("brightness", self.objective(request.images))
+
+    def objective(self, images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
+        """[B] the brightness of pictures [B, 3, H, W]; prompts play no part."""
+        luma = torch.tensor([0.299, 0.587, 0.114], device=images.device)
+        return torch.einsum("bchw,c->bhw", images.float(), luma).mean(dim=(1, 2))

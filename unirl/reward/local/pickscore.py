@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unirl.config.errors import DataError
 from unirl.models.chunks import full_chunks
 from unirl.reward.base import Device, LocalRewardBackend, single
+from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 SCALE = 26.0
@@ -48,6 +49,7 @@ class PickScoreRewardScorer(LocalRewardBackend):
     """exp(logit_scale) * cosine(image, prompt) / 26, in float32."""
 
     reads = ("prompts", "images")
+    capabilities = Capabilities(modalities=("image",), differentiable=True)
 
     def __init__(self, *, config: PickScoreSpec = PickScoreSpec()) -> None:
         super().__init__(device=config.device)
@@ -86,18 +88,42 @@ class PickScoreRewardScorer(LocalRewardBackend):
 
     @torch.no_grad()
     def _score(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
-        inputs = self.processor(
-            text=list(prompts),
-            images=as_pil(pixels),
-            padding="max_length",
-            truncation=True,
-            max_length=MAX_TOKENS,
-            return_tensors="pt",
+        images = self.processor.image_processor(as_pil(pixels), return_tensors="pt")
+        return self._scaled_cosine(images["pixel_values"], prompts).cpu()
+
+    def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] the score with its gradient; pictures of any size are scaled and cut as the processor does."""
+        return self._scaled_cosine(clip_pixels(images.float(), self.processor.image_processor), prompts)
+
+    def _scaled_cosine(self, pixel_values: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] the scores of pictures as CLIP takes them."""
+        tokens = self.processor.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         )
         model: Any = self.model
-        out = model(**inputs.to(self.device))
+        out = model(pixel_values=pixel_values.to(self.device), **tokens.to(self.device))
         cosine = (out.image_embeds * out.text_embeds).sum(dim=-1)
-        return (model.logit_scale.exp() * cosine / SCALE).cpu()
+        scores: Tensor = model.logit_scale.exp() * cosine / SCALE
+        return scores
+
+
+def clip_pixels(images: Tensor, processor: Any) -> Tensor:
+    """[B, 3, S, S] what CLIP's image processor makes of pictures [B, 3, H, W] in [0, 1], without rounding to levels.
+
+    Bicubic with antialiasing to the shortest edge, along rows, then along columns, each cut to [0, 1]; the middle
+    S x S, normalised. The processor rounds to 256 levels after either pass: its pixels differ by up to 1.2 levels.
+    """
+    edge, side = processor.size["shortest_edge"], processor.crop_size["height"]
+    height, width = images.shape[-2:]
+    if min(height, width) != edge:
+        tall, wide = (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
+        for size in ((height, wide), (tall, wide)):
+            images = torch.nn.functional.interpolate(images, size, mode="bicubic", antialias=True).clamp(0.0, 1.0)
+    top, left = ((length - side) // 2 for length in images.shape[-2:])
+    mean, std = (
+        torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std)
+    )
+    return (images[..., top : top + side, left : left + side] - mean) / std
 
 
 def as_pil(pixels: Tensor) -> list[Any]:

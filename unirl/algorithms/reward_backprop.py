@@ -1,0 +1,162 @@
+"""Losses on the reward's own gradient, through the denoising steps that made the sample: one loss, several choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.kl import element_means
+from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.config.errors import ConfigError
+from unirl.models.differentiable import DifferentiableStage
+from unirl.models.diffusion import GradientMask
+from unirl.sde.noise import key_seed
+from unirl.sde.steps import AllSteps
+from unirl.types.protocols import Anchor, Moment, Needs, StepChoice
+from unirl.types.results import Metric
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+
+@dataclass(frozen=True)
+class Route:
+    """How samples are drawn for their gradient: equal for all rows and ranks of a step."""
+
+    num_steps: int
+    """Denoising steps that are taken; the clean prediction of the last is scored."""
+    gradient: GradientMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardBackprop(StageAlgorithm[DifferentiableStage]):
+    """L = mean over samples of -w z, or w relu(c - z) with a ceiling c;  z = (R(decode(x_0(theta))) - b) / s.
+
+    The samples are drawn again under the current weights, from the noise that the rollout had, with
+
+        x_{i+1} = a_i x_i + b_i v_i + noise_i,   v_i carrying a gradient where `gradient_steps` says so.
+
+    DRTune, ReFL, DRaFT and AlignProp are this loss with other defaults.
+    """
+
+    gradient_steps: StepChoice = field(default=AllSteps(), metadata={"target": "unirl.sde.steps.AllSteps"})
+    """Which of the steps taken are differentiated; here the last one may be, too."""
+    through_inputs: bool = True
+    """Differentiate the network's input as well, so that gradients multiply over steps; else only their sum is kept."""
+    early_stop: float = 0.0
+    """Sampling stops at a random step in this last share of the trajectory, and its clean prediction is scored."""
+    extra_copies: int = 0
+    """n: the sample is noised n times to its last step's level, and the mean over the n + 1 last steps is trained."""
+    reward_weight: float = 1.0
+    """w; the scale of the gradient before clipping."""
+    reward_mean: float = 0.0
+    """b, where z is 0."""
+    reward_std: float = 1.0
+    """s, the reward's unit."""
+    reward_ceiling: float | None = None
+    """c: a sample with z above it has no gradient; absent = none."""
+    velocity_coef: float = 0.0
+    """lambda, of the mean squared difference to the reference's velocity, at the rollout's samples noised; 0 = none."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.early_stop < 1.0:
+            raise ConfigError(
+                f"algorithm.early_stop must lie in [0, 1), got {self.early_stop:g}: a share of the denoising steps; "
+                "0 takes all of them",
+                code=2004,
+            )
+        if self.extra_copies < 0:
+            raise ConfigError(f"algorithm.extra_copies must be >= 0, got {self.extra_copies}; 0 is none", code=2004)
+        for name in ("reward_weight", "reward_std"):
+            value: float = vars(self)[name]
+            if not 0.0 < value < math.inf:
+                raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual", code=2004)
+        for name in ("reward_mean", "reward_ceiling"):
+            if not math.isfinite(vars(self)[name] or 0.0):
+                raise ConfigError(f"algorithm.{name} must be finite, got {vars(self)[name]}", code=2004)
+        if not 0.0 <= self.velocity_coef < math.inf:
+            raise ConfigError(
+                f"algorithm.velocity_coef must be finite and >= 0, got {self.velocity_coef:g}; 0 turns it off",
+                code=2004,
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, density=False, differentiable_reward=True)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {"ref_velocity": Anchor("reference", "velocity")} if self.velocity_coef > 0 else {}
+
+    def parts(self, segment: LatentSegment) -> list[Part]:
+        return [(0,)]
+
+    def measure(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part) -> Columns:
+        return {"velocity": stage.velocity(rows).detach()[:, None]} if self.velocity_coef > 0 else {}
+
+    def loss(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        route = self.route(rows.segment)
+        rewards = self.rewards(stage, rows, route)
+        losses, weights = self.shaped(rewards), rows.weight[:, None].expand_as(rewards) / rewards.shape[1]
+        total, columns = weighted_sum(losses, weights), Columns()
+        metrics = {
+            "train/reward_mean": mean_metric(rewards, weights),
+            "train/denoising_steps": Metric.mean(float(route.num_steps)),
+        }
+        if self.reward_ceiling is not None:
+            metrics["train/saturated_fraction"] = mean_metric((losses == 0).float(), weights)
+        if self.velocity_coef > 0:
+            v, reference = stage.velocity(rows)[:, None], self.anchor(rows, "ref_velocity", part)
+            assert reference is not None, "anchors() asks for it, and the anchor pass comes first"
+            error = element_means((v - reference).square())[:, 0]
+            total = total + self.velocity_coef * weighted_sum(error, rows.weight)
+            metrics["train/velocity_mse"] = mean_metric(error, rows.weight)
+            columns["velocity"] = v.detach()
+        return LossResult(total, metrics, columns)
+
+    def rewards(self, stage: DifferentiableStage, rows: RolloutTrack, route: Route) -> Tensor:
+        """[B, n + 1] of every row's sample and of its copies, with gradients."""
+        x0 = stage.sample(rows, route.num_steps, route.gradient)
+        copies = [stage.denoise_again(rows, route.num_steps, x0, copy + 1) for copy in range(self.extra_copies)]
+        return torch.stack([stage.objective(sample, rows) for sample in (x0, *copies)], dim=1)
+
+    def shaped(self, rewards: Tensor) -> Tensor:
+        """The loss of each reward."""
+        z = (rewards - self.reward_mean) / self.reward_std
+        if self.reward_ceiling is None:
+            return -self.reward_weight * z
+        return self.reward_weight * (self.reward_ceiling - z).relu()
+
+    def route(self, segment: LatentSegment) -> Route:
+        """How the samples of one step of the loop are drawn: a pure function of seed and step."""
+        shortest = self.shortest_run(segment.num_steps)
+        draw = Random(key_seed(segment.seed, f"r{segment.step}:stop"))
+        num_steps = draw.randint(shortest, segment.num_steps)
+        return Route(num_steps, GradientMask(steps=self.chosen(segment, num_steps), through_inputs=self.through_inputs))
+
+    def chosen(self, segment: LatentSegment, num_steps: int) -> tuple[int, ...]:
+        """The steps among `num_steps` that are differentiated."""
+        # Choices leave out the last step of T, which has no density; here it is as good as any, so T is one more.
+        return self.gradient_steps.choose(segment.step, num_steps + 1, key_seed(segment.seed, "gradient"))
+
+    def shortest_run(self, total: int) -> int:
+        """The fewest denoising steps that are taken of `total`."""
+        # A hair more: 0.29 x 100 is 28.999999999999996, and means 29.
+        return total + 1 - max(int(self.early_stop * total + 1e-9), 1)
+
+    def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
+        """Raises ConfigError (2004) if a run of `sampling` may be too short for `gradient_steps`."""
+        shortest = self.shortest_run(sampling.num_inference_steps)
+        try:
+            self.gradient_steps.choose(0, shortest + 1, 0)
+        except ValueError as error:
+            raise ConfigError(
+                f"algorithm.gradient_steps: {error}. A run takes {shortest} of the {sampling.num_inference_steps} "
+                f"denoising steps where it stops earliest (algorithm.early_stop={self.early_stop:g})",
+                code=2004,
+            ) from error

@@ -27,6 +27,7 @@ from unirl.config.slabs import UNSUPPORTED
 from unirl.types.protocols import Capabilities, ModelFacts, Needs
 from unirl.types.sampling import DiffusionSamplingParams
 
+TRAINSIDE = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -65,6 +66,7 @@ def preflight(recipe: Recipe) -> Preflight:
     geometry = geometry_of(config, plan, needs.rows_together)
     check_geometry(geometry)
     check_combination(config, needs)
+    check_objective(config, needs, plan)
     check_sampling(config, needs)
     check_model(config)
     check_data(config)
@@ -101,8 +103,6 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
         backend = config.backend.schema.owner.__name__
         yield f"{loss} trains a value head, which {backend} cannot. Use unirl.train.backend.fsdp.FSDPBackend"
     for path, reward in rewards.items():
-        if needs.differentiable_reward and not reward.differentiable:
-            yield f"{loss} needs the gradient of the reward, and {path} has none. Choose a differentiable reward"
         if reward.modalities and engine.modalities and not set(reward.modalities) & set(engine.modalities):
             yield (
                 f"{path} scores {' and '.join(reward.modalities)}, and {name} makes {' and '.join(engine.modalities)}. "
@@ -114,6 +114,37 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
 
 def _declares(node: Node) -> bool:
     return capabilities_of(node) != Capabilities()
+
+
+def check_objective(config: RecipeConfig, needs: Needs, plan: Plan) -> None:
+    """A loss on the reward's gradient draws samples again beside the scorer, and every scorer has a gradient."""
+    if needs.differentiable_reward:
+        for problem in _objective_problems(config, plan):
+            raise ConfigError(problem, code=UNSUPPORTED)
+
+
+def _objective_problems(config: RecipeConfig, plan: Plan) -> Iterator[str]:
+    loss = config.algorithm.schema.owner.__name__
+    scorers = [node for node in nodes_below(config.reward) if _declares(node)]
+    for node in scorers:
+        holds_others = any(_declares(below) for below in nodes_below(node.values))
+        if not holds_others and not capabilities_of(node).differentiable:
+            yield (
+                f"{loss} needs the gradient of the reward, and {node.path} ({node.schema.owner.__name__}) has none. "
+                "Choose a scorer with an `objective`, such as unirl.reward.local.pickscore.PickScoreRewardScorer, or a "
+                "loss on rewards alone, such as unirl.algorithms.diffusion_grpo.DiffusionGRPO"
+            )
+    if plan.is_dedicated:
+        yield (
+            f"{loss} differentiates through sampling, which only the trained weights themselves can do, and "
+            f"{config.rollout.schema.owner.__name__} samples with a copy. Write "
+            f"rollout._target_={TRAINSIDE}, without placement.rollout and sync"
+        )
+    if plan.reward != plan.train:
+        yield (
+            f"{loss} differentiates through the reward in the processes that train, and placement.reward puts it on "
+            f"{plan.reward.words}. Leave placement.reward out"
+        )
 
 
 # Sampling and model
@@ -224,7 +255,8 @@ def notices(recipe: Recipe, plan: Plan, geometry: Geometry) -> Iterator[str]:
     """Settings without effect, and values that the environment set."""
     config = recipe.config
     yield from layout_notices(config, plan, geometry.num_samples)
-    if geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group":
+    by_advantage = not needs_of(config).differentiable_reward
+    if by_advantage and geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group":
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
     if config.backend.values.get("value_cfg") is not None and not needs_of(config).value:
         yield f"backend.value_cfg has no effect: {config.algorithm.schema.owner.__name__} trains no value head"

@@ -1,6 +1,7 @@
 """Who sits where: the roles of a recipe on the slabs of its plan.
 
 trainside    train slab: bundle pipeline stage backend algorithm stack rollout
+             (with the reward before the stage, where the loss differentiates through both)
 otherwise    train slab: bundle stage backend algorithm stack sender        (of the model, the trained module alone)
              rollout slab: engine_bundle engine_pipeline rollout            (the whole model)
 reward       beside the rollout, unless it has a slab of its own
@@ -16,7 +17,7 @@ from typing import Any
 from unirl.config.build import build
 from unirl.config.node import Node
 from unirl.config.placement import Plan
-from unirl.config.preflight import KnownModel
+from unirl.config.preflight import KnownModel, needs_of
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed import current
 from unirl.distributed.group.handle import Group, Handle
@@ -26,6 +27,7 @@ from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import Link
 from unirl.models.canary import VelocityCanary
+from unirl.models.differentiable import DifferentiableStage
 
 ENGINE = {"bundle": "engine_bundle", "pipeline": "engine_pipeline"}
 """What the engine's own model is called among its siblings, which may be those of the trainer."""
@@ -48,14 +50,16 @@ def place_roles(pool: Pool, plan: Plan, config: RecipeConfig, **wired: Any) -> P
         # In one process the engine is at hand, as a sibling or from the other group.
         sender = train.place(Remote("sender", partial(make_sender, rollout.role_here("rollout"))))
         sync = build(_required(config.sync), train=Link(train, sender), rollout=Link(rollout, handles["rollout"]))
+        handles["reward"] = _place(reward, "reward", config.reward, wired)
     else:
-        handles = _place_trainside(train, config, wired)
-    return Placed(handles | {"reward": _place(reward, "reward", config.reward, wired)}, sync)
+        handles = {"reward": _place(reward, "reward", config.reward, wired)} | _place_trainside(train, config, wired)
+    return Placed(handles, sync)
 
 
 def _place_trainside(group: Group, config: RecipeConfig, wired: dict[str, Any]) -> dict[str, Handle]:
     handles = {name: _place(group, name, vars(config)[name], wired) for name in ("bundle", "pipeline")}
-    handles["stage"] = group.place(Remote("stage", _stage_of_pipeline))
+    through_reward = needs_of(config).differentiable_reward
+    handles["stage"] = group.place(Remote("stage", _stage_and_reward if through_reward else _stage_of_pipeline))
     for name in ("backend", "algorithm", "stack", "rollout"):
         handles[name] = _place(group, name, vars(config)[name], wired)
     return handles
@@ -117,6 +121,18 @@ def _required(sync: Node | None) -> Node:
 
 def _stage_of_pipeline(siblings: Siblings) -> Any:
     return siblings["pipeline"].stage
+
+
+def _stage_and_reward(siblings: Siblings) -> DifferentiableStage:
+    """The policy, its decoder and the reward that a loss on the reward's gradient goes through."""
+    pipeline, reward = siblings["pipeline"], siblings["reward"]
+    return DifferentiableStage(
+        pipeline.stage,
+        pipeline.decoder.decode,
+        reward.objective,
+        batch_size=pipeline.decode_batch_size,
+        resident=partial(pipeline.bundle.resident, pipeline.decoder.components),
+    )
 
 
 def _stage_of_bundle(siblings: Siblings) -> Any:

@@ -75,14 +75,14 @@ def shifted(stage: LeafStage, track: RolloutTrack, by: float) -> RolloutTrack:
 
 def test_drpo_counts_tokens_whose_gradient_has_turned() -> None:
     stage, track = ragged(0, (4,))
-    old = tensor(*[math.log(p) for p in (0.5, 0.5, 0.5, 0.01)])
+    old = tensor(*[math.log(p) for p in (0.5, 0.5, 0.7, 0.01)])
     with torch.no_grad():
-        stage.logp[:] = tensor(*[math.log(p) for p in (0.71, 0.29, 0.6, 0.2)])
+        stage.logp[:] = tensor(*[math.log(p) for p in (0.71, 0.29, 0.49, 0.2)])
     segment = track.segment.replace(loss_mask=torch.ones(4, dtype=torch.bool), anchors={"old_logp": old})
     track = track.replace(segment=segment, advantages=tensor(1.0), weight=tensor(1.0))
     algorithm = DRPO(drpo_epsilon=0.2)
     found = values(algorithm.loss(stage, track, (0,)).metrics)
-    assert (found["train/clip_fraction_high"], found["train/clip_fraction_low"]) == (0.25, 0.25)
+    assert (found["train/clip_fraction_high"], found["train/clip_fraction_low"]) == (0.25, 0.5)
     gradient = stage.gradients(value(algorithm, stage, track))[0]
     assert [bool(g < 0) for g in gradient] == [False, True, True, True]  # only the first is pulled back
 
@@ -158,6 +158,30 @@ def test_dppo_has_a_bound_of_its_own_for_tokens_that_became_more_likely() -> Non
         rows = track.replace(advantages=tensor(advantage))
         found = stage.gradients(value(DPPO(delta=0.05, delta_high=0.2), stage, rows))[0] == 0
         assert found.tolist() == dropped
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.floats(0, 0.3), st.booleans()), max_size=8), min_size=1, max_size=4),
+    st.floats(0.3, 1.0),
+    st.floats(0.01, 0.1),
+)
+def test_the_prefix_budget_is_the_papers(rows: list[list[tuple[float, bool]]], w_min: float, delta_b: float) -> None:
+    delta = 0.15
+    offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
+    mask = torch.tensor([counts for row in rows for _, counts in row], dtype=torch.bool)
+    packed = PackedRows.of(offsets, mask, torch.ones(len(rows), dtype=torch.bool))
+    moved = packed.kept(tensor(*[divergence for row in rows for divergence, _ in row]))
+    found = within_prefix_budget(moved, packed, delta, w_min, delta_b)[mask].tolist()
+    want = []
+    for row in rows:
+        kept = [divergence for divergence, counts in row if counts]
+        budget = min(max(float(tensor(*kept).quantile(0.9)), delta_b), 2 * delta_b) if kept else 0.0
+        weights = [1 - (1 - w_min) * t / max(len(kept) - 1, 1) for t in range(len(kept))]
+        spent = [weight * divergence for weight, divergence in zip(weights, kept, strict=True)]
+        left = [min(delta, delta + budget * sum(weights[:t]) - sum(spent[:t])) for t in range(len(kept))]
+        want += [cost - limit for cost, limit in zip(spent, left, strict=True)]
+    assert all(near == (gap <= 0) for near, gap in zip(found, want, strict=True) if abs(gap) > 1e-9)
 
 
 def test_a_prefix_that_has_drifted_leaves_no_budget_for_what_follows() -> None:

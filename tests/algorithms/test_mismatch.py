@@ -91,7 +91,7 @@ def test_in_the_first_update_the_trainers_own_forward_stands_for_the_old_policy(
     assert algorithm.needs.behaviour_logp
 
 
-@pytest.mark.parametrize("correction", ALL, ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("correction", [*ALL, TokenTIS(cap=math.inf), SequenceTIS(cap=math.inf)], ids=str)
 def test_a_gap_without_end_gives_a_finite_weight(correction: Correction) -> None:
     gaps = torch.tensor([500.0, -500.0, 0.0, 0.0, -900.0])
     assert correction(gaps, ROWS).weights.isfinite().all()

@@ -27,7 +27,7 @@ from unirl.algorithms.ar_gmpo import GMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.mismatch import GeometricRejection, MaskedIS, SequenceTIS, TokenTIS
+from unirl.algorithms.mismatch import MaskedIS, SequenceTIS, TokenTIS
 from unirl.algorithms.tokens import TokenAlgorithm
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.tokens import TokenSampling, token_stage, token_track
@@ -164,9 +164,7 @@ def test_any_cut_into_micro_batches_gives_the_whole(case: Case, aggregation: dic
 @EVERY_LOSS
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_at_tokens_that_do_not_count_never_matters(case: Case, poison: float) -> None:
-    algorithm = case.make(
-        entropy_coef=0.1, kl_coef=0.2, mismatch=GeometricRejection(low=0.5, high=1.5), loss_agg_mode="token-mean"
-    )
+    algorithm = case.make(entropy_coef=0.1, kl_coef=0.2, mismatch=SequenceTIS(cap=1.05), loss_agg_mode="token-mean")
     stage, track = ragged(2)
     clean = value(algorithm, stage, track)
     gradients = stage.gradients(clean)
@@ -177,6 +175,9 @@ def test_what_stands_at_tokens_that_do_not_count_never_matters(case: Case, poiso
         assert torch.equal(have, want)
     metrics = values(algorithm.loss(spoilt, ill, (0,)).metrics)
     assert metrics == values(algorithm.loss(stage, track, (0,)).metrics)
+    tokens = algorithm.tokens(spoilt.logp.detach(), ill, (0,))
+    seen = (tokens.logp, tokens.old_logp, tokens.log_ratio, tokens.advantages, tokens.weights)
+    assert not any(bool(column[~tokens.rows.counts].any()) for column in seen)
     assert algorithm.parity(ill, (0,), {"logp": spoilt.logp.detach()})["rollout/parity_absdiff_max"].value < 10
 
 
@@ -210,6 +211,20 @@ def test_a_sequence_without_a_token_that_counts_is_a_sequence_of_loss_zero(
     both, alone = (value(algorithm, stage, rows).item() for rows in (masked, masked.slice(1, 2)))
     share = 1.0 if aggregation["loss_agg_mode"] == "token-mean" else 0.5
     assert both == pytest.approx(share * alone, rel=1e-12)
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("more", [{}, {"kl_in": "reward", "kl_estimator": "k1"}], ids=["kl in loss", "kl in reward"])
+def test_no_loss_waits_for_its_device_or_mixes_devices(case: Case, more: dict[str, Any]) -> None:
+    stage, track = ragged(0)
+    far = LeafStage(stage.logp.detach().to("meta"), stage.entropy.detach().to("meta"))  # tensors without values
+    algorithm = case.make(
+        kl_coef=0.1, entropy_coef=0.1, mismatch=MaskedIS(), loss_agg_mode="seq-mean-token-mean", **more
+    )
+    result = algorithm.loss(far, track.to("meta"), (0,))
+    result.loss.backward()
+    assert far.logp.grad is not None and far.logp.grad.device.type == "meta"
+    algorithm.parity(track.to("meta"), (0,), result.columns)
 
 
 @EVERY_LOSS

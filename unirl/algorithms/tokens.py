@@ -199,19 +199,22 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
             logp=logp,
             old_logp=old_logp,
             log_ratio=(logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-            advantages=packed.kept(self.expand(rows, part)).detach(),
+            advantages=packed.kept(self.token_advantages(rows, part, old_logp)).detach(),
             weights=packed.kept(packed.spread(rows.weight)),
             rows=packed,
         )
+
+    def token_advantages(self, rows: RolloutTrack, part: Part, old_logp: Tensor) -> Tensor:
+        """[sum L] the advantages that the surrogate sees; read only where a token counts."""
+        return self.expand(rows, part)
 
     def _entropy(self, replay: TokenReplay, tokens: Tokens) -> tuple[dict[str, Tensor], Metrics]:
         """The entropy bonus, and the entropy: exact where the loss needs it, else estimated by the sample's -log pi."""
         if self.entropy_coef == 0.0:
             return {}, {"train/entropy": mean_metric(-tokens.logp, tokens.weights)}
         assert replay.entropy is not None, "the stage was asked for the entropy and gave none"
-        entropy = tokens.rows.kept(replay.entropy)
-        bonus = {"train/entropy_loss": -self.entropy_coef * entropy}
-        return bonus, {"train/entropy": mean_metric(entropy, tokens.weights)}
+        bonus = {"train/entropy_loss": -self.entropy_coef * replay.entropy}
+        return bonus, {"train/entropy": mean_metric(replay.entropy, tokens.weights)}
 
     def _reference_kl(self, tokens: Tokens, rows: RolloutTrack, part: Part) -> Tensor:
         """[sum L] KL to the reference: of the policy, with its graph; in the reward, of the policy that sampled."""

@@ -1,0 +1,53 @@
+"""On-policy distillation: the student's own samples, judged token by token by a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import Part
+from unirl.algorithms.surrogate import mean_metric
+from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.config.errors import ConfigError
+from unirl.types.protocols import Anchor, Moment
+from unirl.types.rollout_resp import RolloutTrack
+
+
+@dataclass(frozen=True, kw_only=True)
+class AROPD(TokenAlgorithm):
+    """P = -sg[log pi_teacher - log pi_old] log pi_theta: the gradient of KL(pi_theta || teacher) at sampled states.
+
+    No reward is read: the gap to the teacher is the advantage of a token. Lu et al. 2025, "On-policy distillation";
+    Agarwal et al. 2024 (arXiv:2306.13649).
+    """
+
+    supports_multi_update: ClassVar[bool] = False
+
+    teacher: str = "teacher"
+    """The weight snapshot that judges."""
+    gap_clip: float | None = 5.0
+    """Bound on a token's gap, nats: one that the teacher would never write must not own the update; absent = none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gap_clip is not None and not self.gap_clip > 0.0:
+            raise ConfigError(f"algorithm.gap_clip must be > 0, got {self.gap_clip}; null for no bound", code=2004)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {**super().anchors(), "teacher_logp": Anchor(self.teacher, "logp")}
+
+    def token_advantages(self, rows: RolloutTrack, part: Part, old_logp: Tensor) -> Tensor:
+        teacher = self.anchor(rows, "teacher_logp", part)
+        assert teacher is not None, "the anchor pass comes before the loss"
+        return teacher - old_logp
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        gap = tokens.advantages
+        bounded = gap if self.gap_clip is None else gap.clamp(-self.gap_clip, self.gap_clip)
+        metrics = {"train/kl_teacher": mean_metric(-gap, tokens.weights)}
+        nowhere = torch.zeros_like(tokens.rows.counts)
+        return Surrogate(-bounded * tokens.logp, tokens.log_ratio, nowhere, nowhere, metrics)

@@ -124,6 +124,8 @@ def test_parity_sees_an_engine_whose_log_prob_is_off_and_ignores_rows_of_weight_
     weight = torch.ones(len(track))
     weight[2] = 0
     assert parity(wrong.replace(weight=weight)) == 0.0
+    logp[2, 1] = torch.nan
+    assert parity(wrong.replace(weight=weight, segment=track.segment.replace(logp=logp))) == 0.0
 
 
 def test_what_it_needs_and_anchors_follows_from_the_source_of_old_log_probs() -> None:

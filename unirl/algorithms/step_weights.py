@@ -1,8 +1,8 @@
 """How much each denoising step counts: pure functions of the kernel and the schedule.
 
-Steps differ in how hard a log-prob pulls on the velocity (`velocity_slope`: 30 times between the first and the last of
-Flow-SDE's ten), and each rule says what to do about it. Rules that normalise do so over every step that has a density,
-so a step's weight does not depend on which others were drawn with it.
+Steps differ in how hard a log-prob pulls on the velocity (`velocity_slope`: 17 times between the first and the last
+trained one of Flow-SDE's ten), and each rule says what to do about it. Rules that normalise do so over every step that
+has a density, so a step's weight does not depend on which others were drawn with it.
 """
 
 from __future__ import annotations

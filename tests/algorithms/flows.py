@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.pairing import in_pairs
 from unirl.models.diffusion import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -127,8 +128,11 @@ def train(flow: Flow, size: int, reward: Callable[[Tensor], Tensor], method: Met
         with torch.no_grad(), backend.weights("old" if method.old else "live"):
             track = rollout(stage, size, params, step)
         track = track.replace(rewards=reward(track.segment.final))
+        mean_reward = float(track.rewards.mean())
         track, _ = track.compute_advantages(method.advantage)
+        if method.algorithm.needs.pairs:
+            track = in_pairs(track, method.algorithm.needs.pairs)
         moment = Moment(progress=step / (steps - 1))
         run.updates += [values(update) for update in stack.train_track(track, moment).updates]
-        run.rewards.append(float(track.rewards.mean()))
+        run.rewards.append(mean_reward)
     return run

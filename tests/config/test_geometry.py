@@ -14,7 +14,7 @@ from unirl.config.load import load
 COUNT = st.integers(1, 24)
 
 
-def geometry(prompts=48, samples=16, devices=8, updates=2, micro=8, together=1):
+def geometry(prompts=48, samples=16, devices=8, updates=2, micro=8, together=1, pairs=0):
     return Geometry(
         num_prompts=prompts,
         samples_per_prompt=samples,
@@ -22,21 +22,27 @@ def geometry(prompts=48, samples=16, devices=8, updates=2, micro=8, together=1):
         num_updates=updates,
         micro_batch_size=micro,
         rows_together=together,
+        num_pairs=pairs,
     )
 
 
-GEOMETRIES = st.builds(geometry, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(1, 4))
+GEOMETRIES = st.builds(geometry, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(1, 4)) | st.builds(
+    geometry, COUNT, COUNT, COUNT, COUNT, COUNT, st.just(2), st.integers(1, 5)
+)
 
 
 @given(GEOMETRIES)
 def test_legal_means_that_cutting_the_rows_leaves_no_remainder(case):
-    rows = list(range(case.num_samples))
+    rows = list(range(case.num_prompts * (2 * case.num_pairs or case.samples_per_prompt)))
     size = len(rows) // case.num_updates
     cut = [rows[u * size : (u + 1) * size] for u in range(case.num_updates)]
     shares = [update[d :: case.num_devices] for update in cut for d in range(case.num_devices)]
     even = sum(map(len, cut)) == len(rows) and len({len(share) for share in shares}) == 1
     if case.rows_together == 1:
         assert case.is_legal == even
+    if case.num_pairs:
+        whole = case.micro_batch_size % 2 == 0 and all(len(share) % 2 == 0 for share in shares)
+        assert case.is_legal == (even and whole and 2 * case.num_pairs <= case.samples_per_prompt)
     if case.is_legal:
         assert case.num_micros == -(-len(shares[0]) // case.micro_batch_size)
 
@@ -101,6 +107,12 @@ def test_the_table_agrees_with_the_published_setting():
         "48 prompts x 16 samples = 768 samples per step; 2 updates of 384 = 1 device x 48 micro-batches of 8" in table
     )
     assert "10 denoising steps at 512 x 512; 10000 steps, 20000 updates in all" in table
+
+
+def test_the_table_says_what_a_loss_on_pairs_trains():
+    dpo = "algorithm._target_=unirl.algorithms.diffusion_dpo.DiffusionDPO"
+    table = geometry_table(load("diffusion/sd3_dancegrpo", [dpo, "algorithm.pairs_per_group=3"]).config)
+    assert "= 768 samples per step, 288 of them trained, in pairs; 2 updates of 144 = 1 device x 18 micro-" in table
 
 
 def test_the_table_says_when_the_last_micro_batch_is_smaller():

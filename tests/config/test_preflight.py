@@ -1,5 +1,6 @@
 """What is refused on the driver before anything loads, and how it is said."""
 
+import dataclasses
 import shutil
 import sys
 import time
@@ -11,6 +12,7 @@ from unirl.config.load import load
 from unirl.config.preflight import check_disk, preflight
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipes import find_recipe
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
 RECIPE = "diffusion/sd3_trainside"
 
@@ -55,6 +57,64 @@ def test_a_missing_data_file_is_answered_with_the_most_similar_one(tmp_path):
     error = refused(f"data_source.data_path={tmp_path}/prompt_train.txt")
     assert isinstance(error, DataError)
     assert f"Did you mean '{tmp_path}/prompts_train.txt'?" in str(error)
+
+
+EULER = "sampling.kernel._target_=unirl.sde.kernels.EulerODE"
+NFT = ("algorithm._target_=unirl.algorithms.diffusion_nft.DiffusionNFT", EULER)
+DPO = ("algorithm._target_=unirl.algorithms.diffusion_dpo.DiffusionDPO", EULER)
+AWM = ("algorithm._target_=unirl.algorithms.diffusion_awm.DiffusionAWM", EULER)
+OLD = "backend.ema_lora_cfg={}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "says"),
+    [
+        (
+            NFT,
+            2020,
+            "DiffusionNFT samples from the weight snapshot 'old', which the backend does not keep. Write backend.e",
+        ),
+        ((*AWM, "algorithm.ema_coef=0.1"), 2020, "reads the weight snapshot 'old'"),
+        ((*AWM, "algorithm.ema_coef=0.1", "algorithm.ema_snapshot=ema"), 2020, "Write backend.ema_cfg={}"),
+        ((*DPO, "stack.micro_batch_size=2", "algorithm.reference=ema"), 2020, "reads the weight snapshot 'ema'"),
+        ((*NFT, OLD, "weight_sync_interval=2"), 2020, "Set weight_sync_interval=1"),
+        ((*NFT, OLD, "sampling.guidance_scale=4.5"), 2020, "CFG at rollout and not at training"),
+        ((*AWM, "sampling.guidance_scale=4.5"), 2020, "algorithm.train_guided=true"),
+        ((*NFT, OLD, "algorithm.times={num_times: 12}"), 2004, "wants 12 noise levels, and fraction=0.99 of 10"),
+        ((*NFT, OLD, "algorithm.times={fraction: 2}"), 2004, "algorithm.times.fraction"),
+        (DPO, 2010, "Use stack.micro_batch_size=2"),
+        ((*DPO, "stack.micro_batch_size=2", "stack.num_updates_per_batch=5"), 2010, "does not divide the 96 samples"),
+        ((*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=9"), 2010, "18 samples, which is more than"),
+    ],
+)
+def test_losses_on_clean_samples_are_refused_what_they_cannot_work_with(overrides, code, says):
+    error = refused(*overrides)
+    assert error.code == code
+    assert says in str(error)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*NFT, OLD),
+        (*NFT, OLD, "sampling.guidance_scale=4.5", "algorithm.train_guided=true"),
+        (*NFT, OLD, "algorithm.times={_target_: unirl.algorithms.training_times.LogitNormalTimes, num_times: 12}"),
+        (*AWM, OLD, "algorithm.ema_coef=0.1"),
+        (*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=8"),
+        (*DPO, "stack.micro_batch_size=2", "algorithm.reference=ema", "backend.ema_cfg={every: 40, target_decay: 0}"),
+        ("algorithm._target_=unirl.algorithms.diffusion_rwr.DiffusionRWR", EULER),
+    ],
+)
+def test_losses_on_clean_samples_may_start_without_a_stochastic_step(overrides):
+    preflight(load(RECIPE, overrides))
+
+
+def test_an_engine_that_cannot_sample_a_snapshot_is_refused_to_a_loss_that_needs_it(monkeypatch):
+    only_live = dataclasses.replace(TrainsideRolloutEngine.capabilities, snapshots=False)
+    monkeypatch.setattr(TrainsideRolloutEngine, "capabilities", only_live)
+    error = refused(*NFT, OLD)
+    assert error.code == 2020
+    assert "samples from a snapshot of the weights, which TrainsideRolloutEngine cannot" in str(error)
 
 
 def test_an_average_makes_its_evaluation_legal():

@@ -1,6 +1,7 @@
 """How many samples a step draws, and how they are cut into updates, devices and micro-batches.
 
-P prompts x N samples = B rows; update u of U is the rows [uB/U, (u+1)B/U); devices divide inside an update.
+P prompts x N samples = B rows; update u of U is the rows [uB/U, (u+1)B/U); devices divide inside an update. A loss on
+pairs trains two rows for each, and leaves out the others: then B is 2 x pairs x P.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from unirl.config.build import build
 from unirl.config.errors import ConfigError
 from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
+from unirl.types.protocols import Needs
 
 ILLEGAL = 2010
 REACH = 20_000
@@ -31,18 +34,30 @@ class Geometry:
     micro_batch_size: int
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
+    num_pairs: int = 0
+    """Pairs of a group that are trained, in place of all its samples; 0 = all samples."""
     placed: bool = False
     """Whether the recipe says which devices train, so that num_devices alone does not."""
 
     @property
     def num_samples(self) -> int:
-        """B, rows per step."""
+        """Samples that a step draws."""
         return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def trained_per_prompt(self) -> int:
+        """Rows of a group that are trained."""
+        return 2 * self.num_pairs or self.samples_per_prompt
+
+    @property
+    def num_trained(self) -> int:
+        """B, the rows that a step trains."""
+        return self.num_prompts * self.trained_per_prompt
 
     @property
     def rows_per_update(self) -> int:
         """Rows of one update, over all devices."""
-        return self.num_samples // self.num_updates
+        return self.num_trained // self.num_updates
 
     @property
     def rows_per_device(self) -> int:
@@ -57,13 +72,18 @@ class Geometry:
     @property
     def is_legal(self) -> bool:
         """Whether devices and updates divide the samples, and nothing that belongs together is split."""
-        divides = self.num_samples % (self.num_devices * self.num_updates) == 0
-        return divides and self.keeps_together
+        divides = self.num_trained % (self.num_devices * self.num_updates) == 0
+        return divides and self.keeps_together and self.has_enough
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether a group holds as many samples as are trained of it."""
+        return self.samples_per_prompt >= self.trained_per_prompt
 
     @property
     def keeps_together(self) -> bool:
         """Whether groups, device shares and micro-batches hold whole bundles of rows."""
-        sizes = (self.samples_per_prompt, self.micro_batch_size, self.rows_per_device)
+        sizes = (self.trained_per_prompt, self.micro_batch_size, self.rows_per_device)
         return all(size % self.rows_together == 0 for size in sizes)
 
 
@@ -77,8 +97,8 @@ KNOBS = {
 """Field of Geometry to the key that sets it."""
 
 
-def geometry_of(config: RecipeConfig, plan: Plan, rows_together: int = 1) -> Geometry:
-    """The geometry that a recipe implies on its plan.
+def geometry_of(config: RecipeConfig, plan: Plan, needs: Needs) -> Geometry:
+    """The geometry that a recipe implies on its plan, for an algorithm with these needs.
 
     Raises:
         ConfigError: 2004 for a count below 1.
@@ -89,7 +109,8 @@ def geometry_of(config: RecipeConfig, plan: Plan, rows_together: int = 1) -> Geo
         num_devices=len(plan.train),
         num_updates=config.stack.values["num_updates_per_batch"],
         micro_batch_size=config.stack.values["micro_batch_size"],
-        rows_together=rows_together,
+        rows_together=needs.rows_together,
+        num_pairs=needs.pairs,
         placed=config.placement is not None,
     )
     for field, key in KNOBS.items():
@@ -111,14 +132,14 @@ def check_geometry(geometry: Geometry) -> None:
 
 def geometry_table(config: RecipeConfig) -> str:
     """What a run prints when it starts: the counts of a step, and of the whole run."""
-    geometry = geometry_of(config, plan_of(config))
+    geometry = geometry_of(config, plan_of(config), build(config.algorithm).needs)
     check_geometry(geometry)
     sampling = config.sampling.values
     updates = config.num_rollouts * geometry.num_updates
     frames = f" x {sampling['num_frames']} frames" if sampling["num_frames"] > 1 else ""
     return (
         f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
-        f"= {_count(geometry.num_samples, 'sample')} per step; "
+        f"= {_count(geometry.num_samples, 'sample')} per step{_paired(geometry)}; "
         f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
         f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
         f"           {_count(sampling['num_inference_steps'], 'denoising step')} at "
@@ -131,6 +152,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _paired(geometry: Geometry) -> str:
+    return f", {geometry.num_trained} of them trained, in pairs" if geometry.num_pairs else ""
+
+
 def _micros(geometry: Geometry) -> str:
     size, rows = geometry.micro_batch_size, geometry.rows_per_device
     last = rows % size
@@ -140,15 +165,21 @@ def _micros(geometry: Geometry) -> str:
 
 def _equation(geometry: Geometry) -> str:
     """What does not divide what, with the numbers and where they come from."""
-    product = f"batch_size {geometry.num_prompts} x samples_per_prompt {geometry.samples_per_prompt}"
-    share = geometry.num_samples // geometry.num_devices
-    if geometry.num_samples % geometry.num_devices:
+    if not geometry.has_enough:
+        return (
+            f"the algorithm compares {_count(geometry.num_pairs, 'pair')} of each group, {geometry.trained_per_prompt} "
+            f"samples, which is more than samples_per_prompt {geometry.samples_per_prompt}"
+        )
+    each = "paired samples" if geometry.num_pairs else "samples_per_prompt"
+    product = f"batch_size {geometry.num_prompts} x {each} {geometry.trained_per_prompt}"
+    share = geometry.num_trained // geometry.num_devices
+    if geometry.num_trained % geometry.num_devices:
         devices = (
             f"the number of devices that train, {geometry.num_devices} (placement.train),"
             if geometry.placed
             else f"num_devices={geometry.num_devices}"
         )
-        return f"{devices} does not divide the {geometry.num_samples} samples ({product})"
+        return f"{devices} does not divide the {geometry.num_trained} samples ({product})"
     if share % geometry.num_updates:
         return (
             f"stack.num_updates_per_batch={geometry.num_updates} does not divide the {share} samples each worker "
@@ -156,7 +187,7 @@ def _equation(geometry: Geometry) -> str:
         )
     return (
         f"the algorithm keeps {geometry.rows_together} rows together, which does not divide all of: "
-        f"samples_per_prompt {geometry.samples_per_prompt}, micro_batch_size {geometry.micro_batch_size}, "
+        f"{each} {geometry.trained_per_prompt}, micro_batch_size {geometry.micro_batch_size}, "
         f"{geometry.rows_per_device} rows of an update on a device"
     )
 
@@ -173,7 +204,8 @@ def _ways_out(geometry: Geometry) -> Iterator[str]:
 def _joint_way_out(geometry: Geometry) -> str:
     """Where no single count helps: group and micro-batch rounded up to whole bundles, and prompts to match."""
     bundle = geometry.rows_together
-    group, micro = (-(-size // bundle) * bundle for size in (geometry.samples_per_prompt, geometry.micro_batch_size))
+    fewest = max(geometry.samples_per_prompt, geometry.trained_per_prompt)
+    group, micro = (-(-size // bundle) * bundle for size in (fewest, geometry.micro_batch_size))
     rounded = dataclasses.replace(geometry, samples_per_prompt=group, micro_batch_size=micro)
     legal = [rounded.num_prompts] if rounded.is_legal else nearest_legal(rounded, "num_prompts")
     if not legal:
@@ -193,7 +225,7 @@ def nearest_legal(geometry: Geometry, field: str) -> list[int]:
         changed: dict[str, Any] = {field: value}
         return dataclasses.replace(geometry, **changed).is_legal
 
-    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together
+    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together + geometry.trained_per_prompt
     # More updates or devices than samples are never legal.
     below = min(now - 1, geometry.num_samples) if field in ("num_updates", "num_devices") else now - 1
     return [

@@ -28,6 +28,8 @@ from unirl.types.protocols import Capabilities, ModelFacts, Needs
 from unirl.types.sampling import DiffusionSamplingParams
 
 TRAINSIDE = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
+KEPT_BY = {"old": "ema_lora_cfg", "ema": "ema_cfg"}
+"""Snapshot to the block of the backend that keeps it. `reference` is kept wherever it is read."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -63,7 +65,7 @@ def preflight(recipe: Recipe) -> Preflight:
     needs = needs_of(config)
     plan = plan_of(config)
     check_layout(config, plan)
-    geometry = geometry_of(config, plan, needs.rows_together)
+    geometry = geometry_of(config, plan, needs)
     check_geometry(geometry)
     check_combination(config, needs)
     check_objective(config, needs, plan)
@@ -99,6 +101,7 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
         yield f"{loss} samples from a snapshot of the weights, which {name} cannot. Use the trainside engine"
     if updates > 1 and not needs.multi_update:
         yield f"{loss} is valid for one update per step. Set stack.num_updates_per_batch=1 (now {updates})"
+    yield from _snapshot_problems(config, needs, loss)
     if needs.value and "value_cfg" not in config.backend.values:
         backend = config.backend.schema.owner.__name__
         yield f"{loss} trains a value head, which {backend} cannot. Use unirl.train.backend.fsdp.FSDPBackend"
@@ -110,6 +113,22 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
             )
     if config.evaluation.weights == "ema" and config.backend.values.get("ema_cfg") is None:
         yield "evaluation.weights=ema needs an average to evaluate: write backend.ema_cfg={} or evaluation.weights=live"
+
+
+def _snapshot_problems(config: RecipeConfig, needs: Needs, loss: str) -> Iterator[str]:
+    """Weights that the loss reads or samples from, and nobody keeps or publishes."""
+    for snapshot, key in KEPT_BY.items():
+        sampled = needs.ema_rollout and snapshot == "old"
+        if (sampled or snapshot in needs.snapshots) and config.backend.values.get(key) is None:
+            yield (
+                f"{loss} {'samples from' if sampled else 'reads'} the weight snapshot {snapshot!r}, which the backend "
+                f"does not keep. Write backend.{key}={{}}, which keeps it with the default schedule"
+            )
+    if needs.ema_rollout and config.weight_sync_interval > 1:
+        yield (
+            f"weight_sync_interval={config.weight_sync_interval}: {loss} samples from the snapshot 'old', which moves "
+            "at every step and lags behind the trained weights by its own schedule. Set weight_sync_interval=1"
+        )
 
 
 def _declares(node: Node) -> bool:
@@ -151,8 +170,9 @@ def _objective_problems(config: RecipeConfig, plan: Plan) -> Iterator[str]:
 
 
 def check_sampling(config: RecipeConfig, needs: Needs) -> None:
-    """A loss on log-probs needs steps that have one."""
+    """The loss can train what is sampled; a loss on log-probs needs steps that have one."""
     sampling = build(config.sampling)
+    build(config.algorithm).check_sampling(sampling)
     if not needs.density or not isinstance(sampling, DiffusionSamplingParams):
         return
     try:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unirl.algorithms.kl import KLController
+from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
+from unirl.config.preflight import needs_of
 from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.handle import Handle
@@ -31,6 +33,9 @@ from unirl.types.protocols import DataSource, Moment, State, Stateful
 from unirl.types.results import values
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
+
+BEHAVIOUR = "old"
+"""The snapshot that samples for a loss whose sampler is not the trained policy itself."""
 
 PUBLISHED = "rollout"
 """The snapshot that an engine samples from, when weights are published less often than every step."""
@@ -94,6 +99,9 @@ class Trainer(ABC):
         """Of the snapshot `rollout`, when weights are published less often than every step."""
         self.parity_known = False
         self.stop_signal: int | None = None
+        self.needs = needs_of(parts.config)
+        self.sampled_weights = BEHAVIOUR if self.needs.ema_rollout else "live"
+        """What training samples come from."""
 
     @abstractmethod
     def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:
@@ -139,13 +147,13 @@ class Trainer(ABC):
         return resp
 
     def publish(self, step: int) -> SyncReport:
-        """Bring the weights that this step samples from to the engine.
+        """Bring the weights that this step samples from to the engine: live, or the snapshot that the loss asks for.
 
         Published less often than every step, they are the snapshot `rollout`: a checkpoint holds it, so that a resumed
         run samples from the same ones.
         """
         if self.parts.sync_interval == 1:
-            return self.parts.sync.push(self.version)
+            return self.parts.sync.push(self.version, self.sampled_weights)
         if step % self.parts.sync_interval == 0:
             self.roles.backend.snapshot(PUBLISHED)
             self.published_version = self.version
@@ -174,6 +182,8 @@ class Trainer(ABC):
     def learn(self, step: int, resp: RolloutResp) -> None:
         """Update the policy on one step's samples."""
         track = resp.tracks[self.track]
+        if self.needs.pairs:
+            track = in_pairs(track, self.needs.pairs)
         with self.phase("train"):
             self._pass_parity_gate(track)
             result = self.roles.stack.train_track(track, self.moment(step))

@@ -29,7 +29,7 @@ class DiffusionTrainer(Trainer):
 
     def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:
         """P prompts x N samples with the training settings."""
-        return self._request(prompts, self.sampling, step, "r", "live")
+        return self._request(prompts, self.sampling, step, "r", self.sampled_weights)
 
     def make_eval_request(self, prompts: Sequence[Prompt]) -> RolloutReq:
         """Held-out prompts with the evaluation's settings, deterministic steps, noise that never changes."""

@@ -172,6 +172,8 @@ class Needs:
     """Named weight snapshots that must exist."""
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
+    pairs: int = 0
+    """Pairs of a good and a bad sample of each group that are trained, in place of all its samples; 0 = all samples."""
     multi_update: bool = True
     """More than one update per step is valid."""
     ema_rollout: bool = False

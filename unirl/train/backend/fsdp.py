@@ -104,6 +104,8 @@ class FSDPBackend(TrainBackend):
         self.lora = lora_cfg
         self.updates = 0
         self.skipped_in_a_row = 0
+        self.finished_updates = 0
+        """Updates done when the last step ended."""
         self.is_gathered = False
         self.sharding = sharding_of(config, self.rank)
         self.module = bundle.trainable().eval()
@@ -205,7 +207,10 @@ class FSDPBackend(TrainBackend):
         )
 
     def finish_step(self) -> None:
-        self._average("step", self.updates)
+        # A snapshot is known by its name and the number of updates: where none was made, none may move.
+        if self.updates > self.finished_updates:
+            self._average("step", self.updates)
+        self.finished_updates = self.updates
 
     def _average(self, timing: str, now: int) -> None:
         for rule in self.rules:
@@ -318,6 +323,7 @@ class FSDPBackend(TrainBackend):
         self._take_over(saved, self._all_shards(), moments)
         state.load_optimizer(self.optimizer, moments, self._all_shards())
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
+        self.finished_updates = self.updates  # checkpoints are made between steps
 
     def load_policy(self, directory: str) -> None:
         counters, saved = self._opened(directory)

@@ -1,0 +1,132 @@
+"""AWM: the policy gradient of a log-prob surrogate that is the pre-training loss itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.forward_process import (
+    REFERENCE,
+    ForwardProcess,
+    Noised,
+    check_coefficients,
+    check_positive,
+    mean_square,
+)
+from unirl.algorithms.kl import MAX_LOG_RATIO
+from unirl.algorithms.surrogate import clipped_surrogate, fraction_metrics, mean_metric, spread_metrics, weighted_sum
+from unirl.config.errors import ConfigError
+from unirl.models.diffusion import DiffusionStage
+from unirl.types.protocols import Anchor, Moment
+from unirl.types.results import Metrics
+from unirl.types.rollout_resp import RolloutTrack
+
+Form = Literal["uniform", "linear", "quadratic", "huber", "power_huber"]
+
+HUBER_DELTA = 1e-10
+"""Rounds off the root at error 0, where its slope is infinite."""
+
+
+def huber(error: Tensor, power: float) -> Tensor:
+    """((e + d)^p - d^p) / p with d = HUBER_DELTA: e for p = 1; the smaller p, the less a large error counts."""
+    return ((error + HUBER_DELTA).pow(power) - math.pow(HUBER_DELTA, power)) / power
+
+
+FORMS: Mapping[Form, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "uniform": lambda error, t, power: error,
+    "linear": lambda error, t, power: t * error,
+    "quadratic": lambda error, t, power: t.square() * error,
+    "huber": lambda error, t, power: 0.5 * t * huber(error, 0.5),
+    "power_huber": lambda error, t, power: t * huber(error, power),
+}
+
+
+def log_prob_surrogate(form: Form, error: Tensor, t: Tensor, power: float = 0.25) -> Tensor:
+    """-g(e, t), what stands for the log-prob of a sample: any shape.
+
+    uniform e, linear t e, quadratic t^2 e, huber t (sqrt(e + d) - sqrt(d)), power_huber t ((e + d)^p - d^p) / p
+
+    Args:
+        error: e >= 0, the mean squared error of the velocity.
+        t: training times of the same shape.
+        power: p of power_huber.
+    """
+    return -FORMS[form](error, t.to(error.dtype), power)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionAWM(ForwardProcess):
+    """L = mean over rows and times of  -min(r A, clip(r) A) + velocity_coef |v - v_ref|^2 + ema_coef |v - v_ema|^2.
+
+        r = exp(l_theta - l_old),   l = -g(e(v), t),   e(v) = mean over latent elements of (v - u)^2
+
+    Advantage weighted matching (arXiv:2509.25050): at r = 1 the gradient of the uniform form is that of A e(v), the
+    pre-training loss weighted by the advantage. Time and noise are the same in l_theta and l_old.
+    """
+
+    surrogate: Form = "power_huber"
+    """g: e, t e, t^2 e, or one that grows slower than e, so that a bad sample cannot push without end."""
+    huber_power: float = 0.25
+    """p of power_huber."""
+    clip_range: float | None = None
+    """The ratio stays within 1 +- clip_range; absent = it is not clipped, as in the published runs."""
+    velocity_coef: float = 1e-4
+    """Weight of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
+    ema_coef: float = 0.0
+    """The same for the slow copy `ema_snapshot`; 0 = none."""
+    ema_snapshot: Literal["old", "ema"] = "old"
+    """old: moved once a step by backend.ema_lora_cfg (published: ceiling 0.3). ema: by updates, backend.ema_cfg."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(huber_power=self.huber_power)
+        check_coefficients(velocity_coef=self.velocity_coef, ema_coef=self.ema_coef)
+        if self.clip_range is not None and not 0.0 < self.clip_range < 1.0:
+            raise ConfigError(
+                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range:g}; write null for no clipping",
+                code=2004,
+            )
+
+    def pulls(self) -> Mapping[str, float]:
+        return {REFERENCE: self.velocity_coef, self.ema_snapshot: self.ema_coef}
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {"old_logp": Anchor("live", "logp"), **super().anchors()}
+
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+        noised = self.noised(rows, part)
+        v = self.velocity(stage, rows, noised)
+        return {"velocity": v.detach(), "logp": self._surrogate(noised, v).detach()}
+
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        noised, weights = self.noised(rows, part), self.weights(rows, part)
+        v = self.velocity(stage, rows, noised)
+        logp = self._surrogate(noised, v)
+        columns: Columns = {"velocity": v.detach(), "logp": logp.detach()}
+        old = self.anchor(rows, "old_logp", part)
+        log_ratio = logp - (columns["logp"] if old is None else old)
+        policy, found = self._policy_loss(log_ratio, self.expand(rows, part).double(), weights)
+        pull, metrics = self.pull_loss(rows, part, v)
+        metrics |= found | {
+            "train/policy_loss": mean_metric(policy, weights),
+            "train/matching_error": mean_metric(mean_square(columns["velocity"], noised.target), weights),
+        }
+        return LossResult(weighted_sum(policy + pull, weights), metrics, columns)
+
+    def _surrogate(self, noised: Noised, v: Tensor) -> Tensor:
+        """[B, n] float64 l."""
+        return log_prob_surrogate(self.surrogate, mean_square(v, noised.target), noised.t, self.huber_power)
+
+    def _policy_loss(self, log_ratio: Tensor, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+        """[B, n] per element, and where the ratio stands."""
+        metrics = spread_metrics(log_ratio.detach(), weights)
+        if self.clip_range is None:
+            return -advantages * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), metrics
+        clip, ratio = self.clip_range, log_ratio.detach().exp()
+        metrics |= fraction_metrics(ratio > 1.0 + clip, ratio < 1.0 - clip, weights)
+        return clipped_surrogate(log_ratio, advantages, clip, clip), metrics

@@ -1,0 +1,104 @@
+"""Diffusion-DPO: the better of two samples shall be easier to denoise than the worse, compared with a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.forward_process import REFERENCE, ForwardProcess, check_positive, mean_square
+from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.config.errors import ConfigError
+from unirl.models.diffusion import DiffusionStage
+from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.rollout_resp import RolloutTrack
+
+
+def preference_margin(logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
+    """[B / 2, n] m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)): how much more than the reference w is preferred.
+
+    Args:
+        logp, ref_logp: [B, n] surrogate log-probs; winner and loser alternate.
+    """
+    gained = logp - ref_logp
+    return 0.5 * beta * (gained[0::2] - gained[1::2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionDPO(ForwardProcess):
+    """L = mean over pairs and times of -log sigmoid(m),  m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)).
+
+        l = -e(v) = -mean over latent elements of (v - u)^2
+
+    Diffusion-DPO (arXiv:2311.12908, eq. 14), its T omega folded into beta. Rows 2 i and 2 i + 1 are the winner w and
+    the loser l of a pair, of one prompt; both have the winner's times and noise. An element is a pair at a time.
+    """
+
+    beta: float = 100.0
+    """Inverse temperature: 100 online on flows, 2000 to 5000 offline."""
+    pairs_per_group: int = 1
+    """Of the samples of a group the best is paired with the worst, the second best with the second worst, ..."""
+    reference: Literal["reference", "old", "ema"] = REFERENCE
+    """The policy compared with: that at initialisation, or one that follows the trained one (backend.ema_*cfg)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(beta=self.beta)
+        if self.pairs_per_group < 1:
+            raise ConfigError(f"algorithm.pairs_per_group must be >= 1, got {self.pairs_per_group}", code=2004)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, rows_together=2, pairs=self.pairs_per_group)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {"ref_logp": Anchor(self.reference, "logp")}
+
+    def noise_ids(self, rows: RolloutTrack) -> Sequence[str]:
+        winners = rows.sample_ids[0::2]
+        return [winner for winner in winners for _ in range(2)]
+
+    def count(self, rows: RolloutTrack) -> float:
+        return float(self._pair_weights(rows).sum()) * sum(len(part) for part in self.parts(rows.segment))
+
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+        return {"logp": self._logp(stage, rows, part).detach()}
+
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+        logp = self._logp(stage, rows, part)
+        columns: Columns = {"logp": logp.detach()}
+        margin = preference_margin(logp, self.of_snapshot(rows, "ref_logp", part), self.beta)
+        weights = self._pair_weights(rows)[:, None].expand_as(margin)
+        metrics = {
+            "train/preference_accuracy": mean_metric((margin > 0).double(), weights),
+            "train/preference_margin": mean_metric(margin, weights),
+            "train/matching_error": mean_metric(-columns["logp"], self.weights(rows, part)),
+        }
+        return LossResult(weighted_sum(softplus(-margin), weights), metrics, columns)
+
+    def _logp(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Tensor:
+        """[B, n] float64 l."""
+        _check_pairs(rows)
+        noised = self.noised(rows, part)
+        return -mean_square(self.velocity(stage, rows, noised), noised.target)
+
+    def _pair_weights(self, rows: RolloutTrack) -> Tensor:
+        """[B / 2] that of the lighter row: a pair with a dropped row counts nowhere."""
+        return torch.minimum(rows.weight[0::2], rows.weight[1::2])
+
+
+def _check_pairs(rows: RolloutTrack) -> None:
+    """Raises ValueError unless rows 2 i and 2 i + 1 are of one group."""
+    groups = rows.group_ids
+    apart = [i for i in range(len(rows) // 2) if groups[2 * i] != groups[2 * i + 1]]
+    if apart or len(rows) % 2:
+        first = f"rows {2 * apart[0]} and {2 * apart[0] + 1} are of two prompts" if apart else "one row is left over"
+        raise ValueError(
+            f"DiffusionDPO compares rows 2 i (winner) and 2 i + 1 (loser) of one prompt, and {first}: order the rows "
+            "with unirl.algorithms.pairing.in_pairs"
+        )

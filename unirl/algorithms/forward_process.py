@@ -1,0 +1,183 @@
+"""Losses on the clean sample alone: noise is added to it anew, and the network is asked for the velocity there.
+
+    x_t = (1 - t) x0 + t eps,   u = eps - x0 (the target),   e(v) = mean over latent elements of (v - u)^2
+
+No trajectory, no log-prob of the sampler: any solver may have drawn the samples. Times t and noise eps are functions of
+(seed, step, sample id), so every policy that is compared sees the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import Columns, Part, StageAlgorithm
+from unirl.algorithms.kl import element_means
+from unirl.algorithms.surrogate import mean_metric
+from unirl.algorithms.training_times import ScheduleTimes, TrainingTimes
+from unirl.config.errors import ConfigError
+from unirl.models.chunks import select_conditions
+from unirl.models.diffusion import DiffusionStage
+from unirl.models.guidance import Guidance
+from unirl.sde.noise import NoiseSource
+from unirl.types.protocols import Anchor, Needs
+from unirl.types.results import Metrics
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
+
+REFERENCE: Final = "reference"
+"""The snapshot of the policy at initialisation."""
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Samples at some training times; n = times of the part."""
+
+    x0: Tensor  # [B, 1, *latent] fp32
+    t: Tensor  # [B, n] fp32
+    eps: Tensor  # [B, n, *latent] fp32
+
+    @property
+    def x(self) -> Tensor:
+        """[B, n, *latent] the points x_t."""
+        t = self.t_like(self.eps)
+        return (1.0 - t) * self.x0 + t * self.eps
+
+    @property
+    def target(self) -> Tensor:
+        """[B, n, *latent] u, the velocity of the straight path from the sample to its noise."""
+        return self.eps - self.x0
+
+    def t_like(self, values: Tensor) -> Tensor:
+        """The times shaped to broadcast over `values` [B, n, *latent]."""
+        return self.t.reshape(*self.t.shape, *[1] * (values.dim() - 2))
+
+
+def mean_square(v: Tensor, other: Tensor) -> Tensor:
+    """[B, n] float64: mean over latent elements of (v - other)^2, from [B, n, *latent]."""
+    return element_means((v.double() - other.double()).square())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardProcess(StageAlgorithm[DiffusionStage]):
+    """What all losses on (x0, t, eps) share: an entry of a part is the number of a training time."""
+
+    times: TrainingTimes = field(
+        default=ScheduleTimes(), metadata={"target": "unirl.algorithms.training_times.ScheduleTimes"}
+    )
+    """At which noise levels samples are trained."""
+    times_per_forward: int = 1
+    """Training times in one forward: faster for small micro-batches, and takes the memory of more rows."""
+    train_guided: bool = False
+    """Train the velocity with the rollout's guidance; otherwise without, and a guided rollout is refused."""
+
+    def __post_init__(self) -> None:
+        if self.times_per_forward < 1:
+            raise ConfigError(f"algorithm.times_per_forward must be >= 1, got {self.times_per_forward}", code=2004)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, density=False)
+
+    def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
+        """Raises ConfigError: 2004 for a schedule without enough levels, 2020 for guidance that is not trained."""
+        self.times.count(sampling.num_inference_steps)
+        if sampling.guidance_scale != 1.0 and not self.train_guided:
+            raise ConfigError(
+                f"sampling.guidance_scale={sampling.guidance_scale:g} is CFG at rollout and not at training: "
+                f"{type(self).__name__} trains the velocity without guidance towards samples that were drawn with it. "
+                "Set sampling.guidance_scale=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true",
+                code=2020,
+            )
+
+    def pulls(self) -> Mapping[str, float]:
+        """Snapshot to the weight of the squared distance from its velocity; 0 = none."""
+        return {}
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {f"{name}_velocity": Anchor(name, "velocity") for name, coef in self.pulls().items() if coef > 0}
+
+    def parts(self, segment: LatentSegment) -> list[Part]:
+        numbers, size = tuple(range(self.times.count(segment.num_steps))), self.times_per_forward
+        return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+
+    def noise_ids(self, rows: RolloutTrack) -> Sequence[str]:
+        """Whose times and noise each row gets."""
+        return rows.sample_ids
+
+    def noised(self, rows: RolloutTrack, part: Part) -> Noised:
+        """The rows at the times of `part`; a row of weight 0 stands for a sample of zeros, whatever it holds."""
+        segment: LatentSegment = rows.segment
+        x0 = kept(rows, segment.final.float())
+        noise, ids = NoiseSource(segment.seed, "r", segment.step), self.noise_ids(rows)
+        t = self.times.draw(segment.sigmas, noise, ids)[:, list(part)]
+        eps = torch.stack([noise.normal(ids, f"t{j}", x0.shape[1:]) for j in part], dim=1)
+        return Noised(x0[:, None], t.to(x0.device), eps.to(x0.device))
+
+    def velocity(self, stage: DiffusionStage, rows: RolloutTrack, noised: Noised) -> Tensor:
+        """[B, n, *latent] fp32 the stage's velocity at the noised samples, in one forward."""
+        batch, count = noised.t.shape
+        conditions = select_conditions(rows.conditions, [row for row in range(batch) for _ in range(count)])
+        segment: LatentSegment = rows.segment
+        guidance = Guidance(segment.guidance_scale, segment.guidance_passes) if self.train_guided else Guidance()
+        v = stage.velocity(noised.x.flatten(0, 1), noised.t.flatten(), conditions, guidance)
+        return v.reshape(batch, count, *v.shape[1:])
+
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+        return {"velocity": self.velocity(stage, rows, self.noised(rows, part)).detach()}
+
+    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
+        return kept(rows, super().expand(rows, part))
+
+    def weights(self, rows: RolloutTrack, part: Part) -> Tensor:
+        """[B, n] the row's weight for each of its elements."""
+        return rows.weight[:, None].expand(-1, len(part))
+
+    def of_snapshot(self, rows: RolloutTrack, name: str, part: Part) -> Tensor:
+        """[B, n, ...] an anchor of a snapshot, which the anchor pass fills before every update."""
+        column = self.anchor(rows, name, part)
+        assert column is not None, f"the anchor pass comes before the loss: {name!r} is missing"
+        return column
+
+    def pull_loss(self, rows: RolloutTrack, part: Part, v: Tensor) -> tuple[Tensor, Metrics]:
+        """[B, n] the sum of `pulls`: coefficients times squared distances of v to the snapshots' velocities."""
+        weights = self.weights(rows, part)
+        total, metrics = torch.zeros_like(weights, dtype=torch.float64), Metrics()
+        for name, coef in self.pulls().items():
+            if coef > 0:
+                gap = mean_square(v, self.of_snapshot(rows, f"{name}_velocity", part))
+                total = total + coef * gap
+                metrics[velocity_metric(name)] = mean_metric(gap, weights)
+        if metrics:
+            metrics["train/velocity_loss"] = mean_metric(total, weights)
+        return total, metrics
+
+
+def velocity_metric(snapshot: str) -> str:
+    """The name under which the distance to a snapshot's velocity is logged."""
+    return "train/velocity_mse" if snapshot == REFERENCE else f"train/velocity_mse_{snapshot}"
+
+
+def check_coefficients(**values: float) -> None:
+    """Raises ConfigError unless every coefficient is finite and >= 0."""
+    for name, value in values.items():
+        if not 0.0 <= value < math.inf:
+            raise ConfigError(f"algorithm.{name} must be finite and >= 0, got {value:g}; 0 turns it off", code=2004)
+
+
+def check_positive(**values: float) -> None:
+    """Raises ConfigError unless every value is finite and > 0."""
+    for name, value in values.items():
+        if not 0.0 < value < math.inf:
+            raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual", code=2004)
+
+
+def kept(rows: RolloutTrack, values: Tensor) -> Tensor:
+    """`values` [B, ...] with zeros in rows of weight 0: what a dropped row holds must not reach a gradient."""
+    return torch.where((rows.weight > 0).reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)

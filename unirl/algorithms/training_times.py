@@ -1,0 +1,184 @@
+"""At which noise levels a sample is trained: pure functions of its id, for losses that need no trajectory.
+
+A time is a level sigma in [0, 1]: 0 is the sample, 1 is noise. One draw, named `t`, gives all times of a sample, so
+they do not depend on batches, ranks or the order of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import ConfigError
+from unirl.sde.noise import NoiseSource
+
+HALF_ULP = 2.0**-25
+"""Half the spacing of float32 uniforms: added to them, they lie inside (0, 1), where quantiles are finite."""
+
+
+@runtime_checkable
+class TrainingTimes(Protocol):
+    """A way to choose training times."""
+
+    def count(self, num_steps: int) -> int:
+        """n, times per sample, for rollouts of `num_steps` denoising steps. ConfigError when there are not so many."""
+        ...
+
+    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+        """[B, n] float32 on the CPU; row b is a function of ids[b] alone.
+
+        Args:
+            sigmas: [T + 1] the rollout's schedule, terminal 0 included.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTimes:
+    """Levels of the rollout's own schedule, each at most once per sample: what DiffusionNFT trains on.
+
+    The terminal 0 is never among them. Without `num_times` every level of the part is trained, so the order, which is
+    random, is of no account.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"num_times": None}
+
+    fraction: float = 0.99
+    """The noisy part of the schedule that is drawn from: the first floor(fraction x T) levels, at least one."""
+    skip_first: bool = False
+    """Leave out the noisiest level, which holds nothing of the sample."""
+    num_times: int | None = None
+    """Levels per sample; absent = all of the part."""
+    stratified: bool = False
+    """One level from each of `num_times` adjacent stretches of the part."""
+    shared: bool = False
+    """All samples of a step are trained at the same levels; otherwise each at its own."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise ConfigError(f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole", code=2004)
+        _check_number(self.num_times)
+
+    def count(self, num_steps: int) -> int:
+        """`num_times`, or the size of the part."""
+        levels = len(self._part(num_steps))
+        if self.num_times is None and levels > 0:
+            return levels
+        if self.num_times is None or self.num_times > levels:
+            raise ConfigError(
+                f"algorithm.times wants {self.num_times or 1} noise levels, and fraction={self.fraction:g} of "
+                f"{num_steps} denoising steps{', the first left out,' if self.skip_first else ''} has {levels}. "
+                "Raise times.fraction or sampling.num_inference_steps, or lower times.num_times",
+                code=2004,
+            )
+        return self.num_times
+
+    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+        """[B, n] float32 on the CPU."""
+        num_steps = len(sigmas) - 1
+        part, count = self._part(num_steps), self.count(num_steps)
+        uniform = _uniform(noise, ids, count if self.stratified else len(part), self.shared)
+        chosen = _stretches(len(part), count, uniform) if self.stratified else uniform.argsort(dim=1)[:, :count]
+        return sigmas.float().cpu()[part.start + chosen]
+
+    def _part(self, num_steps: int) -> range:
+        """Positions of the schedule."""
+        # A hair more: 0.6 x 5 is 2.9999999999999996 for some fractions, and means 3.
+        return range(int(self.skip_first), max(1, int(self.fraction * num_steps + 1e-9)))
+
+
+def _stretches(size: int, count: int, uniform: Tensor) -> Tensor:
+    """[B, n] one of each of `count` adjacent stretches of 0 .. size - 1, which differ in length by at most one."""
+    edges = torch.arange(count + 1) * size // count
+    lengths = edges.diff()
+    return edges[:-1] + (uniform * lengths).long().clamp(max=lengths - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformTimes:
+    """Times uniform in [low, high), whatever levels the rollout had."""
+
+    toy: ClassVar[Mapping[str, object]] = {"num_times": 2}
+
+    num_times: int = 4
+    """Times per sample."""
+    low: float = 0.0
+    high: float = 1.0
+    stratified: bool = False
+    """Time j lies in the j-th of `num_times` equal parts."""
+    shared: bool = False
+    """All samples of a step are trained at the same times."""
+
+    def __post_init__(self) -> None:
+        _check_number(self.num_times)
+        if not 0.0 <= self.low < self.high <= 1.0:
+            raise ConfigError(
+                f"times.low={self.low:g} and times.high={self.high:g} must satisfy 0 <= low < high <= 1 (noise levels)",
+                code=2004,
+            )
+
+    def count(self, num_steps: int) -> int:
+        """`num_times`."""
+        return self.num_times
+
+    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+        """[B, n] float32 on the CPU."""
+        u = _quantiles(noise, ids, self.num_times, self.stratified, self.shared)
+        return (self.low + (self.high - self.low) * u).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitNormalTimes:
+    """t = s u / (1 + (s - 1) u), u = sigmoid(mean + std z), z ~ N(0, 1). Esser et al. 2024 (arXiv:2403.03206), eq. 19.
+
+    `mean` shifts towards noise (> 0) or the sample (< 0); `shift` s is the static shift of schedules, 1 = none.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"num_times": 2}
+
+    num_times: int = 4
+    """Times per sample."""
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+    stratified: bool = True
+    """Time j lies in the j-th of `num_times` parts of equal probability."""
+    shared: bool = False
+    """All samples of a step are trained at the same times."""
+
+    def __post_init__(self) -> None:
+        _check_number(self.num_times)
+        for name, value in (("std", self.std), ("shift", self.shift)):
+            if value <= 0:
+                raise ConfigError(f"times.{name} must be > 0, got {value:g}; 1 is usual", code=2004)
+
+    def count(self, num_steps: int) -> int:
+        """`num_times`."""
+        return self.num_times
+
+    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+        """[B, n] float32 on the CPU."""
+        z = torch.special.ndtri(_quantiles(noise, ids, self.num_times, self.stratified, self.shared))
+        u = torch.sigmoid(self.mean + self.std * z)
+        return (self.shift * u / (1.0 + (self.shift - 1.0) * u)).float()
+
+
+def _quantiles(noise: NoiseSource, ids: Sequence[str], count: int, stratified: bool, shared: bool) -> Tensor:
+    """[B, n] float64 in (0, 1); stratified: entry j within (j / n, (j + 1) / n)."""
+    u = _uniform(noise, ids, count, shared).double() + HALF_ULP
+    return (torch.arange(count, dtype=torch.float64) + u) / count if stratified else u
+
+
+def _uniform(noise: NoiseSource, ids: Sequence[str], count: int, shared: bool) -> Tensor:
+    """[B, n] float32 in [0, 1). A draw that all samples share has no id, like the choice of denoising steps."""
+    drawn = noise.uniform([""] if shared else ids, "t", (count,))
+    return drawn.expand(len(ids), -1)
+
+
+def _check_number(num_times: int | None) -> None:
+    if num_times is not None and num_times < 1:
+        raise ConfigError(f"times.num_times must be >= 1, got {num_times}", code=2004)

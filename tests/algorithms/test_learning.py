@@ -56,7 +56,8 @@ TRUST_REGIONS: dict[str, DenoisingLoss] = {
 def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_learn(name: str) -> None:
     run = on_a_gaussian(Method(algorithm=TRUST_REGIONS[name], num_updates=4))
     assert run.gain() >= 0.5
-    last = run.updates[3::4]  # the fourth update of every step, furthest from the policy that sampled
+    first, last = run.updates[0::4], run.updates[3::4]  # on, and furthest from, the policy that sampled
+    assert all(update["train/ratio_mean"] == 1.0 and update["train/clip_fraction"] == 0.0 for update in first)
     assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
 
 
@@ -84,6 +85,8 @@ def test_towards_the_reference_the_optimum_is_lower_and_the_divergence_bounded()
         return max(update["train/kl"] for update in run.updates)
 
     assert free.gain() >= 0.5
+    for run in (free, held, rewarded):  # the reference is the policy at initialisation
+        assert run.updates[0]["train/kl"] == 0.0 and run.updates[2]["train/kl"] != 0.0
     for run in (held, rewarded):
         assert 0.1 <= run.gain() <= free.gain() - 0.3
         assert distance(run) <= 0.3 * distance(free)

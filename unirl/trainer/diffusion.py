@@ -45,19 +45,23 @@ class DiffusionTrainer(Trainer):
             group_ids=groups,
             primitives={"text": Texts(texts=[prompt.text for prompt in prompts])},
             metadata=[dict(prompt.metadata) for prompt in prompts],
-            tracks={TRACK: TrackSpec(sampling=sampling.pinned(step, self._sigmas(sampling)))},
+            tracks={TRACK: TrackSpec(sampling=self._pinned(sampling, step))},
             purpose=purpose,
             step=step,
             weights=weights,
             weight_version=self.version,
         ).expand(sampling.samples_per_prompt)
 
-    def _sigmas(self, sampling: DiffusionSamplingParams) -> tuple[float, ...]:
-        """The recipe's own schedule, else the model's."""
+    def _pinned(self, sampling: DiffusionSamplingParams, step: int) -> DiffusionSamplingParams:
+        """With the recipe's own schedule, else the model's."""
+
+        def levels(num_steps: int) -> tuple[float, ...]:
+            return tuple(self.facts.schedule.sigmas(num_steps, seq_len).tolist())
+
         if sampling.sigmas is not None:
-            return sampling.sigmas
+            return sampling.pinned(step, sampling.sigmas)
         seq_len = self.facts.image_seq_len(sampling.height, sampling.width)
-        return tuple(self.facts.schedule.sigmas(sampling.num_inference_steps, seq_len).tolist())
+        return sampling.pinned(step, levels(sampling.num_inference_steps), levels)
 
 
 def eval_sampling(sampling: DiffusionSamplingParams, block: EvaluationConfig) -> DiffusionSamplingParams:

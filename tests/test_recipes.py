@@ -66,6 +66,17 @@ ALL_WEIGHTS = {
 }
 APART = {"placement.train": "0-3", "placement.rollout": "4-7"}
 
+SD3_DPPO = {key: value for key, value in SD3.items() if key != "algorithm.clip_range"} | {
+    "algorithm.kl_threshold": 1e-5,
+    "algorithm.add_kl_coefficient": True,
+}
+EVERY_STEP = {
+    "sampling.sde_steps._target_": "unirl.sde.steps.AllSteps",
+    "sampling.samples_per_prompt": 24,
+    "sampling.guidance_scale": 4.5,
+}
+AVERAGED = {"backend.ema_cfg.target_decay": 0.9, "backend.ema_cfg.every": 8, "evaluation.weights": "ema"}
+
 PUBLISHED = {
     "diffusion/sd3_replica_lora_colocate": SD3 | LAYOUT | {"placement": None},
     "diffusion/sd3_replica_lora_separate": SD3 | LAYOUT | APART,
@@ -83,6 +94,20 @@ PUBLISHED = {
     | WINDOW
     | {"stack.micro_batch_size": 8, "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}
     | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
+    "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": 8},
+    "diffusion/sd3_flowgrpo": SD3
+    | EVERY_STEP
+    | {"algorithm.kl_coef": 0.01, "algorithm.kl_form": "flow_grpo"}
+    | AVERAGED,
+    "diffusion/sd3_flowgrpo_fast": SD3
+    | {"algorithm.clip_range": 1e-5, "batch_size": 64, "sampling.samples_per_prompt": 18}
+    | {"sampling.sde_steps.size": 3, "sampling.kernel.eta": 0.8, "evaluation.num_inference_steps": 40},
+    "diffusion/sd3_grpo_guard": SD3
+    | EVERY_STEP
+    | {"algorithm.clip_range": 4e-6, "backend.optimizer_cfg.learning_rate": 1e-4, "advantage.std": "group"},
+    "diffusion/sd3_mixgrpo_flash": SD3
+    | {"sampling.sde_steps.size": 4, "sampling.sde_steps.stride": 1, "sampling.sde_steps.iters_per_window": 20}
+    | {"sampling.tail_fraction": 0.4, "sampling.num_inference_steps": 25, "sampling.solver.variant": "midpoint"},
 }
 
 

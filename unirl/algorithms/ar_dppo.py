@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.token_surrogates import binary_kl, binary_tv, returns, within_prefix_budget
+from unirl.algorithms.token_surrogates import binary_kl, binary_tv, moves_back, within_prefix_budget
 from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
@@ -34,7 +34,7 @@ class MaskedPolicyGradient(TokenAlgorithm):
     def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
         ratio = tokens.log_ratio.detach().exp()
         own = (tokens.log_ratio - tokens.log_ratio.detach()).exp()  # 1, with the gradient of log pi_theta
-        dropped = ~(returns(tokens.log_ratio, tokens.advantages) | self.is_near(tokens))
+        dropped = ~(moves_back(tokens.log_ratio, tokens.advantages) | self.is_near(tokens))
         losses = torch.where(dropped, 0.0, -tokens.advantages * ratio.clamp(max=self.ratio_cap) * own)
         return Surrogate(losses, tokens.log_ratio, dropped & (ratio > 1.0), dropped & (ratio < 1.0))
 

@@ -53,7 +53,7 @@ def bounded_gain(log_ratio: Tensor, advantages: Tensor, low: float, high: float)
     return torch.where(advantages > 0, log_ratio.clamp(max=high), pushed_down)
 
 
-def returns(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def moves_back(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """bool per token: A (r - 1) <= 0, the update moves pi back to mu (or r = 1, or A = 0)."""
     return advantages * log_ratio.detach() <= 0
 

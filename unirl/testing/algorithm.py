@@ -31,6 +31,7 @@ def check_algorithm(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> No
     _anchors_are_declared(algorithm)
     prepared = prepared_track(algorithm, stage, track)
     _anchor_pass_equals_the_forward(algorithm, stage, track, prepared)
+    prepared = moved_away(prepared)
     _sum_over_rows(algorithm, stage, prepared)
     _weights_are_linear(algorithm, stage, prepared)
     _order_of_rows(algorithm, stage, prepared)
@@ -45,6 +46,18 @@ def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> Rol
             segment, _ = algorithm.prepare_segment(stage, track, snapshot)
         track = track.replace(segment=segment)
     return track
+
+
+def moved_away(track: RolloutTrack) -> RolloutTrack:
+    """The track with anchors of policies that are a little different: where all agree, many a loss is 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(column: Tensor) -> Tensor:
+        noise = torch.randn(column.shape, generator=generator).to(column)
+        return column + 1e-2 * noise
+
+    anchors = {name: moved(column) for name, column in track.segment.anchors.items()}
+    return track.replace(segment=track.segment.replace(anchors=anchors))
 
 
 def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> Tensor:

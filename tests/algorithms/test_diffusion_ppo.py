@@ -236,6 +236,16 @@ def test_gradients_do_not_depend_on_micro_batches_or_parts(micro_batch_size: int
         assert torch.allclose(have, want, rtol=1e-4, atol=2e-6 * float(want.abs().max()))
 
 
+def test_the_head_is_asked_twice_a_step_whatever_the_number_of_parts() -> None:
+    stage = toy_stage()
+    stage.value_head = head(0)
+    asked: list[int] = []
+    stage.value_head.register_forward_hook(lambda module, inputs, output: asked.append(len(output)))
+    track = toy_track(stage)
+    DiffusionPPO().compute_loss_and_backward(stage, track, lambda loss, last: loss.backward())
+    assert sum(asked) == 2 * len(STEPS) * len(track)  # once for the advantages, once to be trained
+
+
 def test_the_second_update_reads_values_from_before_the_first() -> None:
     bundle = ToyBundle()
     backend = FSDPBackend(
@@ -260,8 +270,15 @@ def test_what_it_needs_and_anchors() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"lam": -0.1}, {"lam": 1.5}, {"gamma": 1.1}, {"vf_coef": 0.0}, {"value_clip": 0.0}, {"clip_range": 0.0}]
-    + [{"kl_in": "reward", "kl_coef": 0.1}],
+    [
+        {"lam": -0.1},
+        {"lam": 1.5},
+        {"gamma": 1.1},
+        {"vf_coef": 0.0},
+        {"value_clip": 0.0},
+        {"clip_range": 0.0},
+        {"kl_in": "reward", "kl_coef": 0.1},
+    ],
 )
 def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{next(iter(options))}"):

@@ -14,6 +14,8 @@ from tests.train.ranks import run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.config.errors import CheckpointError, ConfigError
+from unirl.config.load import load
+from unirl.config.preflight import preflight
 from unirl.distributed import current
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.models.canary import VelocityCanary
@@ -26,7 +28,6 @@ from unirl.types.results import Metric, TrainStepResult, values
 from unirl.types.rollout_resp import RolloutTrack
 
 PPO = DiffusionPPO(clip_range=0.1, outcome="rewards")
-PROMPTS = 4
 
 
 class Setup:
@@ -36,7 +37,8 @@ class Setup:
         self, algorithm: DiffusionGRPO = PPO, lora: bool = False, micro_batch_size: int = 4, **options: Any
     ) -> None:
         self.bundle = ToyBundle(width=18, blocks=2, meta_init=options.pop("meta_init", False))
-        num_updates = options.pop("num_updates", 1)
+        num_updates = self.num_updates = options.pop("num_updates", 1)
+        self.prompts = options.pop("prompts", 4)
         settings: dict[str, Any] = {
             "optimizer_cfg": OptimizerConfig(learning_rate=1e-3, weight_decay=0.1),
             "value_cfg": ValueConfig(learning_rate=1e-2, width=6, weight_decay=0.01),
@@ -61,10 +63,11 @@ class Setup:
     def track(self, step: int = 0) -> RolloutTrack:
         """All rows, sampled by every rank; this one's share of them."""
         with self.backend.sampling():
-            track = toy_track(self.stage, prompts=PROMPTS, step=step)
-        rank = current()
-        size = len(track) // rank.dp_size
-        return track.slice(rank.dp_rank * size, (rank.dp_rank + 1) * size)
+            track = toy_track(self.stage, prompts=self.prompts, step=step)
+        rank, per_update = current(), len(track) // self.num_updates
+        size = per_update // rank.dp_size
+        starts = [u * per_update + rank.dp_rank * size for u in range(self.num_updates)]
+        return RolloutTrack.concat([track.slice(start, start + size) for start in starts])
 
     def train(self, first: int, last: int) -> list[TrainStepResult]:
         return [light(self.stack.train_track(self.track(step))) for step in range(first, last)]
@@ -132,6 +135,32 @@ def test_a_second_stack_on_a_backend_trains_the_same_head() -> None:
 def test_settings_out_of_range_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"value_cfg\.{key}"):
         ValueConfig(**{key: -1})
+
+
+class HeadlessBackend(FSDPBackend):
+    """A backend that knows no value head."""
+
+    def __init__(self, bundle: Any, *, optimizer_cfg: OptimizerConfig, lora_cfg: LoraConfig | None = None) -> None:
+        super().__init__(bundle, optimizer_cfg=optimizer_cfg, lora_cfg=lora_cfg)
+
+
+RECIPE = "diffusion/sd3_trainside"
+WITH_CRITIC = "algorithm._target_=unirl.algorithms.diffusion_ppo.DiffusionPPO"
+
+
+def test_a_backend_that_has_no_value_head_is_refused_before_anything_loads() -> None:
+    backend = [f"backend._target_={__name__}.HeadlessBackend", "backend.optimizer_cfg={learning_rate: 1e-4}"]
+    with pytest.raises(
+        ConfigError, match=r"DiffusionPPO trains a value head, which HeadlessBackend cannot.*FSDPBackend"
+    ):
+        preflight(load(RECIPE, [WITH_CRITIC, "plugins=[tests]", *backend]))
+
+
+def test_settings_of_a_head_that_nobody_trains_are_said_to_have_no_effect() -> None:
+    settings = "backend.value_cfg={learning_rate: 2e-3}"
+    (said,) = preflight(load(RECIPE, [settings])).notices
+    assert said == "backend.value_cfg has no effect: DiffusionGRPO trains no value head"
+    assert preflight(load(RECIPE, [settings, WITH_CRITIC])).notices == ()
 
 
 # Its own group
@@ -318,7 +347,7 @@ def test_it_leaves_the_device_with_the_policy() -> None:
 
 def train_on_ranks(lora: bool, options: dict[str, Any], folder: str, first: int, last: int) -> dict[str, Any]:
     config = FSDPConfig(**{"reduce_dtype": "fp64"} | options)
-    setup = Setup(lora=lora, fsdp_cfg=config, micro_batch_size=4, num_updates=1)
+    setup = Setup(lora=lora, fsdp_cfg=config, num_updates=2, prompts=8)  # on 4 ranks still 4 rows in a micro-batch
     if first:
         setup.backend.load(f"{folder}/{first}")
     results = setup.train(first, last)

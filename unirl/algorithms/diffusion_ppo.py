@@ -9,13 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.base import START, Backward, Columns, LossResult, Part
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.gae import Credit, Steps, gae, outcome_rewards, value_loss, value_metrics
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage
 from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
 OLD_VALUE = "old_value"
@@ -83,8 +84,7 @@ class DiffusionPPO(DiffusionGRPO):
         said = stage.values(rows.conditions, rows.segment, part)  # [B, S']
         weights = rows.weight[:, None].expand_as(said)
         values = torch.where(weights > 0, said, 0.0)
-        old = torch.where(weights > 0, self._old_values(rows, part), 0.0)
-        returns = torch.where(weights > 0, self._at(part, rows, self.credit(rows).returns), 0.0)
+        old, returns = self._old_values(rows, part), self._at(part, rows, self.credit(rows).returns)
         losses = value_loss(values, old, returns, self.value_clip)
         metrics = policy.metrics | value_metrics(values, returns, losses, weights)
         if self.value_clip is not None:
@@ -92,6 +92,17 @@ class DiffusionPPO(DiffusionGRPO):
             metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
         total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
         return LossResult(total, metrics, {**policy.columns, "value": said.detach()})
+
+    def compute_loss_and_backward(
+        self,
+        stage: DiffusionStage,
+        rows: RolloutTrack,
+        backward: Backward,
+        now: Moment = START,
+        first_update: bool = False,
+    ) -> Metrics:
+        # Once for all parts.
+        return super().compute_loss_and_backward(stage, self.valued(stage, rows), backward, now, first_update)
 
     def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
         return self._at(part, rows, self.credit(rows).advantages)

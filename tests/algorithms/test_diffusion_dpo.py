@@ -179,9 +179,10 @@ def test_pairing_carries_whole_rows() -> None:
     assert (paired.advantages[0::2] >= paired.advantages[1::2]).all()
 
 
-def test_a_group_too_small_for_its_pairs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"group 'p0@0' has 4 samples: too few for 3 pairs"):
-        in_pairs(clean_track(), 3)
+def test_a_group_has_no_more_pairs_than_half_its_samples() -> None:
+    track = clean_track(siblings=5)
+    assert in_pairs(track, 99).sample_ids == in_pairs(track, 2).sample_ids
+    assert len(in_pairs(track, 99)) == 2 * 4
 
 
 @given(

@@ -83,6 +83,7 @@ def test_a_fraction_keeps_the_noisy_end_of_the_schedule() -> None:
     assert levels(ScheduleTimes(fraction=0.6, skip_first=True)) == known[1:3]
     assert levels(ScheduleTimes(fraction=0.01)) == known[:1]
     assert [ScheduleTimes(fraction=0.6).count(n) for n in (5, 10, 15, 20)] == [3, 6, 9, 12]
+    assert [ScheduleTimes(fraction=0.9, num_times=6).count(n) for n in (1, 4, 10, 25)] == [1, 3, 6, 6]
 
 
 def test_fewer_times_than_levels_are_drawn_without_repeats_and_evenly() -> None:
@@ -158,11 +159,10 @@ def test_settings_out_of_range_are_refused(kind: type, options: dict[str, float]
     assert error.value.code == 2004
 
 
-def test_more_times_than_levels_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"wants 4 noise levels, and fraction=0.6 of 5 denoising steps has 3"):
-        ScheduleTimes(fraction=0.6, num_times=4).count(5)
-    with pytest.raises(ConfigError, match=r"the first left out, has 0"):
+def test_a_part_of_which_nothing_is_left_is_refused_with_its_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"nothing to draw from: fraction=0.2 of 5 denoising steps is the first"):
         ScheduleTimes(fraction=0.2, skip_first=True).count(5)
+    assert ScheduleTimes(fraction=0.2).count(5) == 1
 
 
 # Times and noise of rows
@@ -269,9 +269,9 @@ def test_guidance_at_rollout_alone_is_refused_before_anything_starts() -> None:
     Matching().check_sampling(toy_params())
 
 
-def test_a_schedule_without_enough_levels_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="wants 9 noise levels"):
-        Matching(times=ScheduleTimes(num_times=9)).check_sampling(toy_params())
+def test_a_schedule_without_a_level_to_train_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="nothing to draw from"):
+        Matching(times=ScheduleTimes(fraction=0.3, skip_first=True)).check_sampling(toy_params())
 
 
 def test_it_needs_neither_densities_nor_log_probs() -> None:

@@ -80,11 +80,15 @@ OLD = "backend.ema_lora_cfg={}"
         ((*NFT, OLD, "weight_sync_interval=2"), 2020, "Set weight_sync_interval=1"),
         ((*NFT, OLD, "sampling.guidance_scale=4.5"), 2020, "CFG at rollout and not at training"),
         ((*AWM, "sampling.guidance_scale=4.5"), 2020, "algorithm.train_guided=true"),
-        ((*NFT, OLD, "algorithm.times={num_times: 12}"), 2004, "wants 12 noise levels, and fraction=0.99 of 10"),
+        ((*NFT, OLD, "algorithm.times={fraction: 0.1, skip_first: true}"), 2004, "nothing to draw from"),
         ((*NFT, OLD, "algorithm.times={fraction: 2}"), 2004, "algorithm.times.fraction"),
         (DPO, 2010, "Use stack.micro_batch_size=2"),
         ((*DPO, "stack.micro_batch_size=2", "stack.num_updates_per_batch=5"), 2010, "does not divide the 96 samples"),
-        ((*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=9"), 2010, "18 samples, which is more than"),
+        (
+            (*DPO, "stack.micro_batch_size=2", "sampling.samples_per_prompt=1"),
+            2010,
+            "Use sampling.samples_per_prompt=2",
+        ),
     ],
 )
 def test_losses_on_clean_samples_are_refused_what_they_cannot_work_with(overrides, code, says):
@@ -97,10 +101,12 @@ def test_losses_on_clean_samples_are_refused_what_they_cannot_work_with(override
     "overrides",
     [
         (*NFT, OLD),
+        (*NFT, OLD, "algorithm.times={num_times: 12}"),
         (*NFT, OLD, "sampling.guidance_scale=4.5", "algorithm.train_guided=true"),
         (*NFT, OLD, "algorithm.times={_target_: unirl.algorithms.training_times.LogitNormalTimes, num_times: 12}"),
         (*AWM, OLD, "algorithm.ema_coef=0.1"),
-        (*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=8"),
+        (*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=99"),
+        (*DPO, "scale=toy"),
         (*DPO, "stack.micro_batch_size=2", "algorithm.reference=ema", "backend.ema_cfg={every: 40, target_decay: 0}"),
         ("algorithm._target_=unirl.algorithms.diffusion_rwr.DiffusionRWR", EULER),
     ],

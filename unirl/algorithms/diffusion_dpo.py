@@ -42,7 +42,7 @@ class DiffusionDPO(ForwardProcess):
     beta: float = 100.0
     """Inverse temperature: 100 online on flows, 2000 to 5000 offline."""
     pairs_per_group: int = 1
-    """Of the samples of a group the best is paired with the worst, the second best with the second worst, ..."""
+    """At most so many of a group: the best sample with the worst, the second best with the second worst, ..."""
     reference: Literal["reference", "old", "ema"] = REFERENCE
     """The policy compared with: that at initialisation, or one that follows the trained one (backend.ema_*cfg)."""
 

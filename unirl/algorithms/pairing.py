@@ -30,7 +30,7 @@ def best_and_worst(advantages: Tensor, group_ids: Sequence[str], weight: Tensor,
     Args:
         advantages: [B].
         weight: [B].
-        num_pairs: pairs per group. Raises ValueError for a group of fewer than two rows per pair.
+        num_pairs: pairs per group, at most: a group of n rows has n // 2.
     """
     groups: dict[str, list[int]] = {}
     for row, group in enumerate(group_ids):
@@ -38,11 +38,10 @@ def best_and_worst(advantages: Tensor, group_ids: Sequence[str], weight: Tensor,
     values, alive = advantages.tolist(), (weight > 0).tolist()
     rows: list[int] = []
     told_apart: list[bool] = []
-    for group, members in groups.items():
-        if len(members) < 2 * num_pairs:
-            raise ValueError(f"group {group!r} has {len(members)} samples: too few for {num_pairs} pairs")
-        ranked = _ranked(members, values, alive, 2 * num_pairs)
-        for winner, loser in zip(ranked[:num_pairs], reversed(ranked[num_pairs:]), strict=True):
+    for members in groups.values():
+        count = min(num_pairs, len(members) // 2)
+        ranked = _ranked(members, values, alive, 2 * count)
+        for winner, loser in zip(ranked[:count], reversed(ranked[count:]), strict=True):
             rows += [winner, loser]
             told_apart.append(alive[winner] and alive[loser] and values[winner] > values[loser])
     return Pairs(rows, told_apart)
@@ -57,9 +56,9 @@ def _ranked(members: list[int], values: list[float], alive: list[bool], count: i
 
 
 def in_pairs(track: RolloutTrack, num_pairs: int) -> RolloutTrack:
-    """The rows that are trained, `num_pairs` pairs per group, each winner followed by its loser.
+    """The rows that are trained, up to `num_pairs` pairs per group, each winner followed by its loser.
 
-    A pair that nothing tells apart keeps its place with weight 0, so that every group has equally many rows.
+    A pair that nothing tells apart keeps its place with weight 0, so that groups of one size give equally many rows.
     """
     assert track.advantages is not None, "pairs are made by advantages: compute_advantages comes first"
     pairs = best_and_worst(track.advantages, track.group_ids, track.weight, num_pairs)

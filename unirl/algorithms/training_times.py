@@ -6,9 +6,9 @@ they do not depend on batches, ranks or the order of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,41 +41,36 @@ class TrainingTimes(Protocol):
 class ScheduleTimes:
     """Levels of the rollout's own schedule, each at most once per sample: what DiffusionNFT trains on.
 
-    The terminal 0 is never among them. Without `num_times` every level of the part is trained, so the order, which is
-    random, is of no account.
+    The terminal 0 is never among them.
     """
-
-    toy: ClassVar[Mapping[str, object]] = {"num_times": None}
 
     fraction: float = 0.99
     """The noisy part of the schedule that is drawn from: the first floor(fraction x T) levels, at least one."""
     skip_first: bool = False
     """Leave out the noisiest level, which holds nothing of the sample."""
     num_times: int | None = None
-    """Levels per sample; absent = all of the part."""
+    """Levels per sample, drawn anew at each step; absent, and where the part has no more than these: all of it."""
     stratified: bool = False
-    """One level from each of `num_times` adjacent stretches of the part."""
+    """Draw one level from each of so many adjacent stretches."""
     shared: bool = False
     """All samples of a step are trained at the same levels; otherwise each at its own."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.fraction <= 1.0:
             raise ConfigError(f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole", code=2004)
-        _check_number(self.num_times)
+        if self.num_times is not None:
+            _check_number(self.num_times)
 
     def count(self, num_steps: int) -> int:
-        """`num_times`, or the size of the part."""
+        """`num_times`, and no more than the part has."""
         levels = len(self._part(num_steps))
-        if self.num_times is None and levels > 0:
-            return levels
-        if self.num_times is None or self.num_times > levels:
+        if levels == 0:
             raise ConfigError(
-                f"algorithm.times wants {self.num_times or 1} noise levels, and fraction={self.fraction:g} of "
-                f"{num_steps} denoising steps{', the first left out,' if self.skip_first else ''} has {levels}. "
-                "Raise times.fraction or sampling.num_inference_steps, or lower times.num_times",
+                f"algorithm.times has nothing to draw from: fraction={self.fraction:g} of {num_steps} denoising steps "
+                "is the first level, which skip_first leaves out. Raise times.fraction or sampling.num_inference_steps",
                 code=2004,
             )
-        return self.num_times
+        return levels if self.num_times is None else min(self.num_times, levels)
 
     def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
         """[B, n] float32 on the CPU."""
@@ -87,7 +82,7 @@ class ScheduleTimes:
 
     def _part(self, num_steps: int) -> range:
         """Positions of the schedule."""
-        # A hair more: 0.6 x 5 is 2.9999999999999996 for some fractions, and means 3.
+        # A hair more: 0.29 x 100 is a little less than 29.
         return range(int(self.skip_first), max(1, int(self.fraction * num_steps + 1e-9)))
 
 
@@ -101,8 +96,6 @@ def _stretches(size: int, count: int, uniform: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class UniformTimes:
     """Times uniform in [low, high), whatever levels the rollout had."""
-
-    toy: ClassVar[Mapping[str, object]] = {"num_times": 2}
 
     num_times: int = 4
     """Times per sample."""
@@ -137,8 +130,6 @@ class LogitNormalTimes:
 
     `mean` shifts towards noise (> 0) or the sample (< 0); `shift` s is the static shift of schedules, 1 = none.
     """
-
-    toy: ClassVar[Mapping[str, object]] = {"num_times": 2}
 
     num_times: int = 4
     """Times per sample."""
@@ -179,6 +170,6 @@ def _uniform(noise: NoiseSource, ids: Sequence[str], count: int, shared: bool) -
     return drawn.expand(len(ids), -1)
 
 
-def _check_number(num_times: int | None) -> None:
-    if num_times is not None and num_times < 1:
+def _check_number(num_times: int) -> None:
+    if num_times < 1:
         raise ConfigError(f"times.num_times must be >= 1, got {num_times}", code=2004)

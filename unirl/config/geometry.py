@@ -35,7 +35,7 @@ class Geometry:
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
     num_pairs: int = 0
-    """Pairs of a group that are trained, in place of all its samples; 0 = all samples."""
+    """At most so many pairs of a group are trained, in place of all its samples; 0 = all samples."""
     placed: bool = False
     """Whether the recipe says which devices train, so that num_devices alone does not."""
 
@@ -47,7 +47,7 @@ class Geometry:
     @property
     def trained_per_prompt(self) -> int:
         """Rows of a group that are trained."""
-        return 2 * self.num_pairs or self.samples_per_prompt
+        return 2 * min(self.num_pairs, self.samples_per_prompt // 2) or self.samples_per_prompt
 
     @property
     def num_trained(self) -> int:
@@ -77,8 +77,8 @@ class Geometry:
 
     @property
     def has_enough(self) -> bool:
-        """Whether a group holds as many samples as are trained of it."""
-        return self.samples_per_prompt >= self.trained_per_prompt
+        """Whether a group holds a pair, where pairs are trained."""
+        return not self.num_pairs or self.samples_per_prompt >= 2
 
     @property
     def keeps_together(self) -> bool:
@@ -166,10 +166,7 @@ def _micros(geometry: Geometry) -> str:
 def _equation(geometry: Geometry) -> str:
     """What does not divide what, with the numbers and where they come from."""
     if not geometry.has_enough:
-        return (
-            f"the algorithm compares {_count(geometry.num_pairs, 'pair')} of each group, {geometry.trained_per_prompt} "
-            f"samples, which is more than samples_per_prompt {geometry.samples_per_prompt}"
-        )
+        return f"the algorithm compares samples of one prompt, and samples_per_prompt is {geometry.samples_per_prompt}"
     each = "paired samples" if geometry.num_pairs else "samples_per_prompt"
     product = f"batch_size {geometry.num_prompts} x {each} {geometry.trained_per_prompt}"
     share = geometry.num_trained // geometry.num_devices
@@ -204,8 +201,7 @@ def _ways_out(geometry: Geometry) -> Iterator[str]:
 def _joint_way_out(geometry: Geometry) -> str:
     """Where no single count helps: group and micro-batch rounded up to whole bundles, and prompts to match."""
     bundle = geometry.rows_together
-    fewest = max(geometry.samples_per_prompt, geometry.trained_per_prompt)
-    group, micro = (-(-size // bundle) * bundle for size in (fewest, geometry.micro_batch_size))
+    group, micro = (-(-size // bundle) * bundle for size in (geometry.samples_per_prompt, geometry.micro_batch_size))
     rounded = dataclasses.replace(geometry, samples_per_prompt=group, micro_batch_size=micro)
     legal = [rounded.num_prompts] if rounded.is_legal else nearest_legal(rounded, "num_prompts")
     if not legal:
@@ -225,7 +221,7 @@ def nearest_legal(geometry: Geometry, field: str) -> list[int]:
         changed: dict[str, Any] = {field: value}
         return dataclasses.replace(geometry, **changed).is_legal
 
-    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together + geometry.trained_per_prompt
+    enough = geometry.num_devices * geometry.num_updates * geometry.rows_together
     # More updates or devices than samples are never legal.
     below = min(now - 1, geometry.num_samples) if field in ("num_updates", "num_devices") else now - 1
     return [

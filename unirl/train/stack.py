@@ -34,7 +34,7 @@ class TrainStack:
     does not depend on how rows are cut into micro-batches and parts.
     """
 
-    toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 1}
+    toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ class Needs:
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
     pairs: int = 0
-    """Pairs of a good and a bad sample of each group that are trained, in place of all its samples; 0 = all samples."""
+    """At most so many pairs of a good and a bad sample of a group are trained, and no other; 0 = all samples are."""
     multi_update: bool = True
     """More than one update per step is valid."""
     ema_rollout: bool = False

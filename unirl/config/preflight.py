@@ -144,10 +144,8 @@ def check_objective(config: RecipeConfig, needs: Needs, plan: Plan) -> None:
 
 def _objective_problems(config: RecipeConfig, plan: Plan) -> Iterator[str]:
     loss = config.algorithm.schema.owner.__name__
-    scorers = [node for node in nodes_below(config.reward) if _declares(node)]
-    for node in scorers:
-        holds_others = any(_declares(below) for below in nodes_below(node.values))
-        if not holds_others and not capabilities_of(node).differentiable:
+    for node in _trained_scorers(config.reward):
+        if not capabilities_of(node).differentiable:
             yield (
                 f"{loss} needs the gradient of the reward, and {node.path} ({node.schema.owner.__name__}) has none. "
                 "Choose a scorer with an `objective`, such as unirl.reward.local.pickscore.PickScoreRewardScorer, or a "
@@ -164,6 +162,20 @@ def _objective_problems(config: RecipeConfig, plan: Plan) -> Iterator[str]:
             f"{loss} differentiates through the reward in the processes that train, and placement.reward puts it on "
             f"{plan.reward.words}. Leave placement.reward out"
         )
+
+
+def _trained_scorers(node: Node) -> Iterator[Node]:
+    """The scorers that make up the reward: of those that hold others the others, without what has weight 0."""
+    weights = node.values.get("weights")
+    unweighed = {name for name, weight in weights.items() if not weight} if isinstance(weights, Mapping) else set()
+    held = [
+        child
+        for value in node.values.values()
+        for name, child in (value.items() if isinstance(value, Mapping) else [("", value)])
+        if isinstance(child, Node) and name not in unweighed
+    ]
+    below = [scorer for child in held for scorer in _trained_scorers(child)]
+    yield from below or ([node] if _declares(node) else [])
 
 
 # Sampling and model

@@ -15,7 +15,10 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 
 class WeightedRewards(RewardScorer):
-    """total = sum over scorers of weight x that scorer's total. Components keep their scorer's name as a prefix."""
+    """total = sum over scorers of weight x that scorer's total. Components keep their scorer's name as a prefix.
+
+    A scorer of weight 0 is watched in the logs and teaches nothing.
+    """
 
     def __init__(self, *, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
         """One weight per scorer, by name."""
@@ -29,7 +32,7 @@ class WeightedRewards(RewardScorer):
         self.weights = dict(weights)
         self.reads = tuple(sorted({column for scorer in scorers.values() for column in scorer.reads}))
         modalities = {m for scorer in scorers.values() for m in scorer.capabilities.modalities}
-        differentiable = all(scorer.capabilities.differentiable for scorer in scorers.values())
+        differentiable = all(scorers[name].capabilities.differentiable for name, weight in weights.items() if weight)
         self.capabilities = Capabilities(modalities=tuple(sorted(modalities)), differentiable=differentiable)
 
     def score(self, request: RewardRequest) -> RewardResponse:
@@ -44,10 +47,11 @@ class WeightedRewards(RewardScorer):
         return RewardResponse(total=total.float(), components=components)
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the total of `score` with its gradient, where every scorer has one."""
+        """[B] the total of `score` with its gradient. A scorer of weight 0, which only watches, needs none."""
         total = torch.zeros(len(images), device=images.device)
-        for name, scorer in self.scorers.items():
-            total = total + self.weights[name] * objective_of(scorer, images, prompts)
+        for name, weight in self.weights.items():
+            if weight:
+                total = total + weight * objective_of(self.scorers[name], images, prompts)
         return total
 
     def offload(self) -> None:

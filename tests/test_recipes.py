@@ -77,6 +77,13 @@ EVERY_STEP = {
 }
 AVERAGED = {"backend.ema_cfg.target_decay": 0.9, "backend.ema_cfg.every": 8, "evaluation.weights": "ema"}
 
+CLEAN_SAMPLES = {key: value for key, value in SD3.items() if key.partition(".")[0] != "algorithm"} | {
+    "stack.num_updates_per_batch": 1,
+    "sampling.kernel.eta": None,
+    "sampling.kernel._target_": "unirl.sde.kernels.EulerODE",
+}
+"""What runs have in common that need no trajectory."""
+
 PUBLISHED = {
     "diffusion/sd3_replica_lora_colocate": SD3 | LAYOUT | {"placement": None},
     "diffusion/sd3_replica_lora_separate": SD3 | LAYOUT | APART,
@@ -108,6 +115,17 @@ PUBLISHED = {
     "diffusion/sd3_mixgrpo_flash": SD3
     | {"sampling.sde_steps.size": 4, "sampling.sde_steps.stride": 1, "sampling.sde_steps.iters_per_window": 20}
     | {"sampling.tail_fraction": 0.4, "sampling.num_inference_steps": 25, "sampling.solver.variant": "midpoint"},
+    "diffusion/sd3_nft": CLEAN_SAMPLES
+    | {"algorithm.beta": 1.0, "algorithm.adv_clip_max": 5.0, "algorithm.velocity_coef": 0, "advantage.clip": 5.0}
+    | {"algorithm.times.fraction": 0.99, "backend.optimizer_cfg.weight_decay": 1e-4, "stack.micro_batch_size": 8}
+    | {"backend.ema_lora_cfg.rate": 0.001, "backend.ema_lora_cfg.ceiling": 0.5, "backend.ema_lora_cfg.flat_updates": 0},
+    "diffusion/sd3_awm": CLEAN_SAMPLES
+    | {"algorithm.surrogate": "power_huber", "algorithm.huber_power": 0.25, "algorithm.clip_range": None}
+    | {"algorithm.velocity_coef": 1e-4, "algorithm.ema_coef": 1.0, "algorithm.times.num_times": 6}
+    | {"advantage.clip": 1.0, "backend.ema_lora_cfg.ceiling": 0.3},
+    "diffusion/sd3_online_dpo": CLEAN_SAMPLES
+    | {"algorithm.beta": 100.0, "algorithm.pairs_per_group": 1, "sampling.samples_per_prompt": 24}
+    | {"backend.ema_cfg.every": 40, "backend.ema_cfg.target_decay": 0},
 }
 
 

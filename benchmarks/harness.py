@@ -5,17 +5,20 @@ A single ratio on a shared machine scatters by 10 %; the median over interleaved
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 @dataclass
@@ -31,15 +34,26 @@ class Ratio:
     ratios: list[float] = field(default_factory=list)
 
 
-def paired(name: str, shapes: dict, ours: Callable[[], object], bare: Callable[[], object], pairs: int) -> Ratio:
+Clock = Callable[[], float]
+"""Seconds: `time.perf_counter`, or `time.process_time` where others use the machine and one thread works."""
+
+
+def paired(
+    name: str,
+    shapes: dict,
+    ours: Callable[[], object],
+    bare: Callable[[], object],
+    pairs: int,
+    clock: Clock = time.perf_counter,
+) -> Ratio:
     """Medians over `pairs` interleaved runs of each, after one warm-up of both; the order alternates."""
     ours(), bare()
     times: list[tuple[float, float]] = []
     for i in range(pairs):
         if i % 2:
-            b, a = seconds(bare), seconds(ours)
+            b, a = seconds(bare, clock), seconds(ours, clock)
         else:
-            a, b = seconds(ours), seconds(bare)
+            a, b = seconds(ours, clock), seconds(bare, clock)
         times.append((a, b))
     ratios = [a / b for a, b in times]
     return Ratio(
@@ -53,13 +67,42 @@ def paired(name: str, shapes: dict, ours: Callable[[], object], bare: Callable[[
     )
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of one run, device work included."""
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors that one run had on the device, above what was there before it."""
+
+    peak: int
+    kept: int
+    """What was still there at its end, its result included."""
+
+
+def memory(work: Callable[[], object]) -> Memory:
+    """Measured by the allocator, so it does not scatter."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = work()
+        kept, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        del result
+        return Memory(peak, kept)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        result = work()
+    del result
+    assert run.profiler is not None and run.profiler.kineto_results is not None
+    changes = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    sums = list(accumulate((event.nbytes() for event in changes), initial=0))
+    return Memory(max(sums), sums[-1])
+
+
+def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    """Seconds of one run, device work included."""
     synchronise()
-    start = time.perf_counter()
+    start = clock()
     work()
     synchronise()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def synchronise() -> None:
@@ -82,13 +125,24 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def report(results: list[Ratio], path: str | None) -> None:
+def report(results: Sequence[Ratio], path: str | None) -> None:
     """Print a line per result; write everything as JSON when `path` is given."""
-    for r in results:
-        print(
-            f"{r.name:32s} ours {r.ours_s:8.4f} s   bare {r.bare_s:8.4f} s   ratio {r.ratio:.3f}   "
-            f"({r.pairs} pairs) {r.shapes}"
-        )
+    for result in results:
+        show(result)
     if path:
-        content = {"machine": machine(), "results": [asdict(r) for r in results]}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        write(results, path)
+
+
+def show(r: Ratio) -> None:
+    """Print one result."""
+    print(
+        f"{r.name:32s} ours {r.ours_s:8.4f} s   bare {r.bare_s:8.4f} s   ratio {r.ratio:.3f}   "
+        f"({r.pairs} pairs) {r.shapes}",
+        flush=True,
+    )
+
+
+def write(results: Sequence[Ratio], path: str) -> None:
+    """Write machine and results as JSON."""
+    content = {"machine": machine(), "results": [asdict(r) for r in results]}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")

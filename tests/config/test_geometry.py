@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from unirl.config.errors import ConfigError
 from unirl.config.geometry import KNOBS, Geometry, check_geometry, geometry_table, nearest_legal
 from unirl.config.load import load
+from unirl.distributed.group.layout import rank_rows
 
 COUNT = st.integers(1, 24)
 
@@ -76,6 +77,23 @@ def test_an_illegal_geometry_always_offers_a_way_out_that_works(case):
     for field, values in offered:
         for value in values:
             check_geometry(dataclasses.replace(case, **{field: int(value)}))
+
+
+@given(GEOMETRIES)
+def test_no_rank_and_no_micro_batch_splits_rows_that_belong_together(case):
+    if not case.is_legal:
+        return
+    for rows in rank_rows(case.num_trained, case.num_updates, case.num_devices):
+        for start in range(0, len(rows), case.rows_per_device):  # one update's share
+            share = rows[start : start + case.rows_per_device]
+            for micro in range(0, len(share), case.micro_batch_size):
+                held = share[micro : micro + case.micro_batch_size]
+                bundles = [held[i : i + case.rows_together] for i in range(0, len(held), case.rows_together)]
+                assert all(
+                    [row // case.rows_together for row in bundle]
+                    == [bundle[0] // case.rows_together] * case.rows_together
+                    for bundle in bundles
+                )
 
 
 def test_the_error_shows_the_equation():

@@ -4,7 +4,7 @@ Each policy is an exact flow plus a small network that starts at zero, so pre-tr
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,22 @@ GROUP = GroupAdvantage()
 class Flow(nn.Module):
     """v(x, sigma) = base(x, sigma) + net(x, sigma), net zero at first."""
 
-    def __init__(self, base: Callable[[Tensor, Tensor], Tensor], size: int, width: int = 32) -> None:
+    def __init__(self, base: Callable[[Tensor, Tensor], Tensor], size: int, width: int = 32, seed: int = 0) -> None:
         super().__init__()
         self.base = base
+        self.size = size
         self.net = nn.Sequential(nn.Linear(size + 1, width), nn.Tanh(), nn.Linear(width, size))
         with torch.no_grad():
             for i, parameter in enumerate(self.net.parameters()):
-                parameter.normal_(std=0.5 * (i == 0), generator=torch.Generator().manual_seed(i))
+                parameter.normal_(std=0.5 * (i == 0), generator=torch.Generator().manual_seed(100 * seed + i))
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         return self.base(x, sigma[:, None]) + self.net(torch.cat([x, sigma[:, None]], dim=1))
 
     @property
     def facts(self) -> ModelFacts:
-        return toy_facts(batch_multiple=1)
+        """A value head reads all elements as channels, and no text."""
+        return replace(toy_facts(batch_multiple=1), latent_channels=self.size, text_width=None)
 
     def trainable(self) -> nn.Module:
         return self
@@ -77,7 +79,12 @@ class Run:
 
     def gain(self) -> float:
         """The mean reward of the last five steps less that of the first five."""
-        return sum(self.rewards[-5:]) / 5 - sum(self.rewards[:5]) / 5
+        return self.end - sum(self.rewards[:5]) / 5
+
+    @property
+    def end(self) -> float:
+        """The mean reward of the last five steps."""
+        return sum(self.rewards[-5:]) / 5
 
 
 def rollout(stage: DiffusionStage, size: int, params: DiffusionSamplingParams, step: int) -> RolloutTrack:
@@ -112,16 +119,16 @@ class Method:
     """Given: samples come from the snapshot `old`, which it moves."""
 
 
-def train(flow: Flow, size: int, reward: Callable[[Tensor], Tensor], method: Method, steps: int) -> Run:
+def train(flow: Flow, size: int, reward: Callable[[Tensor], Tensor], method: Method, steps: int, seed: int = 42) -> Run:
     optimizer = OptimizerConfig(learning_rate=method.learning_rate)
-    backend = FSDPBackend(flow, optimizer_cfg=optimizer, ema_lora_cfg=method.old)
+    backend = FSDPBackend(flow, seed, optimizer_cfg=optimizer, ema_lora_cfg=method.old)
     stage = DiffusionStage(flow, flow.facts)
     stack = TrainStack(
         backend, method.algorithm, stage, micro_batch_size=PROMPTS * SIBLINGS, num_updates_per_batch=method.num_updates
     )
     sigmas = tuple(flow.facts.schedule.sigmas(T, 1).tolist())
     params = DiffusionSamplingParams(
-        kernel=method.kernel, num_inference_steps=T, sde_indices=method.sde_indices
+        kernel=method.kernel, num_inference_steps=T, sde_indices=method.sde_indices, seed=seed
     ).pinned(0, sigmas)
     run = Run([], [])
     for step in range(steps):

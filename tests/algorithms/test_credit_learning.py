@@ -1,9 +1,9 @@
 """Estimators teach: a Gaussian flow climbs to its reward whatever measures its advantages."""
 
 import pytest
-import torch
 
-from tests.algorithms.flows import Flow, Method, T, mixture_velocity, train
+from tests.algorithms.flows import Method, T
+from tests.algorithms.toys import GAUSSIAN
 from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.estimator import Estimator
@@ -20,10 +20,14 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+METHODS = {
+    name: Method(algorithm=GRPO, kernel=CPSSDEStrategy(eta=0.8), advantage=estimator)
+    for name, estimator in ESTIMATORS.items()
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_every_estimator_moves_a_gaussian_flow_towards_its_reward(name: str) -> None:
-    flow = Flow(mixture_velocity(torch.zeros(1, 8), 0.5), size=8)
-    method = Method(algorithm=GRPO, kernel=CPSSDEStrategy(eta=0.8), advantage=ESTIMATORS[name])
-    run = train(flow, 8, lambda x0: -(x0 - 1).square().mean(1), method, steps=25)
-    assert run.rewards[0] == pytest.approx(-1.25, abs=0.3)
+    run = GAUSSIAN.learn(METHODS[name], steps=25)
+    assert run.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)
     assert run.gain() >= 0.6  # the optimum is 0

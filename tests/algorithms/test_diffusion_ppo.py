@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.algorithms.flows import FLOW_SDE, GROUP, PROMPTS, SIBLINGS, Flow, Method, T, mixture_velocity, rollout, train
+from tests.algorithms.flows import FLOW_SDE, GROUP, PROMPTS, SIBLINGS, Flow, Method, T, rollout
+from tests.algorithms.toys import GAUSSIAN
 from tests.algorithms.trajectories import IMAGE, VIDEO, Policies, Step, anchored, assert_same, found, policies
 from tests.algorithms.trajectories import expected as expected_policy
 from tests.algorithms.trajectories import trajectory as unscored
@@ -26,7 +27,7 @@ from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import ValueConfig
 from unirl.train.stack import TrainStack
-from unirl.types.protocols import Anchor, ModelFacts
+from unirl.types.protocols import Anchor
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -288,27 +289,16 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
 # Learning
 
 
-class FlatFlow(Flow):
-    """A flow whose value head reads all 8 elements as channels, and no text."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        return replace(super().facts, latent_channels=8, text_width=None)
+CRITICS = {
+    "default": DiffusionPPO(clip_range=0.05, steps_per_forward=T - 1),
+    "td": DiffusionPPO(clip_range=0.05, steps_per_forward=T - 1, lam=0.0),
+}
 
 
-def gaussian_flow() -> FlatFlow:
-    return FlatFlow(mixture_velocity(torch.zeros(1, 8), 0.5), size=8)
-
-
-def near_one(x0: Tensor) -> Tensor:
-    return -(x0 - 1).square().mean(1)
-
-
-@pytest.mark.parametrize("options", [{}, {"lam": 0.0}], ids=["default", "td"])
-def test_it_moves_a_gaussian_flow_towards_its_reward(options: dict[str, Any]) -> None:
-    algorithm = DiffusionPPO(clip_range=0.05, steps_per_forward=T - 1, **options)
-    run = train(gaussian_flow(), 8, near_one, Method(algorithm=algorithm), steps=25)
-    assert run.rewards[0] == pytest.approx(-1.25, abs=0.3)
+@pytest.mark.parametrize("name", CRITICS)
+def test_it_moves_a_gaussian_flow_towards_its_reward(name: str) -> None:
+    run = GAUSSIAN.learn(Method(algorithm=CRITICS[name]), steps=25)
+    assert run.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)
     assert run.gain() >= 0.5  # the optimum is 0
 
 
@@ -338,7 +328,7 @@ def explained(wanted: Tensor, have: Tensor) -> float:
 
 def test_its_value_head_learns_the_expected_reward_of_every_state() -> None:
     """On a policy that stands still the expected reward is known in closed form; the head sees noisy outcomes only."""
-    flow = gaussian_flow()
+    flow = GAUSSIAN.flow()
     backend = FSDPBackend(
         flow,
         optimizer_cfg=OptimizerConfig(learning_rate=1e-12),
@@ -352,11 +342,11 @@ def test_its_value_head_learns_the_expected_reward_of_every_state() -> None:
     updates: list[dict[str, float]] = []
     for step in range(30):
         track = rollout(stage, 8, params, step)
-        track, _ = track.replace(rewards=near_one(track.segment.final)).compute_advantages(GROUP)
+        track, _ = track.replace(rewards=GAUSSIAN.reward(track.segment.final)).compute_advantages(GROUP)
         updates += [values(update) for update in stack.train_track(track).updates]
     unseen = rollout(stage, 8, params, 1000)
     truth = true_values(flow, sigmas, unseen)
-    rewards = near_one(unseen.segment.final)
+    rewards = GAUSSIAN.reward(unseen.segment.final)
     assert abs(float((rewards[:, None] - truth).mean())) < 0.1  # the closed form is that of this flow
     with torch.no_grad():
         have = stage.values(unseen.conditions, unseen.segment, unseen.segment.sde_indices)

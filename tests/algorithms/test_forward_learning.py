@@ -1,9 +1,9 @@
 """Losses on clean samples learn: on a flow with a known velocity field each one raises the reward that it is given."""
 
 import pytest
-import torch
 
-from tests.algorithms.flows import Flow, Method, Run, mixture_velocity, train
+from tests.algorithms.flows import Method
+from tests.algorithms.toys import GAUSSIAN
 from unirl.algorithms.diffusion_awm import DiffusionAWM
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
@@ -35,20 +35,14 @@ METHODS = {
 }
 
 
-def run(chosen: Method, steps: int = 40) -> Run:
-    """A Gaussian flow around 0, rewarded for samples near 1 in each of 8 dimensions: the optimum is 0."""
-    flow = Flow(mixture_velocity(torch.zeros(1, 8), 0.5), size=8)
-    return train(flow, 8, lambda x0: -(x0 - 1).square().mean(1), chosen, steps)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_gaussian_flow_goes_most_of_the_way_to_its_reward(name: str) -> None:
-    found = run(METHODS[name])
-    assert found.rewards[0] == pytest.approx(-1.25, abs=0.3)  # -(1 + 0.25), but for steps of finite size
-    assert sum(found.rewards[-5:]) / 5 >= 0.2 * found.rewards[0]  # four fifths of the way
+    found = GAUSSIAN.learn(METHODS[name], steps=40)
+    assert found.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)  # but for steps of finite size
+    assert found.end >= 0.2 * found.rewards[0]  # four fifths of the way
 
 
 def test_a_loss_without_a_sign_learns_nothing() -> None:
     """Plain fine-tuning on all samples: what the others gain comes from the reward."""
     alike = method(DiffusionRWR(temperature=1e6, times_per_forward=8))
-    assert abs(run(alike, steps=20).gain()) < 0.15
+    assert abs(GAUSSIAN.learn(alike, steps=20).gain()) < 0.15

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 
-from tests.algorithms.flows import Flow, Method, Run, T, mixture_velocity, train
+from tests.algorithms.flows import Method, Run, T
+from tests.algorithms.toys import GAUSSIAN, MIXTURE
 from unirl.algorithms.denoising import DenoisingLoss
 from unirl.algorithms.diffusion_dppo import DiffusionDPPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
@@ -18,29 +18,28 @@ def grpo(clip_range: float = 0.05, **options: Any) -> DiffusionGRPO:
 
 
 def on_a_gaussian(method: Method, steps: int = 30) -> Run:
-    """N(0, 1/4) in eight dimensions, rewarded for being near 1: at first -(1 + 1/4), at best 0."""
-    flow = Flow(mixture_velocity(torch.zeros(1, 8), 0.5), size=8)
-    run = train(flow, 8, lambda x0: -(x0 - 1).square().mean(1), method, steps)
-    assert run.rewards[0] == pytest.approx(-1.25, abs=0.3)  # but for steps of finite size
+    run = GAUSSIAN.learn(method, steps)
+    assert run.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)  # but for steps of finite size
     return run
 
 
 def on_a_mixture(method: Method) -> Run:
-    """Two narrow modes in the plane, one of them rewarded: half the samples at first."""
-    means = torch.tensor([[1.5, 0.0], [-1.5, 0.0]])
-    flow = Flow(mixture_velocity(means, 0.3), size=2)
-    run = train(flow, 2, lambda x0: torch.exp(-(x0 - means[0]).square().sum(1)), method, steps=40)
-    assert run.rewards[0] == pytest.approx(0.5 / (1 + 2 * 0.3**2), abs=0.1)  # half the samples, each E[exp(-|z|^2)]
+    run = MIXTURE.learn(method, steps=40)
+    assert run.rewards[0] == pytest.approx(MIXTURE.start, abs=0.1)
     return run
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [FlowSDEStrategy(eta=0.7), DanceSDEStrategy(eta=0.5), CPSSDEStrategy(eta=0.8), FlowDDIM(eta=1.0)],
-    ids=["flow", "dance", "cps", "ddpo"],
-)
-def test_grpo_moves_a_gaussian_flow_towards_its_reward(kernel: Kernel) -> None:
-    assert on_a_gaussian(Method(algorithm=grpo(), kernel=kernel)).gain() >= 0.5
+KERNELS: dict[str, Kernel] = {
+    "flow": FlowSDEStrategy(eta=0.7),
+    "dance": DanceSDEStrategy(eta=0.5),
+    "cps": CPSSDEStrategy(eta=0.8),
+    "ddpo": FlowDDIM(eta=1.0),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_grpo_moves_a_gaussian_flow_towards_its_reward(name: str) -> None:
+    assert on_a_gaussian(Method(algorithm=grpo(), kernel=KERNELS[name])).gain() >= 0.5
 
 
 TRUST_REGIONS: dict[str, DenoisingLoss] = {
@@ -61,13 +60,15 @@ def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_lear
     assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [grpo(0.02, ratio="guard"), DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1)],
-    ids=["guard", "dppo"],
-)
-def test_other_ratios_find_the_rewarded_mode_too(algorithm: DenoisingLoss) -> None:
-    assert on_a_mixture(Method(algorithm=algorithm)).gain() >= 0.3
+RATIOS: dict[str, DenoisingLoss] = {
+    "guard": grpo(0.02, ratio="guard"),
+    "dppo": DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1),
+}
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_other_ratios_find_the_rewarded_mode_too(name: str) -> None:
+    assert on_a_mixture(Method(algorithm=RATIOS[name])).gain() >= 0.3
 
 
 def test_towards_the_reference_the_optimum_is_lower_and_the_divergence_bounded() -> None:

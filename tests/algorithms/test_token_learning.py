@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithms.flows import Run
 from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.ar_cispo import CISPO
 from unirl.algorithms.ar_dppo import CPPO, DPPO
@@ -64,21 +65,28 @@ def learner(algorithm: TokenAlgorithm, table: TokenTable) -> tuple[TrainStack, T
     return stack, stage
 
 
-@pytest.mark.parametrize("algorithm", METHODS.values(), ids=METHODS.keys())
-def test_every_method_finds_the_best_arm_of_every_prompt(algorithm: TokenAlgorithm) -> None:
+def bandit(algorithm: TokenAlgorithm, seed: int = 42) -> Run:
+    """30 steps of two updates from a table of zeros."""
     stack, stage = learner(algorithm, TokenTable(ARMS, PROMPTS))
-    rewards = []
+    run = Run([], [])
     for step in range(30):
-        track = token_track(stage, PROMPTS, SIBLINGS, SAMPLING, step=step, context=None)
+        track = token_track(stage, PROMPTS, SIBLINGS, SAMPLING, seed=seed, step=step, context=None)
         track = track.replace(rewards=best_arm(track))
         track, _ = track.compute_advantages(GroupAdvantage())
-        first, second = (values(update) for update in stack.train_track(two_halves(track)).updates)
-        rewards.append(float(track.rewards.mean()))
+        run.updates += [values(update) for update in stack.train_track(two_halves(track)).updates]
+        run.rewards.append(float(track.rewards.mean()))
+    return run
+
+
+@pytest.mark.parametrize("algorithm", METHODS.values(), ids=METHODS.keys())
+def test_every_method_finds_the_best_arm_of_every_prompt(algorithm: TokenAlgorithm) -> None:
+    run = bandit(algorithm)
+    for first, second, reward in zip(run.updates[0::2], run.updates[1::2], run.rewards, strict=True):
         assert (first["train/ratio_min"], first["train/ratio_max"]) == (1.0, 1.0)
         assert first["rollout/parity_absdiff_max"] == 0.0
-        assert second["train/ratio_std"] > 0.0 or rewards[-1] == 1.0
-    assert rewards[0] == pytest.approx(0.25, abs=0.1)
-    assert sum(rewards[-5:]) / 5 > 0.95
+        assert second["train/ratio_std"] > 0.0 or reward == 1.0
+    assert run.rewards[0] == pytest.approx(1 / ARMS, abs=0.1)
+    assert run.end > 0.95
 
 
 def test_a_large_entropy_bonus_keeps_the_table_uncertain_and_a_large_kl_keeps_it_where_it_was() -> None:

@@ -1,4 +1,4 @@
-"""Makes the weights of the shapes classifier: colour and shape of drawn pictures, grain and blur included.
+"""Makes the weights of the shapes classifier: colour and shape of drawn pictures, and whether they are clean.
 
 python scripts/pretrain_shapes_classifier.py      # about two minutes on two cores
 """
@@ -16,32 +16,43 @@ from torch import Tensor, nn
 
 from unirl.reward.local.shapes_classifier import COLORS, KINDS, WEIGHTS, ShapesClassifier
 
-GRAIN = 0.15
-"""Largest standard deviation of the noise on a picture."""
+SPOILED = 0.25
+"""Largest standard deviation of what spoils a picture; a clean one has at most a tenth of it."""
 
 
-def batch(size: int, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures [B, 3, 24, 24] with grain, some half faded into another one; colours [B] and shapes [B]."""
+def batch(size: int, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pictures [B, 3, 24, 24], their colours [B] and shapes [B], and whether they are clean [B]; half of them are.
+
+    The others have grain, stains several pixels wide, or are faded into the next picture.
+    """
     chosen = [ALL[int(i)] for i in rng.integers(len(ALL), size=size)]
-    clean = torch.from_numpy(np.stack([draw(drawing, SIZE, rng) for drawing in chosen]))
-    others = clean.roll(1, dims=0)
-    fade = torch.from_numpy(np.where(rng.random(size) < 0.5, rng.uniform(0, 0.4, size), 0.0)).float()[
-        :, None, None, None
-    ]
-    grain = torch.from_numpy(rng.uniform(0, GRAIN, size)).float()[:, None, None, None]
-    noise = torch.from_numpy(rng.standard_normal(clean.shape)).float()
-    pictures = ((1 - fade) * clean + fade * others + grain * noise).clamp(0, 1)
+    drawn = torch.from_numpy(np.stack([draw(drawing, SIZE, rng) for drawing in chosen]))
+    clean = rng.random(size) < 0.5
+    kind = rng.integers(3, size=size)
+
+    def amount(mine: np.ndarray, low: float, high: float) -> Tensor:
+        """[B, 1, 1, 1] how much of one way to be spoiled each picture has."""
+        drawn_amount = np.where(mine & ~clean, rng.uniform(low, high, size), 0.0)
+        return torch.from_numpy(drawn_amount).float()[:, None, None, None]
+
+    grain = torch.from_numpy(rng.standard_normal(drawn.shape)).float()
+    coarse = torch.from_numpy(rng.standard_normal((size, 3, 6, 6))).float()
+    stains = nn.functional.interpolate(coarse, (SIZE, SIZE), mode="bilinear")
+    fade = amount(kind == 2, 0.15, 0.5)
+    a_little = torch.from_numpy(rng.uniform(0, SPOILED / 10, size)).float()[:, None, None, None]
+    pictures = (1 - fade) * drawn + fade * drawn.roll(1, dims=0)
+    pictures += (a_little + amount(kind == 0, 0.05, SPOILED)) * grain + amount(kind == 1, 0.08, SPOILED) * stains
     color = torch.tensor([COLORS.index(color) for color, _ in chosen])
     shape = torch.tensor([KINDS.index(shape) for _, shape in chosen])
-    return pictures, color, shape
+    return pictures.clamp(0, 1), color, shape, torch.from_numpy(clean).long()
 
 
-def accuracy(model: ShapesClassifier, rng: np.random.Generator) -> float:
-    """The share of 2000 new pictures of which colour and shape are right."""
-    pictures, color, shape = batch(2000, rng)
+def accuracy(model: ShapesClassifier, rng: np.random.Generator) -> list[float]:
+    """The share of 2000 new pictures of which colour, shape, cleanness are right."""
+    pictures, *truths = batch(2000, rng)
     with torch.no_grad():
-        colors, shapes = model(pictures)
-    return float(((colors.argmax(1) == color) & (shapes.argmax(1) == shape)).float().mean())
+        said = model(pictures)
+    return [float((log_probs.argmax(1) == truth).float().mean()) for log_probs, truth in zip(said, truths, strict=True)]
 
 
 def main() -> None:
@@ -57,12 +68,11 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.steps)
     start = time.monotonic()
     for step in range(options.steps):
-        pictures, color, shape = batch(options.batch_size, rng)
-        colors, shapes = model(pictures)
+        pictures, *truths = batch(options.batch_size, rng)
         # Smoothed labels leave a gradient where the answer is already right.
         loss = sum(
-            nn.functional.nll_loss(said, truth) * 0.9 - 0.1 * said.mean()
-            for said, truth in ((colors, color), (shapes, shape))
+            0.9 * nn.functional.nll_loss(said, truth) - 0.1 * said.mean()
+            for said, truth in zip(model(pictures), truths, strict=True)
         )
         optimizer.zero_grad()
         loss.backward()
@@ -70,7 +80,8 @@ def main() -> None:
         schedule.step()
         if step % 250 == 0:
             print(f"{step:5d} {time.monotonic() - start:5.0f} s  loss {loss.item():.3f}", flush=True)
-    print(f"colour and shape right of new pictures: {accuracy(model, np.random.default_rng(options.seed + 1)):.4f}")
+    shares = accuracy(model, np.random.default_rng(options.seed + 1))
+    print("right of new pictures: " + ", ".join(f"{share:.4f}" for share in shares) + " (colour, shape, clean)")
     save_file(model.state_dict(), WEIGHTS)
 
 

@@ -44,6 +44,15 @@ def test_each_picture_earns_most_for_its_own_prompt_and_the_detector_agrees(scor
         assert (sight(picture).color, sight(picture).shape) == (color, shape)
 
 
+def test_grain_stains_and_mixtures_earn_less(scorer) -> None:
+    images, generator = drawn(), torch.Generator().manual_seed(0)
+    grain = torch.randn(images.shape, generator=generator)
+    stains = torch.nn.functional.interpolate(torch.randn(24, 3, 6, 6, generator=generator), (24, 24), mode="bilinear")
+    clean = scores(scorer, images, PROMPTS)
+    for spoiled in (images + 0.1 * grain, images + 0.15 * stains, 0.7 * images + 0.3 * images.roll(5, dims=0)):
+        assert scores(scorer, spoiled.clamp(0, 1), PROMPTS).mean() < clean.mean() - 0.2
+
+
 def test_the_score_does_not_depend_on_batch_or_order(scorer) -> None:
     images = drawn()
     whole = scores(scorer, images, PROMPTS)
@@ -62,8 +71,8 @@ def test_the_gradient_is_that_of_the_score(scorer) -> None:
         direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
         def objective(images: torch.Tensor) -> torch.Tensor:
-            color, shape = scorer.model(images)
-            return 0.5 * (color[:, 0] + shape[:, 2])
+            color, shape, clean = scorer.model(images)
+            return color[:, 0] + shape[:, 2] + clean[:, 1]
 
         leaf = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(objective(leaf).sum(), leaf)

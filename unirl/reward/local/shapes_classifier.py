@@ -1,8 +1,8 @@
 """Rewards pictures of coloured shapes through a small network, so that the reward has a gradient.
 
 The detector of `shapes.py` looks at pixels and has none. This network was trained on drawn pictures
-(`scripts/pretrain_shapes_classifier.py`) to name colour and shape. The quick start of the REFL family climbs it; the
-detector says whether the climb was honest.
+(`scripts/pretrain_shapes_classifier.py`) to name colour and shape, and to tell flat paint from grain, stains and
+mixtures. The quick start of the REFL family climbs it; the detector says whether the climb was honest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 WEIGHTS = Path(__file__).with_name("shapes_classifier.safetensors")
 COLORS, KINDS = tuple(PALETTE), tuple(SHAPES)
+SIZES = (len(COLORS), len(KINDS), 2)
 WIDTH = 24
 
 
 class ShapesClassifier(nn.Module):
-    """Pictures [B, 3, 24, 24] in [0, 1] to log-probs of colours [B, 6] and shapes [B, 4]. Smooth everywhere."""
+    """Pictures [B, 3, 24, 24] in [0, 1] to log-probs: colours [B, 6], shapes [B, 4], clean or not [B, 2]. Smooth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,17 +41,16 @@ class ShapesClassifier(nn.Module):
             nn.SiLU(),
             nn.Flatten(),
         )
-        self.head = nn.Linear(2 * WIDTH * 9, len(COLORS) + len(KINDS))
+        self.head = nn.Linear(2 * WIDTH * 9, sum(SIZES))
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The two log-probs."""
-        logits = self.head(self.features(images - 0.5))
-        color, shape = logits.split([len(COLORS), len(KINDS)], dim=1)
-        return color.log_softmax(1), shape.log_softmax(1)
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three log-probs."""
+        color, shape, clean = self.head(self.features(images - 0.5)).split(SIZES, dim=1)
+        return color.log_softmax(1), shape.log_softmax(1), clean.log_softmax(1)
 
 
 class ShapesClassifierRewardScorer(LocalRewardBackend):
-    """(log p(color) + log p(shape)) / 2 of the colour and the shape that the prompt names, in nats, at most 0."""
+    """(log p(colour) + log p(shape) + log p(clean)) / 3, colour and shape as the prompt names them; nats, at most 0."""
 
     reads = ("images", "prompts")
     capabilities = Capabilities(modalities=("image",), differentiable=True)
@@ -93,9 +93,8 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
         """
         wanted = torch.tensor([named(prompt) for prompt in prompts], device=self.device)
         pictures = nn.functional.interpolate(images.to(self.device).float(), (24, 24), mode="bilinear", antialias=True)
-        color, shape = self.model(pictures)
-        chosen = color.gather(1, wanted[:, :1]) + shape.gather(1, wanted[:, 1:])
-        return 0.5 * chosen[:, 0]
+        color, shape, clean = self.model(pictures)
+        return (color.gather(1, wanted[:, :1]) + shape.gather(1, wanted[:, 1:]) + clean[:, 1:])[:, 0] / 3
 
 
 def named(prompt: str) -> tuple[int, int]:

@@ -26,10 +26,17 @@ def test_every_recipe_is_legal_and_small_at_toy_scale(name):
     assert recipe.config.num_rollouts == QUANTITIES["num_rollouts"]
 
 
+def without_sizes(block):
+    """A block without the numbers of denoising steps in it, which shrink with the schedule."""
+    if not isinstance(block, dict):
+        return block
+    return {key: without_sizes(value) for key, value in block.items() if key != "num_steps"}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_toy_changes_sizes_and_never_what_is_learned(name):
     full, toy = load(name), load(name, ["scale=toy"])
-    assert full.value("algorithm") == toy.value("algorithm")
+    assert without_sizes(full.value("algorithm")) == without_sizes(toy.value("algorithm"))
     assert full.value("advantage") == toy.value("advantage")
     assert full.value("sampling.kernel") == toy.value("sampling.kernel")
     assert full.value("stack.num_updates_per_batch") == toy.value("stack.num_updates_per_batch")

@@ -167,8 +167,8 @@ def main(setting: Setting, cases: list[str], path: str | None) -> None:
             show(cost)
             print(cost.line(), flush=True)
             results.append(cost)
-    if path:
-        write(results, path)
+            if path:
+                write(results, path)  # so far
 
 
 if __name__ == "__main__":

@@ -22,8 +22,10 @@ def logged_names() -> set[str]:
     for path in SOURCES:
         if "tracking" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        pieces = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
                 names.add(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts = [part.value if isinstance(part, ast.Constant) else "word" for part in node.values]

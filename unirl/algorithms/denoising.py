@@ -19,14 +19,11 @@ from unirl.algorithms.surrogate import ClipSchedule, clip_scale, mean_metric, we
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage, Replay
 from unirl.sde.gaussian import HALF_LOG_TWO_PI
-from unirl.types.protocols import Anchor, Kernel, Moment, Needs, Quantity
+from unirl.types.protocols import REFERENCE, Anchor, Kernel, Moment, Needs, Quantity
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
-
-REFERENCE = "reference"
-"""The snapshot of the policy at initialisation."""
 
 
 @dataclass(frozen=True, kw_only=True)

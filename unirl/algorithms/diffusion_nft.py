@@ -10,7 +10,6 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, Columns, LossResult, Part
 from unirl.algorithms.forward_process import (
-    REFERENCE,
     ForwardProcess,
     Noised,
     check_coefficients,
@@ -21,7 +20,7 @@ from unirl.algorithms.forward_process import (
 from unirl.algorithms.kl import element_means
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.models.diffusion import DiffusionStage
-from unirl.types.protocols import Anchor, Moment
+from unirl.types.protocols import REFERENCE, Anchor, Moment
 from unirl.types.rollout_resp import RolloutTrack
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, LossResult, Part
 from unirl.algorithms.forward_process import (
-    REFERENCE,
     ForwardProcess,
     check_coefficients,
     check_positive,
@@ -20,7 +19,7 @@ from unirl.algorithms.forward_process import (
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage
-from unirl.types.protocols import Moment
+from unirl.types.protocols import REFERENCE, Moment
 from unirl.types.rollout_resp import RolloutTrack
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,14 +24,11 @@ from unirl.models.chunks import select_conditions
 from unirl.models.diffusion import DiffusionStage
 from unirl.models.guidance import Guidance
 from unirl.sde.noise import NoiseSource
-from unirl.types.protocols import Anchor, Needs
+from unirl.types.protocols import REFERENCE, Anchor, Needs
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
-
-REFERENCE: Final = "reference"
-"""The snapshot of the policy at initialisation."""
 
 
 @dataclass(frozen=True)

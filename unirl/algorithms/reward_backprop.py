@@ -18,7 +18,7 @@ from unirl.models.differentiable import DifferentiableStage
 from unirl.models.diffusion import GradientMask
 from unirl.sde.noise import key_seed
 from unirl.sde.steps import AllSteps
-from unirl.types.protocols import Anchor, Moment, Needs, StepChoice
+from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs, StepChoice
 from unirl.types.results import Metric
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -91,7 +91,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
         return replace(super().needs, density=False, differentiable_reward=True)
 
     def anchors(self) -> Mapping[str, Anchor]:
-        return {"ref_velocity": Anchor("reference", "velocity")} if self.velocity_coef > 0 else {}
+        return {"ref_velocity": Anchor(REFERENCE, "velocity")} if self.velocity_coef > 0 else {}
 
     def parts(self, segment: LatentSegment) -> list[Part]:
         return [(0,)]

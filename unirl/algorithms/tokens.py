@@ -23,12 +23,9 @@ from unirl.algorithms.surrogate import fraction_metrics, mean_metric, spread_met
 from unirl.config.errors import ConfigError
 from unirl.models.autoregressive import TokenReplay, TokenStage
 from unirl.types.batch import Batch
-from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
-
-REFERENCE = "reference"
-"""The snapshot of the policy at initialisation."""
 
 
 @dataclass(frozen=True)

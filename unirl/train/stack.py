@@ -14,7 +14,7 @@ from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
 from unirl.train.parity import parity_of
-from unirl.types.protocols import Moment
+from unirl.types.protocols import REFERENCE, Moment
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -90,7 +90,7 @@ class TrainStack:
         """The reference is the policy at initialisation, and the stack is built before the first update."""
         if self.backend.has_snapshot(name):
             return
-        if name != "reference":
+        if name != REFERENCE:
             raise ConfigError(
                 f"{type(self.algorithm).__name__} reads the weight snapshot {name!r}, which the backend does not keep: "
                 "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`",

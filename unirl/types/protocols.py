@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -137,6 +137,9 @@ class ModelFacts:
         _, rows, columns = self.latent_shape(height, width)
         return rows * columns // self.patch_size**2
 
+
+REFERENCE: Final = "reference"
+"""The weight snapshot of the policy at initialisation."""
 
 Quantity = Literal["logp", "mean", "velocity", "value"]
 

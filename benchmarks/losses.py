@@ -4,7 +4,9 @@
 
 Losses: `TrainStack.train_track` against `bare_step` of the passes that the table names.
 Reward back-propagation: the same, T denoising steps of which K carry a gradient; their activations are computed twice.
-Replay: several denoising steps in one forward against one by one, without the optimizer step.
+Replay: several denoising steps in one forward against one by one, without the optimizer step. glibc returns freed
+tensors above 32 MiB to the system, and 40 rows at once have such ones: a fifth on top for page faults, which
+MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 in the environment takes away.
 Memory is that of tensors above what a step starts from (weights, optimizer, snapshots): the peak, gradients included;
 and what a loss on the reward's gradient keeps for its backward pass.
 """

@@ -108,7 +108,8 @@ PUBLISHED = {
     | AVERAGED,
     "diffusion/sd3_flowgrpo_fast": SD3
     | {"algorithm.clip_range": 1e-5, "batch_size": 64, "sampling.samples_per_prompt": 18}
-    | {"sampling.sde_steps.size": 3, "sampling.kernel.eta": 0.8, "evaluation.num_inference_steps": 40},
+    | {"sampling.sde_steps.size": 3, "sampling.kernel.eta": 0.8, "evaluation.num_inference_steps": 40}
+    | {"sampling.kernel.log_prob_form": "unnormalised"},
     "diffusion/sd3_grpo_guard": SD3
     | EVERY_STEP
     | {"algorithm.clip_range": 4e-6, "backend.optimizer_cfg.learning_rate": 1e-4, "advantage.std": "group"},

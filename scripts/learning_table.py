@@ -59,8 +59,8 @@ CLOSING = """
 Losses held near a reference policy have a lower optimum, which has no closed form here:
 [reference policy](reference_policy.md). Learning rates are those of the tests and constant, so a method below the
 optimum may be wandering around it. The toys say that a loss has the right sign and scale and finds what it is paid
-for; they do not rank methods. On the ring, the rows without a claim take two updates per rollout, and with them
-rewards rise for some 40 steps and then fall: compare them with the rows of one update."""
+for; they do not rank methods. On the ring, the rows without a claim take two updates per
+rollout: compare them with the rows of one update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,18 @@ def test_at_the_old_policy_the_loss_knows_no_reward_but_its_gradient_does() -> N
     assert not torch.allclose(slope, slope_other, rtol=0.1)
 
 
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_at_the_old_policy_both_sides_are_its_own_error_and_the_loss_their_mean_over_beta(beta: float) -> None:
+    algorithm, stage = DiffusionNFT(beta=beta, adv_clip_max=3.0, velocity_coef=0.0, times=TIMES), field_stage()
+    track = anchored(algorithm, clean_track(), old=stage)
+    noised = algorithm.noised(track, (1,))
+    error = prediction_loss(noised, velocity64(weights64(stage).detach(), track, noised), adaptive=True)
+    found = values(algorithm.loss(stage, track, (1,)).metrics)
+    assert found["train/positive_loss"] == pytest.approx(float(error.mean()), rel=1e-5)
+    assert found["train/negative_loss"] == pytest.approx(found["train/positive_loss"], rel=1e-5)
+    assert found["train/policy_loss"] == pytest.approx(3.0 * float(error.mean()) / beta, rel=1e-5)
+
+
 def test_at_the_old_policy_the_gradient_does_not_depend_on_beta() -> None:
     advantages = clean_track().advantages
     slopes = [at_the_old_policy(beta, advantages)[1] for beta in (0.1, 1.0, 3.0)]

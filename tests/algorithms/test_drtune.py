@@ -192,6 +192,9 @@ def test_a_reward_above_the_ceiling_has_no_gradient_at_all() -> None:
     assert result.loss == 0 and values(result.metrics)["train/saturated_fraction"] == 1.0
     assert loss_gradient(algorithm, track).abs().max() == 0.0
     assert loss_gradient(ReFL(reward_ceiling=10.0), track).abs().max() > 0.0
+    published = 2.0 - float(reward_of(drawn().segment.final, track).min())
+    for shift, silent in ((published + 1.0, True), (0.0, False)):  # the ceiling of ImageReward is 2
+        assert (loss_gradient(ReFL(reward_mean=-shift), track).abs().max() == 0.0) == silent
 
 
 def test_the_loss_is_the_weighed_reward_and_its_metric_the_reward_itself() -> None:

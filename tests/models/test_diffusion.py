@@ -230,6 +230,15 @@ def test_guidance_extrapolates_and_both_branches_get_gradients(passes: int) -> N
     assert cond.abs().sum() > 0 and uncond.abs().sum() > 0
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_guidance_of_one_is_the_condition_alone_and_of_zero_the_negative_alone(passes: int) -> None:
+    stage, x, sigma = toy_stage(), start(4), torch.full((4,), 0.5)
+    conditions = toy_conditions(["a", "b", "c", "d"], guidance_scale=2.0)
+    for scale, name in ((1.0, "text"), (0.0, "negative_text")):
+        alone = stage.velocity(x, sigma, {"text": conditions[name]}, Guidance())
+        assert torch.equal(stage.velocity(x, sigma, conditions, Guidance(scale, passes)), alone)
+
+
 def test_guidance_without_a_negative_condition_is_refused() -> None:
     with pytest.raises(ValueError, match="negative_text"):
         toy_stage().velocity(start(4), torch.ones(4), toy_conditions(["a"] * 4), Guidance(2.0))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unirl.sde.kernels import DPMSolver2M, EulerODE, Previous, predicted_x0
+from unirl.sde.kernels import DPMSolver2M, EulerODE, FlowDDIM, Previous, predicted_x0
 from unirl.sde.schedule import SigmaSchedule, flux2_mu
 
 
@@ -87,3 +87,30 @@ def test_the_solver_walks_the_path_of_diffusers(variant, num_steps):
         step = solver.transition(ours, v, sigma, sigma_next, previous)
         previous, ours = Previous(float(sigma), predicted_x0(ours, v, sigma)), step.mean
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-6)
+
+
+def drawn(seed):
+    return torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("kind", "eta"), [("DDIM", 0.0), ("DDIM", 0.4), ("DDIM", 1.0), ("DDPM", 1.0)])
+def test_ddim_is_that_of_diffusion_models_and_with_eta_one_their_posterior(kind, eta):
+    """A point sqrt(a) x0 + sqrt(1 - a) eps of a diffusion model, over sqrt(a) + sqrt(1 - a), is one of a flow."""
+    import diffusers
+
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(clip_sample=False)
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.double()
+    scheduler.set_timesteps(10)
+    alphas = [*scheduler.alphas_cumprod[scheduler.timesteps], torch.ones((), dtype=torch.float64)]
+    if kind == "DDIM":
+        alphas[-1] = scheduler.final_alpha_cumprod.double()
+    x, z = drawn(0), drawn(1)
+    for i, timestep in enumerate(scheduler.timesteps):
+        eps = drawn(2 + i)
+        x0 = (x - (1 - alphas[i]).sqrt() * eps) / alphas[i].sqrt()
+        scales = [a.sqrt() + (1 - a).sqrt() for a in alphas[i : i + 2]]
+        levels = [float((1 - a).sqrt() / scale) for a, scale in zip(alphas[i : i + 2], scales, strict=True)]
+        ours = FlowDDIM(eta=eta).transition(x / scales[0], eps - x0, *levels).sample(z) * scales[1]
+        noise = {"eta": eta, "variance_noise": z} if kind == "DDIM" else {"generator": torch.Generator().manual_seed(1)}
+        x = scheduler.step(eps, timestep, x, **noise).prev_sample
+        torch.testing.assert_close(ours, x, rtol=1e-12, atol=1e-12)

@@ -77,8 +77,10 @@ def test_flow_sde_takes_the_next_level_only_at_exactly_one():
 def test_without_noise_every_kernel_is_eulers_step(kernel, step):
     x, v = latents(2, 16)
     found = kernel.transition(x, v, *step)
-    torch.testing.assert_close(found.mean, x + v * (step[1] - step[0]), rtol=0, atol=1e-15)
+    torch.testing.assert_close(found.mean, x + v * (step[1] - step[0]), rtol=0, atol=5e-16)
     assert found.std == 0
+    with pytest.raises(ValueError, match="no density"):
+        found.log_prob(x)
 
 
 def diffusion(kernel, sigma, sigma_next):
@@ -109,10 +111,11 @@ def test_both_forms_of_the_score_are_equal(sigma):
     torch.testing.assert_close(from_noise, from_x0, rtol=1e-12, atol=1e-12)
 
 
-def test_dance_is_flow_sde_with_a_constant_diffusion_coefficient():
-    sigma, sigma_next = STEPS[4]
-    flow = FlowSDEStrategy(eta=0.3 / math.sqrt(sigma / (1 - sigma)))
-    assert mean_weights(flow, sigma, sigma_next) == pytest.approx(mean_weights(DanceSDEStrategy(eta=0.3), *STEPS[4]))
+@pytest.mark.parametrize("step", STEPS)
+def test_dance_is_flow_sde_with_a_constant_diffusion_coefficient(step):
+    flow = FlowSDEStrategy(eta=0.3 / diffusion(FlowSDEStrategy(eta=1.0), *step))
+    found, expected = mean_weights(DanceSDEStrategy(eta=0.3), *step), mean_weights(flow, *step)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("kernel", [FlowSDEStrategy(), DanceSDEStrategy(), CPSSDEStrategy(), FlowDDIM(), EulerODE()])

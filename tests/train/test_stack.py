@@ -14,6 +14,7 @@ from unirl.models.diffusion import DiffusionStage
 from unirl.testing.toy import ToyBundle, toy_stage, toy_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import LoraConfig
 from unirl.train.stack import TrainStack, merge_ranks
 from unirl.types.protocols import Anchor, Moment
 from unirl.types.results import Metrics, TrainStepResult, values
@@ -113,6 +114,17 @@ def test_a_second_update_with_a_vanishing_step_has_ratio_one() -> None:
     setup = make(num_updates_per_batch=2, micro_batch_size=3, lr=1e-30)
     second = values(setup.stack.train_track(setup.track).updates[1])
     assert (second["train/ratio_mean"], second["train/ratio_std"]) == (1.0, 0.0)
+
+
+def test_fresh_adapters_are_the_reference_exactly_until_they_are_moved() -> None:
+    bundle = ToyBundle()
+    backend = FSDPBackend(bundle, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=LoraConfig(rank=2))
+    algorithm = DiffusionGRPO(kl_coef=1.0, velocity_coef=1.0)
+    stack = TrainStack(backend, algorithm, DiffusionStage(bundle.denoiser(), bundle.facts), num_updates_per_batch=2)
+    first, second = (values(update) for update in stack.train_track(toy_track(toy_stage(), prompts=3)).updates)
+    for name in ("train/kl", "train/velocity_mse", "rollout/parity_absdiff_max"):
+        assert first[name] == 0.0
+    assert second["train/kl"] > 0.0 and second["train/velocity_mse"] > 0.0
 
 
 def test_parity_covers_the_rows_of_later_updates() -> None:

@@ -11,7 +11,7 @@ from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
-from unirl.types.primitives import Images, Texts
+from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -100,6 +100,16 @@ def test_a_scorer_gets_the_columns_it_reads_and_no_others():
     assert scorer.got.prompts == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
     assert scorer.got.metadata == [{"row": i} for i in range(4)]
     assert scorer.got.images is None and scorer.got.texts is None
+
+
+def test_videos_of_unequal_length_reach_the_scorer_as_they_were_decoded():
+    videos = Videos(frames=torch.rand(9, 3, 4, 4), offsets=torch.tensor([0, 2, 5, 6, 9]))
+    scorer = Recorder("videos")
+    resp = RolloutResp({"video": a_track(videos, a_request().sample_ids)})
+    RewardService(backend=scorer).score_and_attach(a_request(), resp)
+    assert scorer.got.videos is videos and scorer.got.images is None
+    with pytest.raises(RewardError, match="reads videos, but the rollout decoded Images"):
+        attached(scorer)
 
 
 def test_a_leaf_is_scored_with_the_prompt_of_its_ancestor():

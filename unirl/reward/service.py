@@ -12,14 +12,14 @@ from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, scatter
 from unirl.distributed.group.rank import current
 from unirl.reward.base import DifferentiableScorer
-from unirl.types.primitives import Images, Texts
+from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
-COLUMNS = ("prompts", "images", "texts", "metadata")
-MEDIA: dict[str, type[Any]] = {"images": Images, "texts": Texts}
+COLUMNS = ("prompts", "images", "videos", "texts", "metadata")
+MEDIA: dict[str, type[Any]] = {"images": Images, "videos": Videos, "texts": Texts}
 """Which kind of decoded media holds a column."""
 
 
@@ -62,6 +62,7 @@ class RewardService:
             sample_ids=track.sample_ids,
             prompts=[texts.texts[row] for row in rows] if "prompts" in reads else None,
             images=track.decoded.pixels if "images" in reads else None,
+            videos=track.decoded if "videos" in reads else None,
             texts=track.decoded.texts if "texts" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
         )

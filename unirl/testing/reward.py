@@ -46,6 +46,7 @@ def select(request: RewardRequest, rows: Sequence[int]) -> RewardRequest:
         sample_ids=[request.sample_ids[row] for row in rows],
         prompts=column(request.prompts),
         images=None if request.images is None else request.images[list(rows)],
+        videos=None if request.videos is None else request.videos.select(rows),
         texts=column(request.texts),
         metadata=column(request.metadata),
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from unirl.types.primitives import Videos
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRequest:
@@ -16,6 +18,7 @@ class RewardRequest:
     sample_ids: Sequence[str]
     prompts: Sequence[str] | None = None
     images: Tensor | None = None  # [B, 3, H, W] in [0, 1]
+    videos: Videos | None = None  # frames [sum F, 3, H, W] in [0, 1], laid end to end
     texts: Sequence[str] | None = None  # generated text
     metadata: Sequence[dict[str, Any]] | None = None
 

@@ -31,7 +31,7 @@ NO_PROCESSES = {"models", "algorithms", "sde", "types"}
 STAGES = ("base", "diffusion", "differentiable", "autoregressive", "guidance", "chunks")
 STAGE_CONTRACTS = {"unirl.models." + name for name in STAGES}
 # What a module may import outside its functions: quick to load, and present wherever the package is.
-AT_TOP = {"torch", "numpy", "PIL", "safetensors", "omegaconf", "hydra", "yaml", "rich"}
+AT_TOP = {"torch", "numpy", "PIL", "safetensors", "omegaconf", "hydra", "yaml", "rich", "msgspec"}
 HEAVY = ("diffusers", "transformers", "peft", "accelerate", "ray", "datasets", "wandb", "tensorboard", "swanlab")
 
 

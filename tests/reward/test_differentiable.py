@@ -9,8 +9,10 @@ from torch import Tensor
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.combine import WeightedRewards
+from unirl.reward.local.clip_pair import toy_processor
 from unirl.reward.local.image_statistics import BrightnessRewardScorer, JpegCompressibilityRewardScorer
-from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec, as_pil, clip_pixels, toy_processor
+from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
+from unirl.reward.local.pictures import as_pil, clip_pixels
 from unirl.reward.local.shapes import ShapesRewardScorer
 from unirl.reward.service import RewardService
 from unirl.types.reward import RewardRequest

@@ -1,0 +1,34 @@
+"""CLIP score: how near a picture and its prompt lie in the embedding of a CLIP (Radford 2021, arXiv:2103.00020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unirl.reward.local.clip_pair import ClipPairScorer, ClipPairSpec
+
+SCALE = 30.0
+"""Logits of pictures that fit lie near 30 with OpenAI's weights, whose exp(logit_scale) is 100."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSpec(ClipPairSpec):
+    """Which CLIP, and how many pictures at a time."""
+
+    path: str = "openai/clip-vit-large-patch14"
+    """Hub id or local directory of the model; `toy` is the same class, tiny, with fixed random weights."""
+    processor: str = "openai/clip-vit-large-patch14"
+    """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
+
+
+class ClipRewardScorer(ClipPairScorer):
+    """exp(logit_scale) * cosine(image, prompt) / 30, in float32."""
+
+    name = "clip"
+
+    def __init__(self, *, config: ClipSpec = ClipSpec()) -> None:
+        super().__init__(config)
+
+    def scaled(self, cosine: Tensor) -> Tensor:
+        return self.logits(cosine) / SCALE

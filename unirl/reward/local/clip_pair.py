@@ -1,0 +1,125 @@
+"""Scores that are the nearness of a picture and its prompt in the embedding of a CLIP (arXiv:2103.00020)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from unirl.reward.local.pictures import PictureScorer, PictureSpec
+from unirl.reward.local.pretrained import fixed_seed, load
+
+MAX_TOKENS = 77
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipPairSpec(PictureSpec):
+    """Which CLIP, and how many pictures at a time."""
+
+    processor: str
+    """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
+
+
+class ClipPairScorer(PictureScorer):
+    """A function of cosine(picture, prompt), in float32. Prompts are cut after 77 tokens."""
+
+    config: ClipPairSpec
+
+    def __init__(self, config: ClipPairSpec) -> None:
+        super().__init__(config)
+        self._processor: Any = None
+
+    @abstractmethod
+    def scaled(self, cosine: Tensor) -> Tensor:
+        """[B] the scores of pairs with these cosines [B]."""
+
+    def load_model(self) -> nn.Module:
+        from transformers import CLIPModel
+
+        if self.config.path == "toy":
+            return toy_clip()
+        model: nn.Module = load(CLIPModel, self.config.path, "config.path").float()
+        return model
+
+    @property
+    def processor(self) -> Any:
+        """Tokenizer and image processor, loaded on first use."""
+        if self._processor is None:
+            self._processor = self._load_processor()
+        return self._processor
+
+    def _load_processor(self) -> Any:
+        from transformers import CLIPProcessor
+
+        if self.config.path == "toy":
+            return toy_processor()
+        return load(CLIPProcessor, self.config.processor, "config.processor")
+
+    @property
+    def image_processor(self) -> Any:
+        return self.processor.image_processor
+
+    def judge(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
+        tokens = self.processor.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        )
+        model: Any = self.model
+        out = model(pixel_values=pixels.to(self.device), **tokens.to(self.device))
+        return self.scaled((out.image_embeds * out.text_embeds).sum(dim=-1))
+
+    def logits(self, cosine: Tensor) -> Tensor:
+        """[B] exp(logit_scale) * cosine: what the CLIP was trained with."""
+        model: Any = self.model
+        logits: Tensor = model.logit_scale.exp() * cosine
+        return logits
+
+
+def toy_clip() -> nn.Module:
+    """A CLIPModel of about 30 thousand parameters with fixed random weights; the global generator is left alone."""
+    from transformers import CLIPModel
+
+    with fixed_seed():
+        return CLIPModel(toy_clip_config())
+
+
+def toy_clip_config() -> Any:
+    """The configuration of the toy: 2 layers, 32 wide; the tokens of `toy_processor`; pictures of 32 pixels."""
+    from transformers import CLIPConfig
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {
+        "vocab_size": 514,
+        "max_position_embeddings": 77,
+        "bos_token_id": 512,
+        "eos_token_id": 513,
+        "pad_token_id": 513,
+    }
+    return CLIPConfig(
+        text_config=small | text, vision_config=small | {"image_size": 32, "patch_size": 8}, projection_dim=32
+    )
+
+
+def toy_processor() -> Any:
+    """A CLIPProcessor for the toy: a tokenizer of bytes and 32-pixel images."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPProcessor, CLIPTokenizer
+
+    letters = sorted(ByteLevel.alphabet())
+    pieces = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=MAX_TOKENS
+    )
+    return CLIPProcessor(image_processor=clip_image_processor(32), tokenizer=tokenizer)
+
+
+def clip_image_processor(side: int) -> Any:
+    """CLIP's preprocessing (openai/CLIP) to `side` pixels: bicubic to the shortest edge, the middle square, normalised.
+
+    Where an odd number of pixels is cut, torchvision's CenterCrop may lie one pixel beside this one.
+    """
+    from transformers import CLIPImageProcessorPil
+
+    return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})

@@ -1,0 +1,135 @@
+"""Pretrained networks of scorers: of a hub repository, a directory or a file; and tiny ones with fixed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unirl.config.errors import DataError
+from unirl.models.hub import HUB_ID, NOT_FOUND
+from unirl.models.quiet import quiet_libraries
+
+WAY_OUT = "Give a local directory, a hub id that can be reached, or `toy`"
+
+
+def load(cls: Any, path: str, key: str) -> Any:
+    """A pretrained object of transformers from a hub id or a local directory; `key` is the recipe's name of the path.
+
+    Raises:
+        DataError: 4001 when it is not there.
+    """
+    try:
+        with quiet_libraries():
+            return cls.from_pretrained(path)
+    except OSError as error:
+        where = (
+            "the directory lacks its files" if Path(path).is_dir() else "no such directory, and the hub did not give it"
+        )
+        raise DataError(f"{key}={path!r}: {where} ({cls.__name__}). {WAY_OUT}", code=NOT_FOUND) from error
+
+
+def read_weights(path: str, file: str, key: str) -> dict[str, Tensor]:
+    """The tensors of a published checkpoint by name: of the file `path`, or of `file` in a directory or hub repository.
+
+    A pickled checkpoint is read as weights only, and may hold them under `state_dict` or `model`.
+
+    Raises:
+        DataError: 4001 when there is no such file, or it holds something else.
+    """
+    found = _weights_file(path, file, key)
+    try:
+        weights = _tensors_of(found)
+    except Exception as error:  # a foreign file: the libraries raise a different class for each way to be damaged
+        raise DataError(
+            f"{key}={path!r}: {found.name} is no checkpoint of weights ({type(error).__name__}). Download it again",
+            code=NOT_FOUND,
+        ) from error
+    return weights
+
+
+def _weights_file(path: str, file: str, key: str) -> Path:
+    local = Path(path).expanduser()
+    if local.is_file():
+        return local
+    if local.is_dir():
+        if (local / file).is_file():
+            return local / file
+        raise DataError(f"{key}={path!r}: the directory holds no {file}. {WAY_OUT}", code=NOT_FOUND)
+    if not HUB_ID.fullmatch(path):
+        raise DataError(f"{key}={path!r}: no such file or directory. {WAY_OUT}", code=NOT_FOUND)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(path, file))
+    except (OSError, EntryNotFoundError) as error:
+        raise DataError(f"{key}={path!r}: the hub did not give {file}. {WAY_OUT}", code=NOT_FOUND) from error
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    weights = content.get("state_dict", content.get("model", content))
+    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise TypeError("a checkpoint holds tensors by name")
+    return dict(weights)
+
+
+def assemble(cls: Any, config: Any, weights: Mapping[str, Tensor], key: str, dtype: torch.dtype) -> Any:
+    """A model of transformers from its configuration and exactly its weights; nothing is drawn at random.
+
+    Raises:
+        DataError: 4001 when a weight is missing, left over or of another shape.
+    """
+    ways = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quiet_libraries():
+        model, found = cls.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype, **ways)
+    wrong = {word: sorted(map(str, found[f"{word}_keys"])) for word in ("missing", "unexpected", "mismatched")}
+    _refuse(wrong, cls.__name__, key)
+    return model
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
+    """Copy exactly its weights into a module.
+
+    Raises:
+        DataError: 4001 when a weight is missing, left over or of another shape.
+    """
+    own = module.state_dict()
+    wrong = {
+        "missing": sorted(own.keys() - weights.keys()),
+        "unexpected": sorted(weights.keys() - own.keys()),
+        "mismatched": sorted(n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape),
+    }
+    _refuse(wrong, type(module).__name__, key)
+    module.load_state_dict(weights)
+
+
+def _refuse(wrong: Mapping[str, list[str]], name: str, key: str) -> None:
+    faults = [f"{len(names)} {word} ({', '.join(names[:3])}, ...)" for word, names in wrong.items() if names]
+    if faults:
+        raise DataError(
+            f"{key}: the checkpoint does not fit {name}: {'; '.join(faults)}. Give the published file of this model",
+            code=NOT_FOUND,
+        )
+
+
+def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def fixed_seed() -> Iterator[None]:
+    """What is built inside gets the same random weights every time; the global generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

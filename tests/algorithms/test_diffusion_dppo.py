@@ -132,6 +132,15 @@ def test_it_logs_the_divergence_that_it_masks_by() -> None:
     )
 
 
+@pytest.mark.parametrize(("sign", "side", "other"), [(1.0, "high", "low"), (-1.0, "low", "high")])
+def test_what_is_dropped_is_counted_on_the_side_to_which_it_went(sign: float, side: str, other: str) -> None:
+    named = policies(IMAGE)
+    algorithm = DiffusionDPPO(kl_threshold=0.0)
+    track = anchored(algorithm, named, trajectory(named.old, IMAGE))
+    metrics = found(algorithm, named.new, track.replace(advantages=sign * track.advantages.abs())).metrics
+    assert metrics[f"train/clip_fraction_{side}"] > 0.0 == metrics[f"train/clip_fraction_{other}"]
+
+
 def test_a_ratio_beyond_all_numbers_is_dropped_with_a_finite_loss_and_gradient() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionDPPO()

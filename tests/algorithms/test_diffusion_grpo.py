@@ -236,6 +236,35 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str, latent: t
         assert have.metrics["train/clip_fraction_high"] > 0 and have.metrics["train/clip_fraction_low"] > 0
 
 
+def test_the_loss_clips_by_the_range_of_its_moment_and_logs_it() -> None:
+    named = policies(IMAGE)
+    algorithm = DiffusionGRPO(clip_range=2 * LOW, clip_range_high=2 * HIGH, clip_schedule="linear")
+    track = anchored(algorithm, named, trajectory(named.old, IMAGE))
+    late = found(algorithm, named.new, track, Moment(progress=1.0))
+    assert_same(late, expected(named, track, flow_grpo))
+    assert late.metrics["train/clip_range"] == pytest.approx(LOW)
+
+
+def test_the_trust_region_is_as_wide_as_its_nearer_side_at_the_start() -> None:
+    for low, high in ((1e-4, 3e-4), (3e-4, 1e-4)):
+        algorithm = DiffusionGRPO(clip_range=low, clip_range_high=high, clip_schedule="cosine")
+        assert algorithm.trust_width() == 1e-4
+
+
+def test_it_logs_how_far_the_ratio_of_each_step_is_from_one() -> None:
+    named, sizes = policies(IMAGE), []
+    algorithm = DiffusionGRPO(**CLIP)
+    track = anchored(algorithm, named, trajectory(named.old, IMAGE))
+
+    def measured(step: Step) -> Tensor:
+        sizes.append((step.new.logp - step.old.logp).abs().mean().item())
+        return flow_grpo(step)
+
+    expected(named, track, measured)
+    metrics = found(algorithm, named.new, track).metrics
+    assert [metrics[f"train/log_ratio_step_{i}"] for i in STEPS] == pytest.approx(sizes, rel=1e-4)
+
+
 @LATENTS
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_replaying_all_steps_in_one_forward_or_one_by_one_gives_one_gradient(

@@ -4,6 +4,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's business: no claim of a test.
+settings.register_profile("unirl", deadline=None)
+settings.load_profile("unirl")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "runs that tests/trainer/test_kill_and_resume.py kills in the full tier (default 8)"
+    parser.addoption("--kills", type=int, default=8, help=words)
 
 
 @pytest.fixture(scope="session")

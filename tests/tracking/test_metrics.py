@@ -12,7 +12,7 @@ import unirl
 from unirl.tracking.events import EVENTS, check_event
 from unirl.tracking.metrics import METRICS, check_names, markdown
 
-NAMESPACES = {"rollout", "reward", "train", "eval", "env", "time", "sync", "samples", "throughput", "mem"}
+NAMESPACES = {"rollout", "reward", "train", "eval", "env", "time", "sync", "samples", "throughput", "mem", "queue"}
 SOURCES = sorted(Path(unirl.__file__).parent.rglob("*.py"))
 
 

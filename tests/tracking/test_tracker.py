@@ -59,7 +59,7 @@ def run_steps(target: Tracker, first: int, last: int, crash: int | None = None) 
     for step in range(first, last + 1):
         with target.timers.phase("step"):
             target.record({"rollout/reward_mean": step / 7, "train/loss": float("inf") if step == 2 else 0.1 * step})
-            target.ledger(step, generated=8, scored=7, dropped=1, not_finite=1)
+            target.ledger(step, generated=8, scored=7, dropped=1, reasons={"not_finite": 1})
             if step >= 4:
                 target.record({"train/kl": 1 / step})
         if step % 2 == 0:
@@ -176,7 +176,7 @@ def test_samples_that_do_not_add_up_are_refused_with_the_numbers(tmp_path):
         with pytest.raises(ValueError, match=r"step 1 do not add up: generated 8 != scored 6 \+ dropped 1"):
             target.ledger(1, generated=8, scored=6, dropped=1)
         with pytest.raises(ValueError, match="do not add up"):
-            target.ledger(1, generated=8, scored=7, dropped=1, late=2)
+            target.ledger(1, generated=8, scored=7, dropped=1, reasons={"late": 2})
 
 
 def test_unknown_metric_and_step_out_of_order_are_refused(tmp_path):

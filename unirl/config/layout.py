@@ -36,8 +36,22 @@ def check_layout(config: RecipeConfig, plan: Plan) -> None:
     _check_runtime(config, plan)
     _check_sync(config, plan)
     _check_ranks(config, plan)
+    _check_parts(config, plan)
     if config.runtime_in_use == "ray":
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
+
+
+def _check_parts(config: RecipeConfig, plan: Plan) -> None:
+    """A reward that works while the engine does has a place of its own."""
+    shared = [role for role in ("train", "rollout") if plan.slabs[role].devices == plan.reward.devices]
+    if config.reward_parts > 1 and shared:
+        raise ConfigError(
+            f"reward_parts={config.reward_parts} scores one part of a step while the next is drawn, and the reward "
+            f"sits with {shared[-1]} on {plan.reward.words}, where they take turns. Write +placement.reward=cpu for a "
+            "reward on the host's own processor (or one that asks a service), name devices of its own, or set "
+            "reward_parts=1",
+            code=UNSUPPORTED,
+        )
 
 
 def in_one_process(config: RecipeConfig, plan: Plan) -> bool:

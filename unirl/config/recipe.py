@@ -150,6 +150,8 @@ class RecipeConfig:
     """A call that takes longer has stalled: the run ends and shows where every worker stands."""
     row_transport: Literal["object_store", "collective"] = "object_store"
     """How latents, conditions and pixels go from worker to worker: Ray's object store, or gloo and NCCL messages."""
+    reward_parts: int = 1
+    """Parts of a step that are scored while the next is drawn; more than 1 needs a placement of its own for reward."""
     weight_sync_interval: int = 1
     """Send weights to an engine of its own every this many steps."""
     save_interval: int = 50
@@ -167,6 +169,7 @@ class RecipeConfig:
         _check_at_least(1, batch_size=self.batch_size, num_rollouts=self.num_rollouts, num_devices=self.num_devices)
         _check_at_least(0, save_interval=self.save_interval, keep_checkpoints=self.keep_checkpoints)
         _check_at_least(1, weight_sync_interval=self.weight_sync_interval, devices_per_node=self.devices_per_node)
+        _check_at_least(1, reward_parts=self.reward_parts)
         if self.num_devices > MAX_DEVICES:
             raise ValueError(f"num_devices must be <= {MAX_DEVICES}, got {self.num_devices}")
         if not 0 < self.stall_timeout_s < math.inf:

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.service import checked_score, objective_of
+from unirl.reward.scoring import answer_of, objective_of
 from unirl.types.protocols import Capabilities, Scorer
-from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
 
 class WeightedRewards(RewardScorer):
     """total = sum over scorers of weight x that scorer's total. Components keep their scorer's name as a prefix.
 
-    A scorer of weight 0 is watched in the logs and teaches nothing.
+    A scorer of weight 0 is watched: its scores are logged, reach no advantage, and may fail without harm.
     """
 
     def __init__(self, *, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
@@ -37,14 +37,27 @@ class WeightedRewards(RewardScorer):
 
     def score(self, request: RewardRequest) -> RewardResponse:
         total = torch.zeros(len(request), dtype=torch.float64)
-        components = {}
-        for name, scorer in self.scorers.items():
-            answer = checked_score(scorer, request, name)
-            total += self.weights[name] * answer.total.double()
-            components[name] = answer.total
-            if len(answer.components) > 1:
-                components |= {f"{name}_{part}": scores for part, scores in answer.components.items()}
-        return RewardResponse(total=total.float(), components=components)
+        components: dict[str, Tensor] = {}
+        watched: dict[str, Tensor] = {}
+        failures: dict[int, Failures] = {}
+        for name, weight in sorted(self.weights.items(), key=lambda item: not item[1]):
+            answer = answer_of(self.scorers[name], request, name) if weight else self._watched(name, request)
+            total += weight * answer.total.double() if weight else 0.0
+            (components if weight else watched).update(_named(name, answer))
+            for row, found in answer.failures.items():
+                failures[row] = failures.get(row, ()) + found
+        return RewardResponse(total=total.float(), components=components, watched=watched, failures=failures)
+
+    def _watched(self, name: str, request: RewardRequest) -> RewardResponse:
+        """The answer of a scorer that is only watched; NaN for all rows when it fails as a whole."""
+        try:
+            return answer_of(self.scorers[name], request, name)
+        except RewardError as error:
+            failure = (Failure(name, str(error), error.code),)
+            nothing = torch.full((len(request),), torch.nan)
+            return RewardResponse(
+                total=nothing, components={name: nothing}, failures=dict.fromkeys(range(len(request)), failure)
+            )
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] the total of `score` with its gradient. A scorer of weight 0, which only watches, needs none."""
@@ -61,3 +74,9 @@ class WeightedRewards(RewardScorer):
     def onload(self) -> None:
         for scorer in self.scorers.values():
             scorer.onload()
+
+
+def _named(name: str, answer: RewardResponse) -> dict[str, Tensor]:
+    """The total of a scorer under its name, and its components, if there are several, behind it."""
+    parts = answer.components if len(answer.components) > 1 else {}
+    return {name: answer.total} | {f"{name}_{part}": scores for part, scores in parts.items()}

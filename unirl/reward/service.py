@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, scatter
 from unirl.distributed.group.rank import current
-from unirl.reward.base import DifferentiableScorer
+from unirl.reward.failures import STRICT, FailurePolicy
+from unirl.reward.scoring import checked_score, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -23,11 +25,46 @@ MEDIA: dict[str, type[Any]] = {"images": Images, "videos": Videos, "texts": Text
 """Which kind of decoded media holds a column."""
 
 
-class RewardService:
-    """Holds one scorer, or a weighted set of them. Strict: a failure stops the step and is never a zero."""
+def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> RolloutTrack:
+    """The track with the scores of its rows, which took `seconds`."""
+    return track.replace(
+        rewards=answer.total,
+        component_rewards=answer.components,
+        watched_rewards=answer.watched,
+        failures=[answer.failures.get(row, ()) for row in range(len(track))],
+        reward_seconds=torch.full((len(track),), seconds),
+    )
 
-    def __init__(self, *, backend: Scorer) -> None:
-        """The scorer; several are combined by `unirl.reward.combine.WeightedRewards`."""
+
+def concat_scored(parts: Sequence[RolloutResp]) -> RolloutResp:
+    """One scored response from several. A score that a part lacks, because all its rows failed, is NaN there."""
+    for field in ("component_rewards", "watched_rewards"):
+        parts = _same_columns(parts, field)
+    return RolloutResp.concat(parts)
+
+
+def _same_columns(parts: Sequence[RolloutResp], field: str) -> list[RolloutResp]:
+    filled = []
+    for part in parts:
+        for name, track in part.tracks.items():
+            if track.rewards is not None:
+                names = dict.fromkeys(key for other in parts for key in getattr(other.tracks[name], field))
+                blank = torch.full_like(track.rewards, torch.nan)
+                columns = {key: getattr(track, field).get(key, blank) for key in names}
+                part = part.with_track(name, track.replace(**{field: columns}))
+        filled.append(part)
+    return filled
+
+
+class RewardService:
+    """Holds one scorer, or a weighted set of them. A failure is never a zero: strict, it stops the step."""
+
+    def __init__(self, *, backend: Scorer, on_failure: FailurePolicy = STRICT) -> None:
+        """
+        Args:
+            backend: the scorer; several are combined by `unirl.reward.combine.WeightedRewards`.
+            on_failure: what becomes of samples that cannot be scored.
+        """
         for column in backend.reads:
             if column not in COLUMNS:
                 raise ConfigError(
@@ -35,10 +72,13 @@ class RewardService:
                     f"{did_you_mean(column, COLUMNS)} Choose among {', '.join(COLUMNS)}"
                 )
         self.backend = backend
+        self.on_failure = on_failure
 
-    @scatter(RolloutResp.concat, order=RolloutResp.select)
+    @scatter(concat_scored, order=RolloutResp.select)
     def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
         """The response with rewards [B] and component rewards on every leaf track.
+
+        A sample that cannot be scored has the reward NaN and says why, where `on_failure` lets some be dropped.
 
         Raises:
             RewardError: the scorer failed or answered with a missing, extra or non-finite score.
@@ -46,8 +86,9 @@ class RewardService:
         parents = {track.parent_track for track in resp.tracks.values()}
         for name in [name for name in resp.tracks if name not in parents]:
             track = resp.tracks[name]
-            answer = checked_score(self.backend, self._request(req, resp, track), name_of(self.backend))
-            resp = resp.with_track(name, track.replace(rewards=answer.total, component_rewards=answer.components))
+            begin = time.perf_counter()
+            answer = self.on_failure.score(self.backend, self._request(req, resp, track), name_of(self.backend))
+            resp = resp.with_track(name, attached(track, answer, time.perf_counter() - begin))
         return resp
 
     def _request(self, req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> RewardRequest:
@@ -103,32 +144,6 @@ class RewardService:
             self.backend.onload()
 
 
-def name_of(scorer: Scorer) -> str:
-    """The name that errors give a scorer: its class."""
-    return type(scorer).__name__
-
-
-def objective_of(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """[B] the scorer's total with its gradient, on the device of the images.
-
-    Raises:
-        RewardError: 6002 when the scorer has none, or gives another number of scores.
-    """
-    if not isinstance(scorer, DifferentiableScorer):
-        raise RewardError(
-            f"reward {name_of(scorer)!r} has no gradient: give it `objective(images, prompts)`, or choose another",
-            code=6002,
-        )
-    scores = scorer.objective(images, prompts)
-    if scores.shape != (len(images),):
-        raise RewardError(
-            f"reward {name_of(scorer)!r} gave an objective of shape {list(scores.shape)} for {len(images)} pictures: "
-            "it must give one number per picture",
-            code=6002,
-        )
-    return scores.to(images.device)
-
-
 def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[int]:
     """The row of the request that each row of the track descends from."""
     ids = track.sample_ids
@@ -139,46 +154,3 @@ def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[i
         track = resp.tracks[track.parent_track]
     row_of = {sample: row for row, sample in enumerate(req.sample_ids)}
     return [row_of[sample] for sample in ids]
-
-
-def checked_score(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
-    """The scorer's answer, given only the columns it reads: right count, finite, float32 on the CPU.
-
-    Raises:
-        RewardError: 6002 when the scorer fails or the count is wrong, 6003 when a score is not finite.
-    """
-    columns: dict[str, Any] = {column: request.__dict__[column] for column in scorer.reads}
-    try:
-        answer = scorer.score(RewardRequest(sample_ids=request.sample_ids, **columns))
-    except RewardError:
-        raise
-    except Exception as error:  # a scorer is foreign code: whatever it raises, the user must learn which reward it was
-        raise RewardError(
-            f"reward {name!r} failed on {len(request)} samples from {request.sample_ids[0]!r} on: "
-            f"{type(error).__name__}: {error}. No reward was attached; a failed reward is never counted as zero",
-            code=6002,
-        ) from error
-    if not answer.components:
-        raise RewardError(f"reward {name!r} answered without components: give each score a name", code=6002)
-    total = checked(answer.total, request, name)
-    components = {part: checked(scores, request, f"{name}.{part}") for part, scores in answer.components.items()}
-    return RewardResponse(total=total, components=components)
-
-
-def checked(scores: Tensor, request: RewardRequest, name: str) -> Tensor:
-    """[B] float32 on the CPU. Raises RewardError naming the sample whose score is missing or not finite."""
-    if scores.shape != (len(request),):
-        raise RewardError(
-            f"reward {name!r} gave scores of shape {list(scores.shape)} for {len(request)} samples "
-            f"({request.sample_ids[0]!r} to {request.sample_ids[-1]!r}): it must give one number per sample",
-            code=6002,
-        )
-    scores = scores.detach().float().cpu()
-    bad = (~torch.isfinite(scores)).nonzero().flatten().tolist()
-    if bad:
-        raise RewardError(
-            f"reward {name!r} gave {float(scores[bad[0]])} to sample {request.sample_ids[bad[0]]!r} "
-            f"({len(bad)} of {len(request)} samples are not finite): a reward must be a finite number",
-            code=6003,
-        )
-    return scores

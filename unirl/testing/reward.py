@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-from unirl.reward.service import checked_score, name_of
+from unirl.reward.scoring import checked_score, name_of
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -31,25 +28,9 @@ def check_reward(scorer: Scorer, request: RewardRequest, *, atol: float = 1e-5) 
     }
     for what, parts in orders.items():
         for rows in parts:
-            again = checked_score(scorer, select(request, rows), name)
+            again = checked_score(scorer, request.select(rows), name)
             _assert_same(answer, again, rows, f"{name}: a score depends on {what}", atol)
     return answer
-
-
-def select(request: RewardRequest, rows: Sequence[int]) -> RewardRequest:
-    """The rows `rows` of a request, in that order."""
-
-    def column(values: Sequence[Any] | None) -> list[Any] | None:
-        return None if values is None else [values[row] for row in rows]
-
-    return RewardRequest(
-        sample_ids=[request.sample_ids[row] for row in rows],
-        prompts=column(request.prompts),
-        images=None if request.images is None else request.images[list(rows)],
-        videos=None if request.videos is None else request.videos.select(rows),
-        texts=column(request.texts),
-        metadata=column(request.metadata),
-    )
 
 
 def _assert_same(answer: RewardResponse, again: RewardResponse, rows: list[int], what: str, atol: float) -> None:

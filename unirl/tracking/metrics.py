@@ -39,6 +39,11 @@ METRICS = (
     MetricName("rollout/staleness_<statistic>", "updates between sampling and training of a row"),
     MetricName("reward/<component>_mean", "mean of one reward component"),
     MetricName("reward/<component>_std", "standard deviation of one reward component"),
+    MetricName("reward/<watched>_missing", "samples that a watched reward could not score"),
+    MetricName("queue/reward_depth", "most parts of the step that waited for the reward when another came"),
+    MetricName("queue/reward_wait", "seconds that the step waited for rewards after its last sample"),
+    MetricName("queue/reward_latency", "mean seconds from a part's last sample to its scores"),
+    MetricName("queue/reward_busy", "share of the time from the first part to the last score that the reward worked"),
     MetricName("train/loss", "loss per element, as differentiated"),
     MetricName("train/policy_loss", "surrogate part of the loss"),
     MetricName("train/kl_loss", "weighted divergence part of the loss"),
@@ -88,6 +93,7 @@ METRICS = (
     MetricName("eval/reward_stderr", "standard error of that mean, over prompts"),
     MetricName("eval/reward_min", "smallest reward on held-out prompts"),
     MetricName("eval/reward_max", "largest reward on held-out prompts"),
+    MetricName("eval/unscored", "held-out samples that could not be scored and count nowhere"),
     MetricName("eval/<component>_mean", "mean of one reward component on held-out prompts"),
     MetricName("eval/<component>_std", "its standard deviation"),
     MetricName("env/return_<statistic>", "sum of rewards of an episode"),
@@ -112,7 +118,7 @@ METRICS = (
     MetricName("mem/device_peak_gib", "largest memory allocated on a device in the step, GiB"),
 )
 
-NOT_REPRODUCIBLE = ("time/", "throughput/", "mem/")
+NOT_REPRODUCIBLE = ("time/", "throughput/", "mem/", "queue/")
 """Namespaces that differ between two runs of the same recipe; all others are bit-identical on one machine."""
 
 

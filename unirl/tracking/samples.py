@@ -90,7 +90,7 @@ def pixels(images: Tensor) -> np.ndarray:
 
 def table_of_evaluation(result: EvalResult) -> SampleTable:
     """What an evaluation found, row by row."""
-    scores = {name: values.tolist() for name, values in result.components.items()}
+    scores = {name: values.tolist() for name, values in (result.components | result.watched).items()}
     rows = [
         SampleRow(
             sample_id=result.sample_ids[i],

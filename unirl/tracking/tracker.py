@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from PIL import Image
@@ -91,16 +91,23 @@ class Tracker:
         return metrics
 
     def ledger(
-        self, step: int, *, generated: int, scored: int, dropped: int = 0, pending: int = 0, **reasons: int
+        self,
+        step: int,
+        *,
+        generated: int,
+        scored: int,
+        dropped: int = 0,
+        pending: int = 0,
+        reasons: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Writes where the step's samples went, and refuses a step that lost one. `reasons` count the drops."""
         if generated != scored + dropped + pending or (reasons and sum(reasons.values()) != dropped):
             raise ValueError(
                 f"samples of step {step} do not add up: generated {generated} != scored {scored} + dropped {dropped} "
-                f"{reasons or ''} + pending {pending}"
+                f"{dict(reasons) or ''} + pending {pending}"
             )
         counts = {"generated": generated, "scored": scored, "dropped": dropped}
-        self._ledger.append({"step": step, **counts, "pending": pending, "reasons": reasons})
+        self._ledger.append({"step": step, **counts, "pending": pending, "reasons": dict(reasons)})
         self.record({f"samples/{name}": count for name, count in counts.items()})
 
     def samples(self, step: int, table: SampleTable) -> Path:

@@ -20,12 +20,22 @@ from unirl.data.datasets import Prompt
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool
 from unirl.distributed.weight_sync.base import SyncReport, WeightSync
+from unirl.reward.failures import DropBudget, drop_reasons
 from unirl.tracking.samples import SampleTable, pixels
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
 from unirl.train.parity import GAP_METRIC, parity_table
+from unirl.trainer.overlap import Overlap
 from unirl.trainer.parity import ParityGate
-from unirl.trainer.report import eval_result, reward_metrics, sample_rows, spread_rows
+from unirl.trainer.report import (
+    constant_reward,
+    eval_result,
+    reward_events,
+    reward_metrics,
+    sample_rows,
+    scored_rows,
+    spread_rows,
+)
 from unirl.trainer.residency import Residency
 from unirl.trainer.resume import ResumePoint
 from unirl.types.evaluation import EvalResult
@@ -66,6 +76,8 @@ class Parts:
     checkpoints: CheckpointStore
     resume: ResumePoint
     """Where the run continues; known to fit the recipe."""
+    drops: DropBudget
+    """Which samples may go without a reward."""
     pool: Pool
     residency: Residency
     parity: ParityGate | None
@@ -99,6 +111,7 @@ class Trainer(ABC):
         """Of the snapshot `rollout`, when weights are published less often than every step."""
         self.parity_known = False
         self.stop_signal: int | None = None
+        self.overlap = Overlap(roles.rollout, roles.reward, parts.config.reward_parts)
         self.needs = needs_of(parts.config)
         self.sampled_weights = BEHAVIOUR if self.needs.ema_rollout else "live"
         """What training samples come from."""
@@ -136,13 +149,12 @@ class Trainer(ABC):
             report = self.publish(step)
             req = req.replace(weights=report.weights, weight_version=report.version)
         with self.phase("generate"):
-            resp = self.roles.rollout.generate(req)
+            self.overlap.draw(req)
         with self.phase("reward"):
-            resp = self.roles.reward.score_and_attach(req, resp)
-        self.tracker.record(sync_metrics(report))
+            resp, waits = self.overlap.collect()
+        self.tracker.record(sync_metrics(report) | waits)
         self._check_version(req, resp.tracks[self.track])
-        self._count_samples(step + 1, resp.tracks[self.track])
-        resp = self.credit(step, resp)
+        resp = self.credit(step, self._admit(step + 1, resp))
         self._keep_samples(step + 1, req, resp.tracks[self.track])
         return resp
 
@@ -219,15 +231,36 @@ class Trainer(ABC):
         if gate is not None and self.parts.sync_interval == 1 and gate.is_suspicious(gap):
             self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
-    def _count_samples(self, done: int, track: RolloutTrack) -> None:
-        """The ledger of a step."""
-        scored = int((track.weight > 0).sum())
-        self.tracker.ledger(done, generated=len(track), scored=scored, dropped=len(track) - scored)
+    def _admit(self, done: int, resp: RolloutResp) -> RolloutResp:
+        """The step's samples, those without a reward dropped with their groups; and the ledger."""
+        resp = self.parts.drops.admit(resp)
+        track = resp.tracks[self.track]
+        reasons = drop_reasons(track)
+        dropped = sum(reasons.values())
+        self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
+        for event, about in reward_events(resp):
+            self.tracker.event(event, **about)
+        self._watch_rewards(done, track)
+        return resp
+
+    def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
+        """Equal rewards teach nothing; at the very start they are rather a mistake than a policy that is done."""
+        value = constant_reward(track)
+        if value is None:
+            return
+        self.tracker.event("alarm.raise", alarm="reward.constant", value=value)
+        if done == 1:
+            self.tracker.warn(
+                f"all {len(track)} samples of the first step have the reward {value:g}, and equal rewards teach "
+                "nothing: check what the reward reads (the keys of its metadata, its weights), and look at the samples"
+            )
 
     def _keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack) -> None:
         """When due, a few samples of a step for people to look at."""
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
+            rows = scored_rows(track)
+            req, track = req.select(rows), track.select(rows)
             chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
             pictures = pixels(self.roles.rollout.preview(track.decoded.select(chosen)))
             self.tracker.samples(done, SampleTable(sample_rows(req.select(chosen), track.select(chosen)), pictures))
@@ -275,7 +308,7 @@ class Trainer(ABC):
         req, resp = self.draw(self.parts.data.eval_prompts(self.config.evaluation.max_prompts))
         with self.phase("eval"):
             track = self.roles.reward.score_and_attach(req, resp).tracks[self.track]
-            result = eval_result(req, track, self.roles.rollout.preview(track.decoded))
+            result = eval_result(req, track, self.roles.rollout.preview)
         self.tracker.eval(self.step, result)
         self.parts.pool.release(EVALUATION)
         return result

@@ -19,6 +19,7 @@ from unirl.config.preflight import check_disk
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
+from unirl.reward.failures import STRICT, DropBudget, FailurePolicy
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.train.configs import LoraConfig
@@ -87,6 +88,7 @@ def _join(
     advantage = build(config.advantage)
     algorithm: StageAlgorithm[Any] = build(config.algorithm)
     kl = algorithm.kl_controller()
+    drops = DropBudget(failure_policy(config))
     plan = plan_of(config)
     run_updates = config.num_rollouts * recipe.value("stack.num_updates_per_batch")
     placed = place_roles(pool, plan, config, seed=sampling.seed, run_updates=run_updates)
@@ -101,6 +103,7 @@ def _join(
         tracker=tracker,
         checkpoints=checkpoints,
         resume=resume,
+        drops=drops,
         pool=pool,
         residency=Residency(plan, placed.handles),
         parity=parity_gate(config),
@@ -108,7 +111,7 @@ def _join(
         sync_interval=interval,
         stateful={
             name: part
-            for name, part in [("data", data), ("advantage", advantage), ("kl", kl)]
+            for name, part in [("data", data), ("advantage", advantage), ("kl", kl), ("drops", drops)]
             if isinstance(part, Stateful)
         },
         recipe=recipe.resolved(),
@@ -118,6 +121,13 @@ def _join(
     _check_disk(config, tracker, placed.handles["backend"])
     roles = Roles(**{name: placed.handles[name] for name in ("rollout", "reward", "stack", "backend")})
     return DiffusionTrainer(parts, roles, sampling)
+
+
+def failure_policy(config: RecipeConfig) -> FailurePolicy:
+    """What becomes of samples that cannot be scored; a reward of another class than ours stops at the first."""
+    found = config.reward.values.get("on_failure", STRICT)
+    policy: FailurePolicy = found if isinstance(found, FailurePolicy) else build(found)
+    return policy
 
 
 def lora_of(config: RecipeConfig) -> LoraConfig | None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from unirl.config.errors import RewardError
+from unirl.reward.failures import first_failure
 from unirl.tracking.samples import SampleRow
 from unirl.types.evaluation import EvalResult
 from unirl.types.primitives import Texts
 from unirl.types.rollout_req import RolloutReq
-from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 
 def reward_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Reward statistics over rows of weight > 0."""
+    """Reward statistics over the rows that have one, and of watched rewards over those that they scored."""
     assert track.rewards is not None
     alive = track.weight > 0
     rewards = track.rewards[alive].double()
@@ -26,9 +29,18 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
         "rollout/reward_max": float(rewards.max()),
     }
     for name, scores in (track.component_rewards or {}).items():
-        chosen = scores[alive].double()
-        metrics |= {f"reward/{name}_mean": float(chosen.mean()), f"reward/{name}_std": float(chosen.std(correction=0))}
+        metrics |= _spread(name, scores[alive])
+    for name, scores in (track.watched_rewards or {}).items():
+        found = scores.isfinite()
+        metrics |= _spread(name, scores[found]) if found.any() else {}
+        if not found.all():
+            metrics[f"reward/{name}_missing"] = float((~found).sum())
     return metrics
+
+
+def _spread(name: str, scores: Tensor) -> dict[str, float]:
+    scores = scores.double()
+    return {f"reward/{name}_mean": float(scores.mean()), f"reward/{name}_std": float(scores.std(correction=0))}
 
 
 def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
@@ -44,7 +56,7 @@ def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
 def sample_rows(req: RolloutReq, track: RolloutTrack) -> tuple[SampleRow, ...]:
     """What is known of each row of `track`; the request's rows are the same."""
     assert track.rewards is not None and track.advantages is not None
-    components = track.component_rewards or {}
+    components = {**(track.component_rewards or {}), **(track.watched_rewards or {})}
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
@@ -67,8 +79,32 @@ def texts_of(req: RolloutReq) -> list[str]:
     return prompts.texts
 
 
-def eval_result(req: RolloutReq, track: RolloutTrack, images: Tensor) -> EvalResult:
-    """The scores of an evaluation with what was asked and what was drawn."""
+def scored_rows(track: RolloutTrack) -> list[int]:
+    """The rows that have a reward, whether they are trained or not."""
+    assert track.rewards is not None
+    return track.rewards.isfinite().nonzero().flatten().tolist()
+
+
+def constant_reward(track: RolloutTrack) -> float | None:
+    """The reward that all samples have, if there are several and all have the same."""
+    assert track.rewards is not None
+    rewards = track.rewards[track.weight > 0]
+    return float(rewards[0]) if len(rewards) > 1 and bool((rewards == rewards[0]).all()) else None
+
+
+def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Tensor]) -> EvalResult:
+    """The scores of an evaluation with what was asked and what was drawn; rows without a reward are counted.
+
+    Raises:
+        RewardError: 6002 when no row has one.
+    """
+    rows = scored_rows(track)
+    unscored = len(track) - len(rows)
+    if not rows:
+        failure = first_failure(RolloutResp({"": track}))[2]
+        raise RewardError(f"no sample of the evaluation could be scored. The first: {failure.why}", code=failure.code)
+    if unscored:
+        req, track = req.select(rows), track.select(rows)
     assert track.rewards is not None
     return EvalResult(
         sample_ids=tuple(track.sample_ids),
@@ -76,5 +112,24 @@ def eval_result(req: RolloutReq, track: RolloutTrack, images: Tensor) -> EvalRes
         prompts=tuple(texts_of(req)),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
-        images=images,
+        watched=dict(track.watched_rewards or {}),
+        unscored=unscored,
+        images=preview(track.decoded),
     )
+
+
+def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
+    """What to write down of failed rewards: the first failure of each, and every group that was dropped."""
+    for name, track in resp.tracks.items():
+        told: set[str] = set()
+        dropped: dict[str, str] = {}
+        for row, failures in enumerate(track.failures or ()):
+            for failure in failures:
+                if failure.reward not in told:
+                    told.add(failure.reward)
+                    sample = track.sample_ids[row]
+                    yield "reward.error", {"reward": failure.reward, "sample": sample, "why": failure.why}
+            if failures and track.weight[row] == 0:
+                dropped.setdefault(resp.root_groups(name)[row], failures[0].reward)
+        for group, reason in dropped.items():
+            yield "group.drop", {"group": group, "reason": reason}

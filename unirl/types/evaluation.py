@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ class EvalResult:
     rewards: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
     images: Tensor  # [B, 3, H, W] uint8
+    watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
+    unscored: int = 0
+    """Samples that could not be scored, which no other field counts."""
 
     @property
     def mean(self) -> float:
@@ -44,4 +47,6 @@ class EvalResult:
             "eval/reward_min": float(self.rewards.min()),
             "eval/reward_max": float(self.rewards.max()),
         }
-        return found | {f"eval/{name}_mean": float(scores.double().mean()) for name, scores in self.components.items()}
+        scores = self.components | {name: values[values.isfinite()] for name, values in self.watched.items()}
+        found |= {f"eval/{name}_mean": float(values.double().mean()) for name, values in scores.items() if len(values)}
+        return found | ({"eval/unscored": float(self.unscored)} if self.unscored else {})

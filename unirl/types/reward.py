@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
+from unirl.types.batch import Batch
 from unirl.types.primitives import Videos
 
 
@@ -25,10 +27,46 @@ class RewardRequest:
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    def select(self, rows: Sequence[int]) -> RewardRequest:
+        """The rows `rows`, in that order."""
+
+        def column(values: Any) -> Any:
+            if values is None:
+                return None
+            if isinstance(values, Batch):
+                return values.select(rows)
+            return values[list(rows)] if isinstance(values, Tensor) else [values[row] for row in rows]
+
+        return RewardRequest(**{field.name: column(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one reward could not score one sample."""
+
+    reward: str
+    """The name of the scorer."""
+    why: str
+    code: int = 6002
+
+
+Failures = tuple[Failure, ...]
+"""Those of one sample."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResponse:
-    """Component scores per row, in the order of the request, and the weighted total that becomes the reward."""
+    """Component scores per row, in the order of the request, and the weighted total that becomes the reward.
+
+    A row that could not be scored is NaN in the total and says why in `failures`; it is never a zero.
+    """
 
     total: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
+    watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, logged only; NaN = not scored
+    failures: Mapping[int, Failures] = field(default_factory=dict)
+    """What failed at a row: first what cost it its reward, then what is only watched."""
+
+    def lost(self) -> list[int]:
+        """The rows without a reward."""
+        return [row for row, score in enumerate(self.total.tolist()) if not math.isfinite(score)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unirl.types.batch import Batch, map_heavy, map_value, row, shared
 from unirl.types.results import Metrics
+from unirl.types.reward import Failures
 from unirl.types.rows import Rows
 
 RewardOp = Literal["mean", "max", "sum", "last"]
@@ -63,8 +64,11 @@ class RolloutTrack(Batch):
     conditions: dict[str, Batch] = row()
     segment: Any = row()  # LatentSegment, TextSegment, ActionSegment
     decoded: Any = row(optional=True)  # Images, Texts, Videos
-    rewards: Tensor | None = row(optional=True)  # [B] float32
+    rewards: Tensor | None = row(optional=True)  # [B] float32; NaN where the sample could not be scored
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
+    watched_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none
+    failures: list[Failures] | None = row(optional=True)  # why a row was not scored; mostly ()
+    reward_seconds: Tensor | None = row(optional=True)  # [B] float32, how long the call took that scored the row
     advantages: Tensor | None = row(optional=True)  # [B] float32
     weight: Tensor = row()  # [B] float32
     weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
@@ -179,6 +183,24 @@ class RolloutResp(Rows):
     def children(self, name: str) -> list[str]:
         """Names of the tracks whose parent is `name`."""
         return [child for child, track in self.tracks.items() if track.parent_track == name]
+
+    def root_groups(self, name: str) -> list[str]:
+        """The group of the root sample that each row of track `name` descends from."""
+        track = self.tracks[name]
+        if track.parent_track is None:
+            return track.group_ids
+        assert track.parent_ids is not None
+        above = zip(self.tracks[track.parent_track].sample_ids, self.root_groups(track.parent_track), strict=True)
+        group_of = dict(above)
+        return [group_of[parent] for parent in track.parent_ids]
+
+    def drop(self, groups: Collection[str]) -> RolloutResp:
+        """Weight 0 for all samples below the root samples of `groups`, and for these."""
+        resp = self
+        for name, track in self.tracks.items():
+            dropped = torch.tensor([group in groups for group in self.root_groups(name)], device=track.weight.device)
+            resp = resp.with_track(name, track.replace(weight=track.weight.where(~dropped, 0.0)))
+        return resp
 
     def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
         """Rewards carried up the tree: an unscored parent takes `op` over its children of weight > 0.

@@ -1,0 +1,111 @@
+"""A whole run whose reward fails, and one whose reward works while the engine draws."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.trainer.test_loop import metrics_of, run, trainer_of, weights_of
+from unirl.config.errors import ConfigError, RewardError
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.tracking.metrics import NOT_REPRODUCIBLE
+from unirl.trainer.overlap import in_parts, queue_metrics
+
+FAULTY = "tests.trainer.faulty"
+BIG = ("plugins=[tests]", "batch_size=4", "sampling.samples_per_prompt=2")
+
+
+def reward(name: str, **keys: object) -> list[str]:
+    return [f"reward.backend={{_target_: {FAULTY}.{name}, {', '.join(f'{k}: {v}' for k, v in keys.items())}}}"]
+
+
+def policy(**keys: object) -> str:
+    return f"+reward.on_failure={{{', '.join(f'{k}: {v}' for k, v in keys.items())}}}"
+
+
+def lines(folder, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_dropped_groups_are_counted_at_every_step_and_train_nothing(tmp_path) -> None:
+    run(tmp_path, *BIG, *reward("Poisoned", share=0.2), policy(max_dropped_fraction=0.9))
+    ledger = lines(tmp_path, "ledger.jsonl")
+    for row in ledger:
+        assert row["generated"] == 8 == row["scored"] + row["dropped"] + row["pending"]
+        assert sum(row["reasons"].values()) == row["dropped"]
+    lost = sum(row["dropped"] for row in ledger)
+    assert 0 < lost < 16
+    events = lines(tmp_path, "events.jsonl")
+    assert 2 * sum(event["ev"] == "group.drop" for event in events) == lost
+    assert any(event["ev"] == "reward.error" and "gave nan" in event["why"] for event in events)
+    assert all(0 < row["rollout/reward_mean"] < 1 for row in metrics_of(tmp_path))
+
+
+def test_without_a_budget_the_first_lost_sample_ends_the_run(tmp_path) -> None:
+    with pytest.raises(RewardError, match="gave nan to sample"):
+        run(tmp_path, *BIG, *reward("Poisoned", share=0.2))
+
+
+def test_a_judge_that_hangs_up_now_and_then_changes_no_bit(tmp_path) -> None:
+    run(tmp_path / "calm", *BIG, *reward("Explosive", share=0))
+    run(tmp_path / "rough", *BIG, *reward("Explosive", share=0.3, failures=9), policy(retries=3))
+    assert metrics_of(tmp_path / "rough") == metrics_of(tmp_path / "calm")
+    assert weights_of(tmp_path / "rough", 2) == weights_of(tmp_path / "calm", 2)
+
+
+def test_equal_rewards_are_said_to_teach_nothing(tmp_path) -> None:
+    run(tmp_path, *BIG, *reward("Constant", value=0.25))
+    events = lines(tmp_path, "events.jsonl")
+    alarms = [event for event in events if event["ev"] == "alarm.raise"]
+    assert [(event["alarm"], event["value"]) for event in alarms] == [("reward.constant", 0.25)] * 2
+    warned = [event["text"] for event in events if event["ev"] == "warning"]
+    assert any("all 8 samples of the first step have the reward 0.25" in text for text in warned)
+
+
+# Overlap
+
+
+def unqueued(folder) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPRODUCIBLE)} for row in metrics_of(folder)]
+
+
+def test_scoring_while_drawing_changes_no_number(tmp_path) -> None:
+    run(tmp_path / "turns", *BIG, *reward("Slow", seconds=0))
+    run(tmp_path / "overlap", *BIG, *reward("Slow", seconds=0.01), "reward_parts=3", "+placement.reward=cpu")
+    assert unqueued(tmp_path / "overlap") == unqueued(tmp_path / "turns")
+    assert weights_of(tmp_path / "overlap", 2) == weights_of(tmp_path / "turns", 2)
+    rows = lines(tmp_path / "overlap", "metrics.jsonl")
+    assert all(row["queue/reward_latency"] >= 0.01 and 0 < row["queue/reward_busy"] <= 1.01 for row in rows)
+
+
+def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:
+    with pytest.raises(ConfigError, match=r"reward_parts=2.*sits with rollout on device 0.*placement\.reward=cpu"):
+        preflight(load("diffusion/sd3_trainside", ["scale=toy", "reward_parts=2"]))
+
+
+def test_parts_are_whole_groups_and_all_of_them(tmp_path) -> None:
+    trainer = trainer_of(tmp_path, "batch_size=5", "sampling.samples_per_prompt=4", "stack.num_updates_per_batch=1")
+    with trainer.tracker:
+        req = trainer.make_request(trainer.parts.data.draw(5), 0)
+    for count in range(1, 8):
+        parts = in_parts(req, count)
+        assert [sample for part in parts for sample in part.sample_ids] == req.sample_ids
+        assert len(parts) == min(count, 5)
+        groups = [set(part.group_ids) for part in parts]
+        assert sum(len(found) for found in groups) == len(set.union(*groups))
+
+
+def test_the_queue_of_parts_that_come_every_second() -> None:
+    """Three parts at 0, 1, 2 s; 1.5 s of work each: done at 1.5, 3.0, 4.5."""
+    found = queue_metrics([0.0, 1.0, 2.0], [1.5, 1.5, 1.5], 2.5)
+    assert found == pytest.approx(
+        {
+            "queue/reward_depth": 1.0,
+            "queue/reward_wait": 2.5,
+            "queue/reward_latency": (1.5 + 2.0 + 2.5) / 3,
+            "queue/reward_busy": 1.0,
+        }
+    )
+    assert queue_metrics([0.0, 1.0, 2.0], [0.5, 0.5, 0.5], 0.5)["queue/reward_busy"] == pytest.approx(1.5 / 2.5)

@@ -1,0 +1,86 @@
+"""Sampling and scoring of one step at the same time: the reward scores one part while the engine makes the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from unirl.distributed.group.handle import Handle, Pending
+from unirl.reward.service import concat_scored
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp
+
+
+def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
+    """The request in at most `count` consecutive parts of whole groups, as equal as can be.
+
+    Raises ValueError when the rows of a group do not stand together.
+    """
+    starts = [row for row, group in enumerate(req.group_ids) if row == 0 or group != req.group_ids[row - 1]]
+    if len(starts) != len(set(req.group_ids)):
+        raise ValueError("a group whose samples do not stand together cannot be kept whole in one part")
+    count = min(count, len(starts))
+    bounds = [starts[len(starts) * part // count] for part in range(count)] + [len(req)]
+    return [req.slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+class Overlap:
+    """Scores the parts of a step while the rest is drawn. The scores do not depend on the number of parts."""
+
+    def __init__(self, rollout: Handle, reward: Handle, parts: int) -> None:
+        self.rollout = rollout
+        self.reward = reward
+        self.parts = parts
+        self.drawn: list[float] = []
+        """When each part was drawn, seconds since some moment."""
+        self.pending: list[Pending] = []
+        """The parts that are being scored: all but the last."""
+        self.last: tuple[RolloutReq, RolloutResp] | None = None
+
+    def draw(self, req: RolloutReq) -> None:
+        """Draw all samples; each part but the last is on its way to the reward as soon as it is drawn."""
+        self.drawn, self.pending, self.last = [], [], None
+        for part in in_parts(req, self.parts):
+            if self.last is not None:
+                self.pending.append(self.reward.score_and_attach.submit(*self.last))
+            self.last = (part, self.rollout.generate(part))
+            self.drawn.append(time.perf_counter())
+
+    def collect(self) -> tuple[RolloutResp, dict[str, float]]:
+        """The scored samples, in the order of the request; of several parts also how long the reward was waited for."""
+        assert self.last is not None, "draw comes before collect"
+        begin = time.perf_counter()
+        scored = [pending.result() for pending in self.pending]
+        scored.append(self.reward.score_and_attach(*self.last))
+        waited = time.perf_counter() - begin
+        busy = [seconds_of(resp) for resp in scored]
+        return concat_scored(scored), queue_metrics(self.drawn, busy, waited) if len(scored) > 1 else {}
+
+
+def seconds_of(resp: RolloutResp) -> float:
+    """How long the reward worked on these samples: that of the slowest rank."""
+    return max(float(track.reward_seconds.max()) for track in resp.tracks.values() if track.reward_seconds is not None)
+
+
+def queue_metrics(submitted: Sequence[float], busy: Sequence[float], waited: float) -> dict[str, float]:
+    """What a queue of one place saw, from when each part came and how long it was worked on (seconds).
+
+    `queue/reward_busy` is the share of the time from the first part's arrival to the last score.
+    """
+    done = list(_done(submitted, busy))
+    depths = [sum(end > now for end in done[:part]) for part, now in enumerate(submitted)]
+    return {
+        "queue/reward_depth": float(max(depths)),
+        "queue/reward_wait": waited,
+        "queue/reward_latency": sum(end - start for start, end in zip(submitted, done, strict=True)) / len(done),
+        "queue/reward_busy": sum(busy) / max(done[-1] - submitted[0], 1e-9),
+    }
+
+
+def _done(submitted: Sequence[float], busy: Sequence[float]) -> Iterator[float]:
+    """When each part is scored: parts wait for those before them."""
+    free = 0.0
+    for start, seconds in zip(submitted, busy, strict=True):
+        free = max(start, free) + seconds
+        yield free

@@ -299,7 +299,7 @@ LEARNERS: dict[str, tuple[RewardBackprop, int]] = {  # and updates per rollout
 @pytest.mark.parametrize("name", LEARNERS)
 def test_every_method_brings_a_gaussian_flow_near_its_optimum(name: str) -> None:
     algorithm, num_updates = LEARNERS[name]
-    run = GAUSSIAN.learn_by_gradient(algorithm, 40, num_updates)
+    run = GAUSSIAN.learn_by_gradient(algorithm, 30, num_updates)
     assert run.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)
     assert run.end > -0.1
 

@@ -37,7 +37,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_gaussian_flow_goes_most_of_the_way_to_its_reward(name: str) -> None:
-    found = GAUSSIAN.learn(METHODS[name], steps=40)
+    found = GAUSSIAN.learn(METHODS[name], steps=26)
     assert found.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)  # but for steps of finite size
     assert found.end >= 0.2 * found.rewards[0]  # four fifths of the way
 

@@ -17,7 +17,7 @@ def grpo(clip_range: float = 0.05, **options: Any) -> DiffusionGRPO:
     return DiffusionGRPO(clip_range=clip_range, steps_per_forward=T - 1, **options)
 
 
-def on_a_gaussian(method: Method, steps: int = 30) -> Run:
+def on_a_gaussian(method: Method, steps: int = 24) -> Run:
     run = GAUSSIAN.learn(method, steps)
     assert run.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)  # but for steps of finite size
     return run
@@ -60,20 +60,9 @@ def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_lear
     assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
 
 
-RATIOS: dict[str, DenoisingLoss] = {
-    "guard": grpo(0.02, ratio="guard"),
-    "dppo": DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1),
-}
-
-
-@pytest.mark.parametrize("name", RATIOS)
-def test_other_ratios_find_the_rewarded_mode_too(name: str) -> None:
-    assert on_a_mixture(Method(algorithm=RATIOS[name])).gain() >= 0.3
-
-
 def test_towards_the_reference_the_optimum_is_lower_and_the_divergence_bounded() -> None:
     free, held, rewarded, damped = (
-        on_a_gaussian(Method(algorithm=algorithm), steps=25)
+        on_a_gaussian(Method(algorithm=algorithm))
         for algorithm in (
             grpo(kl_coef=1e-9),  # so small that it only measures
             grpo(kl_coef=1.0),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,18 @@ class DifferentiableScorer(Protocol):
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] the total of `score`, with its gradient with respect to images [B, 3, H, W] in [0, 1], not rounded."""
+        ...
+
+
+@runtime_checkable
+class PromptChecker(Protocol):
+    """A scorer that knows from a prompt alone when none of its samples could be scored: something it needs is missing.
+
+    It is asked of every prompt when a run starts, and by `unirl data check`.
+    """
+
+    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raises RewardError saying what is missing."""
         ...
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import answer_of, objective_of
+from unirl.reward.scoring import answer_of, check_prompt, objective_of
 from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
@@ -47,6 +48,12 @@ class WeightedRewards(RewardScorer):
             for row, found in answer.failures.items():
                 failures[row] = failures.get(row, ()) + found
         return RewardResponse(total=total.float(), components=components, watched=watched, failures=failures)
+
+    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Every scorer's own check; one of weight 0 may fail without harm."""
+        for name, weight in self.weights.items():
+            if weight:
+                check_prompt(self.scorers[name], prompt, metadata)
 
     def _watched(self, name: str, request: RewardRequest) -> RewardResponse:
         """The answer of a scorer that is only watched; NaN for all rows when it fails as a whole."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import RewardError
-from unirl.reward.base import DifferentiableScorer
+from unirl.reward.base import DifferentiableScorer, PromptChecker
 from unirl.types.protocols import Scorer
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
@@ -19,6 +19,12 @@ FAILED, NOT_FINITE, UNREACHABLE = 6002, 6003, 6001
 def name_of(scorer: Scorer) -> str:
     """The name that errors give a scorer: its class."""
     return type(scorer).__name__
+
+
+def check_prompt(scorer: Scorer, prompt: str, metadata: Mapping[str, Any]) -> None:
+    """Raises RewardError when the scorer knows that no sample of this prompt could be scored."""
+    if isinstance(scorer, PromptChecker):
+        scorer.check_prompt(prompt, metadata)
 
 
 def checked_score(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +11,12 @@ from torch import Tensor
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.combine import WeightedRewards
+from unirl.reward.local.aesthetic import AestheticRewardScorer, AestheticSpec
+from unirl.reward.local.clip import ClipRewardScorer, ClipSpec
 from unirl.reward.local.clip_pair import toy_processor
+from unirl.reward.local.hpsv2 import HPSv2RewardScorer, HPSv2Spec
 from unirl.reward.local.image_statistics import BrightnessRewardScorer, JpegCompressibilityRewardScorer
+from unirl.reward.local.imagereward import ImageRewardRewardScorer, ImageRewardSpec
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
 from unirl.reward.local.pictures import as_pil, clip_pixels
 from unirl.reward.local.shapes import ShapesRewardScorer
@@ -26,10 +32,19 @@ def pickscore() -> PickScoreRewardScorer:
     return PickScoreRewardScorer(config=PickScoreSpec(path="toy", batch_size=4, device="cpu"))
 
 
+TOY: dict[str, Any] = {"path": "toy", "batch_size": 4, "device": "cpu"}
+NETWORKS: list[RewardScorer] = [
+    ClipRewardScorer(config=ClipSpec(**TOY)),
+    HPSv2RewardScorer(config=HPSv2Spec(**TOY)),
+    AestheticRewardScorer(config=AestheticSpec(**TOY)),
+    ImageRewardRewardScorer(config=ImageRewardSpec(**TOY)),
+]
+
+
 def scorers(pickscore: PickScoreRewardScorer) -> list[RewardScorer]:
     brightness = BrightnessRewardScorer()
     both = WeightedRewards(scorers={"fit": pickscore, "light": brightness}, weights={"fit": 2.0, "light": -0.5})
-    return [pickscore, brightness, both]
+    return [pickscore, brightness, both, *NETWORKS]
 
 
 def pictures(height: int = 40, width: int = 28, count: int = 3) -> Tensor:
@@ -52,7 +67,8 @@ def test_the_objective_is_the_score(pickscore: PickScoreRewardScorer) -> None:
             images = pictures(*size)
             torch.testing.assert_close(scorer.objective(images, PROMPTS), score(scorer, images), atol=2e-3, rtol=0)  # type: ignore[attr-defined]
     exact = pictures(32, 32)  # nothing to scale: the same pixels
-    torch.testing.assert_close(pickscore.objective(exact, PROMPTS), score(pickscore, exact), atol=1e-6, rtol=0)
+    for scorer in [pickscore, *NETWORKS]:
+        torch.testing.assert_close(scorer.objective(exact, PROMPTS), score(scorer, exact), atol=1e-6, rtol=1e-5)  # type: ignore[attr-defined]
 
 
 def test_the_gradient_is_that_of_finite_differences(pickscore: PickScoreRewardScorer) -> None:
@@ -65,7 +81,7 @@ def test_the_gradient_is_that_of_finite_differences(pickscore: PickScoreRewardSc
         with torch.no_grad():
             up, down = (scorer.objective(images + h * along, PROMPTS) for h in (0.05, -0.05))  # type: ignore[attr-defined]
         found, expected = (slope * along).flatten(1).sum(1), (up - down) / 0.1
-        assert expected.abs().max() > 1e-4
+        assert expected.abs().max() > 1e-5
         torch.testing.assert_close(found, expected, atol=2e-2 * float(expected.abs().max()), rtol=0)
 
 

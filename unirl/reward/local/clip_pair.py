@@ -97,9 +97,8 @@ def toy_clip_config() -> Any:
         "eos_token_id": 513,
         "pad_token_id": 513,
     }
-    return CLIPConfig(
-        text_config=small | text, vision_config=small | {"image_size": 32, "patch_size": 8}, projection_dim=32
-    )
+    vision = {"image_size": 32, "patch_size": 8, "projection_dim": 32}
+    return CLIPConfig(text_config=small | text, vision_config=small | vision, projection_dim=32)
 
 
 def toy_processor() -> Any:

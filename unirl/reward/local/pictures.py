@@ -41,7 +41,7 @@ class PictureScorer(LocalRewardBackend):
 
     name: ClassVar[str]
     """The component's name."""
-    reads = ("prompts", "images")
+    reads: tuple[str, ...] = ("prompts", "images")
     capabilities = Capabilities(modalities=("image",), differentiable=True)
     config: PictureSpec
 

@@ -83,13 +83,17 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def assemble(cls: Any, config: Any, weights: Mapping[str, Tensor], key: str, dtype: torch.dtype) -> Any:
+def assemble(
+    cls: Any, config: Any, weights: Mapping[str, Tensor], key: str, dtype: torch.dtype, **arguments: Any
+) -> Any:
     """A model of transformers from its configuration and exactly its weights; nothing is drawn at random.
+
+    `arguments` are those of the class beside its configuration.
 
     Raises:
         DataError: 4001 when a weight is missing, left over or of another shape.
     """
-    ways = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    ways = {"output_loading_info": True, "ignore_mismatched_sizes": True, **arguments}
     with quiet_libraries():
         model, found = cls.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype, **ways)
     wrong = {word: sorted(map(str, found[f"{word}_keys"])) for word in ("missing", "unexpected", "mismatched")}

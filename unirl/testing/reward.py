@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unirl.reward.scoring import checked_score, name_of
+from unirl.reward.scoring import checked_score, name_of, objective_of
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -44,3 +44,41 @@ def _assert_same(answer: RewardResponse, again: RewardResponse, rows: list[int],
         assert bool(torch.allclose(first[rows], second, atol=atol, rtol=0)), (
             f"{what}: {part} of row {rows[worst]} was {float(first[rows[worst]])}, then {float(second[worst])}"
         )
+
+
+def check_gradient(scorer: Scorer, request: RewardRequest, *, rtol: float = 0.05, gap: float = 0.05) -> None:
+    """That `objective` is `score` on pictures that are not rounded, and that its gradient is one.
+
+    Args:
+        rtol: how far the gradient along a direction may be from central differences, as a share of the largest.
+        gap: how far objective and score may be apart, as a share of max(1, |score|): the score's own processing may
+            round.
+
+    Raises AssertionError naming what was broken, or RewardError.
+    """
+    name = name_of(scorer)
+    assert request.images is not None, "check_gradient needs pictures"
+    prompts = list(request.prompts or [""] * len(request))
+    scores = checked_score(scorer, request, name).total
+    found = objective_of(scorer, request.images, prompts).detach().float().cpu()
+    apart = ((found - scores).abs() / scores.abs().clamp(min=1.0)).max()
+    assert float(apart) <= gap, f"{name}: objective is {float(apart):.3g} away from score, on the same pictures"
+
+    inside = 0.25 + 0.5 * request.images  # differences must not leave [0, 1]
+    direction = torch.randn(inside.shape, generator=torch.Generator().manual_seed(0)).sign()
+    moved = inside.clone().requires_grad_()
+    total = objective_of(scorer, moved, prompts).sum()
+    assert total.requires_grad, f"{name}: objective gives no gradient"
+    (gradient,) = torch.autograd.grad(total, moved)
+    along = (gradient * direction).flatten(1).sum(1)
+    with torch.no_grad():
+        ahead, behind = (objective_of(scorer, inside + side * STEP * direction, prompts) for side in (1, -1))
+    slope = (ahead - behind) / (2 * STEP)
+    off = (along - slope).abs().max() / slope.abs().max().clamp(min=1e-6)
+    assert float(off) <= rtol, (
+        f"{name}: the gradient along a direction is {along.tolist()}, central differences say {slope.tolist()}"
+    )
+
+
+STEP = 1e-3
+"""Of central differences, in units of a picture's range."""

@@ -1,0 +1,314 @@
+"""`unirl reward ls|score|lint|serve|ping|bench`: scorers by name, tried on rows of your own, and the reward service."""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from unirl.cli.arguments import Parser, run_verb
+from unirl.cli.failures import Session
+from unirl.config.errors import DataError, DependencyError, RewardError, UsageError
+
+EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
+            "unirl reward lint -r jpeg_compressibility",
+            "unirl reward serve -c rewards.yaml", "unirl reward ping http://127.0.0.1:8000")  # fmt: skip
+
+
+def run(argv: list[str], session: Session) -> int:
+    verbs = {"ls": list_all, "score": score, "lint": lint, "serve": serve, "ping": ping, "bench": bench}
+    return run_verb("reward", argv, verbs, EXAMPLES)
+
+
+def list_all(argv: Sequence[str]) -> int:
+    from unirl.reward.registry import scorers
+
+    parser = Parser("reward ls", "List the scorers that unirl has, with what each reads.", EXAMPLES)
+    parser.option("--json", action="store_true", help="as JSON")
+    options = parser.parse(argv)
+    rows = [_about(name, scorer) for name, scorer in sorted(scorers().items())]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        gradient = "  (has a gradient)" if row["differentiable"] else ""
+        print(f"{row['name']:<{width}}  {row['summary']}{gradient}")
+    return 0
+
+
+def _about(name: str, scorer: Any) -> dict[str, Any]:
+    import inspect
+
+    reads = getattr(scorer, "reads", ())
+    return {
+        "name": name,
+        "target": f"{scorer.__module__}.{scorer.__qualname__}",
+        "summary": (inspect.getdoc(scorer) or "").split("\n")[0],
+        "reads": list(reads) if isinstance(reads, tuple) else [],
+        "modalities": list(scorer.capabilities.modalities),
+        "differentiable": scorer.capabilities.differentiable,
+    }
+
+
+def score(argv: Sequence[str]) -> int:
+    parser = _rows_parser("reward score", "Score rows of your own: the n-th of each option makes row n.")
+    parser.option("--json", action="store_true", help="as JSON")
+    options = parser.parse(argv)
+    scorer = _scorer(options)
+    request = rows_of(options, scorer.reads)
+    from unirl.reward.scoring import checked_score
+
+    answer = checked_score(scorer, request, options.reward)
+    rows = [
+        {"total": float(answer.total[row]), **{name: float(found[row]) for name, found in answer.components.items()}}
+        for row in range(len(request))
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    for sample, row in zip(request.sample_ids, rows, strict=True):
+        print(f"{sample}  " + "  ".join(f"{name}={value:.6g}" for name, value in row.items()))
+    return 0
+
+
+def lint(argv: Sequence[str]) -> int:
+    parser = _rows_parser("reward lint", "Check that a scorer keeps its contract, on rows of your own or drawn ones.")
+    options = parser.parse(argv)
+    scorer = _scorer(options)
+    request = rows_of(options, scorer.reads) if _has_rows(options) else drawn_rows(scorer.reads, options.reward)
+    if len(request) < 3:
+        raise UsageError(f"unirl reward lint needs at least 3 rows that differ, got {len(request)}", code=2002)
+    from unirl.reward.service import RewardService
+    from unirl.testing.reward import check_gradient, check_reward
+
+    try:
+        answer = check_reward(scorer, request)
+        print(f"{len(request)} rows: finite; order, neighbours, batch size and repetition change nothing")
+        if scorer.capabilities.differentiable:
+            check_gradient(scorer, request)
+            print("the objective equals the score on unrounded pictures, and its gradient equals finite differences")
+    except AssertionError as broken:
+        raise RewardError(f"{options.reward} breaks the contract of scorers. {broken}") from broken
+    RewardService(backend=scorer).probe(request)
+    low, high = float(answer.total.min()), float(answer.total.max())
+    print(f"not constant: {low:.4g} to {high:.4g} on rows that differ")
+    return 0
+
+
+def serve(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        parser = Parser("reward serve", "Serve the rewards of a YAML file over HTTP, until stopped.", EXAMPLES)
+        parser.add_argument(
+            "arguments", nargs="*", metavar="CONFIG.yaml [--host H] [--port P] [--token-file F] [--toy]"
+        )
+        parser.parse(argv or ["-h"])
+    try:
+        from reward_service.__main__ import main
+    except ImportError as error:
+        raise DependencyError(
+            "unirl reward serve needs the package unirl-reward-service: pip install ./unirl-reward-service "
+            f"(in a checkout). Python said: {error}"
+        ) from error
+    words = [word for word in argv if word not in ("-c", "--config")]
+    status: int = main(words)
+    return status
+
+
+def ping(argv: Sequence[str]) -> int:
+    parser = _service_parser("reward ping", "Ask a service which rewards it has, and which replicas are ready.")
+    parser.option("--json", action="store_true", help="as JSON")
+    options = parser.parse(argv)
+    from unirl.reward.connection import Connection, ConnectionConfig
+
+    connection = Connection(ConnectionConfig(base_url=options.url, token_file=options.token_file))
+    found = connection.health(options.patience)
+    connection.close()
+    if options.json:
+        print(json.dumps({"status": found.status, "rewards": found.rewards}, indent=1))
+    else:
+        print(f"{options.url}: {found.status}")
+        for name, replicas in sorted(found.rewards.items()):
+            ready = sum(replica is True for replica in replicas)
+            print(f"  {name}: {ready} of {len(replicas)} replicas ready")
+    return 0 if found.status == "ok" else RewardError.exit_status
+
+
+def bench(argv: Sequence[str]) -> int:
+    parser = _service_parser("reward bench", "Send drawn pictures to a service and say how long their scores take.")
+    parser.option("-r", "--reward", required=True, metavar="NAME", help="one of the service's rewards")
+    parser.option("--items", type=int, default=64, help="pictures in all (default 64)")
+    parser.option("--batch", type=int, default=8, help="pictures of one request (default 8)")
+    parser.option("--clients", type=int, default=4, help="requests at once (default 4)")
+    parser.option("--side", type=int, default=512, help="pixels (default 512)")
+    options = parser.parse(argv)
+    for name in ("items", "batch", "clients", "side"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name} must be >= 1, got {getattr(options, name)}", code=2002)
+    from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
+
+    spec = RemoteRewardSpec(
+        base_url=options.url,
+        token_file=options.token_file,
+        required_rewards=(options.reward,),
+        batch_size=options.batch,
+        concurrency=1,
+    )
+    remote = RemoteRewardBackend(config=spec)
+    rows = drawn_rows(("images", "prompts"), options.reward, options.side)
+    rows = replace(rows, metadata=[{}] * len(rows))
+    requests = [rows.select([i % len(rows) for i in range(start, min(start + options.batch, options.items))])
+                for start in range(0, options.items, options.batch)]  # fmt: skip
+    remote.connection()
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(options.clients) as clients:
+        taken = sorted(clients.map(partial(_timed, remote), requests))
+    seconds = time.perf_counter() - begun
+    p50, p99 = (taken[min(int(share * len(taken)), len(taken) - 1)] for share in (0.5, 0.99))
+    print(
+        f"{options.items} pictures of {options.side} x {options.side} in {seconds:.2f} s: "
+        f"{options.items / seconds:.1f} per second, {options.clients} requests of {options.batch} at once, "
+        f"latency p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms"
+    )
+    return 0
+
+
+def _timed(remote: Any, request: Any) -> float:
+    begun = time.perf_counter()
+    remote.score(request)
+    return time.perf_counter() - begun
+
+
+def _service_parser(command: str, summary: str) -> Parser:
+    parser = Parser(command, summary, EXAMPLES)
+    parser.add_argument("url", metavar="URL", help="http://host:port")
+    parser.option("--token-file", help="a file with the service's token")
+    parser.option("--patience", type=float, default=0.0, metavar="SECONDS", help="how long to wait for it to come up")
+    return parser
+
+
+# Rows
+
+
+def _rows_parser(command: str, summary: str) -> Parser:
+    parser = Parser(command, summary, EXAMPLES)
+    parser.option("-r", "--reward", required=True, metavar="NAME", help="a scorer of `unirl reward ls`, or a class")
+    parser.option("--image", action="append", default=[], metavar="FILE")
+    parser.option("--prompt", action="append", default=[], metavar="TEXT", help="one for all rows, or one each")
+    parser.option("--text", action="append", default=[], metavar="TEXT", help="generated text")
+    parser.option("--metadata", action="append", default=[], metavar="JSON", help="one for all rows, or one each")
+    parser.option("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the scorer")
+    parser.option("--toy", action="store_true", help="the same class with tiny fixed random weights")
+    parser.option("--plugins", default="", metavar="PACKAGE,...", help="packages whose classes -r may name")
+    return parser
+
+
+def _scorer(options: Namespace) -> Any:
+    import yaml
+
+    from unirl.reward.registry import make_scorer
+
+    settings = {}
+    for word in options.set:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--set {word}: write --set key=value", code=2002)
+        settings[key] = yaml.safe_load(value)
+    plugins = [name for name in options.plugins.split(",") if name]
+    return make_scorer(options.reward, settings, toy=options.toy, plugins=plugins)
+
+
+def _has_rows(options: Namespace) -> bool:
+    return bool(options.image or options.text or options.prompt or options.metadata)
+
+
+def rows_of(options: Namespace, reads: Sequence[str]) -> Any:
+    """The request that the options describe, with the columns that the scorer reads."""
+    from unirl.types.reward import RewardRequest
+
+    given = {"images": options.image, "prompts": options.prompt, "texts": options.text, "metadata": options.metadata}
+    count = max(len(values) for values in given.values())
+    option_of = {"images": "--image", "prompts": "--prompt", "texts": "--text", "metadata": "--metadata"}
+    columns: dict[str, Any] = {}
+    for column in reads:
+        if column not in given:
+            raise UsageError(f"{options.reward} reads {column}, which the command line has no rows of", code=2002)
+        values = given[column]
+        if len(values) == 1 and column in ("prompts", "metadata"):
+            values = values * count
+        if len(values) != count or not count:
+            raise UsageError(
+                f"{options.reward} reads {column}: give {option_of[column]} once for each of the {max(count, 1)} rows"
+                f" (it stands {len(values)} times)",
+                code=2002,
+            )
+        columns[column] = values
+    names = options.image or [f"row {row}" for row in range(count)]
+    if "images" in columns:
+        columns["images"] = _pictures(columns["images"])
+    if "metadata" in columns:
+        columns["metadata"] = [_mapping(text) for text in columns["metadata"]]
+    return RewardRequest(sample_ids=names, **columns)
+
+
+def _pictures(paths: Sequence[str]) -> Any:
+    import numpy as np
+    import torch
+    from PIL import Image, UnidentifiedImageError
+
+    arrays = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                arrays.append(np.asarray(image.convert("RGB")))
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"--image {path} cannot be read as a picture: {error}", code=4002) from error
+    sizes = {array.shape for array in arrays}
+    if len(sizes) > 1:
+        raise DataError(f"the pictures differ in size {sorted(sizes)}: score those of one size together")
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
+
+
+def _mapping(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--metadata {text}: not valid JSON: {error.msg}", code=2002) from error
+    if not isinstance(value, dict):
+        raise UsageError(f'--metadata {text}: a JSON object is needed, such as \'{{"answer": "4"}}\'', code=2002)
+    return value
+
+
+WORDS = ("OPEN", "CAFE", "EXIT", "SALE")
+COLORS = ("red", "green", "blue", "yellow")
+
+
+def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
+    """Four rows that differ: signs of four colours, each with its word, which the prompt asks for."""
+    import numpy as np
+    import torch
+    from PIL import Image, ImageDraw
+
+    from unirl.types.reward import RewardRequest
+
+    drawable = {"images", "prompts"}
+    if not set(reads) <= drawable:
+        raise UsageError(
+            f"{name} reads {', '.join(sorted(set(reads) - drawable))}, which cannot be drawn: give rows of your own "
+            "(--prompt, --text, --metadata)",
+            code=2002,
+        )
+    pictures = []
+    for number, (word, color) in enumerate(zip(WORDS, COLORS, strict=True)):
+        picture = Image.new("RGB", (side, side), "white")
+        draw = ImageDraw.Draw(picture)
+        draw.ellipse((8 + 4 * number, 8, side - 8, side - 8 - 6 * number), fill=color)
+        draw.text((side / 2, side / 2), word, fill="black", anchor="mm", font_size=24)
+        pictures.append(np.asarray(picture))
+    pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+    prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(WORDS, COLORS, strict=True)]
+    columns: dict[str, Any] = {"images": pixels, "prompts": prompts}
+    return RewardRequest(sample_ids=list(WORDS), **{column: columns[column] for column in reads})

@@ -7,6 +7,7 @@ from zlib import crc32
 
 import torch
 
+from unirl.config.errors import RewardError
 from unirl.reward.base import single
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 
@@ -50,6 +51,14 @@ class Constant(BrightnessRewardScorer):
 
     def score(self, request):
         return single("constant", torch.full((len(request),), self.value))
+
+
+class Picky(BrightnessRewardScorer):
+    """Scores pictures of prompts that name a cat, and knows it beforehand."""
+
+    def check_prompt(self, prompt, metadata):
+        if "cat" not in prompt:
+            raise RewardError(f"there is no cat in {prompt!r}")
 
 
 class Slow(BrightnessRewardScorer):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.trainer.test_loop import metrics_of, run, trainer_of, weights_of
-from unirl.config.errors import ConfigError, RewardError
+from unirl.config.errors import ConfigError, DataError, RewardError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.tracking.metrics import NOT_REPRODUCIBLE
@@ -18,7 +18,8 @@ BIG = ("plugins=[tests]", "batch_size=4", "sampling.samples_per_prompt=2")
 
 
 def reward(name: str, **keys: object) -> list[str]:
-    return [f"reward.backend={{_target_: {FAULTY}.{name}, {', '.join(f'{k}: {v}' for k, v in keys.items())}}}"]
+    settings = "".join(f", {key}: {value}" for key, value in keys.items())
+    return [f"reward.backend={{_target_: {FAULTY}.{name}{settings}}}"]
 
 
 def policy(**keys: object) -> str:
@@ -53,6 +54,14 @@ def test_a_judge_that_hangs_up_now_and_then_changes_no_bit(tmp_path) -> None:
     run(tmp_path / "rough", *BIG, *reward("Explosive", share=0.3, failures=9), policy(retries=3))
     assert metrics_of(tmp_path / "rough") == metrics_of(tmp_path / "calm")
     assert weights_of(tmp_path / "rough", 2) == weights_of(tmp_path / "calm", 2)
+
+
+def test_a_prompt_that_no_sample_of_could_be_scored_is_found_before_anything_is_drawn(tmp_path) -> None:
+    data = tmp_path / "prompts.txt"
+    data.write_text("a cat\na dog\n")
+    with pytest.raises(DataError, match=r"prompt 'prompts\.txt:1' has no sample.*'Picky'.*no cat in 'a dog'"):
+        run(tmp_path / "run", *BIG, *reward("Picky"), f"data_source.data_path={data}")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_equal_rewards_are_said_to_teach_nothing(tmp_path) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, RewardError, did_you_mean
-from unirl.distributed.group.dispatch import broadcast, scatter
+from unirl.config.errors import ConfigError, DataError, RewardError, did_you_mean
+from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import checked_score, name_of, objective_of
+from unirl.reward.scoring import check_prompt, checked_score, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -114,6 +114,21 @@ class RewardService:
                 f"reward {name_of(self.backend)!r} reads {column}, but the rollout decoded "
                 f"{type(track.decoded).__name__} (sample {track.sample_ids[0]!r}): choose a reward for this modality"
             )
+
+    @rank0
+    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> None:
+        """Before anything is drawn: whether the samples of every prompt could be scored, as far as its text says.
+
+        Raises:
+            DataError: 4002 naming the prompt that lacks something.
+        """
+        for prompt, about, prompt_id in zip(prompts, metadata, ids, strict=True):
+            try:
+                check_prompt(self.backend, prompt, about)
+            except RewardError as error:
+                raise DataError(
+                    f"prompt {prompt_id!r} has no sample that reward {name_of(self.backend)!r} could score: {error}"
+                ) from error
 
     def probe(self, request: RewardRequest) -> RewardResponse:
         """The scores of rows known to differ. Raises RewardError when all are equal: such a reward teaches nothing."""

@@ -132,6 +132,7 @@ class Trainer(ABC):
     def train(self) -> None:
         """Run the loop from the last checkpoint to the last step."""
         self.restore()
+        self._check_prompts()
         self.parts.write_config()
         if self.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
@@ -140,6 +141,17 @@ class Trainer(ABC):
                 resp = self.produce(self.step)
                 self.learn(self.step, resp)
             self.finish_step()
+
+    def _check_prompts(self) -> None:
+        """Whether every prompt of this run can be scored, before an hour of it has passed."""
+        prompts = [*self.parts.data.prompts]
+        if self.config.evaluation.enabled:
+            prompts += self.parts.data.eval_prompts(self.config.evaluation.max_prompts)
+        self.roles.reward.check_prompts(
+            [prompt.text for prompt in prompts],
+            [prompt.metadata for prompt in prompts],
+            [prompt.prompt_id for prompt in prompts],
+        )
 
     def produce(self, step: int) -> RolloutResp:
         """Samples of one step, scored and credited."""

@@ -1,5 +1,7 @@
 """DiffusionNFT: the paper's loss and gradient, its neutral and stationary points, the schedules of the old policy."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -183,6 +185,18 @@ def test_optimality_of_advantages_by_mode(mode: AdvantageMode, expected: list[fl
     assert optimality(advantages, 5.0, mode).tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
+def test_the_loss_uses_of_the_advantages_what_its_mode_says(mode: AdvantageMode) -> None:
+    live, old = field_stage(0), field_stage(1)
+    algorithm = DiffusionNFT(adv_mode=mode, adv_clip_max=2.0, velocity_coef=0.0, times=TIMES)
+    plain = dataclasses.replace(algorithm, adv_mode="all")
+    track = anchored(algorithm, clean_track(), old=old)
+    used = track.replace(advantages=4.0 * optimality(track.advantages, 2.0, mode) - 2.0)
+    found, expected = gradient(algorithm, live, track), gradient(plain, live, used)
+    assert_close(found, expected.double())
+    assert not torch.allclose(found, gradient(plain, live, track), rtol=1e-2)
+
+
 def test_what_it_logs_says_how_far_the_policies_are_apart() -> None:
     algorithm, live, old, reference = DiffusionNFT(times=TIMES, velocity_coef=0.5), *map(field_stage, range(3))
     track = anchored(algorithm, clean_track(), old=old, reference=reference)
@@ -194,6 +208,10 @@ def test_what_it_logs_says_how_far_the_policies_are_apart() -> None:
     assert found["train/velocity_loss"] == pytest.approx(0.5 * found["train/velocity_mse"], rel=1e-6)
     q = optimality(track.advantages, 5.0).double()
     assert found["train/optimality"] == pytest.approx(float(q.mean()), rel=1e-6)
+    sides = (("positive", v), ("negative", 2.0 * v_old - v))  # beta is 1
+    for name, velocity in sides:
+        error = prediction_loss(noised, velocity, adaptive=True)
+        assert found[f"train/{name}_loss"] == pytest.approx(float(error.mean()), rel=1e-5)
     total = algorithm.loss(live, track, (1,)).loss.item() / len(track)
     assert total == pytest.approx(found["train/policy_loss"] + found["train/velocity_loss"], rel=1e-6)
 

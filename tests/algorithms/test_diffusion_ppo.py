@@ -191,6 +191,19 @@ def test_in_the_first_update_ratio_and_value_are_exactly_those_that_sampled(step
     assert torch.equal(segment.anchors["old_value"], own)
 
 
+@pytest.mark.parametrize("shift", [0.3, -0.3])
+def test_values_that_moved_further_than_the_clip_are_counted_on_either_side(shift: float) -> None:
+    stage = toy_stage()
+    stage.value_head = head(0)
+    algorithm = DiffusionPPO(value_clip=0.2)
+    rows = algorithm.valued(stage, toy_track(stage))
+    moved = rows.segment.anchors["old_value"].clone()
+    moved[:2] += shift
+    rows = rows.replace(segment=rows.segment.replace(anchors={**rows.segment.anchors, "old_value": moved}))
+    metrics = values(algorithm.compute_loss_and_backward(stage, rows, lambda loss, last: loss.backward()))
+    assert metrics["train/value_clip_fraction"] == pytest.approx(2 / len(rows))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_rows_of_weight_zero_change_no_gradient_even_if_they_are_not_finite(bad: float) -> None:
     named = critics(IMAGE)

@@ -245,6 +245,21 @@ def test_a_ratio_beyond_e_to_the_20_stays_finite(case: Case) -> None:
 
 
 @EVERY_LOSS
+@pytest.mark.parametrize(("moved", "side", "other"), [(2.0, "high", "low"), (-2.0, "low", "high")])
+def test_what_left_the_trust_region_is_counted_on_the_side_to_which_it_moved(
+    case: Case, moved: float, side: str, other: str
+) -> None:
+    stage, track = ragged(0)
+    with torch.no_grad():
+        stage.logp += min(moved, 0.0) - 0.1  # so that no probability is beyond 1
+    segment = track.segment.replace(anchors={"old_logp": stage.logp.detach() - moved})
+    track = track.replace(segment=segment, advantages=math.copysign(1.0, moved) * track.advantages.abs())
+    metrics = values(case.make().loss(stage, track, (0,)).metrics)
+    assert metrics[f"train/clip_fraction_{other}"] == 0.0
+    assert (metrics[f"train/clip_fraction_{side}"] > 0.0) == (case.loss is not SAPO)
+
+
+@EVERY_LOSS
 def test_at_ratio_one_the_gradient_is_minus_advantage_times_that_of_log_prob(case: Case) -> None:
     stage, track = ragged(0)
     track = track.replace(segment=track.segment.replace(anchors={}))  # as in the first update

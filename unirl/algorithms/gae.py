@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from unirl.algorithms.packed import row_of
 from unirl.algorithms.surrogate import mean_metric
 from unirl.types.results import Metric, Metrics
 
@@ -38,12 +40,11 @@ class Steps:
         Args:
             last_values: [B] V of the state after the last step; absent = 0, the end.
         """
-        following = torch.empty_like(values)
-        carried = values.new_zeros(len(values)) if last_values is None else last_values
-        for t in reversed(range(values.shape[1])):
-            following[:, t] = carried
-            carried = torch.where(mask[:, t], values[:, t], carried)
-        return Steps(rewards, values, following, torch.zeros_like(mask), mask)
+        existing = Existing.of(mask)
+        following = pad(existing.first(values, 0.0)[:, 1:], (0, min(1, values.shape[1])))
+        if last_values is not None:
+            following = torch.where(existing.is_last, last_values[:, None], following)
+        return Steps(rewards, values, existing.back(following), torch.zeros_like(mask), mask)
 
 
 class Credit(NamedTuple):
@@ -61,14 +62,43 @@ def gae(steps: Steps, gamma: float, lam: float) -> Credit:
 
     lam = 1 gives the discounted return minus V, lam = 0 the TD error.
     """
-    deltas = torch.where(steps.mask, steps.rewards + gamma * steps.next_values - steps.values, 0.0)
-    advantages = torch.zeros_like(deltas)
-    carried = deltas.new_zeros(len(deltas))
-    for t in reversed(range(deltas.shape[1])):
-        here = deltas[:, t] + gamma * lam * torch.where(steps.ends[:, t], 0.0, carried)
-        carried = torch.where(steps.mask[:, t], here, carried)
-        advantages[:, t] = torch.where(steps.mask[:, t], here, 0.0)
+    existing = Existing.of(steps.mask)
+    sums = existing.first(steps.rewards + gamma * steps.next_values - steps.values, 0.0)
+    carry = gamma * lam * existing.first(~steps.ends, False).to(sums.dtype)
+    hop = 1
+    while hop < sums.shape[1]:
+        # sums[t] holds the terms of t ... t + hop - 1, and carry[t] the discount of the one that comes next.
+        sums = sums + pad(carry[:, :-hop] * sums[:, hop:], (0, hop))
+        carry = pad(carry[:, :-hop] * carry[:, hop:], (0, hop))
+        hop *= 2
+    advantages = existing.back(sums)
     return Credit(advantages, torch.where(steps.mask, advantages + steps.values, 0.0))
+
+
+@dataclass(frozen=True)
+class Existing:
+    """The steps of each row that exist, moved to its front in their order."""
+
+    order: Tensor  # [B, S] int64, which step stands at each place
+    held: Tensor  # [B, S] bool, the place holds a step that exists
+
+    @staticmethod
+    def of(mask: Tensor) -> Existing:
+        order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        return Existing(order, mask.gather(1, order))
+
+    @property
+    def is_last(self) -> Tensor:
+        """[B, S] bool, the place holds the last step of its row."""
+        return self.held & ~pad(self.held[:, 1:], (0, min(1, self.held.shape[1])))
+
+    def first(self, values: Tensor, absent: float) -> Tensor:
+        """[B, S] values by place; `absent` behind a row's last step, whatever stood at steps that do not exist."""
+        return torch.where(self.held, values.gather(1, self.order), absent)
+
+    def back(self, placed: Tensor) -> Tensor:
+        """[B, S] by step, from values by place; 0 where no step exists."""
+        return torch.zeros_like(placed).scatter(1, self.order, torch.where(self.held, placed, 0.0))
 
 
 def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -86,12 +116,16 @@ class Packing:
     shape: tuple[int, int]
 
     @staticmethod
-    def of(offsets: Tensor) -> Packing:
-        """From row boundaries [B + 1]; rows may be empty."""
-        lengths = offsets.diff()
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+    def of(offsets: Tensor, device: torch.device | None = None) -> Packing:
+        """From row boundaries [B + 1]; rows may be empty.
+
+        Args:
+            device: of the values to be laid out; absent = that of the boundaries.
+        """
+        lengths, row = offsets.diff(), row_of(offsets)
         place = torch.arange(len(row), device=offsets.device) - offsets[:-1][row]
-        return Packing(row, place, (len(lengths), int(lengths.max()) if len(lengths) else 0))
+        shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
+        return Packing(row.to(device), place.to(device), shape)
 
     def dense(self, packed: Tensor) -> Tensor:
         """[B, L] from [sum L], 0 or False behind a row's end."""

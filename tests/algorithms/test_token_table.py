@@ -33,6 +33,27 @@ def test_the_log_prob_is_that_of_tempered_logits() -> None:
     assert replay.entropy.tolist() == pytest.approx(entropy, rel=1e-5)
 
 
+def test_its_values_are_those_of_the_state_before_each_token() -> None:
+    stage = token_stage()
+    stage.value_head = stage.build_value_head(width=6, seed=0)
+    stage.value_head.outlet.weight.data.fill_(0.5)
+    track = token_track(stage)
+    said = stage.replay(track.conditions, track.segment, values="head").values
+    assert said is not None and said.dtype == torch.float32
+    assert stage.replay(track.conditions, track.segment).values is None
+    known: dict[tuple[int, int], float] = {}
+    rows = zip(
+        said.split(track.segment.lengths.tolist()),
+        track.segment.tokens.split(track.segment.lengths.tolist()),
+        strict=True,
+    )
+    for row, (values_, tokens) in enumerate(rows):
+        prompt = int(track.conditions["prompt"].number[row])  # type: ignore[attr-defined]
+        for value, previous in zip(values_.tolist(), [5, *tokens.tolist()], strict=False):
+            assert known.setdefault((prompt, previous), value) == pytest.approx(value, abs=1e-6)
+    assert len(known) > 6 and len(set(known.values())) == len(known)
+
+
 def test_a_row_is_replayed_alone_as_among_others() -> None:
     stage = token_stage()
     track = token_track(stage)

@@ -1,4 +1,4 @@
-"""The value network: zero at first, one for flat, image and video latents, and told of noise level and prompt."""
+"""The value networks: of latents, told of noise level and prompt, and of hidden states; both zero at first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.models.value import ValueHead, pooled_text
+from unirl.models.value import TokenValueHead, ValueHead, pooled_text
 from unirl.testing.toy import toy_facts, toy_params, toy_stage, toy_track
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.primitives import Texts
@@ -107,3 +107,26 @@ def test_a_stage_asks_it_about_the_states_before_recorded_steps(dtype: str) -> N
     for column, step in enumerate((3, 0)):
         x, sigma = segment.latents_at(step).float(), segment.sigmas[step].expand(len(track))
         assert torch.allclose(found[:, column], stage.value_head(x, sigma, text), atol=1e-6)
+
+
+def test_a_fresh_head_of_hidden_states_says_zero_is_a_function_of_its_seed_and_can_learn() -> None:
+    before = torch.get_rng_state()
+    head, again, other = (TokenValueHead.of(9, 8, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(head.hidden.weight, again.hidden.weight)
+    assert not torch.equal(head.hidden.weight, other.hidden.weight)
+    found = head(normal(5, 9))
+    assert found.shape == (5,) and torch.equal(found, torch.zeros(5))
+    (found - 1).square().sum().backward()
+    assert head.outlet.weight.grad is not None and head.outlet.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_of_any_dtype_and_scale_are_judged_in_float32_one_by_one(dtype: torch.dtype) -> None:
+    head, hidden = TokenValueHead.of(9, 8, seed=0), normal(5, 9).to(dtype)
+    head.outlet.weight.data = normal(1, 8)
+    found = head(hidden).detach()
+    assert found.dtype == torch.float32 and float(found.std()) > 0.1
+    assert torch.allclose(head(hidden * 1024), found, atol=1e-4)
+    for i in range(5):
+        assert torch.allclose(head(hidden[i : i + 1]), found[i : i + 1], atol=1e-6)

@@ -80,6 +80,10 @@ class DiffusionStage:
         self.value_head: ValueHead | None = None
         """What a loss with a critic asks; a train backend's."""
 
+    def build_value_head(self, width: int, seed: int) -> ValueHead:
+        """A fresh value head for this model's latents and prompts."""
+        return ValueHead.of(self.facts, width, seed)
+
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: Guidance) -> Tensor:
         """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]."""
         rows = self._rows(len(x))

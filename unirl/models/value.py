@@ -1,6 +1,9 @@
-"""What a state of a denoising trajectory is worth: V(x, sigma, prompt), a small network beside the policy."""
+"""What a state is worth: a small network beside the policy, for denoising trajectories and for responses."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +38,12 @@ class ValueHead(nn.Module):
         self.text = None if text_width is None else nn.Linear(text_width, width)
         self.hidden = nn.Linear(2 * width, width)
         self.outlet = nn.Linear(width, 1)
-        for name, parameter in self.named_parameters():
-            if name.startswith("outlet") or parameter.dim() == 1:
-                nn.init.zeros_(parameter)
-            else:
-                # PyTorch's own start loses half of the signal per layer, and with it what x has to say.
-                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+        start_at_zero(self)
 
     @staticmethod
     def of(facts: ModelFacts, width: int, seed: int) -> ValueHead:
         """A fresh one for the latents and prompts of a model: weights depend on the seed alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key_seed(seed, "value_head"))
+        with seeded(seed):
             return ValueHead(facts.latent_channels, facts.text_width, width)
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor | None) -> Tensor:
@@ -77,6 +74,50 @@ class ValueHead(nn.Module):
             # Encoders differ in scale by orders of magnitude.
             context = context + self.text(layer_norm(text, text.shape[1:]))
         return silu(context)
+
+
+class TokenValueHead(nn.Module):
+    """V of the state before a token, in fp32: 0 everywhere at first, since its last layer is zero.
+
+    h -> layer norm -> 2 layers -> V,  h = the hidden state that the token's logits are made of
+    """
+
+    def __init__(self, hidden_width: int, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(hidden_width, width)
+        self.outlet = nn.Linear(width, 1)
+        start_at_zero(self)
+
+    @staticmethod
+    def of(hidden_width: int, width: int, seed: int) -> TokenValueHead:
+        """A fresh one for a policy's hidden states of `hidden_width`: weights depend on the seed alone."""
+        with seeded(seed):
+            return TokenValueHead(hidden_width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N] from hidden states [N, D] of any dtype."""
+        # Hidden states differ in scale by orders of magnitude between models.
+        normed = layer_norm(hidden.to(self.hidden.weight.dtype), hidden.shape[1:])
+        value = self.outlet(silu(self.hidden(normed)))
+        return value.sum(1)  # as above
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Fresh weights inside depend on `seed` alone; the global generator is as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key_seed(seed, "value_head"))
+        yield
+
+
+def start_at_zero(head: nn.Module) -> None:
+    """A last layer `outlet` and biases of zero; the other weights so that every layer keeps the signal's scale."""
+    for name, parameter in head.named_parameters():
+        if name.startswith("outlet") or parameter.dim() == 1:
+            nn.init.zeros_(parameter)
+        else:
+            # PyTorch's own start loses half of the signal per layer, and with it what the state has to say.
+            nn.init.kaiming_normal_(parameter, nonlinearity="relu")
 
 
 def pooled_text(conditions: Conditions) -> Tensor | None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
-from unirl.models.autoregressive import TokenReplay
+from unirl.models.autoregressive import TokenReplay, ValueGradient
+from unirl.models.value import TokenValueHead
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import toy_facts
 from unirl.types.batch import Batch, row
@@ -40,7 +42,8 @@ class TokenTable(nn.Module):
     def __init__(self, vocabulary: int = 5, prompts: int = 4) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.table = nn.Parameter(torch.zeros(prompts, vocabulary + 1, vocabulary))
+        self.shape = (prompts, vocabulary + 1, vocabulary)
+        self.table = nn.Parameter(torch.zeros(self.shape))
 
     def forward(self, prompt: Tensor, previous: Tensor) -> Tensor:
         """[N, V] from prompts [N] and previous tokens [N]."""
@@ -70,15 +73,33 @@ class TokenSampling:
 
 
 class TableStage:
-    """A `TokenStage` over a table: samples, and replays."""
+    """A `TokenStage` over a table: samples, and replays.
+
+    Its hidden state is which line of the table is read, one-hot, and the line.
+    """
 
     def __init__(self, table: TokenTable) -> None:
         self.table = table
+        self.value_head: nn.Module | None = None
 
-    def replay(self, conditions: Conditions, segment: TextSegment, *, entropy: bool = False) -> TokenReplay:
-        logps = self._logps(*self._states(conditions, segment), segment.temperature)
+    def build_value_head(self, width: int, seed: int) -> TokenValueHead:
+        prompts, previous, tokens = self.table.shape
+        return TokenValueHead.of(prompts * previous + tokens, width, seed)
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: TextSegment,
+        *,
+        entropy: bool = False,
+        values: ValueGradient | None = None,
+    ) -> TokenReplay:
+        prompt, previous = self._states(conditions, segment)
+        logits: Tensor = self.table(prompt, previous)
+        logps = (logits / segment.temperature).log_softmax(1)
         logp = logps.gather(1, segment.tokens[:, None])[:, 0]
-        return TokenReplay(logp, -(logps.exp() * logps).sum(1) if entropy else None)
+        said = None if values is None else self._values(prompt, previous, logits, values)
+        return TokenReplay(logp, -(logps.exp() * logps).sum(1) if entropy else None, said)
 
     @torch.no_grad()
     def sample(
@@ -107,6 +128,14 @@ class TableStage:
             top_k=params.top_k,
             anchors={},
         )
+
+    def _values(self, prompt: Tensor, previous: Tensor, logits: Tensor, gradient: ValueGradient) -> Tensor:
+        """[N] what the head says of the states."""
+        assert self.value_head is not None, "a stack whose loss needs a value head provides it"
+        prompts, lines, _ = self.table.shape
+        line = one_hot(prompt * lines + previous, prompts * lines)
+        said: Tensor = self.value_head(torch.cat([line, logits if gradient == "policy" else logits.detach()], dim=1))
+        return said
 
     def _logps(self, prompt: Tensor, previous: Tensor, temperature: float) -> Tensor:
         """[N, V] log-probs of the tempered distribution."""

@@ -64,7 +64,7 @@ class TrainStack:
         for name in algorithm.needs.snapshots:
             self._provide_snapshot(name)
         if algorithm.needs.value:
-            self.stage.value_head = backend.provide_value_head()
+            self.stage.value_head = backend.provide_value_head(stage.build_value_head)
 
     def _check_settings(self) -> None:
         for name in ("micro_batch_size", "num_updates_per_batch", "max_nonfinite_updates"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -102,6 +102,9 @@ class UpdateStats:
     """Of the value head, before clipping; None = there is none."""
 
 
+BuildHead = Callable[[int, int], nn.Module]
+"""A fresh value head of a width, from a seed: `stage.build_value_head`."""
+
 Offloadable = Literal["policy", "optimizer"]
 """`policy`: the trained module with its gradients and snapshots. `optimizer`: its state."""
 
@@ -130,8 +133,8 @@ class TrainBackend(ABC):
         """Clip the gradient, update, move what follows updates; or, if `loss` or the gradient is not finite, skip."""
 
     @abstractmethod
-    def provide_value_head(self) -> nn.Module:
-        """The value head: made at the first call, and from then on trained and saved beside the policy.
+    def provide_value_head(self, build: BuildHead) -> nn.Module:
+        """The value head: made by `build` at the first call, and from then on trained and saved beside the policy.
 
         It is no part of `module` and `trainable`: snapshots do not copy it, and it is never gathered, sent or exported.
         """

@@ -18,10 +18,10 @@ from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
 from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
 from unirl.models.saved import SavedWeights
-from unirl.models.value import ValueHead
 from unirl.train.backend import deferred, state
 from unirl.train.backend.adamw import adamw
 from unirl.train.backend.base import (
+    BuildHead,
     LrSchedulerConfig,
     Offloadable,
     OptimizerConfig,
@@ -124,9 +124,9 @@ class FSDPBackend(TrainBackend):
         self.snapshots = Snapshots(self.shards)
         for rule in self.rules:
             self.snapshots.take(rule.snapshot)
-        self.facts, self.seed = bundle.facts, seed
+        self.seed = seed
         self.value_cfg = value_cfg or ValueConfig()
-        self.value_head: ValueHead | None = None
+        self.value_head: nn.Module | None = None
         self.value_sharding: Sharding | None = None
 
     @property
@@ -139,9 +139,9 @@ class FSDPBackend(TrainBackend):
 
     # Updates
 
-    def provide_value_head(self) -> ValueHead:
+    def provide_value_head(self, build: BuildHead) -> nn.Module:
         if self.value_head is None:
-            self.value_head = ValueHead.of(self.facts, self.value_cfg.width, self.seed).eval().to(self.home)
+            self.value_head = build(self.value_cfg.width, self.seed).eval().to(self.home)
             # A layout of its own: under the policy's, FSDP2 wants the root's forward first.
             self.value_sharding = self.sharding.beside()
             self.value_sharding.wrap(self.value_head, [], torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.tokens import TokenAlgorithm
-from unirl.models.autoregressive import TokenReplay
+from unirl.models.autoregressive import TokenReplay, ValueGradient
 from unirl.types.conditions import Conditions
 from unirl.types.protocols import Moment
 from unirl.types.rollout_resp import RolloutTrack
@@ -29,14 +29,26 @@ AGGREGATIONS: list[dict[str, Any]] = [
 
 
 class LeafStage:
-    """A `TokenStage` whose every log-prob and entropy is a parameter."""
+    """A `TokenStage` whose every log-prob, entropy and value is a parameter."""
 
-    def __init__(self, logp: Tensor, entropy: Tensor) -> None:
+    def __init__(self, logp: Tensor, entropy: Tensor, value: Tensor | None = None) -> None:
         self.logp = logp.requires_grad_()
         self.entropy = entropy.requires_grad_()
+        self.value = (torch.zeros_like(logp) if value is None else value).detach().requires_grad_()
 
-    def replay(self, conditions: Conditions, segment: TextSegment, *, entropy: bool = False) -> TokenReplay:
-        return TokenReplay(self.logp[segment.tokens], self.entropy[segment.tokens] if entropy else None)
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: TextSegment,
+        *,
+        entropy: bool = False,
+        values: ValueGradient | None = None,
+    ) -> TokenReplay:
+        return TokenReplay(
+            self.logp[segment.tokens],
+            self.entropy[segment.tokens] if entropy else None,
+            self.value[segment.tokens] if values else None,
+        )
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Of the log-probs and of the entropies; zeros for what the loss does not read."""

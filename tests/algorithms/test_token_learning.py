@@ -14,12 +14,14 @@ from unirl.algorithms.ar_drpo import DRPO
 from unirl.algorithms.ar_gmpo import GMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
+from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.mismatch import TokenTIS
 from unirl.algorithms.tokens import TokenAlgorithm
 from unirl.testing.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import ValueConfig
 from unirl.train.stack import TrainStack
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
@@ -43,6 +45,9 @@ METHODS: dict[str, TokenAlgorithm] = {
     "cppo": CPPO(),
     "sapo": SAPO(),
     "gmpo": GMPO(),
+    "ppo": ARPPO(),
+    "ppo, raw rewards": ARPPO(outcome="rewards"),
+    "ppo, whitened": ARPPO(outcome="rewards", whiten=True, kl_coef=1e-3, kl_in="reward", kl_estimator="k1"),
 }
 
 
@@ -59,7 +64,11 @@ def two_halves(track: RolloutTrack) -> RolloutTrack:
 
 
 def learner(algorithm: TokenAlgorithm, table: TokenTable) -> tuple[TrainStack, TableStage]:
-    backend = FSDPBackend(table, optimizer_cfg=OptimizerConfig(learning_rate=0.15, weight_decay=0.0))
+    backend = FSDPBackend(
+        table,
+        optimizer_cfg=OptimizerConfig(learning_rate=0.15, weight_decay=0.0),
+        value_cfg=ValueConfig(learning_rate=1e-2, width=16),
+    )
     stage = TableStage(table)
     stack = TrainStack(backend, algorithm, stage, micro_batch_size=PROMPTS * SIBLINGS, num_updates_per_batch=2)
     return stack, stage

@@ -104,6 +104,13 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         order = [entry for each in self.parts(rows.segment) for entry in each]
         return column[:, [order.index(entry) for entry in part]]
 
+    def totals(self, rows: RolloutTrack, now: Moment) -> Tensor:
+        """[K] float64 sums over `rows`, whose anchors are filled: `loss` finds those of the whole step in `now.totals`.
+
+        Asked by the stack if `needs.totals`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs totals and does not say which")
+
     def check_sampling(self, sampling: Any) -> None:
         """Raises ConfigError where the recipe's sampling settings, of the stage's own kind, cannot be trained."""
         return None

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, Backward, Columns, LossResult, Part
+from unirl.algorithms.critic import OLD_VALUE, Critic
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.gae import Credit, Steps, gae, outcome_rewards, value_loss, value_metrics
-from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.algorithms.gae import Credit, Steps, gae, outcome_rewards
+from unirl.algorithms.surrogate import weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage
-from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.protocols import Moment
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
-OLD_VALUE = "old_value"
-
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionPPO(DiffusionGRPO):
+class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
     """L = mean over rows and stochastic steps of  P_i + vf_coef V_i.
 
     P_i  DiffusionGRPO's clipped surrogate, of the advantage A_i instead of the sample's
@@ -35,44 +32,15 @@ class DiffusionPPO(DiffusionGRPO):
     a wide clip and kl_coef > 0.
     """
 
-    gamma: float = 1.0
-    """Discount per trained step."""
-    lam: float = 0.95
-    """lambda of GAE: 1 waits for the outcome, 0 believes the value head."""
-    outcome: Literal["advantages", "rewards"] = "advantages"
-    """What a sample earns: the driver's normalised advantage, or the raw reward (on a scale that V must then learn)."""
-    vf_coef: float = 0.5
-    """Of the value loss. The head has weights and an optimizer group of its own, so the policy does not feel it."""
-    value_clip: float | None = 0.2
-    """How far V may move from V_old in the loss, in units of the outcome; absent = no clip."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual", code=2004)
-        if self.vf_coef <= 0:
-            raise ConfigError(
-                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; a loss without a value head is DiffusionGRPO",
-                code=2004,
-            )
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ConfigError(
-                f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip", code=2004
-            )
+        self.check_critic()
         if self.kl_in == "reward":
             raise ConfigError(
                 "algorithm.kl_in=reward takes the KL of one step off that step's advantage, and the advantages of "
                 "DiffusionPPO hold what later steps earn as well. Use algorithm.kl_in=loss",
                 code=2004,
             )
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, value=True)
-
-    def anchors(self) -> Mapping[str, Anchor]:
-        return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}
 
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
         said = stage.values(rows.conditions, rows.segment, part)
@@ -85,13 +53,9 @@ class DiffusionPPO(DiffusionGRPO):
         weights = rows.weight[:, None].expand_as(said)
         values = torch.where(weights > 0, said, 0.0)
         old, returns = self._old_values(rows, part), self._at(part, rows, self.credit(rows).returns)
-        losses = value_loss(values, old, returns, self.value_clip)
-        metrics = policy.metrics | value_metrics(values, returns, losses, weights)
-        if self.value_clip is not None:
-            moved = ((values - old).abs() > self.value_clip).float()
-            metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
+        losses, metrics = self.value_losses(values, old, returns, weights)
         total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
-        return LossResult(total, metrics, {**policy.columns, "value": said.detach()})
+        return LossResult(total, policy.metrics | metrics, {**policy.columns, "value": said.detach()})
 
     def compute_loss_and_backward(
         self,
@@ -109,11 +73,9 @@ class DiffusionPPO(DiffusionGRPO):
 
     def credit(self, rows: RolloutTrack) -> Credit:
         """GAE over all trained steps of rows whose old values are known; in order of time."""
-        outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
-        assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
         values = self._old_values(rows, self._steps(rows))
         mask = torch.ones_like(values, dtype=torch.bool)
-        return gae(Steps.in_a_row(outcome_rewards(outcome, mask), values, mask), self.gamma, self.lam)
+        return gae(Steps.in_a_row(outcome_rewards(self.earned(rows), mask), values, mask), self.gamma, self.lam)
 
     def valued(self, stage: DiffusionStage, rows: RolloutTrack) -> RolloutTrack:
         """`rows` with old values at all trained steps: those of the anchor pass, else what the head says now.

@@ -29,6 +29,15 @@ from unirl.types.rollout_resp import RolloutTrack
 
 
 @dataclass(frozen=True)
+class TokenValues:
+    """What a value head says of the state before each token; 0 where a token does not count."""
+
+    said: Tensor  # [sum L] with its graph
+    old: Tensor  # [sum L] before the first update
+    returns: Tensor  # [sum L] what it should have said
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Packed tokens as a surrogate sees them: all numbers are 0 where a token does not count, whatever was recorded."""
 
@@ -38,6 +47,7 @@ class Tokens:
     advantages: Tensor  # [sum L]
     weights: Tensor  # [sum L] those of their rows
     rows: PackedRows
+    values: TokenValues | None = None  # of a loss with a critic
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class Surrogate:
     below: Tensor  # [sum L] bool, below 1
     metrics: Metrics = field(default_factory=dict)
     """What only this loss logs."""
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Further terms [sum L], by the metric that they are logged as; the engine's numerics are no matter of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,30 +173,38 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         return column
 
     def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> Columns:
-        return {"logp": stage.replay(rows.conditions, rows.segment).logp.detach()}
+        return self._columns(self.replay(stage, rows))
 
     def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
-        replay = stage.replay(rows.conditions, rows.segment, entropy=self.entropy_coef > 0.0)
+        replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
         terms, metrics = self._entropy(replay, tokens)
         if self.kl_coef > 0.0:
-            kl, beta = self._reference_kl(tokens, rows, part), self.kl_coef * now.kl_scale
+            kl, beta = self.reference_kl(tokens, rows, part), self.kl_coef * now.kl_scale
             metrics |= {"train/kl": mean_metric(kl, tokens.weights), "train/kl_coef": Metric.mean(beta)}
             if self.kl_in == "loss":
                 terms["train/kl_loss"] = beta * kl
-            else:
-                tokens = penalized(tokens, beta * kl)
+        tokens = self.credited(tokens, replay, rows, part, now)
         surrogate = self.surrogate(tokens, now)
         terms["train/policy_loss"], found = self._corrected(surrogate.losses, tokens, rows)
         metrics |= found | surrogate_metrics(surrogate, tokens.weights)
-        loss, found = self._aggregated(terms, tokens, rows)
-        return LossResult(loss, metrics | found, {"logp": replay.logp.detach()})
+        loss, found = self._aggregated(terms | surrogate.terms, tokens, rows)
+        return LossResult(loss, metrics | found, self._columns(replay))
 
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
         gap = counted(rows).kept((rows.segment.logp - columns["logp"]).abs())
         return {"rollout/parity_absdiff_max": Metric.max(_with_zero(gap).max())}
 
     # The terms of the loss
+
+    def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
+        """What the loss reads of all tokens of `rows` under the stage's weights."""
+        return stage.replay(rows.conditions, rows.segment, entropy=entropy)
+
+    @staticmethod
+    def _columns(replay: TokenReplay) -> Columns:
+        columns: Columns = {"logp": replay.logp.detach()}
+        return columns if replay.values is None else columns | {"value": replay.values.detach()}
 
     def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:
         """What the surrogate sees, freed of everything that does not count."""
@@ -205,6 +225,17 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         """[sum L] the advantages that the surrogate sees; read only where a token counts."""
         return self.expand(rows, part)
 
+    def credited(self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: Moment) -> Tokens:
+        """The tokens with the advantages that their rewards give them."""
+        price = self.price(tokens, rows, part, now)
+        return tokens if price is None else penalized(tokens, price)
+
+    def price(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: Moment) -> Tensor | None:
+        """[sum L] what the reference takes off the reward of each token; None where it takes nothing."""
+        if self.kl_coef == 0.0 or self.kl_in == "loss":
+            return None
+        return self.kl_coef * now.kl_scale * self.reference_kl(tokens, rows, part)
+
     def _entropy(self, replay: TokenReplay, tokens: Tokens) -> tuple[dict[str, Tensor], Metrics]:
         """The entropy bonus, and the entropy: exact where the loss needs it, else estimated by the sample's -log pi."""
         if self.entropy_coef == 0.0:
@@ -213,7 +244,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         bonus = {"train/entropy_loss": -self.entropy_coef * replay.entropy}
         return bonus, {"train/entropy": mean_metric(replay.entropy, tokens.weights)}
 
-    def _reference_kl(self, tokens: Tokens, rows: RolloutTrack, part: Part) -> Tensor:
+    def reference_kl(self, tokens: Tokens, rows: RolloutTrack, part: Part) -> Tensor:
         """[sum L] KL to the reference: of the policy, with its graph; in the reward, of the policy that sampled."""
         reference = self.anchor(rows, "ref_logp", part)
         assert reference is not None, "the anchor pass comes before the loss"

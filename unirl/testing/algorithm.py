@@ -6,13 +6,14 @@ check_algorithm(MyLoss(), stage, toy_track(stage))
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import StageAlgorithm
-from unirl.types.protocols import Anchor
+from unirl.algorithms.base import START, StageAlgorithm
+from unirl.types.protocols import Anchor, Moment
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -30,13 +31,15 @@ def check_algorithm(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> No
     _parts_come_from_shared_fields(algorithm, track)
     _anchors_are_declared(algorithm)
     prepared = prepared_track(algorithm, stage, track)
-    _anchor_pass_equals_the_forward(algorithm, stage, track, prepared)
+    _anchor_pass_equals_the_forward(algorithm, stage, prepared)
     prepared = moved_away(prepared)
-    _sum_over_rows(algorithm, stage, prepared)
-    _weights_are_linear(algorithm, stage, prepared)
-    _order_of_rows(algorithm, stage, prepared)
-    _columns_are_detached(algorithm, stage, prepared)
-    _metrics_are_named_and_finite(algorithm, stage, prepared)
+    _totals_add_up(algorithm, prepared)
+    now = step_of(algorithm, prepared)
+    _sum_over_rows(algorithm, stage, prepared, now)
+    _weights_are_linear(algorithm, stage, prepared, now)
+    _order_of_rows(algorithm, stage, prepared, now)
+    _columns_are_detached(algorithm, stage, prepared, now)
+    _metrics_are_named_and_finite(algorithm, stage, prepared, now)
 
 
 def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> RolloutTrack:
@@ -60,9 +63,14 @@ def moved_away(track: RolloutTrack) -> RolloutTrack:
     return track.replace(segment=track.segment.replace(anchors=anchors))
 
 
-def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> Tensor:
+def step_of(algorithm: Algorithm, prepared: RolloutTrack) -> Moment:
+    """The start of a run, in a step of exactly these rows."""
+    return replace(START, totals=tuple(algorithm.totals(prepared, START).tolist())) if algorithm.needs.totals else START
+
+
+def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment = START) -> Tensor:
     """[] the sum over all parts, with its graph."""
-    return torch.stack([algorithm.loss(stage, rows, part).loss for part in algorithm.parts(rows.segment)]).sum()
+    return torch.stack([algorithm.loss(stage, rows, part, now).loss for part in algorithm.parts(rows.segment)]).sum()
 
 
 def _expect(algorithm: Algorithm, holds: bool, rule: str) -> None:
@@ -74,9 +82,9 @@ def _close(a: Tensor, b: Tensor, scale: float) -> bool:
     return bool((a.detach() - b.detach()).abs() <= TOLERANCE * max(scale, 1e-12))
 
 
-def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> float:
+def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> float:
     """The sum of the rows' absolute losses: what round-off is relative to."""
-    return sum(abs(total_loss(algorithm, stage, row).item()) for row in rows.chunk(algorithm.needs.rows_together))
+    return sum(abs(total_loss(algorithm, stage, row, now).item()) for row in rows.chunk(algorithm.needs.rows_together))
 
 
 def _parts_come_from_shared_fields(algorithm: Algorithm, track: RolloutTrack) -> None:
@@ -95,69 +103,74 @@ def _anchors_are_declared(algorithm: Algorithm) -> None:
     _expect(algorithm, not missing, f"needs.snapshots must name the anchors' snapshots; {sorted(missing)} are missing")
 
 
-def _anchor_pass_equals_the_forward(
-    algorithm: Algorithm, stage: Any, track: RolloutTrack, prepared: RolloutTrack
-) -> None:
-    for part in algorithm.parts(track.segment):
-        columns = algorithm.loss(stage, prepared, part).columns
+def _anchor_pass_equals_the_forward(algorithm: Algorithm, stage: Any, prepared: RolloutTrack) -> None:
+    now = step_of(algorithm, prepared)
+    for part in algorithm.parts(prepared.segment):
+        columns = algorithm.loss(stage, prepared, part, now).columns
         for name, anchor in algorithm.anchors().items():
             column = algorithm.anchor(prepared, name, part)
             same = column is not None and torch.equal(column, columns[anchor.quantity])
             _expect(algorithm, same, f"measure() must give anchor {name!r} the bits of loss()'s own forward")
 
 
-def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+def _totals_add_up(algorithm: Algorithm, rows: RolloutTrack) -> None:
+    if algorithm.needs.totals:
+        pieces = [algorithm.totals(piece, START) for piece in rows.chunk(algorithm.needs.rows_together)]
+        whole = algorithm.totals(rows, START)
+        _expect(algorithm, torch.allclose(torch.stack(pieces).sum(0), whole), "totals() must be sums over rows")
+
+
+def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
     size = algorithm.needs.rows_together
     pieces = rows.chunk(size)
-    apart = torch.stack([total_loss(algorithm, stage, piece).detach() for piece in pieces]).sum()
-    together = total_loss(algorithm, stage, rows)
-    _expect(algorithm, _close(together, apart, _size(algorithm, stage, rows)), "loss() must be a SUM over rows")
+    apart = torch.stack([total_loss(algorithm, stage, piece, now).detach() for piece in pieces]).sum()
+    together = total_loss(algorithm, stage, rows, now)
+    _expect(algorithm, _close(together, apart, _size(algorithm, stage, rows, now)), "loss() must be a SUM over rows")
     count = sum(algorithm.count(piece) for piece in pieces)
     _expect(algorithm, abs(count - algorithm.count(rows)) < 1e-6, "count() must be a sum over rows")
 
 
-def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
     size = algorithm.needs.rows_together
     kept = rows.slice(size, len(rows))
     weight = rows.weight.clone()
     weight[:size] = 0.0
     dropped = rows.replace(weight=weight)
-    scale = _size(algorithm, stage, rows)
-    alone, among = total_loss(algorithm, stage, kept), total_loss(algorithm, stage, dropped)
+    scale = _size(algorithm, stage, rows, now)
+    alone, among = total_loss(algorithm, stage, kept, now), total_loss(algorithm, stage, dropped, now)
     _expect(algorithm, _close(alone, among, scale), "a row of weight 0 must not change the loss")
     counts = algorithm.count(dropped) - algorithm.count(kept)
     _expect(algorithm, abs(counts) < 1e-6, "a row of weight 0 must not be counted")
-    double = total_loss(algorithm, stage, rows.replace(weight=2 * rows.weight))
+    double = total_loss(algorithm, stage, rows.replace(weight=2 * rows.weight), now)
     _expect(
         algorithm,
-        _close(double, 2 * total_loss(algorithm, stage, rows), 2 * scale),
+        _close(double, 2 * total_loss(algorithm, stage, rows, now), 2 * scale),
         "the loss must be linear in the weights",
     )
 
 
-def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
     size = algorithm.needs.rows_together
     starts = range(len(rows) - size, -1, -size)
     turned = rows.select([start + i for start in starts for i in range(size)])
-    same = _close(
-        total_loss(algorithm, stage, turned), total_loss(algorithm, stage, rows), _size(algorithm, stage, rows)
-    )
+    scale = _size(algorithm, stage, rows, now)
+    same = _close(total_loss(algorithm, stage, turned, now), total_loss(algorithm, stage, rows, now), scale)
     _expect(algorithm, same, "the loss must not depend on the order of rows")
 
 
-def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
+def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
     part = algorithm.parts(rows.segment)[0]
-    result = algorithm.loss(stage, rows, part)
+    result = algorithm.loss(stage, rows, part, now)
     _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
-    pieces = [algorithm.loss(stage, piece, part).columns for piece in rows.chunk(algorithm.needs.rows_together)]
+    pieces = [algorithm.loss(stage, piece, part, now).columns for piece in rows.chunk(algorithm.needs.rows_together)]
     for name, column in result.columns.items():
         _expect(algorithm, not column.requires_grad, f"column {name!r} must be detached")
         entries = sum(len(piece[name]) for piece in pieces)
         _expect(algorithm, len(column) == entries, f"column {name!r} must hold the entries of its rows and no other")
 
 
-def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack) -> None:
-    metrics = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0]).metrics
+def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
+    metrics = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0], now).metrics
     strange = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
     _expect(algorithm, not strange, f"metrics are named train/... or rollout/..., not {strange}")
     tracked = [name for name, m in metrics.items() if isinstance(m.total, Tensor) and m.total.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -103,6 +104,7 @@ class TrainStack:
         """Train on all rows of `track`. One entry of metrics per update."""
         updates = self._split(track)
         parity = self._prepare(updates)
+        now = self._with_totals(updates, now)
         results = [self._update(micros, now, first=u == 0) for u, micros in enumerate(updates)]
         results[0] = merge([results[0], parity])
         self.backend.finish_step()
@@ -136,11 +138,12 @@ class TrainStack:
     def _prepare(self, updates: list[Update]) -> Metrics:
         """The anchor pass, in place, before any update and with no graph alive; returns parity metrics.
 
-        Live anchors of the first update are the detached values of its own forward, so only later updates need them.
+        Live anchors of the first update are the detached values of its own forward, so only later updates need them,
+        unless the loss sums them up.
         """
         found: list[Metrics] = []
         for snapshot in sorted({anchor.snapshot for anchor in self.algorithm.anchors().values()}):
-            first = 1 if snapshot == "live" else 0
+            first = 1 if snapshot == "live" and not self.algorithm.needs.totals else 0
             with torch.no_grad(), self.backend.weights(snapshot):
                 for micros in updates[first:]:
                     for i, micro in enumerate(micros):
@@ -148,6 +151,14 @@ class TrainStack:
                         micros[i] = micro.replace(segment=micro.segment.replace(anchors=segment.anchors))
                         found.append(parity)
         return merge(found)
+
+    def _with_totals(self, updates: list[Update], now: Moment) -> Moment:
+        """`now` with what the loss wants summed over all rows of the step and all ranks; a collective."""
+        if not self.algorithm.needs.totals:
+            return now
+        own = [self.algorithm.totals(self._placed(micro), now) for micros in updates for micro in micros]
+        rank = current()
+        return replace(now, totals=tuple(rank.sum_over_dp(total) for total in torch.stack(own).sum(0).tolist()))
 
     def _update(self, micros: Update, now: Moment, first: bool) -> Metrics:
         """One optimizer update over `micros`."""

@@ -161,6 +161,8 @@ class Moment:
     """How far the run is, in [0, 1]."""
     kl_scale: float = 1.0
     """The factor on the recipe's KL coefficient that an adaptive controller has reached."""
+    totals: tuple[float, ...] = ()
+    """What a loss asked to be summed over all rows of the step, on all ranks (Needs.totals)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,8 @@ class Needs:
     """Sampling must run on a snapshot instead of the live weights."""
     value: bool = False
     """A value head is trained beside the policy."""
+    totals: bool = False
+    """The loss reads sums over all rows of a step, made before its first update: its live anchors are, too."""
     differentiable_reward: bool = False
 
 

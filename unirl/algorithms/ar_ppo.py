@@ -1,0 +1,87 @@
+"""PPO with a critic on tokens: each token is credited with what it changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.base import Part
+from unirl.algorithms.critic import OLD_VALUE, Critic
+from unirl.algorithms.gae import Credit, Moments, Packing, Steps, gae, outcome_rewards, whitened
+from unirl.algorithms.tokens import Surrogate, Tokens, TokenValues
+from unirl.models.autoregressive import TokenReplay, TokenStage, ValueGradient
+from unirl.types.protocols import Moment, Needs
+from unirl.types.rollout_resp import RolloutTrack
+
+ALL_TOKENS: Part = (0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ARPPO(Critic[TokenStage], ARGRPO):
+    """L = agg( P_t + vf_coef V_t ) over tokens.
+
+    P_t  ARGRPO's clipped surrogate, of the advantage A_t instead of the row's
+    V_t  max((V - R_t)^2, (clip(V, V_old +- value_clip) - R_t)^2) / 2,  V = V(prompt, y_<t),  R_t = A_t + V_old
+    A_t  GAE (arXiv:1506.02438, eq. 16) over the tokens that count: the row's outcome arrives after the last of them,
+         each costs beta (log pi_old - log pi_ref) if kl_in: reward, and nothing follows
+
+    PPO is arXiv:1707.06347; with a KL in the reward, arXiv:2203.02155 (eq. 2).
+    """
+
+    value_gradient: ValueGradient = "head"
+    """What the value loss trains: the head alone, on hidden states as they are, or the policy's layers as well."""
+    whiten: bool = False
+    """Advantages of the whole step to mean 0 and variance 1 over its tokens; costs a forward in the first update."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_critic()
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, totals=self.whiten)
+
+    def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
+        return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
+
+    def credited(self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: Moment) -> Tokens:
+        assert replay.values is not None, "the stage was asked for values and gave none"
+        said = tokens.rows.kept(replay.values)
+        recorded = self.anchor(rows, OLD_VALUE, part)
+        old = said.detach() if recorded is None else tokens.rows.kept(recorded)
+        credit = self.credit(tokens, old, rows, part, now)
+        advantages = credit.advantages
+        if self.whiten:
+            assert now.totals, "a loss that whitens is told the moments of the whole step"
+            moments = Moments(*torch.tensor(now.totals, dtype=torch.float64))
+            advantages = whitened(advantages, tokens.rows.counts, moments)
+        return replace(tokens, advantages=advantages, values=TokenValues(said, old, credit.returns))
+
+    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+        policy, values = super().surrogate(tokens, now), tokens.values
+        assert values is not None, "credited() comes first"
+        losses, metrics = self.value_losses(values.said, values.old, values.returns, tokens.weights)
+        return replace(policy, metrics=policy.metrics | metrics, terms={"train/critic_loss": self.vf_coef * losses})
+
+    def totals(self, rows: RolloutTrack, now: Moment) -> Tensor:
+        """[3] number, sum and sum of squares of the advantages."""
+        recorded = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
+        assert recorded is not None, "the anchor pass comes first"
+        tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # of their log-probs only the old ones are read
+        credit = self.credit(tokens, tokens.rows.kept(recorded), rows, ALL_TOKENS, now)
+        moments = Moments.of(credit.advantages, tokens.rows.counts)
+        return torch.stack([moments.count, moments.total, moments.squares])
+
+    def credit(self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: Moment) -> Credit:
+        """[sum L] twice: GAE from old values [sum L]; 0 where a token does not count."""
+        packing, counts = Packing.of(rows.segment.offsets, old.device), tokens.rows.counts
+        mask = packing.dense(counts)
+        rewards = outcome_rewards(self.earned(rows).to(old.dtype), mask)
+        price = self.price(tokens, rows, part, now)
+        if price is not None:
+            rewards = rewards - packing.dense(price.detach())
+        found = gae(Steps.in_a_row(rewards, packing.dense(old), mask), self.gamma, self.lam)
+        return Credit(packing.packed(found.advantages), packing.packed(found.returns))

@@ -1,0 +1,162 @@
+"""What HPSv3 is asked about a picture: the published text, the prompt within it, and the picture's patches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import DataError, DependencyError, RewardError
+from unirl.models.chunks import round_up
+from unirl.models.hub import NOT_FOUND
+from unirl.reward.local.pictures import as_pil
+from unirl.reward.local.pretrained import load
+
+REWARD_TOKEN, IMAGE_TOKEN, PROMPT_PLACE = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
+MARK = re.compile(r"<\|\w+\|>")
+"""What Qwen2-VL's tokenizer takes for a mark of the chat."""
+AREA = 256 * 28 * 28
+"""Every picture is scaled to about this many pixels: 256 tokens."""
+TOKEN_MULTIPLE = 64
+"""Texts are filled up to a multiple of this, and only texts of one length are batched: none depends on another."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What the network is asked about some pictures; the fields are its arguments."""
+
+    tokens: Tensor  # [B, L]
+    mask: Tensor  # [B, L] 0 where the text is filled up
+    patches: Tensor  # [all patches, values of a patch]
+    grids: Tensor  # [B, 3] frames, rows and columns of patches
+
+
+class Reader:
+    """Turns prompts and pictures into questions, with the tokenizer and the image processor of Qwen2-VL."""
+
+    def __init__(self, tokenizer: Any, image_processor: Any, instruction: str) -> None:
+        """`instruction` holds {text_prompt} and <|Reward|>; the latter is added to the tokenizer."""
+        tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.instruction = instruction
+        self.reward_id, self.image_id = tokenizer.convert_tokens_to_ids([REWARD_TOKEN, IMAGE_TOKEN])
+
+    def text(self, prompt: str) -> list[int]:
+        """The tokens of a question, with one token in place of the picture."""
+        content = [{"type": "image"}, {"type": "text", "text": self.instruction.replace(PROMPT_PLACE, prompt)}]
+        turns = [{"role": "user", "content": content}]
+        chat = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        tokens: list[int] = self.tokenizer(chat)["input_ids"]
+        return tokens
+
+    def questions(self, texts: Sequence[list[int]], images: Tensor) -> Questions:
+        """Texts of one filled length and pictures [B, 3, H, W] in [0, 1]."""
+        size = {"shortest_edge": AREA, "longest_edge": AREA}
+        seen = self.image_processor(as_pil(images), size=size, return_tensors="pt")
+        grids = seen["image_grid_thw"]
+        count = int(grids[0].prod()) // self.image_processor.merge_size**2
+        tokens = torch.full((len(texts), filled_length(texts[0]) + count - 1), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            place = text.index(self.image_id)
+            whole = [*text[:place], *[self.image_id] * count, *text[place + 1 :]]
+            tokens[row, : len(whole)] = torch.tensor(whole)
+            mask[row, : len(whole)] = 1
+        return Questions(tokens, mask, seen["pixel_values"], grids)
+
+
+def filled_length(text: Sequence[int]) -> int:
+    """The number of tokens of a text with the filling."""
+    return round_up(len(text), TOKEN_MULTIPLE)
+
+
+def check_marks(prompt: str, whose: str = "") -> None:
+    """Raises RewardError (6002) when a prompt holds what the model would take for a mark of its own."""
+    if found := MARK.findall(prompt):
+        raise RewardError(
+            f"the prompt {prompt!r}{whose} holds {', '.join(found)}, which HPSv3 reads as a mark of the chat and not "
+            "as text: take it out of the data",
+            code=6002,
+        )
+
+
+def published_reader(where: str, instruction: str | None) -> Reader:
+    """The reader of the hub id or local directory `where` of Qwen2-VL."""
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+    tokenizer, images = (load(cls, where, "config.processor") for cls in (AutoTokenizer, Qwen2VLImageProcessorPil))
+    return Reader(tokenizer, images, read_instruction(instruction))
+
+
+def read_instruction(path: str | None) -> str:
+    """What the model is asked: of a text file or (None) of the authors' package, whose source is read and not run.
+
+    Raises:
+        DependencyError: 3001 when the package is not installed.
+        DataError: 4001 when the file is missing, or lacks the place of the prompt or the reward token.
+    """
+    where = Path(path).expanduser() if path is not None else _published_source()
+    try:
+        text = where.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"config.instruction={path!r}: {where} cannot be read ({error.strerror})", NOT_FOUND) from error
+    if path is None:
+        constants = _text_constants(text)
+        text = constants.get("INSTRUCTION", "") + constants.get("prompt_with_special_token", "")
+    for place in (PROMPT_PLACE, REWARD_TOKEN):
+        if text.count(place) != 1:
+            raise DataError(
+                f"config.instruction={path!r}: the text of {where} holds {place} {text.count(place)} times, and needs "
+                "it once",
+                NOT_FOUND,
+            )
+    return text
+
+
+def _published_source() -> Path:
+    package = find_spec("hpsv3")
+    if package is None or not package.submodule_search_locations:
+        raise DependencyError(
+            "HPSv3 needs the text that it was trained to answer, which is in its authors' package: "
+            "pip install --no-deps hpsv3, or give that text in a file as config.instruction"
+        )
+    return Path(package.submodule_search_locations[0]) / "dataset" / "data_collator_qwen.py"
+
+
+def _text_constants(source: str) -> dict[str, str]:
+    """The strings that a module's source assigns to names, by name."""
+    found: dict[str, str] = {}
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
+            found |= {ast.unparse(target): line.value.value for target in line.targets}
+    return found
+
+
+TOY_INSTRUCTION = f"How good is this picture of the following: {PROMPT_PLACE}\nAnswer: {REWARD_TOKEN}\n"
+TOY_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def toy_reader() -> Reader:
+    """Qwen2's tokenizer over bytes, with the format of its chats, and its image processor."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
+
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN]
+    vocabulary = {piece: i for i, piece in enumerate([*sorted(ByteLevel.alphabet()), *marks])}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token=marks[0], eos_token=marks[2], extra_special_tokens=marks
+    )
+    tokenizer.chat_template = TOY_CHAT
+    return Reader(tokenizer, Qwen2VLImageProcessorPil(), TOY_INSTRUCTION)

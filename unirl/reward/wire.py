@@ -128,7 +128,7 @@ class Item(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, 
         return None if self.answer.has_image or self.answer.has_video else self.answer.text
 
 
-class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The body of `POST /score`."""
 
     requests: Annotated[list[Item], Meta(min_length=1, max_length=4096)]
@@ -156,7 +156,7 @@ class Health(Struct, frozen=True, kw_only=True):
     """The answer to `GET /health`."""
 
     status: Literal["ok", "degraded"]
-    rewards: dict[str, list[bool]]
+    rewards: dict[str, list[bool | str]]
     """reward -> whether each of its replicas is ready."""
 
 
@@ -172,7 +172,7 @@ Kind = Literal["invalid", "failed", "not_finite", "timeout", "crashed", "unavail
 RETRYABLE: tuple[Kind, ...] = ("timeout", "crashed", "unavailable")
 
 
-class ItemError(Struct, frozen=True):
+class ItemError(Struct, frozen=True, array_like=True):
     """Why one reward has no score of one item."""
 
     kind: str
@@ -226,6 +226,8 @@ def decode(kind: type[T], body: bytes, content_type: str = MSGPACK) -> T:
         msgspec.DecodeError: it is not msgpack, or not JSON, at all.
     """
     try:
-        return (msgspec.msgpack if content_type == MSGPACK else msgspec.json).decode(body, type=kind)
+        if content_type == MSGPACK:
+            return msgspec.msgpack.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except (RecursionError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,118 @@
+"""python -m reward_service CONFIG.yaml"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import uvicorn
+
+from reward_service.app import Service, make_app
+from reward_service.config import ServiceConfig, read_config, read_token
+from reward_service.impatient import impatient
+from unirl.config.errors import DependencyError, UniRLError, report
+
+PORT_IN_USE = 3003
+GRACE_S = 10
+"""What is being scored when the service is asked to stop may take so long."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until stopped; the exit status of the process."""
+    parser = argparse.ArgumentParser(prog="unirl-reward-service", description="Score media over HTTP.")
+    parser.add_argument("config", help="the YAML file: server, rewards, plugins")
+    parser.add_argument("--host", help="instead of server.host")
+    parser.add_argument("--port", type=int, help="instead of server.port")
+    parser.add_argument("--token-file", help="instead of server.token_file")
+    parser.add_argument("--toy", action="store_true", help="the scorers' own small values: no downloads")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        config = read_config(given.config)
+        typed = {key: getattr(given, key) for key in ("host", "port", "token_file") if getattr(given, key) is not None}
+        config = replace(config, server=replace(config.server, **typed), toy=config.toy or given.toy)
+        asyncio.run(serve(config))
+    except UniRLError as error:
+        print(report(error), file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def serve(config: ServiceConfig) -> None:
+    """Load every scorer, then answer until SIGINT or SIGTERM.
+
+    Raises:
+        UniRLError: it may not listen there, the port is taken, or a scorer cannot be loaded.
+    """
+    server, limits = config.server, config.server.limits
+    token = read_token(server)
+    listening = listen(server.host, server.port)
+    service = Service(config)
+    try:
+        await service.start()
+        host, port = listening.getsockname()[:2]
+        print(f"serving {', '.join(service.rewards)} at http://{host}:{port}", flush=True)
+        settings = uvicorn.Config(
+            make_app(service, token),
+            http=impatient(limits.header_s),
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=limits.connections,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        await Server(settings).serve([listening])
+    finally:
+        await service.close()
+        listening.close()
+
+
+class Server(uvicorn.Server):
+    """Ends its process as a success when it is asked to stop, after what is still to be closed."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises DependencyError (3003) when the address is taken or unknown."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise cannot_listen(host, port, error) from error
+    return listening
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> DependencyError:
+    return DependencyError(
+        f"server: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or 0 for a free one",
+        code=PORT_IN_USE,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

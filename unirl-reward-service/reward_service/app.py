@@ -1,0 +1,201 @@
+"""The HTTP side: who may ask, how much, in which form; every refusal is typed."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from reward_service.config import ServiceConfig
+from reward_service.media import MediaDecoder
+from reward_service.metrics import Metrics
+from reward_service.openapi import HEALTH_DOC, METRICS_DOC, REWARDS_DOC, SCORE_DOC, describe
+from reward_service.rewards import Reward
+from reward_service.scoring import Refused, Scoring
+from unirl.reward.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, decode, encode
+
+
+class Service:
+    """The parts that live as long as the service runs."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.decoder = MediaDecoder(config.server.limits, self.metrics)
+        self.rewards = {reward.name: Reward(reward, config, self.metrics) for reward in config.rewards}
+        self.scoring = Scoring(self.rewards, self.decoder, config.server, self.metrics)
+        self.pending_bytes = 0
+
+    async def start(self) -> None:
+        """Wait until every worker has loaded its scorer. Raises UniRLError."""
+        await asyncio.gather(self.decoder.start(), *(reward.start() for reward in self.rewards.values()))
+
+    async def close(self) -> None:
+        """End every process."""
+        await asyncio.gather(self.decoder.close(), *(reward.close() for reward in self.rewards.values()))
+
+    def health(self) -> Health:
+        rewards = {name: reward.readiness for name, reward in self.rewards.items()}
+        return Health(status="ok" if all(map(all, rewards.values())) else "degraded", rewards=rewards)
+
+
+def make_app(service: Service, token: str | None) -> FastAPI:
+    """The routes. The service is started and closed by whoever made it."""
+    app = FastAPI(title="UniRL reward service", version="1", docs_url=None, redoc_url=None)
+    app.add_exception_handler(HTTPException, _http_error)
+
+    @app.post("/score", openapi_extra=SCORE_DOC)
+    async def score(request: Request) -> Response:
+        """Scores of every item by every reward that it requires."""
+        try:
+            return await _score(request, service)
+        except Refused as refused:
+            return refusal(refused.status, refused.kind, refused.detail, refused.retry_after_s)
+
+    @app.get("/rewards", openapi_extra=REWARDS_DOC)
+    async def rewards() -> Response:
+        """The names of the rewards."""
+        return _json(list(service.rewards))
+
+    @app.get("/health", openapi_extra=HEALTH_DOC)
+    async def health() -> Response:
+        """Which replicas of which reward can score."""
+        return _json(service.health())
+
+    @app.get("/metrics", openapi_extra=METRICS_DOC)
+    async def metrics() -> Response:
+        """Counters and histograms in Prometheus' text format."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    app.openapi = lambda: describe(app, list(service.rewards))  # type: ignore[method-assign]
+    app.add_middleware(Gate, token=token, metrics=service.metrics)
+    return app
+
+
+class Gate:
+    """Lets only requests with the token through, and counts the answers."""
+
+    def __init__(self, app: ASGIApp, token: str | None, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._metrics.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
+            await send(message)
+
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if self._expected is None or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, counted)
+        else:
+            answer = refusal(401, "unauthorized", "send the service's token: Authorization: Bearer <token>")
+            answer.headers["WWW-Authenticate"] = "Bearer"
+            await answer(scope, receive, counted)
+
+
+async def _score(request: Request, service: Service) -> Response:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in (JSON, MSGPACK):
+        raise Refused(415, "unsupported_type", f"content-type {content_type!r}: send {MSGPACK} or {JSON}")
+    async with reserved(service, length_of(request, service)):
+        body = await read_body(request, service)
+        try:
+            asked = decode(ScoreRequest, body, content_type)
+        except msgspec.ValidationError as error:
+            raise Refused(422, "schema", str(error)) from error
+        except msgspec.DecodeError as error:
+            raise Refused(400, "malformed", str(error)) from error
+        answer = await service.scoring.answer(asked)
+    return Response(encode(answer, content_type), media_type=content_type)
+
+
+def length_of(request: Request, service: Service) -> int:
+    """The bytes that the body will have: as many as a body may have when the client does not say."""
+    limit = service.config.server.limits.body_bytes
+    given = request.headers.get("content-length", str(limit))
+    return min(int(given), limit) if given.isdecimal() else limit
+
+
+@asynccontextmanager
+async def reserved(service: Service, count: int) -> AsyncIterator[None]:
+    """Room for a body of so many bytes. Raises Refused: 503 when all bodies together would be too large."""
+    limits = service.config.server.limits
+    if service.pending_bytes and service.pending_bytes + count > limits.pending_mb * 2**20:
+        raise Refused(503, "busy", f"{limits.pending_mb:g} MiB of requests are being worked on", 1)
+    service.pending_bytes += count
+    service.metrics.pending.set(service.pending_bytes)
+    try:
+        yield
+    finally:
+        service.pending_bytes -= count
+        service.metrics.pending.set(service.pending_bytes)
+
+
+async def read_body(request: Request, service: Service) -> bytes:
+    """The body, unpacked. Raises Refused: 400 cut off or damaged, 408 too slow, 413 too large, 415 other encoding."""
+    limits = service.config.server.limits
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "gzip"):
+        raise Refused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.body_bytes:
+                    raise too_large(limits.body_mb)
+    except TimeoutError as error:
+        raise Refused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
+    except ClientDisconnect as error:
+        raise Refused(400, "malformed", "the body ended before its length") from error
+    return unpacked(bytes(body), limits.body_mb) if encoding == "gzip" else bytes(body)
+
+
+def too_large(limit_mb: float) -> Refused:
+    return Refused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
+
+
+def unpacked(body: bytes, limit_mb: float) -> bytes:
+    """A gzip body, which may not grow beyond the limit."""
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        plain = unpacker.decompress(body, int(limit_mb * 2**20) + 1)
+    except zlib.error as error:
+        raise Refused(400, "malformed", f"no gzip: {error}") from error
+    if len(plain) > limit_mb * 2**20:
+        raise too_large(limit_mb)
+    if not unpacker.eof:
+        raise Refused(400, "malformed", "the gzip body ends too early")
+    return plain
+
+
+def refusal(status: int, kind: str, detail: str, retry_after_s: int | None = None) -> Response:
+    """A typed answer that is no success."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return Response(encode(Refusal(kind=kind, detail=detail), JSON), status, headers, JSON)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the framework refuses itself: no such route, no such method."""
+    assert isinstance(error, HTTPException)
+    answer = refusal(error.status_code, "no_such_route", f"{request.method} {request.url.path}: {error.detail}")
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)

@@ -1,0 +1,154 @@
+"""Typed messages between the service and its child processes: 8 bytes of length, then msgpack.
+
+Loads neither torch nor an image library: the process that decodes media imports it too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from unirl.reward.wire import ItemError, Medium
+
+LENGTH = 8
+MAX_FRAME = 2**32
+
+
+class Lost(ConnectionError):
+    """The other side of a connection is gone."""
+
+
+class Decode(Struct, tag=True):
+    """Asks a decoder for raw pixels; one of the three is given."""
+
+    modality: str
+    medium: Medium | None = None
+    base64: str | None = None
+    path: str | None = None
+
+
+class Decoded(Struct, tag=True):
+    """Raw pixels, or why there are none."""
+
+    medium: Medium | None = None
+    problem: str | None = None
+
+
+class Build(Struct, tag=True):
+    """Asks a worker for its scorer."""
+
+    reward: str
+    scorer: str
+    params: dict[str, Any]
+    plugins: list[str]
+    toy: bool
+    needs_cuda: bool
+
+
+class Built(Struct, tag=True):
+    """The scorer is loaded, and which columns it reads."""
+
+    reads: list[str]
+
+
+class Unbuilt(Struct, tag=True):
+    """The scorer cannot be loaded: a UniRLError's message, code and exit status."""
+
+    message: str
+    code: int
+    exit_status: int
+
+
+class Row(Struct):
+    """One item as its scorer needs it; media are raw."""
+
+    id: str
+    prompt: str | None = None
+    text: str | None = None
+    image: Medium | None = None
+    video: Medium | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Batch(Struct, tag=True):
+    """Asks a worker for scores."""
+
+    rows: list[Row]
+
+
+Outcome = dict[str, float] | ItemError
+"""Scores by part, `total` first, or why there are none."""
+
+
+class Scored(Struct, tag=True):
+    """One outcome per row."""
+
+    outcomes: list[Outcome]
+
+
+Message = Decode | Decoded | Build | Built | Unbuilt | Batch | Scored
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> list[bytes]:
+    """The buffers to send, in order."""
+    body = _encoder.encode(message)
+    return [len(body).to_bytes(LENGTH, "big"), body]
+
+
+def unpack(body: bytes | bytearray) -> Message:
+    """The message of a frame. Raises msgspec.DecodeError."""
+    message: Message = _decoder.decode(body)
+    return message
+
+
+def frame_length(head: bytes) -> int:
+    """How many bytes follow. Raises Lost when no frame is that long."""
+    length = int.from_bytes(head, "big")
+    if length > MAX_FRAME:
+        raise Lost(f"a frame of {length} bytes: at most {MAX_FRAME} are sent")
+    return length
+
+
+class Channel:
+    """The child's side: blocking, one message at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+
+    def receive(self) -> Message:
+        """The next message. Raises Lost when the service is gone."""
+        return unpack(self._read(frame_length(bytes(self._read(LENGTH)))))
+
+    def _read(self, count: int) -> bytearray:
+        buffer = bytearray(count)
+        view, done = memoryview(buffer), 0
+        while done < count:
+            received = self._socket.recv_into(view[done:])
+            if not received:
+                raise Lost("the service is gone")
+            done += received
+        return buffer
+
+    def send(self, message: Message) -> None:
+        for buffer in pack(message):
+            self._socket.sendall(buffer)
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its standard input closes, which the service holds open, whatever it is doing."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()

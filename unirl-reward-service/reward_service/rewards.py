@@ -1,0 +1,272 @@
+"""One reward: a bounded queue, and worker processes that take from it as many items as they score at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+from reward_service.child import Child
+from reward_service.config import RewardConfig, ServiceConfig
+from reward_service.frames import Batch, Build, Built, Lost, Outcome, Row, Scored, Unbuilt
+from reward_service.metrics import Metrics
+from unirl.config.errors import DataError, DependencyError, ResourceError, RewardError, UniRLError, UsageError
+from unirl.reward.wire import ItemError
+
+log = logging.getLogger("reward_service")
+
+MAX_RETRY_AFTER_S = 30
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
+"""Between two attempts to bring a worker back that does not start."""
+STOPS = ItemError("unavailable", "the service stops")
+MAX_TRIES = 2
+"""An item is scored again, alone, when its worker dies with it; then it is the one that kills workers."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One item that one reward is to score."""
+
+    row: Row
+    outcome: asyncio.Future[Outcome]
+    queued_at: float = field(default_factory=time.monotonic)
+    tries: int = 0
+
+
+class Reward:
+    """Takes jobs, and sets the outcome of each: scores, or why there are none."""
+
+    def __init__(self, config: RewardConfig, service: ServiceConfig, metrics: Metrics) -> None:
+        self.config = config
+        self.name = config.name
+        self.reads: Sequence[str] = ()
+        self._service, self._metrics = service, metrics
+        self._queue: deque[Job] = deque()
+        self._filled = asyncio.Event()
+        self._replicas = [Replica(self, number) for number in range(config.num_replicas)]
+        self._per_item_s = 0.01
+
+    async def start(self) -> None:
+        """Wait until every replica has loaded the scorer, and go on in the background.
+
+        Raises:
+            UniRLError: a replica cannot load it.
+        """
+        await asyncio.gather(*(replica.start() for replica in self._replicas))
+
+    async def close(self) -> None:
+        """End every replica; what waits is answered as unavailable."""
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        self.settle(self._queue, STOPS)
+        self._queue.clear()
+
+    @property
+    def readiness(self) -> list[bool | str]:
+        """Whether each replica can score."""
+        return [replica.ready for replica in self._replicas]
+
+    @property
+    def num_ready(self) -> int:
+        return sum(replica.ready for replica in self._replicas)
+
+    @property
+    def pids(self) -> list[int]:
+        return [replica.child.pid for replica in self._replicas if replica.child is not None]
+
+    def has_room(self, count: int) -> bool:
+        return len(self._queue) + count <= self.config.max_queue
+
+    def retry_after_s(self) -> int:
+        """In how many seconds the queue will be about half empty."""
+        ready = max(1, self.num_ready)
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(len(self._queue) * self._per_item_s / ready / 2)))
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        self._queue.extend(jobs)
+        self._changed()
+
+    def submit_again(self, jobs: Sequence[Job]) -> None:
+        """Put jobs first whose worker died, to be scored one by one."""
+        for job in jobs:
+            job.tries += 1
+        spent = [job for job in jobs if job.tries >= MAX_TRIES]
+        self.settle(
+            spent, ItemError("crashed", f"a worker of {self.name!r} died each of {MAX_TRIES} times with this item")
+        )
+        self._queue.extendleft(job for job in reversed(jobs) if job not in spent)
+        self._changed()
+
+    def expire(self, outcomes: Set[asyncio.Future[Outcome]]) -> None:
+        """Give up those that no worker has begun."""
+        late = [job for job in self._queue if job.outcome in outcomes]
+        self._queue = deque(job for job in self._queue if job.outcome not in outcomes)
+        self._changed()
+        self.settle(late, ItemError("timeout", f"waited {self._service.server.queue_timeout_s:g} s for a worker"))
+
+    async def take(self) -> list[Job]:
+        """The next batch; a job that was tried before comes alone."""
+        while not self._queue:
+            self._filled.clear()
+            await self._filled.wait()
+        batch = [self._queue.popleft()]
+        while self._queue and len(batch) < self.config.batch_size and not batch[0].tries and not self._queue[0].tries:
+            batch.append(self._queue.popleft())
+        self._changed()
+        return batch
+
+    def settle(self, jobs: Iterable[Job], outcome: Outcome) -> None:
+        """One outcome for all."""
+        for job in jobs:
+            self.settle_one(job, outcome)
+
+    def settle_one(self, job: Job, outcome: Outcome) -> None:
+        if not job.outcome.done():
+            job.outcome.set_result(outcome)
+            kind = outcome.kind if isinstance(outcome, ItemError) else "scored"
+            self._metrics.items.labels(self.name, kind).inc()
+
+    def observe(self, jobs: Sequence[Job], begun: float) -> None:
+        """Count a batch that was scored from `begun` until now."""
+        now, metrics = time.monotonic(), self._metrics
+        self._per_item_s += 0.2 * ((now - begun) / len(jobs) - self._per_item_s)
+        metrics.batch.labels(self.name).observe(len(jobs))
+        metrics.busy.labels(self.name).inc(now - begun)
+        for job in jobs:
+            metrics.wait.labels(self.name).observe(begun - job.queued_at)
+            metrics.latency.labels(self.name).observe(now - begun)
+
+    def count_restart(self, cause: str) -> None:
+        self._metrics.restarts.labels(self.name, cause).inc()
+
+    def _changed(self) -> None:
+        self._metrics.queue.labels(self.name).set(len(self._queue))
+        self._metrics.ready.labels(self.name).set(self.num_ready)
+        if self._queue:
+            self._filled.set()
+
+    def build_message(self) -> Build:
+        """What a worker is told first."""
+        config = self.config
+        return Build(
+            reward=config.name,
+            scorer=config.scorer,
+            params=config.params,
+            plugins=list(self._service.plugins),
+            toy=self._service.toy,
+            needs_cuda=config.device.startswith("cuda"),
+        )
+
+    @property
+    def score_timeout_s(self) -> float:
+        return self._service.server.score_timeout_s
+
+
+class Replica:
+    """One worker process, replaced whenever it dies or does not answer in time."""
+
+    def __init__(self, reward: Reward, number: int) -> None:
+        self._reward, self._number = reward, number
+        self.child: Child | None = None
+        self.ready = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises UniRLError when the first worker does not start."""
+        child = await self._worker()
+        self._task = asyncio.create_task(self._run(child))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self.child is not None:
+            await self.child.kill()
+
+    async def _worker(self) -> Child:
+        """A worker that has loaded its scorer. Raises UniRLError."""
+        config = self._reward.config
+        command = [config.python or sys.executable, "-m", "reward_service.worker", config.name]
+        try:
+            self.child = child = await Child.start(command, config.environment(self._number))
+        except OSError as error:
+            raise RewardError(f"rewards: {config.name} has python={config.python!r}: {error.strerror}") from error
+        try:
+            answer = await child.ask(self._reward.build_message(), None)
+        except Lost as error:
+            how = await child.death()
+            raise RewardError(
+                f"the worker of reward {config.name!r} {how} while it loaded; what it wrote stands above"
+            ) from error
+        if isinstance(answer, Unbuilt):
+            await child.kill()
+            raise _as_said(answer)
+        assert isinstance(answer, Built)
+        self._reward.reads = answer.reads
+        self.ready = True
+        return child
+
+    async def _run(self, child: Child) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            cause = await self._serve(child)
+            self.ready = False
+            self._reward.count_restart(cause)
+            await child.kill()
+            while not self.ready:
+                try:
+                    child = await self._worker()
+                    pause = FIRST_PAUSE_S
+                except UniRLError as error:
+                    log.error("reward %r: %s; trying again in %g s", self._reward.name, error, pause)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LAST_PAUSE_S)
+
+    async def _serve(self, child: Child) -> str:
+        """Score batch after batch until the worker is lost; the cause of that."""
+        while True:
+            batch = await self._next(child)
+            if batch is None:
+                log.error("a worker of reward %r %s while it waited", self._reward.name, await child.death())
+                return "died"
+            begun = time.monotonic()
+            try:
+                answer = await child.ask(Batch([job.row for job in batch]), self._reward.score_timeout_s)
+            except asyncio.CancelledError:
+                self._reward.settle(batch, STOPS)
+                raise
+            except Lost:
+                log.error("a worker of reward %r %s over %d items", self._reward.name, await child.death(), len(batch))
+                self._reward.submit_again(batch)
+                return "died"
+            except TimeoutError:
+                timeout = self._reward.score_timeout_s
+                log.error("reward %r: no scores of %d items in %g s", self._reward.name, len(batch), timeout)
+                self._reward.settle(
+                    batch, ItemError("timeout", f"not scored within {timeout:g} s; the worker was ended")
+                )
+                return "timeout"
+            assert isinstance(answer, Scored)
+            self._reward.observe(batch, begun)
+            for job, outcome in zip(batch, answer.outcomes, strict=True):
+                self._reward.settle_one(job, outcome)
+
+    async def _next(self, child: Child) -> list[Job] | None:
+        """The next batch; None when the worker ends first."""
+        taking = asyncio.ensure_future(self._reward.take())
+        try:
+            await asyncio.wait([taking, child.ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not taking.done():
+                taking.cancel()
+        return None if taking.cancelled() or not taking.done() else taking.result()
+
+
+def _as_said(answer: Unbuilt) -> UniRLError:
+    """The error of a worker as one of this process."""
+    kinds = {kind.exit_status: kind for kind in (UsageError, DependencyError, DataError, ResourceError)}
+    return kinds.get(answer.exit_status, RewardError)(answer.message, code=answer.code)

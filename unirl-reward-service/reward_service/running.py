@@ -1,0 +1,105 @@
+"""A service in a process of its own, for tests, notebooks and toys; it can be killed and started again."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from unirl.config.errors import RewardError
+
+SERVING = b"serving "
+
+
+class RunningService:
+    """`python -m reward_service` with a config; use it in a `with` block, or it ends with this process."""
+
+    def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+        self._config = {**config, "server": {"port": 0, **config.get("server", {})}}
+        self._environment = os.environ | dict(environment or {})
+        self._folder = tempfile.TemporaryDirectory(prefix="reward-service-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self, within_s: float = 120.0) -> RunningService:
+        """Wait until every scorer is loaded; a second start takes the same port.
+
+        Raises:
+            RewardError: it ended, or took too long; the message has what it wrote last.
+        """
+        file = Path(self._folder.name, "service.yaml")
+        file.write_text(yaml.safe_dump(self._config))
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "reward_service", str(file)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+            )
+        atexit.register(self.kill)
+        self.url = self._await_url(within_s)
+        self._config["server"]["port"] = int(self.url.rpartition(":")[2])
+        return self
+
+    def _await_url(self, within_s: float) -> str:
+        assert self._process is not None and self._process.stdout is not None
+        end = time.monotonic() + within_s
+        line = b""
+        while not line.startswith(SERVING) and (left := end - time.monotonic()) > 0:
+            if select.select([self._process.stdout], [], [], left)[0]:
+                line = self._process.stdout.readline(10_000)
+                if not line:
+                    break
+        if not line.startswith(SERVING):
+            self.kill()
+            raise RewardError(f"the reward service did not start: {self.log.read_text(errors='replace')[-2000:]}")
+        return line.split()[-1].decode()
+
+    @property
+    def log(self) -> Path:
+        """What it wrote to standard error."""
+        return Path(self._folder.name, "log")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that is lost."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> int:
+        atexit.unregister(self.kill)
+        if self._process is None:
+            return 0
+        self._process.send_signal(how)
+        status = self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
+        return status
+
+    def __enter__(self) -> RunningService:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._folder.cleanup()

@@ -1,0 +1,210 @@
+"""From a request to its answer: what was asked before is remembered, the rest is decoded, queued and waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from reward_service.config import ServerConfig
+from reward_service.frames import Outcome, Row
+from reward_service.media import BadMedia, MediaDecoder
+from reward_service.metrics import Metrics
+from reward_service.rewards import Job, Reward
+from unirl.config.errors import did_you_mean
+from unirl.reward.wire import RETRYABLE, Item, ItemError, Score, ScoreRequest, ScoreResponse
+
+Key = tuple[str, str]
+"""A reward and a request id."""
+
+
+class Refused(ValueError):
+    """The request as a whole cannot be answered."""
+
+    def __init__(self, status: int, kind: str, detail: str, retry_after_s: int | None = None) -> None:
+        super().__init__(detail)
+        self.status, self.kind, self.detail, self.retry_after_s = status, kind, detail, retry_after_s
+
+
+Answer = asyncio.Future[Outcome]
+"""What one reward will say about one item."""
+
+
+class Memory:
+    """Which items were scored, or are being scored, by request id: a repeated request gets the same scores."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: OrderedDict[Key, tuple[bytes, Answer]] = OrderedDict()
+
+    def recall(self, reward: str, item: Item, digest: bytes) -> Answer | None:
+        """The answer for this very item. Raises Refused when its id was used for another one."""
+        before, answer = self._known.get((reward, item.request_id or ""), (digest, None))
+        if before != digest:
+            raise Refused(
+                409, "conflict", f"request_id {item.request_id!r} was used for another item: each needs its own"
+            )
+        return None if answer is None or (answer.done() and is_retryable(answer.result())) else answer
+
+    def keep(self, reward: str, item: Item, digest: bytes, answer: Answer) -> None:
+        """Remember an answer; the oldest is forgotten."""
+        if item.request_id is not None:
+            self._known[reward, item.request_id] = (digest, answer)
+            if len(self._known) > self._size:
+                self._known.popitem(last=False)
+
+
+def is_retryable(outcome: Outcome) -> bool:
+    return isinstance(outcome, ItemError) and outcome.kind in RETRYABLE
+
+
+@dataclass
+class Entry:
+    """One item of a request on its way."""
+
+    item: Item
+    digest: bytes
+    answers: dict[str, Answer]
+    """Of the rewards that were asked before, later of all."""
+    row: Row | None = None
+    """With raw media; None when every answer is known."""
+
+    @property
+    def open(self) -> list[str]:
+        """The rewards without an answer."""
+        return [name for name in self.item.required_rewards if name not in self.answers]
+
+
+class Scoring:
+    """Answers score requests."""
+
+    def __init__(
+        self, rewards: Mapping[str, Reward], decoder: MediaDecoder, server: ServerConfig, metrics: Metrics
+    ) -> None:
+        self._rewards, self._decoder, self._metrics = rewards, decoder, metrics
+        self._limits, self._patience_s = server.limits, server.queue_timeout_s
+        self._memory = Memory(server.limits.remembered)
+
+    async def answer(self, request: ScoreRequest) -> ScoreResponse:
+        """The outcome of every item and reward. Raises Refused."""
+        self._check(request)
+        digests = await asyncio.to_thread(lambda: [digest_of(item) for item in request.requests])
+        entries = [self._entry(item, digest) for item, digest in zip(request.requests, digests, strict=True)]
+        self._check_room(Counter(name for entry in entries for name in entry.open))
+        for place, entry in enumerate(entries):
+            if entry.open:
+                entry.row = await self._row(place, entry.item)
+        self._queue(entries)
+        await self._wait({answer for entry in entries for answer in entry.answers.values()})
+        return response_of(entries)
+
+    def _check(self, request: ScoreRequest) -> None:
+        """Raises Refused: 400 an unknown reward, 409 one id for two items, 413 too many items or turns."""
+        items, limits = request.requests, self._limits
+        if len(items) > limits.items:
+            raise Refused(413, "too_large", f"{len(items)} requests: at most {limits.items} at once")
+        for place, item in enumerate(items):
+            if len(item.history) > limits.turns:
+                raise Refused(413, "too_large", f"requests[{place}].history is longer than {limits.turns} turns")
+            for name in item.required_rewards:
+                if name not in self._rewards:
+                    known = f"{did_you_mean(name, self._rewards)} There are {', '.join(self._rewards)}"
+                    raise Refused(400, "unknown_reward", f"requests[{place}] requires {name!r}.{known}")
+        ids = Counter(item.request_id for item in items if item.request_id is not None)
+        twice = [name for name, count in ids.items() if count > 1]
+        if twice:
+            raise Refused(409, "conflict", f"request_id {twice[0]!r} stands at two items: each needs its own")
+
+    def _entry(self, item: Item, digest: bytes) -> Entry:
+        found = {name: self._memory.recall(name, item, digest) for name in item.required_rewards}
+        known = {name: answer for name, answer in found.items() if answer is not None}
+        for name in known:
+            self._metrics.repeated.labels(name).inc()
+        return Entry(item, digest, known)
+
+    async def _row(self, place: int, item: Item) -> Row:
+        try:
+            image, video = await self._decoder.raw(item.answer)
+        except BadMedia as error:
+            raise Refused(400, "bad_media", f"requests[{place}].history[{len(item.history) - 1}]: {error}") from error
+        return Row(item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata)
+
+    def _queue(self, entries: Sequence[Entry]) -> None:
+        """Give every open reward of every item to its queue: all of them, or (429) none."""
+        loop = asyncio.get_running_loop()
+        new: dict[str, list[tuple[Entry, Job]]] = {}
+        for entry in entries:
+            for name in entry.open:
+                assert entry.row is not None
+                lacks = lacking(entry.row, self._rewards[name])
+                # Another request may have brought the same item while this one was decoded.
+                answer = self._memory.recall(name, entry.item, entry.digest)
+                if answer is None:
+                    answer = loop.create_future()
+                    if lacks is None:
+                        new.setdefault(name, []).append((entry, Job(entry.row, answer)))
+                    else:
+                        answer.set_result(lacks)
+                entry.answers[name] = answer
+        self._check_room({name: len(jobs) for name, jobs in new.items()})
+        for name, jobs in new.items():
+            self._rewards[name].submit([job for _, job in jobs])
+            for entry, job in jobs:
+                self._memory.keep(name, entry.item, entry.digest, job.outcome)
+
+    def _check_room(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            reward = self._rewards[name]
+            if not reward.has_room(count):
+                raise Refused(
+                    429, "busy", f"the queue of {name!r} has no room for {count} items", reward.retry_after_s()
+                )
+
+    async def _wait(self, answers: Set[Answer]) -> None:
+        """Until every answer is there. What no worker has begun in time is given up."""
+        open = {answer for answer in answers if not answer.done()}
+        if not open:
+            return
+        _, late = await asyncio.wait(open, timeout=self._patience_s)
+        if late:
+            for reward in self._rewards.values():
+                reward.expire(late)
+            await asyncio.wait(late)
+
+
+def digest_of(item: Item) -> bytes:
+    """What tells one item from another, apart from its id; b"" without an id."""
+    if item.request_id is None:
+        return b""
+    whole = msgspec.structs.replace(item, request_id=None, required_rewards=["any"])
+    return blake2b(msgspec.msgpack.encode(whole), digest_size=16).digest()
+
+
+def lacking(row: Row, reward: Reward) -> ItemError | None:
+    """What the reward reads and the item does not have."""
+    have = {
+        "prompts": row.prompt is not None,
+        "texts": row.text is not None,
+        "images": row.image is not None,
+        "videos": row.video is not None,
+        "metadata": True,
+    }
+    lacks = [column for column in reward.reads if not have[column]]
+    if not lacks:
+        return None
+    return ItemError("invalid", f"reward {reward.name!r} reads {', '.join(reward.reads)}; this item has no {lacks[0]}")
+
+
+def response_of(entries: Sequence[Entry]) -> ScoreResponse:
+    """The answers as the wire has them."""
+    results: list[dict[str, dict[str, Score]]] = []
+    errors: list[dict[str, str]] = []
+    for entry in entries:
+        outcomes = {name: entry.answers[name].result() for name in entry.item.required_rewards}
+        results.append({name: dict(found) for name, found in outcomes.items() if isinstance(found, dict)})
+        errors.append({name: str(found) for name, found in outcomes.items() if isinstance(found, ItemError)})
+    return ScoreResponse(results=results, errors=errors)

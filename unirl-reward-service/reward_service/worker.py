@@ -1,0 +1,137 @@
+"""The process that holds one scorer.
+
+    python -m reward_service.worker REWARD SOCKET
+
+The name is for those who list processes. It runs in the scorer's own environment, which needs this package and `unirl`
+beside the scorer's libraries.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from reward_service.frames import Batch, Build, Built, Channel, Lost, Outcome, Row, Scored, Unbuilt, end_with_parent
+from unirl.config.errors import DependencyError, RewardError, UniRLError
+from unirl.reward.base import LocalRewardBackend
+from unirl.reward.registry import make_scorer
+from unirl.reward.scoring import FAILED, NOT_FINITE, UNREACHABLE, scored_apart
+from unirl.reward.wire import ItemError, Kind, Medium
+from unirl.types.primitives import Videos
+from unirl.types.protocols import Scorer
+from unirl.types.reward import RewardRequest, RewardResponse
+
+KINDS: dict[int, Kind] = {FAILED: "failed", NOT_FINITE: "not_finite", UNREACHABLE: "unavailable"}
+TOTAL = "total"
+
+
+def built(asked: Build) -> Scorer:
+    """The scorer with its weights loaded. Raises UniRLError, and what its libraries raise."""
+    if asked.needs_cuda and not torch.cuda.is_available():
+        raise DependencyError(f"reward {asked.reward!r} asks for a CUDA device and there is none: device: cpu")
+    scorer = make_scorer(asked.scorer, asked.params, toy=asked.toy, plugins=asked.plugins)
+    if isinstance(scorer, LocalRewardBackend):
+        _ = scorer.model
+    return scorer
+
+
+def outcomes(scorer: Scorer, rows: Sequence[Row], name: str) -> list[Outcome]:
+    """One outcome per row, in their order; rows whose media have one size are scored together."""
+    found: dict[int, Outcome] = {}
+    for places in alike(rows):
+        for place, outcome in zip(places, _scored(scorer, [rows[i] for i in places], name), strict=True):
+            found[place] = outcome
+    return [found[place] for place in range(len(rows))]
+
+
+def alike(rows: Sequence[Row]) -> list[list[int]]:
+    """The places of rows that can be one request: their pictures, and the frames of their videos, have one size."""
+    groups: dict[object, list[int]] = {}
+    for place, row in enumerate(rows):
+        media = row.image or row.video
+        groups.setdefault(media and media.shape and media.shape[-3:], []).append(place)
+    return list(groups.values())
+
+
+def _scored(scorer: Scorer, rows: Sequence[Row], name: str) -> list[Outcome]:
+    request = request_of(rows, scorer.reads)
+    try:
+        answer = scored_apart(scorer, request, name)
+    except RewardError as error:  # what the scorer itself asks cannot be reached
+        return [ItemError(KINDS[error.code], str(error))] * len(rows)
+    lost = set(answer.lost())
+    return [_failure(answer, row) if row in lost else _scores(answer, row) for row in range(len(rows))]
+
+
+def _failure(answer: RewardResponse, row: int) -> ItemError:
+    failure = answer.failures[row][0]
+    return ItemError(KINDS[failure.code], failure.why)
+
+
+def _scores(answer: RewardResponse, row: int) -> dict[str, float]:
+    """The total, and the components unless the total is the only one."""
+    parts = {part: float(scores[row]) for part, scores in answer.components.items()}
+    return {TOTAL: float(answer.total[row])} | {part: score for part, score in parts.items() if part != TOTAL}
+
+
+def request_of(rows: Sequence[Row], reads: Sequence[str]) -> RewardRequest:
+    """The rows as the columns that the scorer reads; the service has checked that they have them."""
+    return RewardRequest(
+        sample_ids=[row.id for row in rows],
+        prompts=[row.prompt or "" for row in rows] if "prompts" in reads else None,
+        images=torch.stack([pixels(row.image) for row in rows]) if "images" in reads else None,
+        videos=videos([row.video for row in rows]) if "videos" in reads else None,
+        texts=[row.text or "" for row in rows] if "texts" in reads else None,
+        metadata=[row.metadata or {} for row in rows] if "metadata" in reads else None,
+    )
+
+
+def pixels(medium: Medium | None) -> Tensor:
+    """[3, H, W] or [F, 3, H, W] in [0, 1]: the very values that a rollout's own rounding gives."""
+    assert medium is not None and medium.shape is not None
+    levels = torch.frombuffer(bytearray(medium.data), dtype=torch.uint8).view(medium.shape)
+    return levels.movedim(-1, -3).contiguous().float() / 255
+
+
+def videos(media: Sequence[Medium | None]) -> Videos:
+    """Their frames end to end."""
+    frames = [pixels(medium) for medium in media]
+    offsets = torch.tensor([0, *(len(each) for each in frames)]).cumsum(0)
+    return Videos(frames=torch.cat(frames), offsets=offsets)
+
+
+def serve(channel: Channel) -> None:
+    """Build the scorer that the first message asks for, then score until the service is gone."""
+    asked = channel.receive()
+    assert isinstance(asked, Build)
+    try:
+        scorer = built(asked)
+    except UniRLError as error:
+        channel.send(Unbuilt(str(error), error.code, error.exit_status))
+        return
+    except Exception as error:  # libraries of scorers raise anything while they load; the service reports it
+        channel.send(Unbuilt(f"reward {asked.reward!r}: {type(error).__name__}: {error}", 3001, 3))
+        return
+    channel.send(Built(list(scorer.reads)))
+    while True:
+        batch = channel.receive()
+        assert isinstance(batch, Batch)
+        channel.send(Scored(outcomes(scorer, batch.rows, asked.reward)))
+
+
+def main() -> None:
+    # What libraries print must not be lost, and standard output belongs to the service.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    channel = Channel(int(sys.argv[-1]))
+    end_with_parent()
+    with suppress(Lost):
+        serve(channel)
+
+
+if __name__ == "__main__":
+    main()

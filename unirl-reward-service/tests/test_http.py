@@ -1,0 +1,247 @@
+"""What is refused before any worker is asked, each with its status and kind; no worker runs in this file."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+
+import httpx2
+import msgspec
+import pytest
+from reward_service.__main__ import main
+from reward_service.app import Service, make_app, reserved
+from reward_service.config import config_of, read_token
+from reward_service.rewards import Job
+
+from unirl.config.errors import ConfigError, UsageError
+from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode
+
+TOKEN = "a-token-of-sixteen-or-more"
+JSON_TYPE = {"content-type": JSON}
+
+
+def a_service(**limits) -> Service:
+    tree = {
+        "server": {
+            "limits": {"items": 8, "body_mb": 0.01, "body_s": 0.2, "turns": 2, **limits},
+            "queue_timeout_s": 0.1,
+        },
+        "rewards": [{"name": "clip", "scorer": "brightness", "max_queue": 8}],
+    }
+    return Service(config_of(tree))
+
+
+def ask(method: str, path: str, service: Service | None = None, token: str | None = None, **options) -> httpx2.Response:
+    """One request to a service without workers."""
+
+    async def run() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=make_app(service or a_service(), token))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def refused(response: httpx2.Response) -> tuple[int, str]:
+    """Status and kind."""
+    return response.status_code, decode(Refusal, response.content, JSON).kind
+
+
+def body(**changes) -> bytes:
+    return json.dumps({"requests": [{"history": [{"text": "a"}], "required_rewards": ["clip"], **changes}]}).encode()
+
+
+DAMAGED = [
+    (b"", 400, "malformed"),
+    (b"{", 400, "malformed"),
+    (b"[" * 5000, 422, "schema"),
+    (b"\xff\xfe\x00", 400, "malformed"),
+    (b"{}", 422, "schema"),
+    (b'{"requests": []}', 422, "schema"),
+    (b'{"requests": [1]}', 422, "schema"),
+    (body(required_rewards=[]), 422, "schema"),
+    (body(nonsense=1), 422, "schema"),
+    (body(history=[{"image_b64": 5}]), 422, "schema"),
+    (body(history=[{"image_b64": "a", "video_path": "b"}]), 422, "schema"),
+    (body(required_rewards=["clop"]), 400, "unknown_reward"),
+    (body(history=[{"text": "a"}] * 3), 413, "too_large"),
+    (b'{"requests": [' + b",".join([body()[14:-2]] * 9) + b"]}", 413, "too_large"),
+    (b'{"requests": [' + b",".join([body(request_id="x")[14:-2]] * 2) + b"]}", 409, "conflict"),
+    (body(history=[{"image_b64": "%%%"}]), 400, "bad_media"),
+    (body(history=[{"image_b64": "AAAA"}]), 400, "bad_media"),
+    (body(history=[{"video_path": "../secret"}]), 400, "bad_media"),
+    (body(history=[{"video_b64": "AAAA"}]), 400, "bad_media"),
+    (b" " * 20_000, 413, "too_large"),
+]
+
+
+@pytest.mark.parametrize(("sent", "status", "kind"), DAMAGED)
+def test_a_damaged_request_is_refused_by_kind(sent, status, kind):
+    assert refused(ask("POST", "/score", content=sent, headers=JSON_TYPE)) == (status, kind)
+
+
+def test_a_refusal_names_the_place_and_the_way_out():
+    response = ask("POST", "/score", content=body(required_rewards=["clop"]), headers=JSON_TYPE)
+    assert response.json()["detail"] == "requests[0] requires 'clop'. Did you mean 'clip'? There are clip"
+    response = ask("POST", "/score", content=body(history=[{"text": 3}]), headers=JSON_TYPE)
+    assert "$.requests[0].history[0].text" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-pickle", "multipart/form-data"])
+def test_only_json_and_msgpack_are_read(content_type):
+    response = ask("POST", "/score", content=body(), headers={"content-type": content_type})
+    assert refused(response) == (415, "unsupported_type")
+
+
+def test_a_packed_body_is_unpacked_up_to_the_limit():
+    packed = {**JSON_TYPE, "content-encoding": "gzip"}
+    unknown = gzip.compress(body(required_rewards=["clop"]))
+    assert refused(ask("POST", "/score", content=unknown, headers=packed)) == (400, "unknown_reward")
+    assert refused(ask("POST", "/score", content=gzip.compress(bytes(10**8)), headers=packed)) == (413, "too_large")
+    assert refused(ask("POST", "/score", content=unknown[:-9], headers=packed)) == (400, "malformed")
+    assert refused(ask("POST", "/score", content=b"no gzip", headers=packed)) == (400, "malformed")
+    brotli = {**JSON_TYPE, "content-encoding": "br"}
+    assert refused(ask("POST", "/score", content=unknown, headers=brotli)) == (415, "unsupported_type")
+
+
+def test_a_body_that_dawdles_is_refused():
+    async def slowly():
+        yield b"{"
+        await asyncio.sleep(5)
+        yield b"}"
+
+    assert refused(ask("POST", "/score", content=slowly(), headers=JSON_TYPE)) == (408, "too_slow")
+
+
+def test_a_body_of_unknown_length_ends_at_the_limit():
+    async def endless():
+        while True:
+            yield b" " * 1000
+
+    assert refused(ask("POST", "/score", content=endless(), headers=JSON_TYPE)) == (413, "too_large")
+
+
+@pytest.mark.parametrize("path", ["/score", "/health", "/rewards", "/metrics", "/openapi.json", "/nothing"])
+@pytest.mark.parametrize("sent", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
+def test_nothing_is_told_without_the_token(path, sent):
+    response = ask("GET", path, token=TOKEN, headers=sent)
+    assert refused(response) == (401, "unauthorized")
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_token_opens():
+    response = ask("GET", "/rewards", token=TOKEN, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert (response.status_code, response.json()) == (200, ["clip"])
+
+
+def test_other_routes_and_methods_are_typed_too():
+    assert refused(ask("GET", "/nothing")) == (404, "no_such_route")
+    assert refused(ask("GET", "/score")) == (405, "no_such_route")
+
+
+def test_health_says_that_no_worker_is_ready():
+    assert ask("GET", "/health").json() == {"status": "degraded", "rewards": {"clip": [False]}}
+
+
+def items(*prompts: str, **changes) -> ScoreRequest:
+    return ScoreRequest(
+        requests=[Item(history=[Turn(text=p), Turn(text=p)], required_rewards=["clip"], **changes) for p in prompts]
+    )
+
+
+def test_a_full_queue_is_429_with_the_time_to_come_back_and_takes_none_of_the_items():
+    service = a_service()
+    reward = service.rewards["clip"]
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        reward.submit([Job(None, loop.create_future()) for _ in range(6)])
+
+    asyncio.run(run())
+    response = ask("POST", "/score", service, content=encode(items("a", "b", "c")), headers={"content-type": MSGPACK})
+    assert refused(response) == (429, "busy")
+    assert int(response.headers["retry-after"]) >= 1
+    assert reward.has_room(2) and not reward.has_room(3)
+
+
+def test_what_no_worker_begins_in_time_is_a_timeout_and_leaves_the_queue():
+    service = a_service()
+    response = ask("POST", "/score", service, content=encode(items("a", "b")), headers={"content-type": MSGPACK})
+    errors = msgspec.msgpack.decode(response.content)["errors"]
+    assert [ItemError.read(each["clip"]).kind for each in errors] == ["timeout", "timeout"]
+    assert service.rewards["clip"].has_room(8)
+
+
+def test_bodies_that_are_too_large_together_are_503():
+    service = a_service(pending_mb=0.02)
+
+    async def run():
+        async with reserved(service, 15_000):
+            transport = httpx2.ASGITransport(app=make_app(service, None))
+            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post("/score", content=b" " * 9_000, headers=JSON_TYPE)
+
+    response = asyncio.run(run())
+    assert refused(response) == (503, "busy") and response.headers["retry-after"] == "1"
+    assert service.pending_bytes == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "reward.example"])
+def test_beyond_this_machine_it_does_not_start_without_a_token(host, tmp_path, capsys):
+    file = tmp_path / "service.yaml"
+    file.write_text(json.dumps({"server": {"host": host}, "rewards": [{"name": "clip", "scorer": "brightness"}]}))
+    assert main([str(file)]) == 2
+    assert "error[2040]" in capsys.readouterr().err
+
+
+def test_a_token_file_opens_the_service_to_others_if_it_holds_a_token(tmp_path):
+    file = tmp_path / "token"
+    tree = {"server": {"host": "0.0.0.0", "token_file": str(file)}, "rewards": [{"name": "a", "scorer": "b"}]}
+    server = config_of(tree).server
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_token(server)
+    file.write_text("short\n")
+    with pytest.raises(UsageError, match="at least 16"):
+        read_token(server)
+    file.write_text(f"{TOKEN}\n")
+    assert read_token(server) == TOKEN
+
+
+ONE = {"name": "a", "scorer": "b"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"rewards": [{"name": "a"}]}, "rewards.0.scorer is required"),
+        ({"rewards": [{**ONE, "num_replica": 2}]}, "Did you mean 'rewards.0.num_replicas'"),
+        ({"rewards": [ONE], "server": {"limits": {"body": 3}}}, "unknown key 'server.limits.body'"),
+        ({"rewards": []}, "name at least one"),
+        ({"rewards": [ONE, ONE]}, "two called 'a'"),
+        ({"rewards": [{**ONE, "num_replicas": 0}]}, "must be >= 1"),
+        ({"rewards": [{**ONE, "device": "gpu"}]}, "must be auto, cpu, cuda"),
+        ({"rewards": [{**ONE, "max_queue": 5}]}, "would never fit"),
+        ({"rewards": [ONE], "server": {"limits": {"media_roots": ["/no/such/folder"]}}}, "no directory"),
+        ({"rewards": [ONE], "server": {"port": "x"}}, "server.port"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tree, said):
+    with pytest.raises(ConfigError) as raised:
+        config_of(tree)
+    assert said in str(raised.value)
+
+
+def test_replicas_take_the_gpus_in_turn():
+    reward = config_of({"rewards": [{**ONE, "device": "cuda:2,5", "num_replicas": 3}]}).rewards[0]
+    assert [reward.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["2", "5", "2"]
+
+
+def test_a_port_that_is_taken_is_said(tmp_path, capsys):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        file = tmp_path / "service.yaml"
+        file.write_text(json.dumps({"server": {"port": taken.getsockname()[1]}, "rewards": [ONE]}))
+        assert main([str(file)]) == 3
+    assert "error[3003]" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""A whole service: scores equal the scorer's own, and what one item does to a worker costs no other item its score."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from reward_service.__main__ import main
+from reward_service.client import RewardClient
+from reward_service.running import RunningService
+
+from tests.processes import is_running, wait_until
+from unirl.config.errors import RewardError
+from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Medium, ScoreRequest, ScoreResponse, Turn, decode, encode
+from unirl.types.reward import RewardRequest
+
+from .conftest import TIMEOUT_S, a_picture, as_file, children, workers
+from .test_decoder import frames, video_file
+
+BOTH = pytest.mark.parametrize("content_type", [MSGPACK, JSON])
+
+
+def score(http: httpx2.Client, requests: list[Item], content_type: str = MSGPACK) -> ScoreResponse:
+    body = encode(ScoreRequest(requests=requests), content_type)
+    answer = http.post("/score", content=body, headers={"content-type": content_type})
+    assert answer.status_code == 200, answer.text
+    return decode(ScoreResponse, answer.content, answer.headers["content-type"])
+
+
+def odd(prompt: str, **changes) -> Item:
+    return Item(history=[Turn(text=prompt), Turn(text="")], required_rewards=["odd"], **changes)
+
+
+def outcome(response: ScoreResponse, place: int = 0, reward: str = "odd"):
+    """The total, or the kind of the error."""
+    if reward in response.errors[place]:
+        assert reward not in response.results[place]
+        return ItemError.read(response.errors[place][reward]).kind
+    return response.results[place][reward]["total"]
+
+
+def figure(http: httpx2.Client, name: str) -> float:
+    """One line of the metrics."""
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def local(picture: np.ndarray) -> float:
+    images = torch.from_numpy(picture).permute(2, 0, 1)[None].float() / 255
+    return float(BrightnessRewardScorer().score(RewardRequest(sample_ids=["a"], images=images)).total)
+
+
+def turns(picture: np.ndarray) -> list[Turn]:
+    """The same picture in every lossless form."""
+    png, webp = as_file(picture, "png"), as_file(picture, "webp", lossless=True)
+    return [
+        Turn(image=Medium(format="raw", data=picture.tobytes(), shape=picture.shape)),
+        Turn(image=Medium(format="png", data=png)),
+        Turn(image=Medium(format="webp", data=webp)),
+        Turn(image_b64=base64.b64encode(png).decode()),
+    ]
+
+
+@BOTH
+def test_scores_equal_the_local_scorer_bit_for_bit_in_every_lossless_form(http, content_type):
+    pictures = [a_picture(seed, height=20 + 4 * (seed % 2)) for seed in range(6)]
+    items = [
+        Item(history=[Turn(text="source", image_b64="ignored"), turn], required_rewards=["bright"])
+        for picture in pictures
+        for turn in turns(picture)
+    ]
+    response = score(http, items, content_type)
+    expected = [local(picture) for picture in pictures for _ in range(4)]
+    assert [outcome(response, place, "bright") for place in range(len(items))] == expected
+    assert all(list(result["bright"]) == ["total", "brightness"] for result in response.results)
+
+
+def test_items_that_fail_leave_their_neighbours_their_scores(http):
+    prompts = ["one", "nan", "three", "raise", "seven77"]
+    response = score(http, [odd(prompt) for prompt in prompts])
+    assert [outcome(response, place) for place in range(5)] == [3.0, "not_finite", 5.0, "failed", 7.0]
+    assert "ValueError: no such thing" in response.errors[3]["odd"]
+
+
+def test_a_reward_gets_the_columns_it_reads_or_says_which_is_missing(http):
+    response = score(http, [Item(history=[Turn(text="an answer")], required_rewards=["odd", "bright"])])
+    assert [outcome(response), outcome(response, reward="bright")] == ["invalid", "invalid"]
+    assert "reads prompts; this item has no prompts" in response.errors[0]["odd"]
+    assert "reads images; this item has no images" in response.errors[0]["bright"]
+
+
+def test_an_item_that_kills_its_worker_is_named_and_its_neighbours_are_scored(http):
+    before = figure(http, 'unirl_reward_restarts_total{cause="died",reward="odd"}')
+    response = score(http, [odd("fine"), odd("crash"), odd("too")])
+    assert [outcome(response, place) for place in range(3)] == [4.0, "crashed", 3.0]
+    assert figure(http, 'unirl_reward_restarts_total{cause="died",reward="odd"}') == before + 2
+    assert outcome(score(http, [odd("again")])) == 5.0
+
+
+def test_an_item_that_hangs_costs_its_batch_and_frees_the_worker(http):
+    begun = time.monotonic()
+    response = score(http, [odd("hang")])
+    assert outcome(response) == "timeout"
+    assert time.monotonic() - begun < 3 * TIMEOUT_S
+    assert outcome(score(http, [odd("next")])) == 4.0
+
+
+def test_a_worker_that_dies_while_it_waits_is_replaced(http, service):
+    (pid,) = workers(service.pid, "odd")
+    os.kill(pid, signal.SIGKILL)
+    assert outcome(score(http, [odd("back")])) == 4.0
+    assert wait_until(lambda: workers(service.pid, "odd") not in ([], [pid]), 5)
+
+
+def test_a_repeated_item_is_not_scored_again_and_its_id_is_its_own(http):
+    item = odd("idem", request_id="x1")
+    scored = 'unirl_reward_items_total{outcome="scored",reward="odd"}'
+    first = score(http, [item])
+    before = figure(http, scored)
+    assert score(http, [item]) == first
+    assert figure(http, scored) == before
+    other = encode(ScoreRequest(requests=[odd("other", request_id="x1")]))
+    answer = http.post("/score", content=other, headers={"content-type": MSGPACK})
+    assert (answer.status_code, answer.json()["kind"]) == (409, "conflict")
+
+
+def test_an_item_that_is_being_scored_is_joined_by_its_repetition(http):
+    item = odd("slow", request_id="x2")
+    scored = 'unirl_reward_items_total{outcome="scored",reward="odd"}'
+    before = figure(http, scored)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: score(http, [item]), range(4)))
+    assert [outcome(answer) for answer in answers] == [4.0] * 4
+    assert figure(http, scored) == before + 1
+
+
+def test_items_of_many_clients_are_scored_together(http):
+    """While the worker is busy with one, the others gather."""
+    count, total = ('unirl_reward_batch_size_count{reward="odd"}', 'unirl_reward_batch_size_sum{reward="odd"}')
+    before = figure(http, count), figure(http, total)
+    with ThreadPoolExecutor(17) as pool:
+        first = pool.submit(score, http, [odd("slow")])
+        time.sleep(0.3)
+        others = [pool.submit(score, http, [odd("x" * (n + 5))]) for n in range(16)]
+        assert outcome(first.result()) == 4.0
+        assert [outcome(other.result()) for other in others] == [n + 5.0 for n in range(16)]
+    batches, items = figure(http, count) - before[0], figure(http, total) - before[1]
+    assert items == 17
+    assert batches < 10
+
+
+def test_a_video_below_a_root_is_read_and_sent_pictures_are_not_mixed_up(http, media_root):
+    (media_root / "clip.mp4").write_bytes(video_file(frames()))
+    item = Item(history=[Turn(text="a", video_path="clip.mp4")], required_rewards=["odd"])
+    assert outcome(score(http, [item])) == 1.0
+    absent = Item(history=[Turn(text="a", video_path="no.mp4")], required_rewards=["odd"])
+    answer = http.post("/score", content=encode(ScoreRequest(requests=[absent])), headers={"content-type": MSGPACK})
+    assert (answer.status_code, answer.json()["kind"]) == (400, "bad_media")
+
+
+def test_the_sdk_scores_and_names_the_item_that_cannot_be(service):
+    plain = {"history": [{"text": "a question"}, {"text": "an answer"}], "required_rewards": ["odd"]}
+    with RewardClient(service.url) as client:
+        assert client.score([plain] * 3) == [{"odd": {"total": 10.0, "length": 10.0}}] * 3
+        assert client.health().status == "ok"
+        bad = {**plain, "history": [{"text": "raise"}, {"text": ""}]}
+        with pytest.raises(RewardError, match="'odd' has no score of item 1: failed"):
+            client.score([plain, bad])
+
+
+def test_a_connection_that_sends_no_headers_is_closed(service):
+    address = urlsplit(service.url)
+    for sent in (b"", b"POST /score HT"):
+        with socket.create_connection((address.hostname, address.port), timeout=20) as dawdling:
+            dawdling.sendall(sent)
+            assert dawdling.recv(100) == b""
+
+
+def test_what_is_no_http_is_answered_400(service):
+    address = urlsplit(service.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_scorer_that_cannot_be_built_ends_the_start_with_its_error(tmp_path, capsys):
+    file = tmp_path / "service.yaml"
+    file.write_text(json.dumps({"server": {"port": 0}, "rewards": [{"name": "a", "scorer": "pickscor"}]}))
+    assert main([str(file)]) == 2
+    assert "Did you mean 'pickscore'?" in capsys.readouterr().err
+
+
+def test_nothing_outlives_a_killed_service():
+    with RunningService({"rewards": [{"name": "bright", "scorer": "brightness"}]}) as service:
+        pids = children(service.pid)
+        assert len(pids) == 3  # a worker and two decoders
+        service.kill()
+        assert wait_until(lambda: not any(map(is_running, pids)), 10)

@@ -1,0 +1,231 @@
+"""HTTP to a reward service: one attempt at a time, and what its failure means. Loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
+
+import msgspec
+
+from unirl.config.errors import ConfigError, RewardError
+from unirl.reward.wire import (
+    JSON,
+    MSGPACK,
+    Health,
+    Item,
+    Refusal,
+    ScoreRequest,
+    ScoreResponse,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import httpx2
+
+UNREACHABLE: Final = 6001
+T = TypeVar("T")
+
+CONNECT_S: Final = 10.0
+MAX_PAUSE_S: Final = 10.0
+MAX_ANSWER: Final = 64 * 2**20
+"""Bytes of an answer that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionConfig:
+    """Where a reward service is, and how much patience there is with it."""
+
+    base_url: str
+    """`http://host:port`."""
+    batch_size: int = 8
+    """Items of one POST."""
+    concurrency: int = 4
+    """POSTs at once."""
+    timeout: float = 300.0
+    """Seconds that one POST may take."""
+    max_retries: int = 30
+    """How often an item is sent again before it counts as failed."""
+    retry_delay: float = 0.2
+    """Seconds before the next attempt after a failure; doubles with each one in a row, up to 10 s, and jitters."""
+    outage_s: float = 600.0
+    """Seconds without any score after which the service counts as lost: RewardError 6001."""
+    token_file: str | None = None
+    """A file with the service's token."""
+    encoding: Literal["msgpack", "json"] = "msgpack"
+    """`json` for a service that speaks the plain contract only."""
+    compression: Literal["none", "gzip"] = "none"
+    """Of bodies; helps with texts, or on a slow network."""
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must start with http:// or https://, got {self.base_url!r}")
+        for name in ("batch_size", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("timeout", "retry_delay", "outage_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0 seconds, got {getattr(self, name)}")
+        if self.max_retries < 0:
+            raise ValueError(f"max_retries must be >= 0, got {self.max_retries}")
+
+
+class Fault(Exception):
+    """An attempt failed in a way that another may not."""
+
+
+class Busy(Exception):
+    """The service asks to come back later."""
+
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class Connection:
+    """A pool of connections to one service. Threads may share it."""
+
+    def __init__(self, config: ConnectionConfig) -> None:
+        self.config = config
+        self._content_type = JSON if config.encoding == "json" else MSGPACK
+        self._http: httpx2.Client | None = None
+        self._closing: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+
+    @property
+    def http(self) -> httpx2.Client:
+        """The client, opened on first use: no proxies, no redirects, nothing from the environment."""
+        with self._lock:
+            if self._http is None:
+                import httpx2
+
+                self._http = httpx2.Client(
+                    base_url=self.config.base_url,
+                    headers=self._headers(),
+                    timeout=httpx2.Timeout(self.config.timeout, connect=CONNECT_S, pool=None),
+                    limits=httpx2.Limits(max_connections=self.config.concurrency + 1),
+                    trust_env=False,
+                    follow_redirects=False,
+                    # Without TLS there is no need to load the certificates of all authorities.
+                    verify=self.config.base_url.startswith("https"),
+                )
+                self._closing = weakref.finalize(self, self._http.close)
+            return self._http
+
+    def _headers(self) -> dict[str, str]:
+        if self.config.token_file is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {Path(self.config.token_file).read_text(encoding='ascii').strip()}"}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"token_file={self.config.token_file!r} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close the pool; the next request opens another. A connection that nobody holds any more closes its own."""
+        with self._lock:
+            self._http = None
+            self._closing()
+
+    def health(self, patience_s: float = 0.0) -> Health:
+        """Which rewards the service has, and which replicas are ready; waits so long for it to come up.
+
+        Raises:
+            RewardError: 6001 it did not answer.
+        """
+        begun, attempts = time.monotonic(), 0
+        while True:
+            attempts += 1
+            try:
+                return self.ask_health()
+            except (Fault, Busy) as fault:
+                seconds = time.monotonic() - begun
+                if seconds >= patience_s:
+                    raise self.lost(attempts, seconds, fault) from fault
+            time.sleep(min(self.config.retry_delay * attempts, MAX_PAUSE_S, max(0.05, patience_s)))
+
+    def ask_health(self) -> Health:
+        """The same in one attempt. Raises Fault or Busy."""
+        return self._read(Health, *self._request("GET", "/health", timeout=CONNECT_S))
+
+    def post(self, items: list[Item]) -> ScoreResponse:
+        """One attempt to have a chunk scored.
+
+        Raises:
+            Fault: it failed, and may succeed again.
+            Busy: the service asks to come back.
+            RewardError: 6002 the service refuses.
+        """
+        body = encode(ScoreRequest(requests=items), self._content_type)
+        headers = {"Content-Type": self._content_type, "Accept": self._content_type}
+        if self.config.compression == "gzip":
+            body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
+        response = self._read(ScoreResponse, *self._request("POST", "/score", content=body, headers=headers))
+        if len(response.results) != len(items):
+            raise Fault(f"{len(response.results)} results for {len(items)} items")
+        return response
+
+    def _request(self, method: str, path: str, **options: Any) -> tuple[bytes, str]:
+        """The body of a success and its content type."""
+        import httpx2
+
+        try:
+            with self.http.stream(method, path, **options) as response:
+                body = bounded(response.iter_bytes())
+        except httpx2.TransportError as error:
+            raise Fault(f"{type(error).__name__}: {error}") from error
+        except httpx2.DecodingError as error:
+            raise Fault(f"the body cannot be unpacked: {error}") from error
+        content_type = response.headers.get("content-type", "").partition(";")[0]
+        if response.status_code != 200:
+            self._refused(response.status_code, body, response.headers.get("retry-after", ""))
+        return body, content_type
+
+    def _refused(self, status: int, body: bytes, retry_after: str) -> NoReturn:
+        """Raise what an answer that is no success means."""
+        try:
+            refusal = decode(Refusal, body, JSON)
+            said = f"{status} {refusal.kind}: {refusal.detail}"
+        except msgspec.DecodeError:
+            said = f"{status}: {body[:200].decode(errors='replace')}"
+        if status in (429, 503):
+            raise Busy(said, float(retry_after) if retry_after.isdecimal() else 1.0)
+        if status >= 500 or status == 408:
+            raise Fault(said)
+        raise RewardError(
+            f"the reward service at {self.config.base_url} refuses: {said}. Mend the request, the token or "
+            f"the service, and try: unirl reward ping {self.config.base_url}"
+        )
+
+    def _read(self, kind: type[T], body: bytes, content_type: str) -> T:
+        try:
+            if content_type == JSON and self._content_type == JSON:
+                # The standard library reads NaN, which other services may write: then the sample can be named.
+                return msgspec.convert(json.loads(body), type=kind)
+            return decode(kind, body, content_type)
+        except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
+            raise Fault(f"the answer is no {kind.__name__}: {error}") from error
+
+    def lost(self, attempts: int, seconds: float, last: object) -> RewardError:
+        """The error of a service that does not answer (6001)."""
+        return RewardError(
+            f"the reward service at {self.config.base_url} cannot be reached: {attempts} attempts in {seconds:.0f} s, "
+            f"the last one: {last}. Start it, or mend base_url; look with: unirl reward ping {self.config.base_url}",
+            code=UNREACHABLE,
+        )
+
+
+def bounded(pieces: Iterator[bytes]) -> bytes:
+    """A body of at most MAX_ANSWER bytes. Raises Fault."""
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) > MAX_ANSWER:
+            raise Fault(f"an answer of more than {MAX_ANSWER} bytes")
+    return bytes(body)

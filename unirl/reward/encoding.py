@@ -1,0 +1,65 @@
+"""Pictures and videos in [0, 1] as they travel: raw or in a file that loses nothing, or, if asked for, as JPEG."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from unirl.config.errors import DependencyError
+from unirl.reward.wire import ImageFormat, Medium
+
+# Method 0 is the fastest; exact keeps nothing hidden, as there is no alpha.
+SAVE: dict[str, dict[str, Any]] = {
+    "png": {"format": "PNG", "compress_level": 1},
+    "webp": {"format": "WEBP", "lossless": True, "method": 0, "quality": 0},
+    "jpeg": {"format": "JPEG", "subsampling": 0},
+}
+
+
+def levels(pixels: Tensor) -> Tensor:
+    """uint8 [..., H, W, 3] of pixels [..., 3, H, W] in [0, 1]; a rollout's own pixels are levels already."""
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().contiguous()
+
+
+def image_medium(pixels: Tensor, format: ImageFormat, quality: int) -> Medium:
+    """One picture [3, H, W]; `quality` 1 to 95 is of JPEG alone."""
+    picture = levels(pixels)
+    if format == "raw":
+        return _raw(picture)
+    file = io.BytesIO()
+    options = SAVE[format] | ({"quality": quality} if format == "jpeg" else {})
+    Image.fromarray(picture.numpy()).save(file, **options)
+    return Medium(format=format, data=file.getvalue())
+
+
+def video_medium(frames: Tensor, format: str, fps: int) -> Medium:
+    """One video [F, 3, H, W]; as MP4 without loss (H.264 in RGB).
+
+    Raises:
+        DependencyError: MP4 needs PyAV.
+    """
+    pictures = levels(frames)
+    return _raw(pictures) if format == "raw" else Medium(format="mp4", data=_mp4(pictures, fps))
+
+
+def _raw(picture: Tensor) -> Medium:
+    return Medium(format="raw", data=picture.numpy().tobytes(), shape=tuple(picture.shape))
+
+
+def _mp4(pictures: Tensor, fps: int) -> bytes:
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise DependencyError("video_format=mp4 needs PyAV: pip install av, or write video_format: raw") from error
+    file = io.BytesIO()
+    with av.open(file, mode="w", format="mp4") as container:
+        stream: Any = container.add_stream("libx264rgb", rate=fps, options={"qp": "0", "preset": "veryfast"})
+        stream.height, stream.width, stream.pix_fmt = *pictures.shape[1:3], "rgb24"
+        frames = [av.VideoFrame.from_ndarray(picture.numpy(), format="rgb24") for picture in pictures]
+        for frame in [*frames, None]:
+            container.mux(stream.encode(frame))
+    return file.getvalue()

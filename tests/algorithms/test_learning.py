@@ -47,7 +47,7 @@ TRUST_REGIONS: dict[str, DenoisingLoss] = {
     "guard": grpo(0.001, ratio="guard", step_weights="inverse_dt"),
     "tempflow": grpo(0.003, step_weights="tempflow"),
     "flash": grpo(0.003, step_weights="flash"),
-    "dppo": DiffusionDPPO(kl_threshold=1e-5, steps_per_forward=T - 1),
+    "dppo": DiffusionDPPO(kl_threshold=2e-5, steps_per_forward=T - 1),
 }
 
 

@@ -5,7 +5,9 @@ import torch
 
 from tests.algorithms.flows import Method, T
 from tests.algorithms.test_forward_learning import METHODS as CLEAN
+from tests.algorithms.test_forward_learning import method
 from tests.algorithms.toys import GAUSSIAN, MIXTURE, RING, Toy
+from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_dppo import DiffusionDPPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
@@ -18,6 +20,8 @@ METHODS = {
     "dppo": Method(algorithm=DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1), num_updates=1),
     "ppo": Method(algorithm=DiffusionPPO(**STEPS), num_updates=1),
     **CLEAN,
+    # Less held to the sampler than on the Gaussian, where 40 steps are enough and a longer way is not asked for.
+    "online dpo": method(DiffusionDPO(beta=5.0, pairs_per_group=12, times_per_forward=8)),
 }
 DRTUNE = DRTune(gradient_steps=EquallySpacedSteps(num_steps=3))
 

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import RewardError
+from unirl.reward.local.clips import evenly_spaced
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
-from unirl.reward.local.video import (
+from unirl.reward.local.temporal_consistency import (
     TemporalConsistencyRewardScorer,
     TemporalConsistencySpec,
-    VideoPickScoreRewardScorer,
-    VideoPickScoreSpec,
     averaged_down,
-    evenly_spaced,
     temporal_consistency,
 )
+from unirl.reward.local.video_pickscore import VideoPickScoreRewardScorer, VideoPickScoreSpec
 from unirl.testing.reward import check_reward
 from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest

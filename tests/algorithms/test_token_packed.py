@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unirl.algorithms.aggregation import token_count, token_shares
-from unirl.algorithms.overlong import overlong_penalty
 from unirl.algorithms.packed import PackedRows
 
 Row = list[tuple[float, bool]]
@@ -104,17 +103,3 @@ def test_rows_of_equal_length_have_one_mean_and_a_horizon_of_that_length_gives_i
     wanted = aggregated(rows, "token-mean")
     assert aggregated(rows, "seq-mean-token-mean") == pytest.approx(wanted, rel=1e-15)
     assert aggregated(rows, "seq-mean-token-sum-norm", 5) == pytest.approx(wanted, rel=1e-15)
-
-
-# Length
-
-
-def test_overlong_responses_cost_as_in_dapo() -> None:
-    lengths = torch.tensor([0, 16383, 16384, 18432, 20480, 30000])
-    assert overlong_penalty(lengths, 20480, 4096).tolist() == [0.0, 0.0, 0.0, -0.5, -1.0, -1.0]
-    assert overlong_penalty(torch.tensor([18432]), 20480, 4096, factor=3.0).tolist() == [-1.5]
-
-
-def test_a_buffer_beyond_the_longest_response_is_refused() -> None:
-    with pytest.raises(ValueError, match="buffer"):
-        overlong_penalty(torch.tensor([1]), 10, 11)

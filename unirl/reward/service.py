@@ -16,12 +16,12 @@ from unirl.reward.failures import STRICT, FailurePolicy
 from unirl.reward.scoring import check_prompt, checked_score, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
-from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
-COLUMNS = ("prompts", "images", "videos", "texts", "metadata")
-MEDIA: dict[str, type[Any]] = {"images": Images, "videos": Videos, "texts": Texts}
+COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "metadata")
+MEDIA: dict[str, type[Any]] = {"images": Images, "videos": Videos, "texts": Texts, "lengths": Texts}
 """Which kind of decoded media holds a column."""
 
 
@@ -87,11 +87,12 @@ class RewardService:
         for name in [name for name in resp.tracks if name not in parents]:
             track = resp.tracks[name]
             begin = time.perf_counter()
-            answer = self.on_failure.score(self.backend, self._request(req, resp, track), name_of(self.backend))
+            answer = self.on_failure.score(self.backend, self._request(req, resp, name), name_of(self.backend))
             resp = resp.with_track(name, attached(track, answer, time.perf_counter() - begin))
         return resp
 
-    def _request(self, req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> RewardRequest:
+    def _request(self, req: RolloutReq, resp: RolloutResp, name: str) -> RewardRequest:
+        track = resp.tracks[name]
         if track.rewards is not None:
             raise RewardError(f"sample {track.sample_ids[0]!r} already has a reward: rewards are attached once")
         rows = root_rows(req, resp, track)
@@ -101,6 +102,7 @@ class RewardService:
             self._check_medium(column, track)
         return RewardRequest(
             sample_ids=track.sample_ids,
+            lengths=response_lengths(req.tracks[name].sampling, track) if "lengths" in reads else None,
             prompts=[texts.texts[row] for row in rows] if "prompts" in reads else None,
             images=track.decoded.pixels if "images" in reads else None,
             videos=track.decoded if "videos" in reads else None,
@@ -157,6 +159,11 @@ class RewardService:
         """The inverse of `offload`."""
         if names:
             self.backend.onload()
+
+
+def response_lengths(sampling: Any, track: RolloutTrack) -> list[ResponseLength]:
+    """[B] tokens of each text of a track, and where sampling cuts them off."""
+    return [ResponseLength(tokens, sampling.max_new_tokens) for tokens in track.segment.lengths.tolist()]
 
 
 def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,14 +13,19 @@ Ink = NDArray[np.uint8]
 """[H, W] how much of each pixel is ink, 0 to 255."""
 
 
-def _outline(text: str, height: int) -> Ink:
-    from PIL import Image, ImageDraw, ImageFont
+def ink_of(font_file: str | None) -> Callable[[str, int], Ink]:
+    """How a font file writes; None: the outline font inside Pillow."""
 
-    font = ImageFont.load_default(size=height)
-    left, top, right, bottom = font.getbbox(text)
-    page = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
-    ImageDraw.Draw(page).text((1 - left, 1 - top), text, fill=255, font=font)
-    return np.asarray(page)
+    def draw(text: str, height: int) -> Ink:
+        from PIL import Image, ImageDraw, ImageFont
+
+        font = ImageFont.truetype(font_file, height) if font_file else ImageFont.load_default(size=height)
+        left, top, right, bottom = font.getbbox(text)
+        page = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
+        ImageDraw.Draw(page).text((1 - left, 1 - top), text, fill=255, font=font)
+        return np.asarray(page)
+
+    return draw
 
 
 def _typewriter(text: str, height: int) -> Ink:
@@ -48,8 +53,8 @@ def _opencv(style: str, slant: str | None = None) -> Callable[[str, int], Ink]:
     return draw
 
 
-FONTS: Mapping[str, Callable[[str, int], Ink]] = {
-    "outline": _outline,
+FONTS: dict[str, Callable[[str, int], Ink]] = {
+    "outline": ink_of(None),
     "typewriter": _typewriter,
     "plain": _opencv("FONT_HERSHEY_SIMPLEX"),
     "heavy": _opencv("FONT_HERSHEY_TRIPLEX"),

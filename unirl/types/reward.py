@@ -13,6 +13,19 @@ from unirl.types.batch import Batch
 from unirl.types.primitives import Videos
 
 
+@dataclass(frozen=True)
+class ResponseLength:
+    """How long a generated text is."""
+
+    tokens: int
+    limit: int
+    """Tokens at which generation was to stop; a text that long was cut off."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.tokens >= self.limit
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardRequest:
     """Rows to score. A scorer gets only the columns that it `reads`; the others are None."""
@@ -22,6 +35,7 @@ class RewardRequest:
     images: Tensor | None = None  # [B, 3, H, W] in [0, 1]
     videos: Videos | None = None  # frames [sum F, 3, H, W] in [0, 1], laid end to end
     texts: Sequence[str] | None = None  # generated text
+    lengths: Sequence[ResponseLength] | None = None  # of the generated texts
     metadata: Sequence[dict[str, Any]] | None = None
 
     def __len__(self) -> int:

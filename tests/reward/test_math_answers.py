@@ -1,0 +1,151 @@
+"""Mathematics is compared in a process with a deadline: no response can hang, crash or silently zero the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unirl.config.errors import DependencyError, RewardError
+from unirl.reward import math_checker
+from unirl.reward.local.math_boxed import MathBoxedRewardScorer, MathBoxedSpec
+from unirl.reward.local.math_verify import MathVerifyRewardScorer, MathVerifySpec
+from unirl.reward.math_checker import MathChecker
+from unirl.reward.scoring import check_prompt, checked_score
+from unirl.testing.reward import check_reward
+from unirl.types.reward import RewardRequest
+
+ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+def request(pairs):
+    texts, answers = zip(*pairs, strict=True)
+    metadata = [{"answer": answer} for answer in answers]
+    return RewardRequest(sample_ids=[f"s{i}" for i in range(len(pairs))], texts=list(texts), metadata=metadata)
+
+
+@pytest.fixture(scope="module")
+def boxed():
+    return MathBoxedRewardScorer()
+
+
+@pytest.fixture
+def checker():
+    checker = MathChecker(1.0)
+    yield checker
+    checker.close()
+
+
+def test_equal_mathematics_scores_one_in_a_box(boxed):
+    right = [
+        (r"thus \boxed{\frac{2}{4}}", "1/2"),
+        (r"\boxed{0.5}", r"\frac{1}{2}"),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+        (r"\boxed{72}", 72),
+        (r"\boxed{50\%}", r"50\%"),
+        (r"\boxed{1{,}000}", "1000"),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}"),
+    ]
+    wrong = [
+        (r"\boxed{\frac{1}{3}}", "1/2"),
+        ("the answer is 72", 72),
+        ("", "1"),
+        (r"\boxed{]]}", "1"),
+        (r"\boxed{72} then \boxed{73}", 72),
+    ]
+    answer = check_reward(boxed, request(right + wrong))
+    assert answer.total.tolist() == [1.0] * len(right) + [0.0] * len(wrong)
+    assert answer.components["math_boxed_undecided"].sum() == 0
+
+
+def test_math_verify_finds_the_answer_without_a_box():
+    pairs = [("so x = 5, and the final answer is $\\frac{10}{2}$", "5"), ("It is 7", "7"), ("It is 8", "7"), ("?", "7")]
+    two = MathVerifyRewardScorer(config=MathVerifySpec(num_workers=2))
+    assert check_reward(two, request(pairs)).total.tolist() == [1, 1, 0, 0]
+
+
+def test_an_endless_comparison_is_a_wrong_answer_that_is_counted(checker):
+    begin = time.monotonic()
+    assert checker.judge("1", ENDLESS) == "undecided"
+    assert time.monotonic() - begin < 60
+    assert checker.judge("1", r"\boxed{1}") == "right"
+    scorer = MathBoxedRewardScorer(config=MathBoxedSpec(timeout_s=1.0))
+    answer = scorer.score(request([(r"\boxed{2}", "2"), (r"\boxed{100000000!}", "2"), (r"\boxed{2.0}", "2")]))
+    assert answer.total.tolist() == [1, 0, 1] and not answer.failures
+    assert answer.components["math_boxed_undecided"].tolist() == [0, 1, 0]
+
+
+def test_a_machine_too_slow_for_an_easy_question_is_a_failure(checker, monkeypatch):
+    checker.judge("1", r"\boxed{1}")
+    checker.deadline_s = 0.0
+    with pytest.raises(RewardError, match="too busy"):
+        checker.judge("1", r"\boxed{1}")
+
+
+def test_a_process_that_dies_is_a_failure_and_the_next_question_has_another(checker):
+    checker.judge("1", r"\boxed{1}")
+    first = checker._process.pid
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(RewardError, match=r"ended \(status -9\)"):
+        checker.judge("1", r"\boxed{1}")
+    assert checker.judge("1", r"\boxed{1}") == "right" and checker._process.pid != first
+
+
+def test_what_a_dying_process_said_is_shown(checker, monkeypatch, tmp_path):
+    script = tmp_path / "math_worker.py"
+    script.write_text("raise SystemExit('no such thing')")
+    monkeypatch.setattr(math_checker, "__file__", str(tmp_path / "math_checker.py"))
+    with pytest.raises(RewardError, match="no such thing"):
+        checker.judge("1", r"\boxed{1}")
+
+
+def test_the_process_ends_with_its_owner_even_in_an_endless_comparison():
+    """The owner is killed while the process computes: nobody is left to end it but its own alarm."""
+    script = f"""
+import threading
+from unirl.reward.math_checker import MathChecker
+checker = MathChecker(0.25)
+checker.judge("1", "1")
+checker.deadline_s = 1000.0
+threading.Timer(0.5, lambda: print(checker._process.pid, flush=True)).start()
+checker.judge("1", {ENDLESS!r})
+"""
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with owner:
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    until = time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("metadata", [{}, {"answer": ""}, {"answer": "}{"}])
+def test_a_right_answer_that_is_missing_or_no_mathematics_is_found_before_and_named_after(boxed, metadata):
+    why = "no right answer in metadata|the right answer .* is no mathematics"
+    with pytest.raises(RewardError, match=why):
+        check_prompt(boxed, "a question", metadata)
+    rows = RewardRequest(sample_ids=["bad"], texts=["no box"], metadata=[metadata])
+    with pytest.raises(RewardError, match=f"sample 'bad': ({why})"):
+        checked_score(boxed, rows, "math")
+
+
+def test_a_right_answer_that_is_read_passes(boxed):
+    for answer in ("72", 72, "$5$", r"\boxed{3}", r"x \in [1, 2)"):
+        check_prompt(boxed, "a question", {"answer": answer})
+
+
+def test_a_missing_library_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(DependencyError, match=r"unirl\[math\]"):
+        MathBoxedRewardScorer()
+
+
+@pytest.mark.parametrize("values", [{"timeout_s": 0.0}, {"num_workers": 0}])
+def test_settings_out_of_range_are_refused(values):
+    with pytest.raises(ValueError, match=r"MathVerifySpec\."):
+        MathVerifySpec(**values)

@@ -1,0 +1,62 @@
+"""Whether a response ends in the right number, in the form of GSM8K (arXiv:2110.14168): `#### 42`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+from unirl.config.errors import RewardError
+from unirl.reward.answers import AnswerScorer, AnswerSpec
+
+NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+MARK = "####"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8KExactMatchSpec(AnswerSpec):
+    """How strictly the form is asked for."""
+
+    method: Literal["strict", "flexible"] = "strict"
+    """strict: the number right after the last ####; flexible: the last number of the response."""
+    format_score: float = 0.0
+    """What a wrong number in the right form is worth."""
+
+
+class GSM8KExactMatchRewardScorer(AnswerScorer):
+    """1 if the response's number is the right one, `format_score` if it has another, 0 if it has none.
+
+    Numbers are compared as numbers: 1,000 is 1000.0 is $1000. The right answer is a number, or a solution in the form
+    of the data set, which ends with #### and the number.
+    """
+
+    name = "gsm8k_exact_match"
+    config: GSM8KExactMatchSpec
+
+    def __init__(self, *, config: GSM8KExactMatchSpec = GSM8KExactMatchSpec()) -> None:
+        super().__init__(config)
+
+    def read_answer(self, answer: str) -> str:
+        number = NUMBER.fullmatch(answer.rpartition(MARK)[2].strip())
+        if not number:
+            raise RewardError(f"the right answer {answer!r} is no number. Write it like '42', or like '... {MARK} 42'")
+        return number[0]
+
+    def judge(self, text: str, answer: str) -> dict[str, float]:
+        found = self._number_in(text)
+        if found is None:
+            return {self.name: 0.0}
+        return {self.name: 1.0 if value(found) == value(answer) else self.config.format_score}
+
+    def _number_in(self, text: str) -> str | None:
+        if self.config.method == "flexible":
+            return (NUMBER.findall(text) or [None])[-1]
+        _, mark, after = text.rpartition(MARK)
+        number = NUMBER.match(after.lstrip()) if mark else None
+        return number[0] if number else None
+
+
+def value(number: str) -> Decimal:
+    """The number that a text like -$1,000.50 means."""
+    return Decimal(re.sub("[$,]", "", number))

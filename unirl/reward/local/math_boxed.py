@@ -1,0 +1,26 @@
+"""Whether a response boxes the right mathematics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unirl.reward.answers import last_boxed
+from unirl.reward.math_answers import MathScorer, MathSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathBoxedSpec(MathSpec):
+    """Where the right answer is, and how long a comparison may take."""
+
+
+class MathBoxedRewardScorer(MathScorer):
+    r"""1 if the last \boxed{...} of the response equals the right answer; 0 for another one, or none."""
+
+    name = "math_boxed"
+
+    def __init__(self, *, config: MathBoxedSpec = MathBoxedSpec()) -> None:
+        super().__init__(config)
+
+    def answer_in(self, text: str) -> str:
+        boxed = last_boxed(text)
+        return "" if boxed is None else rf"\boxed{{{boxed}}}"

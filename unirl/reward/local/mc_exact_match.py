@@ -1,0 +1,52 @@
+"""Whether a response chooses the right one of several choices, which have letters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from unirl.config.errors import RewardError
+from unirl.reward.answers import AnswerScorer, AnswerSpec, last_boxed
+
+LETTER = re.compile(r"\W*([A-Za-z])\W*")
+SAID = re.compile(r"(?i:answer)\W*(?i:is|:|=)?[\s:*_({\[]*([A-Z])(?![A-Za-z0-9'])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCExactMatchSpec(AnswerSpec):
+    """Where the right choice is."""
+
+
+class MCExactMatchRewardScorer(AnswerScorer):
+    r"""1 if the chosen letter is the right one, else 0; a response that chooses none scores 0.
+
+    The chosen letter is, the first that there is of: the last \boxed{...}, if it holds one letter and nothing else but
+    punctuation; the capital letter after the last "answer", "answer is" or "answer:" that has one; the whole response,
+    if it is one letter with punctuation.
+    """
+
+    name = "mc_exact_match"
+
+    def __init__(self, *, config: MCExactMatchSpec = MCExactMatchSpec()) -> None:
+        super().__init__(config)
+
+    def read_answer(self, answer: str) -> str:
+        letter = LETTER.fullmatch(answer)
+        if not letter:
+            raise RewardError(f"the right answer {answer!r} is not the letter of a choice. Write it like 'B'")
+        return letter[1].upper()
+
+    def judge(self, text: str, answer: str) -> dict[str, float]:
+        return {self.name: float(chosen(text) == answer)}
+
+
+def chosen(text: str) -> str | None:
+    """The letter that a response chooses, as a capital."""
+    boxed = LETTER.fullmatch(last_boxed(text) or "")
+    if boxed:
+        return boxed[1].upper()
+    said = SAID.findall(text)
+    if said:
+        return str(said[-1])
+    alone = LETTER.fullmatch(text)
+    return alone[1].upper() if alone else None

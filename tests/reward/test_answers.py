@@ -50,7 +50,8 @@ def test_multiple_choice_compares_letters():
 
 
 def test_gsm8k_asks_for_its_form_and_compares_numbers():
-    texts = ["18 * 4 = 72\n#### 72", "It is 72", "#### 72.0", "#### $1,072", "#### 72 apples, 9 left", "#### seventy"]
+    texts = ["18 * 4 = 72\n#### 72", "It is 72", "#### 72.0", "#### $1,072", "#### 5, no\n#### 72 apples, 9 left"]
+    texts.append("#### seventy")
     rows = request(texts, ["18 x 4 = <<18*4=72>>72\n#### 72", "72", 72, "1072", 72.0, "72"])
     assert check_reward(GSM8KExactMatchRewardScorer(), rows).total.tolist() == [1, 0, 1, 1, 1, 0]
     flexible = GSM8KExactMatchRewardScorer(config=GSM8KExactMatchSpec(method="flexible", format_score=0.1))

@@ -323,6 +323,10 @@ def test_what_stands_at_tokens_and_rows_that_do_not_count_never_matters(options:
     (loss, gradients, metrics), (ill_loss, ill_gradients, ill_metrics) = results
     assert torch.equal(loss, ill_loss) and metrics == ill_metrics
     assert all(torch.equal(a, b) for a, b in zip(gradients, ill_gradients, strict=True))
+    tokens, replay = algorithm.tokens(ill_stage.logp.detach(), ill, (0,)), algorithm.replay(ill_stage, ill)
+    seen = algorithm.credited(tokens, replay, ill, (0,), in_step(algorithm, ill))
+    columns = (seen.advantages, seen.values.said, seen.values.old, seen.values.returns)
+    assert not any(bool(column[~tokens.rows.counts].any()) for column in columns)
 
 
 # The value loss

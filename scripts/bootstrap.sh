@@ -15,7 +15,8 @@ say() { printf 'unirl set-up: %s\n' "$*" >&2; }
 fail() { printf 'error[%s]: %s\n' "$1" "$2" >&2; exit "${1%???}"; }
 
 wanted_stamp() {
-  cat "$root/pyproject.toml" "$root/constraints.txt" "$root/scripts/bootstrap.sh" | cksum
+  cat "$root/pyproject.toml" "$root/unirl-reward-service/pyproject.toml" "$root/constraints.txt" \
+    "$root/scripts/bootstrap.sh" | cksum
   printf '%s\n' "$root"
 }
 
@@ -69,11 +70,13 @@ share_pip_settings() {
 install_with_uv() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv || return 1
   share_pip_settings
-  "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" -c constraints.txt -e '.[dev]'
+  "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" -c constraints.txt \
+    -e '.[dev]' -e './unirl-reward-service[dev]'
 }
 
 install_with_pip() {
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+    -e '.[dev]' -e './unirl-reward-service[dev]'
 }
 
 install_packages() {

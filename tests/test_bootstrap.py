@@ -19,7 +19,7 @@ case "$*" in
   *ensurepip*) exit {no_venv} ;;
   "-m venv "*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; exit 0 ;;
   "-m uv "*) exit {uv_fails} ;;
-  *"-e .[dev]") exit {pip_fails} ;;
+  *"-e .[dev] -e ./unirl-reward-service[dev]") exit {pip_fails} ;;
 esac
 exit 0
 """
@@ -33,8 +33,9 @@ class Machine:
         self.bin = folder / "bin"
         self.log = folder / "log"
         (self.checkout / "scripts").mkdir(parents=True)
+        (self.checkout / "unirl-reward-service").mkdir()
         self.bin.mkdir()
-        for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.sh"):
+        for name in ("pyproject.toml", "unirl-reward-service/pyproject.toml", "constraints.txt", "scripts/bootstrap.sh"):
             shutil.copy(ROOT / name, self.checkout / name)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))

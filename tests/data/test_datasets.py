@@ -142,7 +142,7 @@ def test_unknown_media_and_escaping_uris_are_refused_by_name(modality, role, uri
 
 def test_two_images_for_one_prompt_are_refused(tmp_path):
     ref = {"modality": "image", "role": "condition", "uri": "a.png"}
-    with pytest.raises(DataError, match="2 media references; a prompt takes one"):
+    with pytest.raises(DataError, match="2 media references of role 'condition'; a prompt takes one"):
         load_prompts(write(tmp_path, "a.json", json.dumps([{"prompt": "a", "media": [ref, ref]}])))
 
 

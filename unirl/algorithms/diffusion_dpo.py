@@ -54,7 +54,7 @@ class DiffusionDPO(ForwardProcess):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, rows_together=2, pairs=self.pairs_per_group)
+        return replace(super().needs, rows_together=2, pairs=self.pairs_per_group, own_samples=False)
 
     def anchors(self) -> Mapping[str, Anchor]:
         return {"ref_logp": Anchor(self.reference, "logp")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from unirl.algorithms.forward_process import (
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage
-from unirl.types.protocols import REFERENCE, Moment
+from unirl.types.protocols import REFERENCE, Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack
 
 
@@ -45,6 +45,10 @@ class DiffusionRWR(ForwardProcess):
         super().__post_init__()
         check_positive(temperature=self.temperature, max_weight=self.max_weight)
         check_coefficients(velocity_coef=self.velocity_coef)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, own_samples=False)
 
     def pulls(self) -> Mapping[str, float]:
         return {REFERENCE: self.velocity_coef}

@@ -94,7 +94,7 @@ def _adapted(estimate, targets: Sequence[str] | str) -> int:
 
 def _travel_text(travel: Travel) -> str:
     if travel.payload == "nothing":
-        return "the engine samples with the trained weights themselves: nothing is sent"
+        return "the engine has no weights of its own: nothing is sent"
     what = {"adapter": "adapters", "merged": "weights with adapters folded in", "full": "all weights"}[travel.payload]
     when = "every step" if travel.interval == 1 else f"every {travel.interval} steps"
     return f"{what} to the engine, {travel.num_bytes / 2**20:.4g} MiB, {travel.transport}, {when}"
@@ -137,6 +137,9 @@ def _estimate(recipe):
 
 
 def _sizes(recipe, plan, estimate) -> memory.Sizes:
+    from unirl.config.preflight import needs_of
+    from unirl.types.protocols import REFERENCE
+
     policy = estimate.parameters[estimate.facts.trainable_attr]
     lora = recipe.value("backend.lora_cfg")
     targets = None if lora is None or lora["target_modules"] == "model" else lora["target_modules"]
@@ -144,13 +147,14 @@ def _sizes(recipe, plan, estimate) -> memory.Sizes:
     guidance_rows = 2 if sampling["guidance_scale"] != 1 and sampling["guidance_passes"] == 1 else 1
     fsdp = recipe.value("backend.fsdp_cfg") or {}
     averages = [recipe.value(f"backend.{name}") for name in ("ema_cfg", "ema_lora_cfg")]
+    reads_reference = REFERENCE in needs_of(recipe.config).snapshots
     return memory.Sizes(
         policy_parameters=policy,
         other_parameters=sum(estimate.parameters.values()) - policy,
         trainable_parameters=policy if lora is None else estimate.lora_parameters(lora["rank"], targets),
         dtype_bytes=DTYPE_BYTES[recipe.value("bundle.dtype")],
         full_training=lora is None,
-        num_snapshots=sum(average is not None for average in averages),
+        num_snapshots=sum(average is not None for average in averages) + reads_reference,
         tokens=_tokens(estimate, sampling),
         width=estimate.width,
         num_blocks=estimate.num_blocks,

@@ -28,6 +28,7 @@ from unirl.types.protocols import Capabilities, ModelFacts, Needs
 from unirl.types.sampling import DiffusionSamplingParams
 
 TRAINSIDE = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
+RECORDED_ENGINE = "unirl.rollout.engine.recorded.engine.RecordedRolloutEngine"
 KEPT_BY = {"old": "ema_lora_cfg", "ema": "ema_cfg"}
 """Snapshot to the block of the backend that keeps it. `reference` is kept wherever it is read."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -95,6 +96,7 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
     loss = config.algorithm.schema.owner.__name__
     rewards = {node.path: capabilities_of(node) for node in nodes_below(config.reward) if _declares(node)}
     updates = config.stack.values["num_updates_per_batch"]
+    yield from _recorded_problems(config, needs, loss, name)
     if needs.behaviour_logp and not engine.behaviour_logp:
         yield f"{loss} reads the log-probs of the engine, and {name} records none. Set algorithm.old_logp_source=replay"
     if needs.ema_rollout and not engine.snapshots:
@@ -113,6 +115,38 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
             )
     if config.evaluation.weights == "ema" and config.backend.values.get("ema_cfg") is None:
         yield "evaluation.weights=ema needs an average to evaluate: write backend.ema_cfg={} or evaluation.weights=live"
+
+
+def _recorded_problems(config: RecipeConfig, needs: Needs, loss: str, engine: str) -> Iterator[str]:
+    """Samples that exist already: data, engine, reward and loss agree about them, and each has its place in a group."""
+    gives_back = capabilities_of(config.rollout).recorded
+    roles = config.data_source.values.get("recorded") or ()
+    if gives_back and needs.own_samples:
+        yield (
+            f"{loss} learns from samples of the policy itself, and {engine} gives back recorded ones. Write "
+            f"rollout._target_={TRAINSIDE} ~data_source.recorded, or take a loss that learns from any samples, such as "
+            "unirl.algorithms.diffusion_dpo.DiffusionDPO"
+        )
+    if gives_back and not roles:
+        yield f"{engine} gives back recorded samples, and none are brought. Set data_source.recorded=[chosen,rejected]"
+    if roles and not gives_back:
+        yield (
+            f"data_source.recorded={list(roles)}: {engine} draws its samples, and would not look at the recorded ones. "
+            f"Write rollout._target_={RECORDED_ENGINE}, or ~data_source.recorded"
+        )
+    if len(set(roles)) < len(roles):
+        yield f"data_source.recorded={list(roles)} names a role twice: these would be one sample. Name each once"
+    if roles and config.sampling.values["samples_per_prompt"] != len(roles):
+        yield (
+            f"sampling.samples_per_prompt={config.sampling.values['samples_per_prompt']}, and every prompt brings "
+            f"{len(roles)} recorded ({', '.join(roles)}). Set sampling.samples_per_prompt={len(roles)}"
+        )
+    for node in nodes_below(config.reward):
+        if capabilities_of(node).recorded and not gives_back:
+            yield (
+                f"{node.path} ({node.schema.owner.__name__}) tells what was recorded of samples, and {engine} draws "
+                f"them. Choose a scorer of pictures, or write rollout._target_={RECORDED_ENGINE}"
+            )
 
 
 def _snapshot_problems(config: RecipeConfig, needs: Needs, loss: str) -> Iterator[str]:

@@ -26,6 +26,9 @@ QUANTITIES: Mapping[str, Any] = {
     "backend.fsdp_cfg.shard_size": None,
 }
 
+GROUP = "sampling.samples_per_prompt"
+"""A recipe's own, where that is smaller: a method may need groups of one, and a recorded pair has two samples."""
+
 NUM_PROMPTS = 2
 """Prompts per step, at least: as many more as the updates of the recipe need to divide the samples."""
 
@@ -45,10 +48,16 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
         parent, _, name = path.rpartition(".")
         if parent in schemas and name in schemas[parent].keys:
             put(toy, path, value)
+    if _is_small(get(tree, GROUP), get(toy, GROUP)):
+        put(toy, GROUP, get(tree, GROUP))
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((Layer("", tree), Layer("", toy)))))
     return Layer(SOURCE, toy)
+
+
+def _is_small(own: Any, toy: Any) -> bool:
+    return type(own) is int and type(toy) is int and 0 < own < toy
 
 
 def _devices(tree: Tree, typed: Tree) -> Tree:
@@ -72,7 +81,7 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
 
 def _num_prompts(tree: Tree) -> int:
     """The smallest P >= NUM_PROMPTS for which the recipe's updates divide the P x N samples."""
-    group = get(tree, "sampling.samples_per_prompt", 1)
+    group = get(tree, GROUP, 1)
     updates = get(tree, "stack.num_updates_per_batch", 1)
     if not all(type(count) is int and count > 0 for count in (group, updates)):
         return NUM_PROMPTS

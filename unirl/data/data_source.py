@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from unirl.config.errors import CheckpointError
-from unirl.data.datasets import Prompt, load_prompts
+from unirl.data.datasets import Prompt, load_prompts, with_recorded
+from unirl.types.primitives import RecordedRole
 from unirl.types.protocols import State
 
 BUILT_IN = (
@@ -104,9 +105,15 @@ class MultimodalRLDataSource(PromptSource):
         data_path: str,
         shuffle: bool = True,
         prompt_key: str = "prompt",
+        recorded: tuple[RecordedRole, ...] = (),
     ) -> None:
-        """The trainer gives the run's seed, and the evaluation block's file (absent: the training file, unshuffled)."""
-        super().__init__(load_prompts(Path(data_path), prompt_key=prompt_key), shuffle=shuffle, seed=seed)
+        """The trainer gives the run's seed, and the evaluation block's file (absent: the training file, unshuffled).
+
+        Args:
+            recorded: the samples of a prompt are its pictures of these roles, in this order; [] = samples are drawn.
+        """
+        prompts = load_prompts(Path(data_path), prompt_key=prompt_key)
+        super().__init__(with_recorded(prompts, recorded), shuffle=shuffle, seed=seed)
         self.held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else self.prompts
 
     def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from unirl.config.errors import DataError
-from unirl.data.schema import BadItem, parse_item
+from unirl.data.schema import CONDITION, RECORDED_ROLES, BadItem, parse_item
 from unirl.types.primitives import MediaRef
-from unirl.types.rollout_req import group_id
+from unirl.types.rollout_req import RECORDED, group_id
 
 SHOWN = 100
 """How many characters of an offending line are shown."""
@@ -29,6 +29,10 @@ class Prompt:
     media: tuple[MediaRef, ...] = ()
 
     @property
+    recorded: tuple[MediaRef, ...] = ()
+    """The samples of its group, where these exist already."""
+    origin: str = ""
+    """The file and line that it stands in."""
     def group_id(self) -> str:
         """The id of the group of samples that this draw makes."""
         return group_id(self.prompt_id, self.epoch)
@@ -73,11 +77,41 @@ def load_prompts(path: str | Path, *, prompt_key: str = "prompt") -> tuple[Promp
 def require_text_only(prompts: Iterable[Prompt], model: str) -> None:
     """Raises DataError when a prompt carries a medium, which `model` has no way to take."""
     for prompt in prompts:
-        if prompt.media:
-            raise DataError(
-                f"prompt {prompt.prompt_id!r} carries an image condition ({prompt.media[0].uri}), but {model} is "
-                "conditioned on text alone. Remove media_refs from the data file, or use a model that takes images"
-            )
+        for ref in prompt.media:
+            if ref.role == CONDITION:
+                raise DataError(
+                    f"prompt {prompt.prompt_id!r} carries an image condition ({ref.uri}), but {model} is conditioned "
+                    "on text alone. Remove media_refs from the data file, or use a model that takes images"
+                )
+
+
+def with_recorded(prompts: Iterable[Prompt], roles: Sequence[str]) -> tuple[Prompt, ...]:
+    """The prompts, the samples of each being its recorded pictures of `roles`, in that order; no roles = none exist.
+
+    Raises:
+        DataError: 4002 where a role is missing; where nothing would look at a recorded picture.
+    """
+    return tuple(replace(prompt, recorded=_recorded(prompt, roles)) for prompt in prompts)
+
+
+def _recorded(prompt: Prompt, roles: Sequence[str]) -> tuple[MediaRef, ...]:
+    found = {ref.role: ref for ref in prompt.media if ref.role in RECORDED_ROLES}
+    missing = [role for role in roles if role not in found]
+    if missing:
+        raise DataError(
+            f"{prompt.origin}: no picture of role {missing[0]!r}, which data_source.recorded={list(roles)} asks for in "
+            f'every entry. Add {{"modality": "image", "role": "{missing[0]}", "uri": ...}} to its media_refs'
+        )
+    if found and not roles:
+        raise DataError(
+            f"{prompt.origin}: it brings a recorded picture ({next(iter(found))}), and samples are drawn here. Write "
+            f"data_source.recorded={list(found)} to train on recorded pictures, or take them out of media_refs"
+        )
+    if roles and RECORDED in prompt.metadata:
+        raise DataError(
+            f"{prompt.origin}: the metadata key {RECORDED!r} is where the role of a recorded picture goes; rename it"
+        )
+    return tuple(found[role] for role in roles)
 
 
 def _to_prompt(file: Path, index: int, item: Item, prompt_key: str) -> Prompt:
@@ -86,7 +120,13 @@ def _to_prompt(file: Path, index: int, item: Item, prompt_key: str) -> Prompt:
     except BadItem as error:
         _refuse(file, item, str(error), error.code)
     prompt_id = parsed.prompt_id or f"{file.name}:{index}"
-    return Prompt(text=parsed.text, prompt_id=prompt_id, metadata=parsed.metadata, media=parsed.media)
+    return Prompt(
+        text=parsed.text,
+        prompt_id=prompt_id,
+        metadata=parsed.metadata,
+        media=parsed.media,
+        origin=f"{file}:{item.line}",
+    )
 
 
 def _refuse(file: Path, item: Item, why: str, code: int = 4002) -> NoReturn:

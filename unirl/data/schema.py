@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from unirl.types.primitives import MediaRef
+from unirl.types.primitives import MediaRef, RecordedRole
 
 LEGACY_EMBEDDING = re.compile(r"(^|_)embed(s|ding|dings)?(_(path|paths|mask))?$")
 FROM_THE_RECIPE = {
@@ -18,6 +19,10 @@ FROM_THE_RECIPE = {
 }
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 MEDIA_FORM = '{"modality": "image", "role": "condition", "uri": "frames/01.png"}'
+CONDITION = "condition"
+RECORDED_ROLES: tuple[str, ...] = get_args(RecordedRole)
+MEDIA = tuple(("image", role) for role in (CONDITION, *RECORDED_ROLES))
+"""The media that a prompt may bring, as (modality, role)."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -101,9 +106,12 @@ def _media(value: dict[str, object], folder: Path) -> tuple[MediaRef, ...]:
     given = value.get("media_refs", value.get("media", []))
     if not isinstance(given, list):
         raise BadItem(f"'media_refs' must be a list of {MEDIA_FORM}, found {_kind(given)}")
-    if len(given) > 1:
-        raise BadItem(f"{len(given)} media references; a prompt takes one image condition")
-    return tuple(_media_ref(entry, folder) for entry in given)
+    refs = tuple(_media_ref(entry, folder) for entry in given)
+    roles = [ref.role for ref in refs]
+    for role in roles:
+        if roles.count(role) > 1:
+            raise BadItem(f"{roles.count(role)} media references of role {role!r}; a prompt takes one of a role")
+    return refs
 
 
 def _media_ref(entry: object, folder: Path) -> MediaRef:
@@ -111,9 +119,13 @@ def _media_ref(entry: object, folder: Path) -> MediaRef:
         found = sorted(entry) if isinstance(entry, dict) else _kind(entry)
         raise BadItem(f"a media reference has exactly the form {MEDIA_FORM}, found {found}")
     modality, role = entry["modality"], entry["role"]
-    if (modality, role) != ("image", "condition"):
-        raise BadItem(f"media with modality {modality!r} and role {role!r} is not supported; only 'image', 'condition'")
-    return MediaRef(modality, role, _uri(_text(entry["uri"], "'uri'"), folder))
+    if (modality, role) not in MEDIA:
+        known = ", ".join(f"{modality!r} as {role!r}" for modality, role in MEDIA)
+        raise BadItem(f"media with modality {modality!r} and role {role!r} is not supported; only {known}")
+    uri = _uri(_text(entry["uri"], "'uri'"), folder)
+    if role in RECORDED_ROLES and not os.path.isfile(uri):
+        raise BadItem(f"the {role} picture {uri} is no file; recorded pictures are files of this machine", 4003)
+    return MediaRef(modality, role, uri)
 
 
 def _uri(uri: str, folder: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from unirl.config.errors import ConfigError
 from unirl.models.diffusion import Denoiser, DiffusionStage
 from unirl.models.saved import SavedWeights
 from unirl.types.conditions import TextEmbedCondition
@@ -112,6 +113,16 @@ class Decoder(Protocol):
         ...
 
 
+class Encoder(Protocol):
+    """Pixels to latents."""
+
+    components: tuple[str, ...]
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] in [0, 1] to the latents [B, *latent] fp32 that the network is trained on; no chance."""
+        ...
+
+
 class DiffusionBundle(Bundle, ABC):
     """A bundle of a denoising model: what its pipeline is made of."""
 
@@ -130,3 +141,11 @@ class DiffusionBundle(Bundle, ABC):
     @abstractmethod
     def decoder(self) -> Decoder:
         """Latents to pixels."""
+
+    def encoder(self) -> Encoder:
+        """Pixels to latents, for pictures that were recorded. Raises ConfigError (2020) where the family has none."""
+        raise ConfigError(
+            f"{type(self).__name__} brings no encoder of pictures, so it cannot be trained on recorded ones: give it "
+            "`encoder()`, or let the policy draw its samples",
+            code=2020,
+        )

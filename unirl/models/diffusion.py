@@ -118,6 +118,13 @@ class DiffusionStage:
                 x = steps.stochastic(i, x, v, next(draws)) if i in sde_indices else steps.deterministic(i, x, v)
         return steps.segment(len(ids), sigmas, sde_indices, noise)
 
+    def record(self, x0: Tensor, params: DiffusionSamplingParams, noise: NoiseSource) -> LatentSegment:
+        """Samples x0 [B, *latent] that came from elsewhere: a trajectory of which nothing but its end is known."""
+        sigmas, _ = pinned_schedule(params)
+        steps = _Steps(params, sigmas.tolist(), stored_positions((), params.num_inference_steps))
+        steps.keep(params.num_inference_steps, x0)
+        return steps.segment(len(x0), sigmas, (), noise)
+
     def replay(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Replay:
         """Log-prob, mean and velocity of the recorded stochastic `steps`, all of them in one forward.
 

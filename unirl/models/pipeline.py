@@ -50,7 +50,7 @@ class DiffusionPipeline(Generic[BundleT]):
 
         Args:
             encode_batch_size: prompts per forward of the text encoders.
-            decode_batch_size: latents per forward of the VAE.
+            decode_batch_size: latents or pictures per forward of the VAE.
             embedding_cache_gb: main memory for text embeddings kept across rollouts, GiB; 0 keeps none.
             keep_resident: False brings encoders and VAE to the device only while they run.
         """
@@ -74,22 +74,18 @@ class DiffusionPipeline(Generic[BundleT]):
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows per forward."""
-        name, spec = _only_root(req)
-        texts = req.primitives["text"]
-        assert isinstance(texts, Texts)
-        conditions = self.encode(texts.texts, spec.sampling)
+        _, spec = _only_root(req)
+        conditions = self.encode(_texts(req), spec.sampling)
         segment = self._sample(req, spec.sampling, conditions, chunk_size)
-        track = RolloutTrack(
-            sample_ids=req.sample_ids,
-            group_ids=req.group_ids,
-            prompts=texts.texts,
-            conditions=conditions,
-            segment=segment,
-            decoded=self.decode(segment.final),
-            weight=torch.ones(len(req)),
-            weight_version=torch.full((len(req),), req.weight_version, dtype=torch.int64),
-        )
-        return RolloutResp({name: track})
+        return _response(req, conditions, segment, self.decode(segment.final))
+
+    def record(self, req: RolloutReq, images: Images) -> RolloutResp:
+        """The rollout of a request whose samples exist already, one picture per row: their latents, no trajectory."""
+        _, spec = _only_root(req)
+        conditions = self.encode(_texts(req), spec.sampling)
+        noise = NoiseSource(spec.sampling.seed, req.purpose, req.step)
+        segment = self.stage.record(self.latents_of(images), spec.sampling, noise)
+        return _response(req, conditions, segment, images)
 
     def offload(self, names: Sequence[str]) -> None:
         """Move components of the bundle to main memory."""
@@ -112,6 +108,17 @@ class DiffusionPipeline(Generic[BundleT]):
         with torch.no_grad(), self.bundle.resident(self.decoder.components):
             pixels = map_chunks(self.decoder.decode, latents.float(), self.decode_batch_size, self.facts.batch_multiple)
         return Images(pixels=pixels.mul(255).round_().div_(255))
+
+    def latents_of(self, images: Images) -> Tensor:
+        """The latents [B, *latent] of pictures, on the bundle's device."""
+        encoder, device = self.bundle.encoder(), self.bundle.device
+        with torch.no_grad(), self.bundle.resident(encoder.components):
+            return map_chunks(
+                lambda pixels: encoder.encode(pixels.to(device)),
+                images.pixels,
+                self.decode_batch_size,
+                self.facts.batch_multiple,
+            )
 
     def initial_noise(self, noise: NoiseSource, ids: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
         """x_T [B, *latent] of ids (rows of one id are equal), on the bundle's device."""
@@ -140,3 +147,25 @@ def _only_root(req: RolloutReq) -> tuple[str, TrackSpec]:
     if len(req.tracks) != 1:
         raise ValueError(f"one denoising pipeline generates one track; the request asks for {sorted(req.tracks)}")
     return next(iter(req.tracks.items()))
+
+
+def _texts(req: RolloutReq) -> list[str]:
+    texts = req.primitives["text"]
+    assert isinstance(texts, Texts)
+    return texts.texts
+
+
+def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images) -> RolloutResp:
+    """The one track of a request, rows in its order."""
+    name, _ = _only_root(req)
+    track = RolloutTrack(
+        sample_ids=req.sample_ids,
+        group_ids=req.group_ids,
+        prompts=_texts(req),
+        conditions=conditions,
+        segment=segment,
+        decoded=decoded,
+        weight=torch.ones(len(req)),
+        weight_version=torch.full((len(req),), req.weight_version, dtype=torch.int64),
+    )
+    return RolloutResp({name: track})

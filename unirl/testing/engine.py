@@ -47,6 +47,10 @@ def check_engine(
         req: at least three rows, pinned, for one track.
         sync_keys: of `EngineSync`.
     """
+    assert engine.capabilities.dedicated, (
+        f"{type(engine).__name__} has no weights of its own, which this check sends and proves: there is nothing to "
+        "compare with trainside"
+    )
     pool = open_pool("local", 2, deadline_s=600.0)
     try:
         _Check(engine, pipeline, backend, req, atol, join(pool, engine, pipeline, backend, **sync_keys)).run()

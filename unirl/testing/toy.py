@@ -189,6 +189,13 @@ class _PictureDecoder:
         return (latents / 2 + 0.5).clamp(0, 1)
 
 
+class _PictureEncoder:
+    components: tuple[str, ...] = ()
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pixels * 2 - 1
+
+
 class ToyBundle(DiffusionBundle):
     """The toy as a checkpoint; recipes of tests name it as a target."""
 
@@ -221,6 +228,9 @@ class ToyBundle(DiffusionBundle):
 
     def decoder(self) -> _PictureDecoder:
         return _PictureDecoder()
+
+    def encoder(self) -> _PictureEncoder:
+        return _PictureEncoder()
 
 
 class ToyPipeline(DiffusionPipeline[ToyBundle]):

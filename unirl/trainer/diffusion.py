@@ -28,8 +28,10 @@ class DiffusionTrainer(Trainer):
         self.eval_sampling = eval_sampling(sampling, parts.config.evaluation)
 
     def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:
-        """P prompts x N samples with the training settings."""
-        return self._request(prompts, self.sampling, step, "r", self.sampled_weights)
+        """P prompts x N samples with the training settings; of prompts that bring their samples, these."""
+        req = self._request(prompts, self.sampling, step, "r", self.sampled_weights)
+        recorded = [ref for prompt in prompts for ref in prompt.recorded]
+        return req.with_recorded(recorded) if recorded else req
 
     def make_eval_request(self, prompts: Sequence[Prompt]) -> RolloutReq:
         """Held-out prompts with the evaluation's settings, deterministic steps, noise that never changes."""

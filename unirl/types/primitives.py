@@ -9,10 +9,13 @@ from torch import Tensor
 
 from unirl.types.batch import Batch, packed, packed_offsets, row
 
+RecordedRole = Literal["chosen", "rejected"]
+"""What was recorded of a picture: which of a pair was preferred."""
+
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A reference to a conditioning medium in a data file."""
+    """A reference to a medium in a data file: a condition, or a recorded sample."""
 
     modality: str
     role: str
@@ -24,6 +27,13 @@ class Texts(Batch):
     """One text per row."""
 
     texts: list[str] = row()
+
+
+@dataclass(kw_only=True, eq=False)
+class MediaRefs(Batch):
+    """One reference per row."""
+
+    refs: list[MediaRef] = row()
 
 
 @dataclass(kw_only=True, eq=False)

@@ -188,6 +188,8 @@ class Needs:
     totals: bool = False
     """The loss reads sums over all rows of a step, made before its first update: its live anchors are, too."""
     differentiable_reward: bool = False
+    own_samples: bool = True
+    """The samples must be the policy's own; a loss that says False learns from recorded ones as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +202,8 @@ class Capabilities:
     dedicated: bool = False
     """An engine with weights of its own, which a sync block brings to it; otherwise it borrows the trained ones."""
     differentiable: bool = False
+    recorded: bool = False
+    """An engine that gives back samples which exist already; a reward that says what was recorded of them."""
     modalities: tuple[str, ...] = ()
 
 

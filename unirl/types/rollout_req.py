@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unirl.types.batch import Batch, row, shared
+from unirl.types.primitives import MediaRef, MediaRefs
 from unirl.types.sampling import DiffusionSamplingParams
 
 Purpose = Literal["r", "eval"]
 """`r` = training rollout, whose noise depends on the step; `eval` = evaluation, whose noise does not."""
+
+RECORDED = "recorded"
+"""The primitive that says where samples lie which exist already, and the key of a row's metadata that says its role."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,13 @@ class RolloutReq(Batch):
         wide = self.repeat_interleave(times)
         ids = [f"{group}:{i % times}" for i, group in enumerate(wide.group_ids)]
         return wide.replace(sample_ids=ids)
+
+    def with_recorded(self, refs: Sequence[MediaRef]) -> RolloutReq:
+        """The request for samples that exist already: row i lies at `refs[i]`. Its metadata names its role."""
+        return self.replace(
+            primitives={**self.primitives, RECORDED: MediaRefs(refs=list(refs))},
+            metadata=[{**about, RECORDED: ref.role} for about, ref in zip(self.metadata, refs, strict=True)],
+        )
 
 
 def group_id(prompt_id: str, epoch: int) -> str:

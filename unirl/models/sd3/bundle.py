@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unirl.config.errors import DataError
-from unirl.models.base import Decoder, DiffusionBundle, TextEncoder, chosen
+from unirl.models.base import Decoder, DiffusionBundle, Encoder, TextEncoder, chosen
 from unirl.models.hub import NOT_FOUND, components
 from unirl.models.quiet import quiet_libraries
 from unirl.models.saved import ModuleWeights, SafetensorsWeights, SavedWeights
@@ -18,7 +18,7 @@ from unirl.models.sd3.architecture import ENCODERS, Architecture, ModelEstimate,
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.text import SD3TextEncoder
 from unirl.models.sd3.toy import SEED, toy_tokenizers
-from unirl.models.sd3.vae import PixelDecoder, SD3Decoder
+from unirl.models.sd3.vae import PixelDecoder, PixelEncoder, SD3Decoder, SD3Encoder
 from unirl.types.protocols import TORCH_DTYPES, DtypeName, ModelFacts
 
 CPU = torch.device("cpu")
@@ -84,6 +84,13 @@ class SD3Bundle(DiffusionBundle):
             return PixelDecoder()
         self._require(("vae",), "decode latents")
         return SD3Decoder(self.modules["vae"])
+
+    def encoder(self) -> Encoder:
+        """The VAE, or the identity of a model on pixels."""
+        if self.architecture.vae is None:
+            return PixelEncoder()
+        self._require(("vae",), "encode pictures")
+        return SD3Encoder(self.modules["vae"])
 
     def saved(self) -> SavedWeights:
         """The transformer's weights in the checkpoint."""

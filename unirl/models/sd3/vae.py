@@ -1,4 +1,4 @@
-"""Latents to pixels in [0, 1]: by the VAE, or directly where the model works on pixels."""
+"""Latents to pixels in [0, 1] and back: by the VAE, or directly where the model works on pixels."""
 
 from __future__ import annotations
 
@@ -35,3 +35,33 @@ class PixelDecoder:
 def to_unit(pixels: Tensor) -> Tensor:
     """[-1, 1] to [0, 1], clamped."""
     return (pixels / 2 + 0.5).clamp(0, 1)
+
+
+class SD3Encoder:
+    """The VAE's encoder: the mean of its Gaussian, which is where a picture's latents lie."""
+
+    components: tuple[str, ...] = ("vae",)
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [B, C, H / 8, W / 8] of pixels [B, 3, H, W] in [0, 1]."""
+        config = self.vae.config
+        mean: Tensor = self.vae.encode(from_unit(pixels)).latent_dist.mode()
+        return (mean - config.shift_factor) * config.scaling_factor
+
+
+class PixelEncoder:
+    """No VAE: a latent is a picture in [-1, 1]."""
+
+    components: tuple[str, ...] = ()
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents of pixels [B, 3, H, W] in [0, 1], of the same shape."""
+        return from_unit(pixels)
+
+
+def from_unit(pixels: Tensor) -> Tensor:
+    """[0, 1] to [-1, 1]."""
+    return pixels * 2 - 1

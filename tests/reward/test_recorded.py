@@ -1,0 +1,65 @@
+"""The reward of a recorded picture is what was recorded of it; a drawn one is scored by somebody else, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unirl.config.errors import RewardError
+from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.reward.local.recorded import RecordedRewardScorer
+from unirl.testing.reward import check_reward
+from unirl.types.reward import RewardRequest
+
+ROLES = ("chosen", "rejected", "rejected", "chosen")
+
+
+def request(*roles: str | None) -> RewardRequest:
+    return RewardRequest(
+        sample_ids=[f"p{i // 2}@0:{i % 2}" for i in range(len(roles))],
+        images=torch.linspace(0.1, 0.9, len(roles))[:, None, None, None].expand(-1, 3, 4, 4),
+        metadata=[{} if role is None else {"recorded": role} for role in roles],
+    )
+
+
+def test_the_chosen_gets_one_and_the_rejected_nothing_each_by_itself() -> None:
+    answer = check_reward(RecordedRewardScorer(), request(*ROLES))
+    assert answer.total.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert answer.components.keys() == {"preference"}
+
+
+def test_drawn_pictures_are_scored_as_their_own_scorer_scores_them() -> None:
+    drawn = request(None, None, None)
+    scorer, brightness = RecordedRewardScorer(drawn=BrightnessRewardScorer()), BrightnessRewardScorer()
+    answer, expected = check_reward(scorer, drawn), brightness.score(drawn)
+    assert torch.equal(answer.total, expected.total) and answer.components.keys() == expected.components.keys()
+    assert set(scorer.reads) == {"images", "metadata"} and RecordedRewardScorer().reads == ("metadata",)
+    assert check_reward(scorer, request(*ROLES)).total.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("roles", [(None, None), ("chosen", None), ("chosen", "best")])
+def test_a_picture_of_which_no_preference_is_known_is_refused_by_name(roles) -> None:
+    with pytest.raises(RewardError, match=r"'p0@0:[01]' is no recorded picture .*eval_steps=0, or name in reward.back"):
+        RecordedRewardScorer().score(request(*roles))
+
+
+def test_one_that_stands_among_recorded_ones_is_never_scored_by_another_measure() -> None:
+    with pytest.raises(RewardError, match=r"'p0@0:1' is no recorded picture"):
+        RecordedRewardScorer(drawn=BrightnessRewardScorer()).score(request("chosen", None))
+
+
+def test_the_scorer_of_drawn_pictures_moves_with_it() -> None:
+    moved = []
+
+    class Moving(BrightnessRewardScorer):
+        def offload(self) -> None:
+            moved.append("away")
+
+        def onload(self) -> None:
+            moved.append("back")
+
+    scorer = RecordedRewardScorer(drawn=Moving())
+    scorer.offload()
+    scorer.onload()
+    RecordedRewardScorer().offload()
+    assert moved == ["away", "back"]

@@ -1,0 +1,64 @@
+"""Picture files as pixels of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from unirl.config.errors import DataError
+from unirl.types.primitives import Images, MediaRef
+
+UNREADABLE = 4003
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""How PIL calls pictures of 8 bits a channel."""
+
+
+def read_pictures(refs: Sequence[MediaRef], height: int, width: int) -> Images:
+    """One picture per reference, in their order. Raises DataError (4003)."""
+    with ThreadPoolExecutor() as threads:  # decoders of picture files leave Python's lock
+        pixels = list(threads.map(partial(read_picture, height=height, width=width), (ref.uri for ref in refs)))
+    return Images(pixels=torch.stack(pixels))
+
+
+def read_picture(path: str, height: int, width: int) -> Tensor:
+    """[3, height, width] in [0, 1], on the 256 levels: scaled down to cover the size (Lanczos), and the middle of that.
+
+    Raises:
+        DataError: 4003 where the file is no picture, is cut, is transparent, or would have to be enlarged.
+    """
+    picture = _opaque(_opened(path), path)
+    if picture.height < height or picture.width < width:
+        raise DataError(
+            f"{path} has {picture.width} x {picture.height} pixels, and sampling.width x height = {width} x {height} "
+            "would enlarge it. Lower sampling.height and sampling.width, or give larger pictures",
+            code=UNREADABLE,
+        )
+    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
+
+
+def _opened(path: str) -> Image.Image:
+    """The picture with all its pixels read, the right way up."""
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL meets the damage
+        raise DataError(f"{path} cannot be read as a picture: {error}", code=UNREADABLE) from error
+
+
+def _opaque(picture: Image.Image, path: str) -> Image.Image:
+    """As RGB."""
+    if picture.mode not in MODES:
+        raise DataError(
+            f"{path} is a picture of mode {picture.mode}; save it with 8 bits a channel as one of {', '.join(MODES)}",
+            code=UNREADABLE,
+        )
+    if picture.has_transparency_data and picture.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+        raise DataError(f"{path} has transparent parts, and what shows through is not known; flatten it", UNREADABLE)
+    return picture.convert("RGB")

@@ -388,3 +388,21 @@ def test_metadata_that_cannot_travel_names_its_sample():
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         RemoteRewardSpec(**{"base_url": "http://localhost:1", "required_rewards": ("odd",)} | settings)
+
+
+def test_toy_is_a_service_of_its_own_with_the_toys_of_the_rewards(monkeypatch):
+    asked = []
+
+    class Started:
+        def __init__(self, config):
+            asked.append(config)
+
+        def start(self):
+            return service
+
+    with stub(lambda items, n: scores(items)) as service:
+        monkeypatch.setattr("reward_service.running.RunningService", Started)
+        assert backend("toy").score(rows()).total.tolist() == [2.0, 4.0, 6.0, 8.0]
+    assert asked == [
+        {"rewards": [{"name": "odd", "scorer": "odd", "device": "cpu"}], "toy": True, "server": {"port": 0}}
+    ]

@@ -145,31 +145,38 @@ async def reserved(service: Service, count: int) -> AsyncIterator[None]:
         service.metrics.pending.set(service.pending_bytes)
 
 
-async def read_body(request: Request, service: Service) -> bytes:
+async def read_body(request: Request, service: Service) -> bytes | memoryview:
     """The body, unpacked. Raises Refused: 400 cut off or damaged, 408 too slow, 413 too large, 415 other encoding."""
     limits = service.config.server.limits
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("identity", "gzip"):
         raise Refused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
-    body = bytearray()
     try:
         async with asyncio.timeout(limits.body_s):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > limits.body_bytes:
-                    raise too_large(limits.body_mb)
+            body = await collected(request.stream(), length_of(request, service), limits.body_mb)
     except TimeoutError as error:
         raise Refused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
     except ClientDisconnect as error:
         raise Refused(400, "malformed", "the body ended before its length") from error
-    return unpacked(bytes(body), limits.body_mb) if encoding == "gzip" else bytes(body)
+    return unpacked(body, limits.body_mb) if encoding == "gzip" else body
+
+
+async def collected(pieces: AsyncIterator[bytes], expected: int, limit_mb: float) -> memoryview:
+    """The pieces as one. Memory is taken once, for `expected` bytes. Raises Refused: 413."""
+    body, length = bytearray(expected), 0
+    async for piece in pieces:
+        if length + len(piece) > limit_mb * 2**20:
+            raise too_large(limit_mb)
+        body[length : length + len(piece)] = piece
+        length += len(piece)
+    return memoryview(body)[:length]
 
 
 def too_large(limit_mb: float) -> Refused:
     return Refused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
 
 
-def unpacked(body: bytes, limit_mb: float) -> bytes:
+def unpacked(body: memoryview, limit_mb: float) -> bytes:
     """A gzip body, which may not grow beyond the limit."""
     unpacker = zlib.decompressobj(wbits=31)
     try:

@@ -13,17 +13,15 @@ import msgspec
 
 from reward_service.frames import LENGTH, Lost, Message, frame_length, pack, unpack
 
-BUFFER = 2**22
-"""Bytes that are read before the sender has to wait."""
+BUFFER = 2**21
+"""Bytes of a message that the system keeps for a receiver that has not read them yet."""
 
 
 class Child:
     """A started process. Whoever starts it also kills it: an answer that is late leaves it in an unknown state."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+    def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
+        self._process, self._socket = process, ours
         self.ended = asyncio.ensure_future(process.wait())
 
     @classmethod
@@ -33,6 +31,9 @@ class Child:
         Its standard input stays open as long as this process lives. Raises FileNotFoundError or PermissionError.
         """
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -46,8 +47,7 @@ class Child:
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER)
-        return cls(process, reader, writer)
+        return cls(process, ours)
 
     @property
     def pid(self) -> int:
@@ -62,18 +62,27 @@ class Child:
         """
         async with asyncio.timeout(timeout_s):
             try:
-                self._writer.writelines(pack(message))
-                await self._writer.drain()
-                length = frame_length(await self._reader.readexactly(LENGTH))
-                return unpack(await self._reader.readexactly(length))
-            except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError) as error:
+                for buffer in pack(message):
+                    await asyncio.get_running_loop().sock_sendall(self._socket, buffer)
+                return unpack(await self._receive(frame_length(await self._receive(LENGTH))))
+            except (OSError, msgspec.DecodeError) as error:
                 raise Lost(str(error)) from error
+
+    async def _receive(self, count: int) -> bytearray:
+        buffer = bytearray(count)
+        view, done = memoryview(buffer), 0
+        while done < count:
+            received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[done:])
+            if not received:
+                raise Lost("the process closed its socket")
+            done += received
+        return buffer
 
     async def kill(self) -> None:
         """End the process at once, and wait until it is gone."""
         with suppress(ProcessLookupError):
             self._process.kill()
-        self._writer.close()
+        self._socket.close()
         await self.ended
 
     async def death(self) -> str:

@@ -110,7 +110,7 @@ def unpack(body: bytes | bytearray) -> Message:
     return message
 
 
-def frame_length(head: bytes) -> int:
+def frame_length(head: bytes | bytearray) -> int:
     """How many bytes follow. Raises Lost when no frame is that long."""
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME:
@@ -126,7 +126,7 @@ class Channel:
 
     def receive(self) -> Message:
         """The next message. Raises Lost when the service is gone."""
-        return unpack(self._read(frame_length(bytes(self._read(LENGTH)))))
+        return unpack(self._read(frame_length(self._read(LENGTH))))
 
     def _read(self, count: int) -> bytearray:
         buffer = bytearray(count)

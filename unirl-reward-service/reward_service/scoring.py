@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 
 import msgspec
 
@@ -180,8 +180,14 @@ def digest_of(item: Item) -> bytes:
     """What tells one item from another, apart from its id; b"" without an id."""
     if item.request_id is None:
         return b""
-    whole = msgspec.structs.replace(item, request_id=None, required_rewards=["any"])
-    return blake2b(msgspec.msgpack.encode(whole), digest_size=16).digest()
+    digest = sha256()
+    for turn in item.history:
+        for medium in (turn.image, turn.video):
+            digest.update(b"" if medium is None else medium.data)
+        bare = [medium and (medium.format, medium.shape, len(medium.data)) for medium in (turn.image, turn.video)]
+        digest.update(msgspec.msgpack.encode([bare, turn.text, turn.image_b64, turn.video_b64, turn.video_path]))
+    digest.update(msgspec.msgpack.encode(item.metadata))
+    return digest.digest()
 
 
 def lacking(row: Row, reward: Reward) -> ItemError | None:

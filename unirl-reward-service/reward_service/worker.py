@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,8 +95,8 @@ def request_of(rows: Sequence[Row], reads: Sequence[str]) -> RewardRequest:
 def pixels(medium: Medium | None) -> Tensor:
     """[3, H, W] or [F, 3, H, W] in [0, 1]: the very values that a rollout's own rounding gives."""
     assert medium is not None and medium.shape is not None
-    levels = torch.frombuffer(bytearray(medium.data), dtype=torch.uint8).view(medium.shape)
-    return levels.movedim(-1, -3).contiguous().float() / 255
+    levels = np.moveaxis(np.frombuffer(medium.data, np.uint8).reshape(medium.shape), -1, -3)
+    return torch.from_numpy(levels.astype(np.float32, order="C")).div_(255)
 
 
 def videos(media: Sequence[Medium | None]) -> Videos:

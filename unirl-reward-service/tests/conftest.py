@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import numpy as np
 import pytest
-from PIL import Image
+from reward_service.damage import noise
 from reward_service.running import RunningService
 
 from tests.processes import is_running
@@ -50,13 +49,7 @@ def http(service) -> Iterator[httpx2.Client]:
 
 
 def a_picture(seed: int = 0, height: int = 24, width: int = 32) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def as_file(picture: np.ndarray, format: str, **options) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(picture).save(file, format=format, **options)
-    return file.getvalue()
+    return noise((height, width, 3), seed)
 
 
 def workers(parent: int, reward: str) -> list[int]:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import zlib
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from reward_service.config import LimitsConfig
+from reward_service.damage import damaged, image_file, media, noise, video_file
 from reward_service.decoder import DecodeLimits, Refused, decode, read_below
 from reward_service.frames import Decode
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
@@ -27,7 +27,7 @@ from reward_service.metrics import Metrics
 
 from unirl.reward.wire import Medium, Turn
 
-from .conftest import a_picture, as_file
+from .conftest import a_picture
 
 LIMITS = msgspec.json.decode(decode_limits(LimitsConfig()), type=DecodeLimits)
 
@@ -53,12 +53,12 @@ def b64(data: bytes) -> str:
 @pytest.mark.parametrize(("format", "options"), [("png", {}), ("webp", {"lossless": True})])
 def test_a_lossless_file_gives_its_very_pixels(format, options):
     picture = a_picture()
-    assert np.array_equal(picture_of(as_file(picture, format, **options), format), picture)
-    assert np.array_equal(picture_of(as_file(picture, format, **options)), picture)
+    assert np.array_equal(picture_of(image_file(picture, format, **options), format), picture)
+    assert np.array_equal(picture_of(image_file(picture, format, **options)), picture)
 
 
 def test_a_jpeg_gives_what_its_library_gives():
-    data = as_file(a_picture(), "jpeg", quality=90)
+    data = image_file(a_picture(), "jpeg", quality=90)
     assert np.array_equal(picture_of(data, "jpeg"), np.asarray(Image.open(io.BytesIO(data))))
 
 
@@ -88,7 +88,7 @@ def animated(format: str) -> bytes:
 def turned() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return as_file(a_picture(), "jpeg", exif=exif)
+    return image_file(a_picture(), "jpeg", exif=exif)
 
 
 def bomb(side: int) -> bytes:
@@ -104,7 +104,7 @@ def bomb(side: int) -> bytes:
 
 def text_bomb() -> bytes:
     """A PNG with a text chunk that unpacks to 100 MB."""
-    plain = as_file(a_picture(), "png")
+    plain = image_file(a_picture(), "png")
     body = b"Comment\0\0" + zlib.compress(bytes(100_000_000), 9)
     chunk = struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
     return plain[:33] + chunk + plain[33:]
@@ -115,10 +115,10 @@ def text_bomb() -> bytes:
     [
         (b"", "does not begin as"),
         (b"GIF89a" + bytes(50), "does not begin as"),
-        (as_file(a_picture(), "bmp"), "does not begin as"),
-        (as_file(a_picture(), "tiff"), "does not begin as"),
-        (as_file(a_picture(), "png")[:300], "truncated|cut|broken|Truncated"),
-        (as_file(a_picture(), "jpeg")[:300], "Truncated|truncated|cut|broken"),
+        (image_file(a_picture(), "bmp"), "does not begin as"),
+        (image_file(a_picture(), "tiff"), "does not begin as"),
+        (image_file(a_picture(), "png")[:300], "truncated|cut|broken|Truncated"),
+        (image_file(a_picture(), "jpeg")[:300], "Truncated|truncated|cut|broken"),
         (transparent(), "mode RGBA"),
         (animated("png"), "animation of 2 frames"),
         (animated("webp"), "animation of 2 frames"),
@@ -137,31 +137,16 @@ def test_what_is_no_single_upright_rgb_picture_is_refused(data, said):
 
 def test_a_file_of_another_format_than_it_says_is_refused():
     with pytest.raises(Refused, match="does not begin as a WEBP"):
-        picture_of(as_file(a_picture(), "png"), "webp")
+        picture_of(image_file(a_picture(), "png"), "webp")
 
 
 def test_a_file_that_is_too_large_is_refused():
     with pytest.raises(Refused, match="at most 100 are read"):
-        picture_of(as_file(a_picture(), "png"), file_bytes=100)
-
-
-def video_file(frames: np.ndarray, format: str = "mp4", codec: str = "libx264rgb", fps: int = 8) -> bytes:
-    import av
-
-    file = io.BytesIO()
-    options = {"qp": "0"} if codec == "libx264rgb" else {}
-    with av.open(file, "w", format=format) as container:
-        stream = container.add_stream(codec, rate=Fraction(fps), options=options)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "rgb24" if codec == "libx264rgb" else "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
-    return file.getvalue()
+        picture_of(image_file(a_picture(), "png"), file_bytes=100)
 
 
 def frames(count: int = 5, height: int = 24, width: int = 34) -> np.ndarray:
-    return np.stack([a_picture(seed, height, width) for seed in range(count)])
+    return noise((count, height, width, 3))
 
 
 def test_a_lossless_video_gives_its_very_frames():
@@ -269,48 +254,22 @@ def peak_mb(pid: int) -> float:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A file with some bytes changed, cut, doubled or moved."""
-    body = bytearray(data)
-    for _ in range(rng.randint(1, 12)):
-        at = rng.randrange(len(body) or 1)
-        match rng.randrange(5):
-            case 0:
-                body[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                body[at : at + 4] = rng.choice([b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4)])
-            case 2:
-                del body[at : at + rng.randrange(64)]
-            case 3:
-                body[at:at] = body[at : at + rng.randrange(64)]
-            case 4:
-                del body[at:]
-    return bytes(body)
-
-
-def seeds() -> list[tuple[str, bytes]]:
-    picture = a_picture()
-    files = [("image", as_file(picture, format)) for format in ("png", "jpeg", "webp")]
-    files += [("image", as_file(picture, "webp", lossless=True)), ("image", as_file(picture, "jpeg", progressive=True))]
-    return [*files, ("video", video_file(frames())), ("video", video_file(frames(), "webm", "libvpx-vp9"))]
-
-
 def test_hundreds_of_damaged_files_crash_no_decoder_and_leave_it_small():
     rng = random.Random(5)
 
     async def work(decoder: MediaDecoder):
         good = refused = 0
         for _ in range(400):
-            modality, data = rng.choice(seeds_)
+            modality, data = rng.choice(files)
             field = {"image": "image_b64", "video": "video_b64"}[modality]
             try:
-                await decoder.raw(Turn(**{field: b64(mutated(data, rng))}))
+                await decoder.raw(Turn(**{field: b64(damaged(data, rng))}))
                 good += 1
             except BadMedia:
                 refused += 1
         return good, refused, decoder.pids, [peak_mb(pid) for pid in decoder.pids], decoder
 
-    seeds_ = seeds()
+    files = media()
     good, refused, pids, peaks, _ = in_decoder(LimitsConfig(num_decoders=1), work)
     assert (good + refused, len(pids)) == (400, 1)
     assert good > 0 and refused > 200
@@ -318,14 +277,14 @@ def test_hundreds_of_damaged_files_crash_no_decoder_and_leave_it_small():
 
 
 def test_a_medium_that_takes_too_long_is_refused_and_the_next_one_is_decoded():
-    large = as_file(np.tile(a_picture(height=64, width=64), (64, 64, 1)), "jpeg", quality=95)
+    large = image_file(np.tile(a_picture(height=64, width=64), (64, 64, 1)), "jpeg", quality=95)
 
     async def work(decoder: MediaDecoder):
         await decoder.start()
         (before,) = decoder.pids
         with pytest.raises(BadMedia, match=r"takes more than 0\.1 s to decode"):
             await decoder.raw(Turn(image_b64=b64(large)))
-        image, _ = await decoder.raw(Turn(image_b64=b64(as_file(a_picture(), "png"))))
+        image, _ = await decoder.raw(Turn(image_b64=b64(image_file(a_picture(), "png"))))
         return before, decoder.pids, image
 
     before, after, image = in_decoder(LimitsConfig(num_decoders=1, decode_s=0.1), work)
@@ -334,7 +293,7 @@ def test_a_medium_that_takes_too_long_is_refused_and_the_next_one_is_decoded():
 
 
 def test_memory_beyond_the_cap_is_a_refusal():
-    large = as_file(np.zeros((4096, 4096, 3), np.uint8), "png")
+    large = image_file(np.zeros((4096, 4096, 3), np.uint8), "png")
 
     async def work(decoder: MediaDecoder):
         with pytest.raises(BadMedia, match=r"needs more than the|ended"):
@@ -344,13 +303,13 @@ def test_memory_beyond_the_cap_is_a_refusal():
 
 
 def test_a_request_that_is_cancelled_costs_no_decoder():
-    large = as_file(np.zeros((4096, 4096, 3), np.uint8), "png")
+    large = image_file(np.zeros((4096, 4096, 3), np.uint8), "png")
 
     async def work(decoder: MediaDecoder):
         await decoder.start()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(decoder.raw(Turn(image_b64=b64(large))), 0.01)
-        return await decoder.raw(Turn(image_b64=b64(as_file(a_picture(), "png"))))
+        return await decoder.raw(Turn(image_b64=b64(image_file(a_picture(), "png"))))
 
     image, _ = in_decoder(LimitsConfig(num_decoders=1), work)
     assert np.array_equal(array_of(image), a_picture())

@@ -17,6 +17,7 @@ import pytest
 import torch
 from reward_service.__main__ import main
 from reward_service.client import RewardClient
+from reward_service.damage import image_file, noise, video_file
 from reward_service.running import RunningService
 
 from tests.processes import is_running, wait_until
@@ -25,8 +26,7 @@ from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Medium, ScoreRequest, ScoreResponse, Turn, decode, encode
 from unirl.types.reward import RewardRequest
 
-from .conftest import TIMEOUT_S, a_picture, as_file, children, workers
-from .test_decoder import frames, video_file
+from .conftest import TIMEOUT_S, a_picture, children, workers
 
 BOTH = pytest.mark.parametrize("content_type", [MSGPACK, JSON])
 
@@ -63,7 +63,7 @@ def local(picture: np.ndarray) -> float:
 
 def turns(picture: np.ndarray) -> list[Turn]:
     """The same picture in every lossless form."""
-    png, webp = as_file(picture, "png"), as_file(picture, "webp", lossless=True)
+    png, webp = image_file(picture, "png"), image_file(picture, "webp", lossless=True)
     return [
         Turn(image=Medium(format="raw", data=picture.tobytes(), shape=picture.shape)),
         Turn(image=Medium(format="png", data=png)),
@@ -161,7 +161,7 @@ def test_items_of_many_clients_are_scored_together(http):
 
 
 def test_a_video_below_a_root_is_read_and_sent_pictures_are_not_mixed_up(http, media_root):
-    (media_root / "clip.mp4").write_bytes(video_file(frames()))
+    (media_root / "clip.mp4").write_bytes(video_file(noise((3, 24, 34, 3))))
     item = Item(history=[Turn(text="a", video_path="clip.mp4")], required_rewards=["odd"])
     assert outcome(score(http, [item])) == 1.0
     absent = Item(history=[Turn(text="a", video_path="no.mp4")], required_rewards=["odd"])

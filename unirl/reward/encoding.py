@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -20,9 +22,10 @@ SAVE: dict[str, dict[str, Any]] = {
 }
 
 
-def levels(pixels: Tensor) -> Tensor:
-    """uint8 [..., H, W, 3] of pixels [..., 3, H, W] in [0, 1]; a rollout's own pixels are levels already."""
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().contiguous()
+def levels(pixels: Tensor) -> NDArray[np.uint8]:
+    """[..., H, W, 3] of pixels [..., 3, H, W] in [0, 1]; a rollout's own pixels are levels already."""
+    planes = (pixels * 255).round_().clamp_(0, 255).to(torch.uint8).movedim(-3, 0)
+    return np.stack(list(planes.cpu().numpy()), axis=-1)
 
 
 def image_medium(pixels: Tensor, format: ImageFormat, quality: int) -> Medium:
@@ -32,7 +35,7 @@ def image_medium(pixels: Tensor, format: ImageFormat, quality: int) -> Medium:
         return _raw(picture)
     file = io.BytesIO()
     options = SAVE[format] | ({"quality": quality} if format == "jpeg" else {})
-    Image.fromarray(picture.numpy()).save(file, **options)
+    Image.fromarray(picture).save(file, **options)
     return Medium(format=format, data=file.getvalue())
 
 
@@ -46,11 +49,11 @@ def video_medium(frames: Tensor, format: str, fps: int) -> Medium:
     return _raw(pictures) if format == "raw" else Medium(format="mp4", data=_mp4(pictures, fps))
 
 
-def _raw(picture: Tensor) -> Medium:
-    return Medium(format="raw", data=picture.numpy().tobytes(), shape=tuple(picture.shape))
+def _raw(picture: NDArray[np.uint8]) -> Medium:
+    return Medium(format="raw", data=picture.tobytes(), shape=picture.shape)
 
 
-def _mp4(pictures: Tensor, fps: int) -> bytes:
+def _mp4(pictures: NDArray[np.uint8], fps: int) -> bytes:
     try:
         import av
     except ModuleNotFoundError as error:
@@ -59,7 +62,7 @@ def _mp4(pictures: Tensor, fps: int) -> bytes:
     with av.open(file, mode="w", format="mp4") as container:
         stream: Any = container.add_stream("libx264rgb", rate=fps, options={"qp": "0", "preset": "veryfast"})
         stream.height, stream.width, stream.pix_fmt = *pictures.shape[1:3], "rgb24"
-        frames = [av.VideoFrame.from_ndarray(picture.numpy(), format="rgb24") for picture in pictures]
+        frames = [av.VideoFrame.from_ndarray(picture, format="rgb24") for picture in pictures]
         for frame in [*frames, None]:
             container.mux(stream.encode(frame))
     return file.getvalue()

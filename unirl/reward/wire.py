@@ -218,7 +218,7 @@ def encode(value: Struct, content_type: str = MSGPACK) -> bytes:
     return msgspec.msgpack.encode(value) if content_type == MSGPACK else msgspec.json.encode(value)
 
 
-def decode(kind: type[T], body: bytes, content_type: str = MSGPACK) -> T:
+def decode(kind: type[T], body: bytes | memoryview, content_type: str = MSGPACK) -> T:
     """The message in `body`.
 
     Raises:

@@ -1,0 +1,52 @@
+"""A service that is killed during a run costs it time and nothing else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from reward_service.running import RunningService
+
+from tests.processes import wait_until
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.trainer.build import build_trainer
+
+COMMON = ("scale=toy", "num_rollouts=4", "tracking.sample_steps=0", "evaluation.eval_steps=0", "save_interval=0")
+
+
+def run(folder: Path, reward: str) -> None:
+    recipe = load("diffusion/sd3_trainside", [*COMMON, f"run.dir={folder}", f"reward.backend={reward}"])
+    preflight(recipe)
+    trainer = build_trainer(recipe)
+    with trainer.tracker:
+        trainer.train()
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
+
+
+def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_locally(tmp_path):
+    run(tmp_path / "local", "{_target_: unirl.reward.local.image_statistics.BrightnessRewardScorer}")
+    service = RunningService({"rewards": [{"name": "brightness", "scorer": "brightness", "num_threads": 1}]})
+    killed = []
+
+    def kill_after_steps() -> None:
+        file = tmp_path / "remote" / "metrics.jsonl"
+        for step in (1, 2):
+            if wait_until(lambda step=step: file.exists() and file.read_text().count("\n") >= step, 60):
+                service.kill()
+                killed.append(step)
+                service.start()
+
+    with service:
+        config = f"{{base_url: '{service.url}', required_rewards: [brightness], batch_size: 3, retry_delay: 0.05}}"
+        killer = threading.Thread(target=kill_after_steps)
+        killer.start()
+        run(tmp_path / "remote", f"{{_target_: unirl.reward.remote.RemoteRewardBackend, config: {config}}}")
+        killer.join()
+    assert killed == [1, 2]
+    assert metrics_of(tmp_path / "remote") == metrics_of(tmp_path / "local")

@@ -27,12 +27,12 @@ class Prompt:
     epoch: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     media: tuple[MediaRef, ...] = ()
-
-    @property
     recorded: tuple[MediaRef, ...] = ()
     """The samples of its group, where these exist already."""
     origin: str = ""
     """The file and line that it stands in."""
+
+    @property
     def group_id(self) -> str:
         """The id of the group of samples that this draw makes."""
         return group_id(self.prompt_id, self.epoch)

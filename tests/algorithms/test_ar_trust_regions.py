@@ -160,6 +160,36 @@ def test_dppo_has_a_bound_of_its_own_for_tokens_that_became_more_likely() -> Non
         assert found.tolist() == dropped
 
 
+def dropped(algorithm: TokenAlgorithm, pairs: list[tuple[float, float]]) -> list[bool]:
+    """Which tokens of one response of advantage 1 have lost their gradient; (pi, mu) of each."""
+    stage, track = ragged(0, (len(pairs),))
+    with torch.no_grad():
+        stage.logp[:] = tensor(*[math.log(pi) for pi, _ in pairs])
+    old = tensor(*[math.log(mu) for _, mu in pairs])
+    mask = torch.ones(len(pairs), dtype=torch.bool)
+    track = track.replace(
+        segment=track.segment.replace(loss_mask=mask, anchors={"old_logp": old}),
+        advantages=tensor(1.0),
+        weight=tensor(1.0),
+    )
+    return (stage.gradients(value(algorithm, stage, track))[0] == 0).tolist()
+
+
+def test_the_kl_of_dppo_is_that_from_the_old_policy_to_the_new() -> None:
+    # KL(Bernoulli(0.5) || Bernoulli(0.9)) = 0.51, and the other way round 0.37
+    assert dropped(DPPO(divergence="kl", delta=0.44), [(0.9, 0.5)]) == [True]
+    assert dropped(DPPO(divergence="kl", delta=0.52), [(0.9, 0.5)]) == [False]
+
+
+def test_cppo_forgives_late_tokens_by_w_min_and_gives_every_token_a_budget_by_delta_b() -> None:
+    late = [(0.5, 0.5), (0.5, 0.5), (0.65, 0.5)]
+    for w_min, lost in ((1.0, True), (0.5, False)):
+        assert dropped(CPPO(delta=0.1, w_min=w_min), late) == [False, False, lost]
+    twice = [(0.59, 0.5), (0.59, 0.5)]
+    for delta_b, lost in ((0.02, True), (0.1, False)):
+        assert dropped(CPPO(delta=0.1, w_min=1.0, delta_b=delta_b), twice) == [False, lost]
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.floats(0, 0.3), st.booleans()), max_size=8), min_size=1, max_size=4),

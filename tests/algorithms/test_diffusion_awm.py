@@ -128,7 +128,11 @@ def test_clipping_is_seen_where_there_is_any() -> None:
     ]
     ratio = (errors[1] - errors[0]).exp()
     found = values(algorithm.loss(live, track, (0,)).metrics)
-    assert found["train/clip_fraction"] == pytest.approx(float(((ratio - 1).abs() > 0.05).double().mean()))
+    above, below = (float(outside.double().mean()) for outside in (ratio > 1.05, ratio < 0.95))
+    assert above != below
+    assert found["train/clip_fraction_high"] == pytest.approx(above)
+    assert found["train/clip_fraction_low"] == pytest.approx(below)
+    assert found["train/clip_fraction"] == pytest.approx(above + below)
     assert found["train/ratio_mean"] == pytest.approx(float(ratio.mean()), rel=1e-5)
     assert found["train/matching_error"] == pytest.approx(float(errors[0].mean()), rel=1e-5)
     assert "train/clip_fraction" not in DiffusionAWM(times=TIMES, velocity_coef=0.0).loss(live, track, (0,)).metrics

@@ -139,14 +139,17 @@ def test_scores_of_a_published_checkpoint_are_those_of_open_clip(open_clip, tmp_
     assert expected.std() > 0.01
 
 
-def test_a_checkpoint_given_by_its_file_and_one_that_transformers_saved_score_the_same(open_clip, tmp_path):
+def test_a_checkpoint_by_its_file_of_an_old_torch_or_saved_by_transformers_scores_the_same(open_clip, tmp_path):
     spec = published(tmp_path, open_clip.state_dict(), "x.pt")
     first = HPSv2RewardScorer(config=spec)
     first.model.save_pretrained(tmp_path / "saved")
+    old = {"state_dict": dict(open_clip.state_dict())}
+    torch.save(old, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     same = {"processor": spec.processor, "batch_size": 4, "device": "cpu"}
     by_file = HPSv2Spec(path=str(tmp_path / "x.pt"), **same)
+    of_old_torch = HPSv2Spec(path=str(tmp_path / "old.pt"), **same)
     saved = HPSv2Spec(path=str(tmp_path / "saved"), file=None, **same)
-    for other in (by_file, saved):
+    for other in (by_file, of_old_torch, saved):
         assert torch.equal(HPSv2RewardScorer(config=other).score(request()).total, first.score(request()).total)
 
 
@@ -171,15 +174,46 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
         return HPSv2RewardScorer(config=HPSv2Spec(path=str(path), processor=str(tmp_path / "p"), device="cpu"))
 
     toy_clip_config().save_pretrained(tmp_path / "p")
-    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and no more")
+    torch.save({"state_dict": {"x": torch.ones(1000)}}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    damaged = {
+        "cut.pt": whole[: len(whole) // 2],
+        "empty.pt": b"",
+        "text.pt": b"<html>",
+        "cut.safetensors": b"\x10\0\0",
+    }
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+    for name, content in (("list.pt", [torch.ones(1)]), ("numbers.pt", {"state_dict": {"x": 1.0}})):
+        torch.save(content, tmp_path / name)
     for path, words in (
         (tmp_path, "the directory holds no HPS_v2.1_compressed.pt"),
         (tmp_path / "none.pt", "no such file or directory"),
-        (tmp_path / "cut.pt", r"cut\.pt is no checkpoint of weights .*Download it again"),
+        *((tmp_path / name, f"{name} is no checkpoint .*Download it again") for name in damaged),
+        *((tmp_path / name, f"{name} is no checkpoint .*ValueError") for name in ("list.pt", "numbers.pt")),
     ):
         with pytest.raises(DataError, match=words) as caught:
             _ = scorer(path).model
         assert caught.value.code == 4001
+
+
+def test_a_hub_id_is_asked_for_its_checkpoint(open_clip, tmp_path, monkeypatch):
+    spec = published(tmp_path, open_clip.state_dict(), "x.pt")
+    asked = []
+
+    def download(repository, file):
+        asked.append((repository, file))
+        if repository == "some/where":
+            raise FileNotFoundError("no connection")
+        return str(tmp_path / "x.pt")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    scorer = HPSv2RewardScorer(config=HPSv2Spec(processor=spec.processor, batch_size=4, device="cpu"))
+    assert torch.equal(scorer.score(request()).total, HPSv2RewardScorer(config=spec).score(request()).total)
+    absent = HPSv2RewardScorer(config=HPSv2Spec(path="some/where", processor=spec.processor, device="cpu"))
+    with pytest.raises(DataError, match="some/where': the hub did not give HPS_v2"):
+        _ = absent.model
+    assert asked == [("xswu/HPSv2", "HPS_v2.1_compressed.pt"), ("some/where", "HPS_v2.1_compressed.pt")]
 
 
 def test_a_checkpoint_that_runs_code_is_not_read(tmp_path):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
 from unirl.models.hub import HUB_ID, NOT_FOUND
 from unirl.models.quiet import quiet_libraries
 
+DAMAGED = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
+"""What the libraries raise for files that are cut, foreign, or hold more than tensors."""
 WAY_OUT = "Give a local directory, a hub id that can be reached, or `toy`"
 
 
@@ -43,13 +47,12 @@ def read_weights(path: str, file: str, key: str) -> dict[str, Tensor]:
     """
     found = _weights_file(path, file, key)
     try:
-        weights = _tensors_of(found)
-    except Exception as error:  # a foreign file: the libraries raise a different class for each way to be damaged
+        return _tensors_of(found)
+    except DAMAGED as error:
         raise DataError(
             f"{key}={path!r}: {found.name} is no checkpoint of weights ({type(error).__name__}). Download it again",
             code=NOT_FOUND,
         ) from error
-    return weights
 
 
 def _weights_file(path: str, file: str, key: str) -> Path:
@@ -76,11 +79,11 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         return load_file(file)
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    weights = content.get("state_dict", content.get("model", content))
-    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-        raise TypeError("a checkpoint holds tensors by name")
-    return dict(weights)
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    weights = content.get("state_dict", content.get("model", content)) if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise ValueError("a checkpoint holds tensors by name")
+    return weights
 
 
 def assemble(

@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        config = read_config(given.config)
         typed = {key: getattr(given, key) for key in ("host", "port", "token_file") if getattr(given, key) is not None}
-        config = replace(config, server=replace(config.server, **typed), toy=config.toy or given.toy)
+        config = read_config(given.config, **typed)
+        config = replace(config, toy=config.toy or given.toy)
         asyncio.run(serve(config))
     except UniRLError as error:
         print(report(error), file=sys.stderr)

@@ -161,8 +161,8 @@ class ServiceConfig:
                 )
 
 
-def read_config(path: Path | str) -> ServiceConfig:
-    """The service of a YAML file.
+def read_config(path: Path | str, **typed: Any) -> ServiceConfig:
+    """The service of a YAML file; `typed` are keys of its server that the command line sets.
 
     Raises:
         ConfigError: it cannot be read, or says something unknown or out of range.
@@ -171,9 +171,11 @@ def read_config(path: Path | str) -> ServiceConfig:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Give the service's YAML file") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
-    return config_of(tree)
+    if not isinstance(tree, dict) or not isinstance(tree.setdefault("server", {}), dict):
+        raise ConfigError(f"{path} must hold the blocks `server` and `rewards`")
+    return config_of({**tree, "server": {**tree["server"], **typed}})
 
 
 def config_of(tree: Mapping[str, Any]) -> ServiceConfig:

@@ -199,7 +199,7 @@ def lacking(row: Row, reward: Reward) -> ItemError | None:
         "videos": row.video is not None,
         "metadata": True,
     }
-    lacks = [column for column in reward.reads if not have[column]]
+    lacks = [column for column in reward.reads if not have.get(column)]
     if not lacks:
         return None
     return ItemError("invalid", f"reward {reward.name!r} reads {', '.join(reward.reads)}; this item has no {lacks[0]}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from reward_service.frames import Batch, Build, Built, Channel, Lost, Outcome, Row, Scored, Unbuilt, end_with_parent
-from unirl.config.errors import DependencyError, RewardError, UniRLError
+from unirl.config.errors import ConfigError, DependencyError, RewardError, UniRLError
 from unirl.reward.base import LocalRewardBackend
 from unirl.reward.registry import make_scorer
 from unirl.reward.scoring import FAILED, NOT_FINITE, UNREACHABLE, scored_apart
@@ -28,6 +28,7 @@ from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 KINDS: dict[int, Kind] = {FAILED: "failed", NOT_FINITE: "not_finite", UNREACHABLE: "unavailable"}
+COLUMNS = ("prompts", "images", "videos", "texts", "metadata")
 TOTAL = "total"
 
 
@@ -36,6 +37,12 @@ def built(asked: Build) -> Scorer:
     if asked.needs_cuda and not torch.cuda.is_available():
         raise DependencyError(f"reward {asked.reward!r} asks for a CUDA device and there is none: device: cpu")
     scorer = make_scorer(asked.scorer, asked.params, toy=asked.toy, plugins=asked.plugins)
+    for column in scorer.reads:
+        if column not in COLUMNS:
+            raise ConfigError(
+                f"reward {asked.reward!r} reads {column}, which does not travel ({', '.join(COLUMNS)} do): "
+                "score it in the process of the run"
+            )
     if isinstance(scorer, LocalRewardBackend):
         _ = scorer.model
     return scorer

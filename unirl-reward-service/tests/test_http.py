@@ -232,6 +232,22 @@ def test_a_mistake_in_the_file_is_named(tree, said):
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["- a", "server: 3", "rewards: [", "\xff"])
+def test_what_is_no_config_is_said(text, tmp_path, capsys):
+    (tmp_path / "service.yaml").write_text(text, encoding="latin-1")
+    assert main([str(tmp_path / "service.yaml")]) == 2
+    assert main([str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err.count("error[2003]") == 2
+
+
+def test_the_command_line_wins_and_is_checked(tmp_path, capsys):
+    (tmp_path / "service.yaml").write_text(json.dumps({"rewards": [ONE]}))
+    assert main([str(tmp_path / "service.yaml"), "--port", "99999"]) == 2
+    assert main([str(tmp_path / "service.yaml"), "--host", "0.0.0.0"]) == 2
+    said = capsys.readouterr().err
+    assert "server.port must lie in 0..65535, got 99999" in said and "error[2040]" in said
+
+
 def test_replicas_take_the_gpus_in_turn():
     reward = config_of({"rewards": [{**ONE, "device": "cuda:2,5", "num_replicas": 3}]}).rewards[0]
     assert [reward.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["2", "5", "2"]

@@ -33,8 +33,9 @@ from tests.algorithms import (  # noqa: E402
     test_ring_learning,
     test_token_learning,
 )
-from tests.algorithms.flows import Method, Run  # noqa: E402
+from tests.algorithms.flows import Method, Run, T  # noqa: E402
 from tests.algorithms.toys import GAUSSIAN, MIXTURE, RING, Toy  # noqa: E402
+from unirl.algorithms.diffusion_dppo import DiffusionDPPO  # noqa: E402
 from unirl.algorithms.diffusion_rwr import DiffusionRWR  # noqa: E402
 from unirl.algorithms.reward_backprop import RewardBackprop  # noqa: E402
 
@@ -147,7 +148,11 @@ def gaussian() -> Section:
 
 
 def mixture() -> Section:
-    methods = {"grpo": test_learning.grpo()} | test_learning.RATIOS
+    methods = {
+        "grpo": test_learning.grpo(),
+        "guard": test_learning.grpo(0.02, ratio="guard"),
+        "dppo": DiffusionDPPO(kl_threshold=0.02, steps_per_forward=T - 1),
+    }
     trials = [on_flow(MIXTURE, 40, 0.5, name, Method(algorithm=algorithm)) for name, algorithm in methods.items()]
     text = (
         f"Two modes at (+-1.5, 0), std 0.3, reward exp(-|x0 - m0|^2), 40 steps. Optimum 1, start {MIXTURE.start:.3f}."

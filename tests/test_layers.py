@@ -22,9 +22,9 @@ LAYERS = {
     "train": 5,
     "trainer": 6,
     "testing": 7,
-    "cli": 7,
+    "cli": 8,
     # The entrypoints `python -m unirl.train_<domain>` are the command line under another name.
-    "train_diffusion": 8,
+    "train_diffusion": 9,
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}

@@ -81,6 +81,14 @@ def test_a_reward_that_cannot_be_reached_is_no_sample_to_drop():
     assert caught.value.code == 6001
 
 
+def test_a_mistake_in_the_recipe_is_no_sample_to_drop_either():
+    scorer = Failing()
+    scorer.score = lambda request: scorer.asked.append(1) or (_ for _ in ()).throw(ConfigError("no such reward"))
+    with pytest.raises(ConfigError, match="no such reward"):
+        scored(scorer)
+    assert scorer.asked == [1]
+
+
 def test_ranks_join_though_all_rows_of_one_failed():
     service = RewardService(backend=Failing("g1:0", "g1:1"), on_failure=TOLERANT)
     req, resp = a_request(), a_response()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import RewardError
+from unirl.config.errors import RewardError, UniRLError
 from unirl.reward.base import DifferentiableScorer, PromptChecker
 from unirl.types.protocols import Scorer
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
@@ -47,7 +47,7 @@ def answer_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardRespon
     columns: dict[str, Any] = {column: getattr(request, column) for column in scorer.reads}
     try:
         answer = scorer.score(RewardRequest(sample_ids=request.sample_ids, **columns))
-    except RewardError:
+    except UniRLError:
         raise
     except Exception as error:  # a scorer is foreign code: whatever it raises, the user must learn which reward it was
         raise RewardError(

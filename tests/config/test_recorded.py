@@ -84,3 +84,20 @@ def test_toy_scale_never_makes_a_group_larger(recipe: str, number: int) -> None:
     assert toy.value("sampling.samples_per_prompt") == number
     assert toy.value("sampling.height") == 32
     assert load(recipe, ["scale=toy", "sampling.samples_per_prompt=3"]).value("sampling.samples_per_prompt") == 3
+
+
+def test_the_recipe_has_the_numbers_of_the_published_run() -> None:
+    recipe = load(OFFLINE)
+    published = {
+        "batch_size": 2048,
+        "num_rollouts": 2000,
+        "stack.num_updates_per_batch": 1,
+        "backend.lora_cfg": None,
+        "backend.optimizer_cfg.learning_rate": 2.05e-5,
+        "backend.scheduler_cfg.type": "constant",
+        "backend.scheduler_cfg.warmup_updates": 500,
+        "algorithm.times.num_times": 1,
+        "algorithm.reference": "reference",
+    }
+    assert {key: recipe.value(key) for key in published} == published
+    assert 2000 <= recipe.value("algorithm.beta") <= 5000

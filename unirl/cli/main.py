@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "eval": "score a checkpoint on held-out prompts",
     "sample": "draw pictures with a checkpoint",
     "reward": "list scorers, score and check rows of your own, serve rewards",
+    "data": "check and show prompt files, fetch public ones",
     "export": "write a checkpoint as files that other libraries load",
     "ckpt": "list, verify, show and prune checkpoints",
     "config": "show a recipe's settings, and where each comes from",

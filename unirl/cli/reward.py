@@ -207,18 +207,23 @@ def _rows_parser(command: str, summary: str) -> Parser:
 
 
 def _scorer(options: Namespace) -> Any:
-    import yaml
-
     from unirl.reward.registry import make_scorer
 
+    plugins = [name for name in options.plugins.split(",") if name]
+    return make_scorer(options.reward, settings_of(options.set), toy=options.toy, plugins=plugins)
+
+
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """The values of `--set key=value ...`."""
+    import yaml
+
     settings = {}
-    for word in options.set:
+    for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise UsageError(f"--set {word}: write --set key=value", code=2002)
         settings[key] = yaml.safe_load(value)
-    plugins = [name for name in options.plugins.split(",") if name]
-    return make_scorer(options.reward, settings, toy=options.toy, plugins=plugins)
+    return settings
 
 
 def _has_rows(options: Namespace) -> bool:

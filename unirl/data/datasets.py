@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from unirl.config.errors import DataError
 from unirl.data.schema import CONDITION, RECORDED_ROLES, BadItem, parse_item
 from unirl.types.primitives import MediaRef
 from unirl.types.rollout_req import RECORDED, group_id
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SHOWN = 100
 """How many characters of an offending line are shown."""
 
@@ -56,22 +58,44 @@ def load_prompts(path: str | Path, *, prompt_key: str = "prompt") -> tuple[Promp
 
     `prompt_key`: the key that holds the text of an object (`caption` is accepted beside it).
     """
+    prompts: list[Prompt] = []
+    for entry in read_entries(path, prompt_key=prompt_key):
+        if isinstance(entry, DataError):
+            raise entry
+        prompts.append(entry)
+    return tuple(prompts)
+
+
+def read_entries(path: str | Path, *, prompt_key: str = "prompt") -> Iterator[Prompt | DataError]:
+    """The entries of a file, in its order: each a prompt, or what is wrong with it. Raises DataError without any."""
     file = Path(path)
     read = READERS.get(file.suffix.lower())
     if read is None:
         raise DataError(f"data file {file}: unknown extension {file.suffix!r}. Accepted: {', '.join(READERS)}")
-    prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    for item in read(file, _read_text(file), prompt_key):
-        prompt = _to_prompt(file, len(prompts), item, prompt_key)
-        if prompt.prompt_id in line_of:
-            first = line_of[prompt.prompt_id]
-            _refuse(file, item, f"prompt_id {prompt.prompt_id!r} was already used in line {first}; ids are unique")
-        line_of[prompt.prompt_id] = item.line
-        prompts.append(prompt)
-    if not prompts:
+    index = -1
+    for index, item in enumerate(read(file, _read_text(file), prompt_key)):
+        yield item if isinstance(item, DataError) else _attempt(_unique_prompt, file, index, item, prompt_key, line_of)
+    if index < 0:
         raise DataError(f"data file {file} holds no prompts. Expected {EXPECTED[file.suffix.lower()]}")
-    return tuple(prompts)
+
+
+def _unique_prompt(file: Path, index: int, item: Item, prompt_key: str, line_of: dict[str, int]) -> Prompt:
+    """The prompt of an entry; `line_of` holds the ids of those before it."""
+    prompt = _to_prompt(file, index, item, prompt_key)
+    if prompt.prompt_id in line_of:
+        first = line_of[prompt.prompt_id]
+        _refuse(file, item, f"prompt_id {prompt.prompt_id!r} was already used in line {first}; ids are unique")
+    line_of[prompt.prompt_id] = item.line
+    return prompt
+
+
+def _attempt(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:
+    """What `make` gives, or why it refuses."""
+    try:
+        return make(*args, **kwargs)
+    except DataError as error:
+        return error
 
 
 def require_text_only(prompts: Iterable[Prompt], model: str) -> None:
@@ -158,24 +182,30 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _txt(file: Path, text: str, prompt_key: str) -> Iterator[Item]:
+def _txt(file: Path, text: str, prompt_key: str) -> Iterator[Item | DataError]:
     for number, line in _lines(text):
-        if "\r" in line:
-            _refuse(file, Item(number, line, line), "a carriage return inside a line; save with LF or CRLF line ends")
-        yield Item(number, line, line)
+        yield _attempt(_plain, file, number, line)
 
 
-def _jsonl(file: Path, text: str, prompt_key: str) -> Iterator[Item]:
+def _plain(file: Path, number: int, line: str) -> Item:
+    if "\r" in line:
+        _refuse(file, Item(number, line, line), "a carriage return inside a line; save with LF or CRLF line ends")
+    return Item(number, line, line)
+
+
+def _jsonl(file: Path, text: str, prompt_key: str) -> Iterator[Item | DataError]:
     for number, line in _lines(text):
-        value = _decode(file, line, number)
-        if not isinstance(value, dict):
-            _refuse(
-                file, Item(number, line, value), f'expected one JSON object per line, like {{"{prompt_key}": "..."}}'
-            )
-        yield Item(number, line, value)
+        yield _attempt(_object, file, number, line, prompt_key)
 
 
-def _json(file: Path, text: str, prompt_key: str) -> Iterator[Item]:
+def _object(file: Path, number: int, line: str, prompt_key: str) -> Item:
+    value = _decode(file, line, number)
+    if not isinstance(value, dict):
+        _refuse(file, Item(number, line, value), f'expected one JSON object per line, like {{"{prompt_key}": "..."}}')
+    return Item(number, line, value)
+
+
+def _json(file: Path, text: str, prompt_key: str) -> Iterator[Item | DataError]:
     if not text.strip():
         return
     document = _decode(file, text, 1)
@@ -210,7 +240,8 @@ def _skip(text: str, at: int) -> int:
     return at
 
 
-READERS: dict[str, Callable[[Path, str, str], Iterator[Item]]] = {".txt": _txt, ".jsonl": _jsonl, ".json": _json}
+Read = Callable[[Path, str, str], Iterator[Item | DataError]]
+READERS: dict[str, Read] = {".txt": _txt, ".jsonl": _jsonl, ".json": _json}
 EXPECTED = {
     ".txt": "one prompt per line",
     ".jsonl": 'one JSON object per line, like {"prompt": "a red circle"}',

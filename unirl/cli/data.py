@@ -1,0 +1,234 @@
+"""`unirl data check|preview|populate`: prompt files, before a run meets them."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unirl.cli.arguments import Parser, run_verb, split_settings
+from unirl.cli.failures import Session
+from unirl.config.errors import DataError, RewardError, UsageError
+
+EXAMPLES = (
+    "unirl data check my_prompts.jsonl --reward ocr",
+    "unirl data check --recipe diffusion/sd3_5_online_grpo_ocr",
+    "unirl data preview datasets/ocr/train.jsonl -n 4",
+    "unirl data populate gsm8k --out data/gsm8k",
+)
+SHOWN = 20
+"""Problems that are printed; the others are counted."""
+
+
+def run(argv: list[str], session: Session) -> int:
+    return run_verb("data", argv, {"check": check, "preview": preview, "populate": populate}, EXAMPLES)
+
+
+# check
+
+
+@dataclass
+class Found:
+    """What a prompt file holds, and what is wrong with it."""
+
+    file: str
+    prompts: list[Any] = field(default_factory=list)  # of unirl.data.datasets.Prompt
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be checked."""
+
+    files: tuple[str, ...]
+    prompt_key: str = "prompt"
+    scorer: Any = None
+    """A scorer that is asked whether it could score the prompts; None = only the files are read."""
+    open_source: Callable[[], object] = tuple
+    """Opens the recipe's own data source, which may ask for more than the files show."""
+
+
+def check(argv: Sequence[str]) -> int:
+    about = "Read prompt files as a run would, ask a reward whether it could score them, and name every problem."
+    parser = Parser("data check", about, EXAMPLES)
+    parser.usage = "unirl data check FILE ... [--reward NAME] | --recipe R [key=value ...]"
+    parser.add_argument("files", nargs="*", metavar="FILE", help="prompt files: .txt, .jsonl, .json")
+    parser.option("-r", "--reward", metavar="NAME", help="a scorer of `unirl reward ls`")
+    parser.option("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of that scorer")
+    parser.option("--recipe", metavar="R", help="the files and the reward of this recipe; settings may follow")
+    parser.option("--prompt-key", default="prompt", metavar="KEY", help="the key of the prompt in a JSON object")
+    parser.option("--json", action="store_true", help="as JSON")
+    words, settings = split_settings(argv, parser.takes_value)
+    options = parser.parse(words)
+    task = _task_of_recipe(options, settings) if options.recipe else _task_of_files(options, settings)
+    found = [_checked(file, task) for file in task.files]
+    if options.json:
+        print(
+            json.dumps([{"file": f.file, "prompts": len(f.prompts), "problems": f.problems} for f in found], indent=1)
+        )
+    _report(found, quiet=options.json)
+    task.open_source()
+    return 0
+
+
+def _task_of_files(options: Any, settings: Sequence[str]) -> Task:
+    if settings:
+        raise UsageError(f"unirl data check: '{settings[0]}' is a setting of a recipe, and none is named", code=2002)
+    if not options.files:
+        raise UsageError("unirl data check: name a prompt file, or a recipe with --recipe", code=2002)
+    scorer = _scorer(options.reward, options.set) if options.reward else None
+    return Task(tuple(options.files), options.prompt_key, scorer)
+
+
+def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
+    if options.files or options.reward:
+        raise UsageError("unirl data check: --recipe brings its own files and reward; name no others", code=2002)
+    from unirl.cli.check import checked
+    from unirl.config.build import build
+
+    config = checked(options.recipe, settings).config
+    values = config.data_source.values
+    files = [path for path in (values.get("data_path"), config.evaluation.data_path) if path is not None]
+    if not files:
+        raise UsageError(f"recipe {options.recipe} reads no prompt file: there is nothing to check", code=2002)
+    return Task(
+        files=tuple(dict.fromkeys(map(str, files))),
+        prompt_key=str(values.get("prompt_key", "prompt")),
+        scorer=build(config.reward.built["backend"]),
+        open_source=lambda: build(config.data_source, seed=0, eval_data_path=config.evaluation.data_path),
+    )
+
+
+def _scorer(name: str, settings: Sequence[str]) -> Any:
+    from unirl.cli.reward import settings_of
+    from unirl.reward.registry import make_scorer
+
+    return make_scorer(name, settings_of(settings))
+
+
+def _checked(file: str, task: Task) -> Found:
+    from unirl.data.datasets import read_entries
+    from unirl.reward.scoring import check_prompt
+
+    found = Found(file)
+    try:
+        for entry in read_entries(Path(file), prompt_key=task.prompt_key):
+            if isinstance(entry, DataError):
+                found.problems.append(str(entry))
+                continue
+            found.prompts.append(entry)
+            try:
+                if task.scorer is not None:
+                    check_prompt(task.scorer, entry.text, entry.metadata)
+            except RewardError as error:
+                found.problems.append(f"{entry.origin}: {error}")
+    except DataError as error:  # the file as a whole
+        found.problems.append(str(error))
+    return found
+
+
+def _report(found: Sequence[Found], quiet: bool) -> None:
+    """Say what was found; raises DataError when that is a problem."""
+    for one in [] if quiet else found:
+        if not one.problems:
+            print(f"{one.file}: {_summary(one.prompts)}; valid")
+    for notice in _shared(found):
+        print(f"unirl: {notice}", file=sys.stderr)
+    problems = [problem for one in found for problem in one.problems]
+    if problems:
+        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+        raise DataError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in prompt files:{listed}{more}")
+
+
+def _shared(found: Sequence[Found]) -> Iterator[str]:
+    """Prompts that stand in two files, which may be a training and a held-out one."""
+    for number, one in enumerate(found):
+        for other in found[number + 1 :]:
+            texts = {prompt.text for prompt in one.prompts}
+            both = sum(prompt.text in texts for prompt in other.prompts)
+            if both:
+                yield f"{both} of the {len(other.prompts)} prompts of {other.file} stand in {one.file}, too"
+
+
+def _summary(prompts: Sequence[Any]) -> str:
+    lengths = [len(prompt.text) for prompt in prompts]
+    keys = sorted({key for prompt in prompts for key in prompt.metadata})
+    pictures = sum(bool(prompt.media) for prompt in prompts)
+    words = [f"{len(prompts)} prompt{'s' * (len(prompts) > 1)} of {min(lengths)} to {max(lengths)} characters"]
+    words += [f"metadata {', '.join(keys)}"] if keys else []
+    words += [f"pictures with {pictures}"] if pictures else []
+    return "; ".join(words)
+
+
+# preview
+
+
+def preview(argv: Sequence[str]) -> int:
+    parser = Parser("data preview", "Show the first prompts of a file, with what belongs to them.", EXAMPLES)
+    parser.add_argument("file", metavar="FILE", help="a prompt file: .txt, .jsonl, .json")
+    parser.option("-n", "--number", type=int, default=8, metavar="N", help="how many (default 8)")
+    parser.option("--prompt-key", default="prompt", metavar="KEY", help="the key of the prompt in a JSON object")
+    parser.option("--json", action="store_true", help="one JSON object a line, whole")
+    options = parser.parse(argv)
+    if options.number < 1:
+        raise UsageError(f"-n must be >= 1, got {options.number}", code=2004)
+    from unirl.data.datasets import load_prompts
+
+    prompts = load_prompts(Path(options.file), prompt_key=options.prompt_key)
+    shown = prompts[: options.number]
+    if options.json:
+        for prompt in shown:
+            print(json.dumps(_row(prompt)))
+        return 0
+    print(f"{options.file}: {_summary(prompts)}")
+    width = max(40, shutil.get_terminal_size().columns)
+    for prompt in shown:
+        about = {key: value for key, value in _row(prompt).items() if key not in ("id", "prompt") and value}
+        print(f"\n{prompt.prompt_id}\n{_cut('  ' + prompt.text, width)}")
+        for key, value in about.items():
+            print(_cut(f"  {key}: {json.dumps(value, ensure_ascii=False)}", width))
+    return 0
+
+
+def _row(prompt: Any) -> dict[str, Any]:
+    media = [f"{ref.role} {ref.modality} {ref.uri}" for ref in prompt.media]
+    return {"id": prompt.prompt_id, "prompt": prompt.text, "metadata": prompt.metadata, "media": media}
+
+
+def _cut(line: str, width: int) -> str:
+    flat = " ".join(line.splitlines())
+    return flat if len(flat) <= width else flat[: width - 4] + " ..."
+
+
+# populate
+
+
+def populate(argv: Sequence[str]) -> int:
+    from unirl.data import populate as public
+
+    about = "Fetch a public prompt set and write it as prompt files. Without a name: the sets there are."
+    parser = Parser("data populate", about, EXAMPLES)
+    parser.add_argument("name", nargs="?", metavar="SET")
+    parser.option("--out", metavar="DIR", help="where to write train.jsonl, test.jsonl (default data/SET)")
+    parser.option("--endpoint", metavar="URL", help="a hub or its mirror (default: HF_ENDPOINT, else the public hub)")
+    parser.option("--revision", metavar="R", help="a commit, branch or tag of the set (default: its newest state)")
+    parser.option("--overwrite", action="store_true", help="replace files that exist")
+    options = parser.parse(argv)
+    if options.name is None:
+        for name, one in public.SETS.items():
+            print(f"{name:<14} {one.about} ({one.licence}; {one.repo})")
+        return 0
+    folder = Path(options.out or f"data/{options.name}")
+    written = public.populate(
+        options.name, folder, endpoint=options.endpoint, revision=options.revision, overwrite=options.overwrite
+    )
+    from unirl.data.datasets import load_prompts
+
+    for file in written:
+        print(f"{file}: {_summary(load_prompts(file))}")
+    one = public.find_set(options.name)
+    print(f"{one.repo} is published under {one.licence}: read its terms before you use it")
+    return 0

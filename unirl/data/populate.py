@@ -1,0 +1,164 @@
+"""Public prompt sets, fetched from a hub and written as prompt files of this project. Nothing of them is shipped."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unirl.config.errors import DataError, UsageError, did_you_mean
+from unirl.config.extras import need
+from unirl.data.datasets import load_prompts
+
+Row = Mapping[str, Any]
+NOT_FOUND = 4001
+BOXED = r"Put the final answer in \boxed{}."
+MARKED = "End with #### and the answer as a number."
+
+
+@dataclass(frozen=True)
+class PublicSet:
+    """Where a set is published, and how one of its rows becomes a line of ours."""
+
+    repo: str
+    files: Mapping[str, str]
+    """Our split to the file in the repository."""
+    about: str
+    licence: str
+    line_of: Callable[[Row], dict[str, Any]]
+
+
+def _parti(row: Row) -> dict[str, Any]:
+    return {"prompt": row["Prompt"], "metadata": {"category": row["Category"], "challenge": row["Challenge"]}}
+
+
+def _math(row: Row) -> dict[str, Any]:
+    metadata = {"answer": row["answer"], "subject": row["subject"], "level": row["level"]}
+    return {"prompt": f"{row['problem']} {BOXED}", "metadata": metadata}
+
+
+def _gsm8k(row: Row) -> dict[str, Any]:
+    return {"prompt": f"{row['question']} {MARKED}", "metadata": {"answer": row["answer"]}}
+
+
+SETS: Mapping[str, PublicSet] = {
+    "parti_prompts": PublicSet(
+        repo="nateraw/parti-prompts",
+        files={"test": "PartiPrompts.tsv"},
+        about="1,632 prompts for pictures, by category and challenge",
+        licence="Apache-2.0",
+        line_of=_parti,
+    ),
+    "gsm8k": PublicSet(
+        repo="openai/gsm8k",
+        files={split: f"main/{split}-00000-of-00001.parquet" for split in ("train", "test")},
+        about="8,792 word problems of school mathematics; for gsm8k_exact_match",
+        licence="MIT",
+        line_of=_gsm8k,
+    ),
+    "math_500": PublicSet(
+        repo="HuggingFaceH4/MATH-500",
+        files={"test": "test.jsonl"},
+        about="500 competition problems; for math_boxed and math_verify",
+        licence="MIT (the MATH data set)",
+        line_of=_math,
+    ),
+}
+
+
+def find_set(name: str) -> PublicSet:
+    """The set called `name`. Raises UsageError naming the others."""
+    if name not in SETS:
+        raise UsageError(f"no public set {name!r}.{did_you_mean(name, SETS)} There are {', '.join(SETS)}", code=2002)
+    return SETS[name]
+
+
+def populate(
+    name: str, folder: Path, *, endpoint: str | None = None, revision: str | None = None, overwrite: bool = False
+) -> list[Path]:
+    """The prompt files written: `folder`/{split}.jsonl, checked as any prompt file is.
+
+    Args:
+        endpoint: the address of a hub or of its mirror; absent = HF_ENDPOINT, else the public hub.
+        revision: a commit, branch or tag of the repository; absent = its newest state.
+
+    Raises:
+        DataError: 4001 when a file cannot be had, 4002 when it is not what it was.
+        UsageError: 2002 for an unknown set, or a file that exists.
+    """
+    found = find_set(name)
+    targets = {split: folder / f"{split}.jsonl" for split in found.files}
+    for target in targets.values():
+        if target.exists() and not overwrite:
+            raise UsageError(f"{target} exists. Add --overwrite to replace it, or give another --out", code=2002)
+    for split, target in targets.items():
+        source = _fetch(found, split, endpoint, revision)
+        _write(target, _lines(found, source))
+    return list(targets.values())
+
+
+def _fetch(found: PublicSet, split: str, endpoint: str | None, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    file = found.files[split]
+    try:
+        return Path(hf_hub_download(found.repo, file, repo_type="dataset", endpoint=endpoint, revision=revision))
+    except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise DataError(
+            f"{found.repo}: {file} cannot be had ({type(error).__name__}: {str(error).splitlines()[0]}). Connect, or "
+            "name a mirror with --endpoint URL or HF_ENDPOINT",
+            code=NOT_FOUND,
+        ) from error
+
+
+def _lines(found: PublicSet, source: Path) -> Iterator[str]:
+    for number, row in enumerate(READERS[source.suffix](source), start=1):
+        try:
+            line = found.line_of(row)
+        except KeyError as error:
+            raise DataError(
+                f"{found.repo}: row {number} of {source.name} has no {error} (keys: {sorted(row)}): the set "
+                "has another form than this version of unirl knows. Name an older --revision"
+            ) from error
+        yield json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _write(target: Path, lines: Iterable[str]) -> None:
+    """Write all lines, or nothing; the result can be read as prompts."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        load_prompts(part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _jsonl(source: Path) -> Iterator[Row]:
+    with source.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _tsv(source: Path) -> Iterator[Row]:
+    with source.open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file, delimiter="\t")
+
+
+def _parquet(source: Path) -> Iterator[Row]:
+    need("pyarrow", extra="data", by="a parquet file")
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(source) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _jsonl, ".tsv": _tsv, ".parquet": _parquet}

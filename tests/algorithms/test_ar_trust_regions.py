@@ -190,6 +190,10 @@ def test_cppo_forgives_late_tokens_by_w_min_and_gives_every_token_a_budget_by_de
         assert dropped(CPPO(delta=0.1, w_min=1.0, delta_b=delta_b), twice) == [False, lost]
 
 
+def test_cppo_keeps_a_token_that_has_not_moved_whatever_was_spent_before_it() -> None:
+    assert dropped(CPPO(delta=0.1, delta_b=0.001), [(0.9, 0.5), (0.5, 0.5)]) == [True, False]
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.floats(0, 0.3), st.booleans()), max_size=8), min_size=1, max_size=4),

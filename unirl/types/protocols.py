@@ -244,6 +244,9 @@ class WeightSource(Protocol):
 class DataSource(Protocol):
     """Prompts by number of draw; the number is state."""
 
+    prompts: Sequence[Any]
+    """All that may be drawn, as far as it is known beforehand."""
+
     def draw(self, count: int) -> Sequence[Any]:
         """The next `count` draws."""
         ...

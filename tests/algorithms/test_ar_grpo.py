@@ -114,11 +114,12 @@ def test_a_kl_in_the_reward_is_paid_by_all_tokens_up_to_its_own() -> None:
     algorithm = ARGRPO(kl_coef=0.3, kl_in="reward", kl_estimator="k1")
 
     def per_token(row: Sequence) -> Tensor:
-        price = 0.3 * (row.old - row.ref)
+        price = 2.0 * 0.3 * (row.old - row.ref)
         advantage = torch.stack([row.advantage - price[t:].sum() for t in range(len(price))])
         return -torch.minimum(row.ratio * advantage, row.ratio.clamp(0.8, 1.2) * advantage)
 
-    assert_same_gradient(stage, value(algorithm, stage, track), looped(stage, track, per_token, "token-mean"))
+    found = value(algorithm, stage, track, Moment(kl_scale=2.0))
+    assert_same_gradient(stage, found, looped(stage, track, per_token, "token-mean"))
 
 
 def test_an_entropy_bonus_is_taken_off_the_loss_and_logged() -> None:

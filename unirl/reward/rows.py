@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from unirl.config.errors import RewardError
+from unirl.config.errors import RewardError, UniRLError
 from unirl.reward.scoring import FAILED, UNREACHABLE
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
@@ -25,7 +25,7 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
         threads: rows in flight at once.
 
     Raises:
-        RewardError: 6001 when what scores the rows cannot be reached.
+        RewardError: 6001 when what scores the rows cannot be reached; any other UniRLError of `score_row`.
     """
     scores = torch.full((len(names), len(request)), torch.nan)
     failures: dict[int, Failures] = {}
@@ -50,4 +50,6 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
 
 def _is_no_sample(error: BaseException) -> bool:
     """Whether an error is about the scorer or the process, not about one row."""
-    return not isinstance(error, Exception) or (isinstance(error, RewardError) and error.code == UNREACHABLE)
+    if isinstance(error, RewardError):
+        return error.code == UNREACHABLE
+    return isinstance(error, UniRLError) or not isinstance(error, Exception)

@@ -18,6 +18,8 @@ from unirl.reward.rows import score_rows
 from unirl.types.reward import RewardRequest, RewardResponse
 
 QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
+EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
+"""Which extra installs an engine."""
 SHIPPED = ("en", "ch")
 """Languages of the models within rapidocr's wheel."""
 
@@ -91,7 +93,7 @@ class OCRRewardScorer(RewardScorer):
     """
 
     def __init__(self, *, config: OCRSpec = OCRSpec()) -> None:
-        need(config.engine, "rapidfuzz", extra="ocr" if config.engine == "rapidocr" else "paddleocr", by="reward 'ocr'")
+        need(config.engine, "rapidfuzz", extra=EXTRAS[config.engine], by="reward 'ocr'")
         self.config = config
         self.reads = ("images", "metadata" if config.target_key else "prompts")
 

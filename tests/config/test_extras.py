@@ -1,0 +1,33 @@
+"""What a missing library is said to need is really an extra of this package."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+
+import pytest
+
+from tests.source_tree import ROOT, modules
+from unirl.config.errors import DependencyError
+from unirl.config.extras import need
+from unirl.reward.local.ocr import EXTRAS
+
+
+def extras_named():
+    """Every text that stands as the `extra=` argument of a call, over the whole package."""
+    calls = [node for module in modules().values() for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    words = [word for call in calls for word in call.keywords if word.arg == "extra"]
+    return {word.value.value for word in words if isinstance(word.value, ast.Constant)} | set(EXTRAS.values())
+
+
+def test_every_extra_that_is_named_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"ocr", "math", "data"} <= extras_named() <= set(project["optional-dependencies"])
+
+
+def test_what_is_missing_is_named_and_what_is_there_passes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    need("json", "csv", extra="ocr", by="a test")
+    with pytest.raises(DependencyError, match=r"a test needs yaml, not installed here: pip install 'unirl\[ocr\]'"):
+        need("json", "yaml", extra="ocr", by="a test")

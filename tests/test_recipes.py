@@ -106,6 +106,13 @@ PUBLISHED = {
     | EVERY_STEP
     | {"algorithm.kl_coef": 0.01, "algorithm.kl_form": "flow_grpo"}
     | AVERAGED,
+    "diffusion/sd3_5_online_grpo_ocr": SD3
+    | EVERY_STEP
+    | {"batch_size": 8, "sampling.samples_per_prompt": 8, "stack.num_updates_per_batch": 2}
+    | {"sampling.num_inference_steps": 10, "sampling.height": 512, "sampling.width": 512}
+    | {"evaluation.eval_steps": 60, "evaluation.max_prompts": 16, "evaluation.num_inference_steps": 40}
+    | {"evaluation.seed": 20260504, "evaluation.weights": "ema", "run.dir": "outputs/sd3_5_ocr_grpo"}
+    | {"reward.backend._target_": "unirl.reward.local.ocr.OCRRewardScorer"},
     "diffusion/sd3_flowgrpo_fast": SD3
     | {"algorithm.clip_range": 1e-5, "batch_size": 64, "sampling.samples_per_prompt": 18}
     | {"sampling.sde_steps.size": 3, "sampling.kernel.eta": 0.8, "evaluation.num_inference_steps": 40}

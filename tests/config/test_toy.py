@@ -116,3 +116,9 @@ def test_a_recipe_may_say_that_it_is_toy(tmp_path):
     (tmp_path / "small.yaml").write_text(text)
     assert load(str(tmp_path / "small.yaml")).config.num_rollouts == 3
     assert math.isclose(load(str(tmp_path / "base.yaml")).config.num_rollouts, 10000)
+
+
+def test_classes_below_names_of_their_own_are_small_too():
+    recipe = load("diffusion/sd3_multi_reward", ["scale=toy"])
+    for scorer in ("pickscore", "hpsv2", "aesthetic"):
+        assert recipe.value(f"reward.backend.scorers.{scorer}.config.path") == "toy"

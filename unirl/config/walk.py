@@ -24,9 +24,21 @@ def _schemas(tree: Any, schema: Schema, path: str, plugins: tuple[str, ...]) -> 
     yield path, schema
     for key in schema.keys.values():
         value = tree.get(key.name, {} if key.default_target or is_config(type(key.default)) else None)
-        below = _schema_at(key, value, join(path, key.name), plugins)
+        place = join(path, key.name)
+        below = _schema_at(key, value, place, plugins)
         if below is not None:
-            yield from _schemas(value, below, join(path, key.name), plugins)
+            yield from _schemas(value, below, place, plugins)
+        elif isinstance(value, dict):
+            yield from _by_name(value, place, plugins)
+
+
+def _by_name(nodes: Tree, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
+    """The nodes of a mapping, such as the scorers of a weighted sum."""
+    for name, value in nodes.items():
+        if isinstance(value, dict) and SPECIAL in value:
+            below = _schema_at(Key(name, Any), value, join(path, name), plugins)
+            if below is not None:
+                yield from _schemas(value, below, join(path, name), plugins)
 
 
 def _schema_at(key: Key, value: Any, path: str, plugins: tuple[str, ...]) -> Schema | None:

@@ -54,7 +54,7 @@ class JudgeSpec:
     concurrency: int = 16
     """Rows in flight at once."""
 
-    toy: ClassVar[dict[str, object]] = {"base_url": TOY, "concurrency": 1}
+    toy: ClassVar[dict[str, object]] = {"base_url": TOY, "model": TOY, "concurrency": 1}
 
     def __post_init__(self) -> None:
         name = type(self).__name__

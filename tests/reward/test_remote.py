@@ -146,13 +146,22 @@ def test_a_full_service_is_asked_again_after_the_time_it_says():
         assert len(service.posts) == 5
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 404, 409, 413, 415, 422])
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 409, 415, 422])
 def test_a_refusal_is_raised_at_once_with_what_the_service_said(status):
     reply = Reply(plain({"kind": "schema", "detail": "Expected `int` - at `$.requests[0]`"}), status, JSON)
     with stub(lambda items, n: reply) as service:
         with pytest.raises(RewardError, match=r"Expected `int` - at `\$\.requests\[0\]`") as raised:
             deliver_all(service.url)
         assert (raised.value.code, len(service.posts)) == (6002, 1)
+
+
+def test_a_chunk_that_is_too_large_goes_in_halves():
+    too_large = Reply(plain({"kind": "too_large", "detail": "64 MiB"}), 413, JSON)
+    with stub(lambda items, n: too_large if len(items) > 3 else scores(items)) as service:
+        assert deliver_all(service.url, batch_size=10) == EXPECTED
+        assert [len(post) for post in service.posts] == [10, 5, 2, 2, 2, 2, 2]
+    with stub(lambda items, n: too_large) as service, pytest.raises(RewardError, match="413 too_large: 64 MiB"):
+        deliver_all(service.url)
 
 
 def free_port() -> int:
@@ -188,16 +197,21 @@ def test_an_open_circuit_asks_for_health_only_until_the_service_is_back():
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr("unirl.reward.connection.MAX_ANSWER", 1000)
-    long = Reply(msgspec.msgpack.encode({"results": [], "errors": [], "more": "x" * 2000}))
-    with stub(lambda items, n: long if n == 0 else scores(items)) as service:
+
+    def answer(items, n):
+        body = msgspec.msgpack.decode(scores(items).body) | ({"more": "x" * 2000} if n == 0 else {})
+        return Reply(msgspec.msgpack.encode(body))
+
+    with stub(answer) as service:
         assert deliver_all(service.url) == EXPECTED
+        assert len(service.posts) == 5
 
 
 def test_proxies_of_the_environment_play_no_part(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with stub(lambda items, n: scores(items)) as service:
-        assert deliver_all(service.url) == EXPECTED
+        assert deliver_all(service.url, outage_s=1.0) == EXPECTED
 
 
 def test_the_token_is_sent(tmp_path):

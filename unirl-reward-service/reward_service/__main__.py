@@ -16,6 +16,7 @@ import uvicorn
 
 from reward_service.app import Service, make_app
 from reward_service.config import ServiceConfig, read_config, read_token
+from reward_service.frames import end_with_parent
 from reward_service.impatient import impatient
 from unirl.config.errors import DependencyError, UniRLError, report
 
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="instead of server.port")
     parser.add_argument("--token-file", help="instead of server.token_file")
     parser.add_argument("--toy", action="store_true", help="the scorers' own small values: no downloads")
+    parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
     given = parser.parse_args(arguments)
+    if given.with_parent:
+        end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         typed = {key: getattr(given, key) for key in ("host", "port", "token_file") if getattr(given, key) is not None}
@@ -60,7 +64,8 @@ async def serve(config: ServiceConfig) -> None:
     try:
         await service.start()
         host, port = listening.getsockname()[:2]
-        print(f"serving {', '.join(service.rewards)} at http://{host}:{port}", flush=True)
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {', '.join(service.rewards)} at http://{shown}:{port}", flush=True)
         settings = uvicorn.Config(
             make_app(service, token),
             http=impatient(limits.header_s),

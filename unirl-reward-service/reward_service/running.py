@@ -18,12 +18,13 @@ from typing import Any
 import yaml
 
 from unirl.config.errors import RewardError
+from unirl.reward.connection import UNREACHABLE
 
 SERVING = b"serving "
 
 
 class RunningService:
-    """`python -m reward_service` with a config; use it in a `with` block, or it ends with this process."""
+    """`python -m reward_service` with a config, in a `with` block; it ends with this process, however that ends."""
 
     def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
         self._config = {**config, "server": {"port": 0, **config.get("server", {})}}
@@ -42,7 +43,8 @@ class RunningService:
         file.write_text(yaml.safe_dump(self._config))
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reward_service", str(file)],
+                [sys.executable, "-m", "reward_service", str(file), "--with-parent"],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self._environment,
@@ -63,7 +65,9 @@ class RunningService:
                     break
         if not line.startswith(SERVING):
             self.kill()
-            raise RewardError(f"the reward service did not start: {self.log.read_text(errors='replace')[-2000:]}")
+            raise RewardError(
+                f"the reward service did not start: {self.log.read_text(errors='replace')[-2000:]}", code=UNREACHABLE
+            )
         return line.split()[-1].decode()
 
     @property
@@ -90,8 +94,9 @@ class RunningService:
             return 0
         self._process.send_signal(how)
         status = self._process.wait(30)
-        assert self._process.stdout is not None
+        assert self._process.stdout is not None and self._process.stdin is not None
         self._process.stdout.close()
+        self._process.stdin.close()
         self._process = None
         return status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from reward_service.running import RunningService
 from tests.processes import is_running
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE))  # faulty_scorers is a package as a user's is, here and in the workers
 TIMEOUT_S = 3.0
 
 

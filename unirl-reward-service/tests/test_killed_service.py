@@ -8,10 +8,12 @@ from pathlib import Path
 
 from reward_service.running import RunningService
 
-from tests.processes import wait_until
+from tests.processes import is_running, wait_until
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.trainer.build import build_trainer
+
+from .conftest import children
 
 COMMON = ("scale=toy", "num_rollouts=4", "tracking.sample_steps=0", "evaluation.eval_steps=0", "save_interval=0")
 
@@ -38,8 +40,10 @@ def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_lo
         file = tmp_path / "remote" / "metrics.jsonl"
         for step in (1, 2):
             if wait_until(lambda step=step: file.exists() and file.read_text().count("\n") >= step, 60):
+                pids = children(service.pid)
                 service.kill()
                 killed.append(step)
+                assert wait_until(lambda pids=pids: not any(map(is_running, pids)), 10)
                 service.start()
 
     with service:

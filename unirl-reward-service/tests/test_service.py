@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
@@ -18,7 +20,6 @@ import torch
 from reward_service.__main__ import main
 from reward_service.client import RewardClient
 from reward_service.damage import image_file, noise, video_file
-from reward_service.running import RunningService
 
 from tests.processes import is_running, wait_until
 from unirl.config.errors import RewardError
@@ -201,9 +202,19 @@ def test_a_scorer_that_cannot_be_built_ends_the_start_with_its_error(tmp_path, c
     assert "Did you mean 'pickscore'?" in capsys.readouterr().err
 
 
-def test_nothing_outlives_a_killed_service():
-    with RunningService({"rewards": [{"name": "bright", "scorer": "brightness"}]}) as service:
-        pids = children(service.pid)
-        assert len(pids) == 3  # a worker and two decoders
-        service.kill()
-        assert wait_until(lambda: not any(map(is_running, pids)), 10)
+STARTS_ONE = """
+import time
+from reward_service.running import RunningService
+service = RunningService({"rewards": [{"name": "bright", "scorer": "brightness"}]}).start()
+print(service.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_nothing_outlives_the_process_that_started_a_service():
+    with subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE) as parent:
+        service = int(parent.stdout.readline())
+        pids = [service, *children(service)]
+        assert len(pids) == 4  # the service, a worker and two decoders
+        parent.kill()
+    assert wait_until(lambda: not any(map(is_running, pids)), 10)

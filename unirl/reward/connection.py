@@ -46,7 +46,7 @@ class ConnectionConfig:
     base_url: str
     """`http://host:port`."""
     batch_size: int = 8
-    """Items of one POST."""
+    """Items of one POST; half as many, and again, where the service finds that too large."""
     concurrency: int = 4
     """POSTs at once."""
     timeout: float = 300.0
@@ -87,6 +87,10 @@ class Busy(Exception):
     def __init__(self, why: str, retry_after_s: float) -> None:
         super().__init__(why)
         self.retry_after_s = retry_after_s
+
+
+class TooLarge(RewardError):
+    """The service refuses a request because of its size: fewer items may pass."""
 
 
 class Connection:
@@ -198,7 +202,7 @@ class Connection:
             raise Busy(said, float(retry_after) if retry_after.isdecimal() else 1.0)
         if status >= 500 or status == 408:
             raise Fault(said)
-        raise RewardError(
+        raise (TooLarge if status == 413 else RewardError)(
             f"the reward service at {self.config.base_url} refuses: {said}. Mend the request, the token or "
             f"the service, and try: unirl reward ping {self.config.base_url}"
         )

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import msgspec
 
-from unirl.reward.connection import MAX_PAUSE_S, Busy, Connection, Fault
+from unirl.reward.connection import MAX_PAUSE_S, Busy, Connection, Fault, TooLarge
 from unirl.reward.wire import RETRYABLE, Item, ItemError, Score
 
 BREAK_AFTER: Final = 5
@@ -66,6 +66,7 @@ class Round:
     def __init__(self, connection: Connection, items: Items) -> None:
         self._connection, self._items, self._config = connection, items, connection.config
         self._pending: deque[Pending] = deque()
+        self._batch_size = self._config.batch_size
         self._flying = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -110,7 +111,7 @@ class Round:
             self._changed.wait_for(lambda: self._pending or not self._flying or self._stopped.is_set())
             if self._stopped.is_set():
                 return []
-            chunk = [self._pending.popleft() for _ in range(min(self._config.batch_size, len(self._pending)))]
+            chunk = [self._pending.popleft() for _ in range(min(self._batch_size, len(self._pending)))]
             self._flying += len(chunk)
             return chunk
 
@@ -118,6 +119,11 @@ class Round:
         self._wait_while_broken()
         try:
             response = self._connection.post([self._item(pending) for pending in chunk])
+        except TooLarge:
+            if len(chunk) == 1:
+                raise
+            self._batch_size = min(self._batch_size, len(chunk) // 2)
+            self._land(chunk)
         except Busy as busy:
             self._check_patience(busy)
             self._land(chunk)

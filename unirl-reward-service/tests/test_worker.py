@@ -1,0 +1,102 @@
+"""Rows reach a worker's scorer as a run's own would, and one that fails costs no other its score."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from faulty_scorers import Obedient
+from reward_service.damage import noise
+from reward_service.frames import Build, Row
+from reward_service.worker import built, outcomes, pixels
+
+from unirl.config.errors import ConfigError, DependencyError
+from unirl.reward.base import RewardScorer, single
+from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
+from unirl.reward.wire import ItemError, Medium
+from unirl.types.primitives import Videos
+from unirl.types.reward import RewardRequest, RewardResponse
+
+
+def medium(*shape: int, seed: int = 0) -> Medium:
+    return Medium(format="raw", data=noise(shape, seed).tobytes(), shape=shape)
+
+
+def test_pixels_are_the_values_that_a_rollout_rounds_to():
+    every = Medium(format="raw", data=bytes(range(256)) * 3, shape=(16, 16, 3))
+    levels = torch.frombuffer(bytearray(every.data), dtype=torch.uint8).view(16, 16, 3).permute(2, 0, 1)
+    assert torch.equal(pixels(every), (levels.double() / 255).float())
+    assert torch.equal(pixels(every), (pixels(every) * 255).round() / 255)
+
+
+def test_pictures_of_several_sizes_get_the_scores_that_they_get_alone():
+    scorer = PickScoreRewardScorer(config=PickScoreSpec(path="toy", batch_size=4, device="cpu"))
+    sizes = [(24, 24), (24, 32), (24, 24), (40, 24), (24, 32)]
+    rows = [Row(f"r{i}", prompt=f"p{i}", image=medium(*size, 3, seed=i)) for i, size in enumerate(sizes)]
+    together = outcomes(scorer, rows, "pick")
+    assert together == [outcomes(scorer, [row], "pick")[0] for row in rows]
+    for row, found in zip(rows, together, strict=True):
+        request = RewardRequest(sample_ids=["a"], prompts=[row.prompt], images=pixels(row.image)[None])
+        assert found == {"total": float(scorer.score(request).total), "pickscore": float(scorer.score(request).total)}
+
+
+class Seen(RewardScorer):
+    """Notes what it is given; the total is the number of frames."""
+
+    reads = ("videos", "metadata")
+    requests: list[RewardRequest]
+
+    def score(self, request: RewardRequest) -> RewardResponse:
+        self.requests = [*getattr(self, "requests", []), request]
+        return single("frames", request.videos.offsets.diff().float())
+
+
+def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
+    shapes = [(2, 8, 8, 3), (5, 8, 8, 3), (3, 8, 16, 3)]
+    rows = [Row(str(i), video=medium(*shape, seed=i), metadata={"n": i}) for i, shape in enumerate(shapes)]
+    scorer = Seen()
+    assert [found["total"] for found in outcomes(scorer, rows, "seen")] == [2.0, 5.0, 3.0]
+    first, second = scorer.requests
+    assert isinstance(first.videos, Videos) and first.videos.frames.shape == (7, 3, 8, 8)
+    assert first.videos.offsets.tolist() == [0, 2, 7] and second.videos.frames.shape == (3, 3, 8, 16)
+    assert [first.metadata, second.metadata] == [[{"n": 0}, {"n": 1}], [{"n": 2}]]
+    expected = np.moveaxis(noise((5, 8, 8, 3), 1), -1, 1) / 255
+    assert np.allclose(first.videos.frames[2:].numpy(), expected, atol=1e-7)
+
+
+def test_rows_that_fail_are_found_among_the_others():
+    rows = [Row(str(i), prompt=prompt) for i, prompt in enumerate(["a", "raise", "ccc", "nan", "eeeee"])]
+    found = outcomes(Obedient(), rows, "odd")
+    assert [each.kind if isinstance(each, ItemError) else each["total"] for each in found] == [
+        1.0,
+        "failed",
+        3.0,
+        "not_finite",
+        5.0,
+    ]
+
+
+def build(**changes) -> Build:
+    fields = {"reward": "a", "scorer": "pickscore", "params": {}, "plugins": [], "toy": True, "needs_cuda": False}
+    return Build(**fields | changes)
+
+
+def test_a_scorer_is_built_with_its_weights():
+    assert built(build()).reads == ("prompts", "images")
+
+
+class ReadsLengths(Obedient):
+    reads = ("prompts", "lengths")
+
+
+def test_a_scorer_that_reads_what_does_not_travel_is_refused(monkeypatch):
+    monkeypatch.setattr("faulty_scorers.ReadsLengths", ReadsLengths, raising=False)
+    ReadsLengths.__module__ = "faulty_scorers"
+    with pytest.raises(ConfigError, match="reads lengths, which does not travel"):
+        built(build(scorer="faulty_scorers.ReadsLengths", plugins=["faulty_scorers"]))
+
+
+def test_a_device_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DependencyError, match="asks for a CUDA device"):
+        built(build(needs_cuda=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from unirl.config.errors import DependencyError, RewardError
-from unirl.reward import math_checker
+from unirl.reward import math_checker, math_worker
 from unirl.reward.local.math_boxed import MathBoxedRewardScorer, MathBoxedSpec
 from unirl.reward.local.math_verify import MathVerifyRewardScorer, MathVerifySpec
 from unirl.reward.math_checker import MathChecker
@@ -30,10 +31,10 @@ def request(pairs):
 
 @pytest.fixture(scope="module")
 def boxed():
-    return MathBoxedRewardScorer()
+    return MathBoxedRewardScorer(config=MathBoxedSpec(num_workers=2))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def checker():
     checker = MathChecker(1.0)
     yield checker
@@ -64,26 +65,16 @@ def test_equal_mathematics_scores_one_in_a_box(boxed):
 
 def test_math_verify_finds_the_answer_without_a_box():
     pairs = [("so x = 5, and the final answer is $\\frac{10}{2}$", "5"), ("It is 7", "7"), ("It is 8", "7"), ("?", "7")]
-    two = MathVerifyRewardScorer(config=MathVerifySpec(num_workers=2))
-    assert check_reward(two, request(pairs)).total.tolist() == [1, 1, 0, 0]
+    assert check_reward(MathVerifyRewardScorer(), request(pairs)).total.tolist() == [1, 1, 0, 0]
 
 
-def test_an_endless_comparison_is_a_wrong_answer_that_is_counted(checker):
-    begin = time.monotonic()
-    assert checker.judge("1", ENDLESS) == "undecided"
-    assert time.monotonic() - begin < 60
-    assert checker.judge("1", r"\boxed{1}") == "right"
+def test_an_endless_comparison_is_a_wrong_answer_that_is_counted():
     scorer = MathBoxedRewardScorer(config=MathBoxedSpec(timeout_s=1.0))
-    answer = scorer.score(request([(r"\boxed{2}", "2"), (r"\boxed{100000000!}", "2"), (r"\boxed{2.0}", "2")]))
+    begin = time.monotonic()
+    answer = scorer.score(request([(r"\boxed{2}", "2"), (ENDLESS, "2"), (r"\boxed{2.0}", "2")]))
+    assert time.monotonic() - begin < 60
     assert answer.total.tolist() == [1, 0, 1] and not answer.failures
     assert answer.components["math_boxed_undecided"].tolist() == [0, 1, 0]
-
-
-def test_a_machine_too_slow_for_an_easy_question_is_a_failure(checker, monkeypatch):
-    checker.judge("1", r"\boxed{1}")
-    checker.deadline_s = 0.0
-    with pytest.raises(RewardError, match="too busy"):
-        checker.judge("1", r"\boxed{1}")
 
 
 def test_a_process_that_dies_is_a_failure_and_the_next_question_has_another(checker):
@@ -95,12 +86,30 @@ def test_a_process_that_dies_is_a_failure_and_the_next_question_has_another(chec
     assert checker.judge("1", r"\boxed{1}") == "right" and checker._process.pid != first
 
 
-def test_what_a_dying_process_said_is_shown(checker, monkeypatch, tmp_path):
+def test_a_machine_too_slow_for_an_easy_question_is_a_failure(checker, monkeypatch):
+    checker.judge("1", r"\boxed{1}")
+    monkeypatch.setattr(checker, "deadline_s", 0.0)
+    with pytest.raises(RewardError, match="too busy"):
+        checker.judge("1", r"\boxed{1}")
+
+
+def test_the_process_has_bounded_memory_and_outlives_its_end(checker, monkeypatch):
+    checker.judge("1", r"\boxed{1}")
+    assert resource.prlimit(checker._process.pid, resource.RLIMIT_AS) == (math_worker.MEMORY, math_worker.MEMORY)
+
+    def greedy(reference, response):
+        raise MemoryError
+
+    monkeypatch.setattr(math_worker, "judge", greedy)
+    assert math_worker.reply_to({"reference": "1", "response": "2"})["verdict"] == "undecided"
+
+
+def test_what_a_dying_process_said_is_shown(monkeypatch, tmp_path):
     script = tmp_path / "math_worker.py"
     script.write_text("raise SystemExit('no such thing')")
     monkeypatch.setattr(math_checker, "__file__", str(tmp_path / "math_checker.py"))
     with pytest.raises(RewardError, match="no such thing"):
-        checker.judge("1", r"\boxed{1}")
+        MathChecker(1.0).judge("1", r"\boxed{1}")
 
 
 def test_the_process_ends_with_its_owner_even_in_an_endless_comparison():

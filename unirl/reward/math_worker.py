@@ -14,7 +14,7 @@ import sys
 from typing import Any, TextIO
 
 MEMORY = 2 << 30
-"""Bytes of address space: 9**9**9 is a MemoryError, not a machine that swaps."""
+"""Bytes of address space: what grows without end is a MemoryError here, not a machine that swaps."""
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def reply_to(question: dict[str, str | None]) -> dict[str, Any]:
     """`{"verdict": "right" | "wrong" | "undecided" | "unreadable"}`; what may be unreadable is the reference."""
     try:
         return {"verdict": judge(str(question["reference"]), question["response"])}
-    except (MemoryError, RecursionError) as error:
-        return {"verdict": "undecided", "why": type(error).__name__}
+    except (MemoryError, RecursionError):
+        return {"verdict": "undecided"}
 
 
 def judge(reference: str, response: str | None) -> str:

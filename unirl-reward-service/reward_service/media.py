@@ -78,9 +78,10 @@ class MediaDecoder:
         return answer.medium
 
     async def _why(self, child: Child, error: Exception, seconds: float) -> str:
-        if isinstance(error, TimeoutError) or "SIGPROF" in (death := await child.death()):
-            return f"takes more than {seconds:g} s to decode"
-        return f"cannot be decoded: its decoder {death}"
+        if isinstance(error, TimeoutError):
+            return f"cannot be decoded: its decoder did not answer within {seconds * PATIENCE:g} s"
+        death = await child.death()
+        return f"takes more than {seconds:g} s to decode" if "SIGPROF" in death else f"its decoder {death}"
 
     async def _end(self, child: Child) -> None:
         """End a decoder; the next medium starts another."""

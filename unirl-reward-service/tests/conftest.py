@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,8 @@ def service(media_root) -> Iterator[RunningService]:
             {"name": "odd", "scorer": "faulty_scorers.Obedient", "max_queue": 64, "batch_size": 8, "num_threads": 1},
         ],
     }
-    with RunningService(config, {"PYTHONPATH": str(HERE)}) as running:
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    with RunningService(config, {"PYTHONPATH": path}) as running:
         yield running
         pids = children(running.pid)
         assert running.stop() == 0

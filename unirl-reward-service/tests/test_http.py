@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import tracemalloc
 
 import httpx2
 import msgspec
 import pytest
 from reward_service.__main__ import main
-from reward_service.app import Service, make_app, reserved
+from reward_service.app import Service, make_app, reserved, unpacked
 from reward_service.config import config_of, read_token
 from reward_service.rewards import Job
+from reward_service.scoring import Refused
 
 from unirl.config.errors import ConfigError, UsageError
 from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode
@@ -103,6 +105,16 @@ def test_a_packed_body_is_unpacked_up_to_the_limit():
     assert refused(ask("POST", "/score", content=b"no gzip", headers=packed)) == (400, "malformed")
     brotli = {**JSON_TYPE, "content-encoding": "br"}
     assert refused(ask("POST", "/score", content=unknown, headers=brotli)) == (415, "unsupported_type")
+
+
+def test_a_gzip_bomb_takes_no_more_memory_than_a_body_may():
+    bomb = memoryview(gzip.compress(bytes(10**8)))
+    tracemalloc.start()
+    with pytest.raises(Refused, match="larger than 1 MiB"):
+        unpacked(bomb, 1.0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
 
 
 def test_a_body_that_dawdles_is_refused():

@@ -20,12 +20,11 @@ from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
 WORDS = ("Open Daily", "SALE 50%", "New York", "Fresh Bread", "Zebra")
-FAST = OCRSpec(side=256)
 
 
 @pytest.fixture(scope="module")
 def scorer():
-    return OCRRewardScorer(config=FAST)
+    return OCRRewardScorer()
 
 
 def asked(words):
@@ -73,9 +72,10 @@ def test_words_on_two_lines_small_turned_or_noisy_are_read(scorer):
     assert scorer.score(request(words, images)).total.tolist() == [1.0] * 4
 
 
-def test_the_default_reads_a_large_picture():
-    images = [lettered([word], size=512, height=60) for word in ("Coffee", "No Parking")]
-    assert OCRRewardScorer().score(request(("Coffee", "No Parking"), images)).total.tolist() == [1.0, 1.0]
+def test_a_picture_of_any_size_is_read(scorer):
+    images = [lettered([word], size=512, height=height) for word, height in (("Coffee", 60), ("No Parking", 12))]
+    assert scorer.score(request(("Coffee", "No Parking"), images)).total.tolist() == [1.0, 1.0]
+    assert scorer.score(request(("Cafe",), [lettered(["Cafe"], size=64, height=12)])).total.tolist() == [1.0]
 
 
 def test_a_wrong_letter_costs_its_share_and_a_blank_picture_everything(scorer):

@@ -36,7 +36,7 @@ class OCRSpec:
     """Metadata key of the wanted text; None: it is the first double-quoted span of the prompt."""
     detect: bool = True
     """Look for text in the picture first; False: the whole picture is one line (5 times faster)."""
-    side: int = 512
+    side: int = 256
     """Text is looked for in the picture enlarged to at least this many pixels along its shorter side."""
     text_score: float = 0.5
     """Lines that the engine is less sure of, in [0, 1], are not read."""

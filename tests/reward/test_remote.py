@@ -96,6 +96,17 @@ def test_items_whose_answer_fails_are_sent_again_with_their_id_until_it_comes(fa
         assert sorted(len(text) for found in texts.values() for text in found) == list(range(1, 11))
 
 
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+def test_a_whole_number_is_a_score(encoding):
+    def answer(items, n):
+        body = {"results": [{"odd": {"total": 1}} for _ in items], "errors": [{} for _ in items]}
+        return Reply(msgspec.msgpack.encode(body)) if encoding == "msgpack" else Reply(plain(body), 200, JSON)
+
+    with stub(answer) as service:
+        assert deliver_all(service.url, encoding=encoding) == [{"odd": {"total": 1.0}}] * 10
+        assert len(service.posts) == 4
+
+
 def test_the_ids_of_two_calls_differ_even_for_the_same_items():
     with stub(lambda items, n: scores(items)) as service:
         deliver_all(service.url)

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -18,8 +17,9 @@ from reward_service.config import ServiceConfig
 from reward_service.media import MediaDecoder
 from reward_service.metrics import Metrics
 from reward_service.openapi import HEALTH_DOC, METRICS_DOC, REWARDS_DOC, SCORE_DOC, describe
+from reward_service.refusals import Budget, Refused
 from reward_service.rewards import Reward
-from reward_service.scoring import Refused, Scoring
+from reward_service.scoring import Scoring
 from unirl.reward.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, decode, encode
 
 
@@ -32,7 +32,7 @@ class Service:
         self.decoder = MediaDecoder(config.server.limits, self.metrics)
         self.rewards = {reward.name: Reward(reward, config, self.metrics) for reward in config.rewards}
         self.scoring = Scoring(self.rewards, self.decoder, config.server, self.metrics)
-        self.pending_bytes = 0
+        self.budget = Budget(config.server.limits.pending_mb, self.metrics.pending)
 
     async def start(self) -> None:
         """Wait until every worker has loaded its scorer. Raises UniRLError."""
@@ -111,7 +111,8 @@ async def _score(request: Request, service: Service) -> Response:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in (JSON, MSGPACK):
         raise Refused(415, "unsupported_type", f"content-type {content_type!r}: send {MSGPACK} or {JSON}")
-    async with reserved(service, length_of(request, service)):
+    with service.budget.share() as share:
+        share.take(length_of(request, service))
         body = await read_body(request, service)
         try:
             asked = decode(ScoreRequest, body, content_type)
@@ -119,7 +120,7 @@ async def _score(request: Request, service: Service) -> Response:
             raise Refused(422, "schema", str(error)) from error
         except msgspec.DecodeError as error:
             raise Refused(400, "malformed", str(error)) from error
-        answer = await service.scoring.answer(asked)
+        answer = await service.scoring.answer(asked, share)
     return Response(encode(answer, content_type), media_type=content_type)
 
 
@@ -128,21 +129,6 @@ def length_of(request: Request, service: Service) -> int:
     limit = service.config.server.limits.body_bytes
     given = request.headers.get("content-length", str(limit))
     return min(int(given), limit) if given.isdecimal() else limit
-
-
-@asynccontextmanager
-async def reserved(service: Service, count: int) -> AsyncIterator[None]:
-    """Room for a body of so many bytes. Raises Refused: 503 when all bodies together would be too large."""
-    limits = service.config.server.limits
-    if service.pending_bytes and service.pending_bytes + count > limits.pending_mb * 2**20:
-        raise Refused(503, "busy", f"{limits.pending_mb:g} MiB of requests are being worked on", 1)
-    service.pending_bytes += count
-    service.metrics.pending.set(service.pending_bytes)
-    try:
-        yield
-    finally:
-        service.pending_bytes -= count
-        service.metrics.pending.set(service.pending_bytes)
 
 
 async def read_body(request: Request, service: Service) -> bytes | memoryview:

@@ -53,7 +53,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, message: Message, timeout_s: float | None) -> Message:
+    async def ask(self, message: Message, timeout_s: float) -> Message:
         """The answer to `message`.
 
         Raises:

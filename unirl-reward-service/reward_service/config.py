@@ -26,7 +26,7 @@ class LimitsConfig:
     body_mb: float = 64.0
     """MiB of one body, compressed or not."""
     pending_mb: float = 512.0
-    """MiB of all bodies that are being worked on; one more is answered 503."""
+    """MiB of all bodies being worked on and of what their files unpack to; one more is answered 503."""
     connections: int = 1024
     """Open connections; one more is answered 503."""
     items: int = 256
@@ -63,6 +63,10 @@ class LimitsConfig:
         for name, value in vars(self).items():
             if name != "media_roots" and value <= 0:
                 raise ValueError(f"LimitsConfig.{name} must be > 0, got {value}")
+        if self.body_mb > self.pending_mb:
+            raise ValueError(
+                f"LimitsConfig.body_mb={self.body_mb:g} is more than pending_mb={self.pending_mb:g}: raise it"
+            )
         for root in self.media_roots:
             if not Path(root).is_dir():
                 raise ValueError(f"LimitsConfig.media_roots names {root!r}, which is no directory")
@@ -81,6 +85,8 @@ class ServerConfig:
     """0 takes a free one, which is printed."""
     score_timeout_s: float = 120.0
     """Seconds that a worker may take for a batch; it is killed then, and replaced."""
+    load_timeout_s: float = 1800.0
+    """Seconds that a worker may take to load its scorer, downloads included."""
     queue_timeout_s: float = 300.0
     """Seconds that an item may wait for a worker, one that is being replaced included."""
     token_file: str | None = None
@@ -88,7 +94,7 @@ class ServerConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
-        for name in ("score_timeout_s", "queue_timeout_s"):
+        for name in ("score_timeout_s", "load_timeout_s", "queue_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"ServerConfig.{name} must be > 0, got {getattr(self, name)}")
         if not 0 <= self.port < 2**16:

@@ -35,7 +35,9 @@ class Metrics:
         self.queue = Gauge("unirl_reward_queue_depth", "Items that wait", ["reward"], registry=r)
         self.ready = Gauge("unirl_reward_replicas_ready", "Workers that can score", ["reward"], registry=r)
         self.restarts = Counter("unirl_reward_restarts", "Processes replaced", ["reward", "cause"], registry=r)
-        self.pending = Gauge("unirl_reward_pending_bytes", "Bodies being worked on", registry=r)
+        self.pending = Gauge(
+            "unirl_reward_pending_bytes", "Bodies being worked on, and their files unpacked", registry=r
+        )
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

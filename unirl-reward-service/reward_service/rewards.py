@@ -15,7 +15,15 @@ from reward_service.child import Child
 from reward_service.config import RewardConfig, ServiceConfig
 from reward_service.frames import Batch, Build, Built, Lost, Outcome, Row, Scored, Unbuilt
 from reward_service.metrics import Metrics
-from unirl.config.errors import DataError, DependencyError, ResourceError, RewardError, UniRLError, UsageError
+from unirl.config.errors import (
+    DataError,
+    DependencyError,
+    ResourceError,
+    RewardError,
+    StallError,
+    UniRLError,
+    UsageError,
+)
 from unirl.reward.wire import ItemError
 
 log = logging.getLogger("reward_service")
@@ -162,6 +170,10 @@ class Reward:
         )
 
     @property
+    def load_timeout_s(self) -> float:
+        return self._service.server.load_timeout_s
+
+    @property
     def score_timeout_s(self) -> float:
         return self._service.server.score_timeout_s
 
@@ -196,7 +208,14 @@ class Replica:
         except OSError as error:
             raise RewardError(f"rewards: {config.name} has python={config.python!r}: {error.strerror}") from error
         try:
-            answer = await child.ask(self._reward.build_message(), None)
+            answer = await child.ask(self._reward.build_message(), self._reward.load_timeout_s)
+        except TimeoutError as error:
+            await child.kill()
+            seconds = self._reward.load_timeout_s
+            raise StallError(
+                f"the scorer of reward {config.name!r} was not loaded within {seconds:g} s: "
+                "raise server.load_timeout_s, or fetch its files before"
+            ) from error
         except Lost as error:
             how = await child.death()
             raise RewardError(

@@ -14,20 +14,13 @@ from reward_service.config import ServerConfig
 from reward_service.frames import Outcome, Row
 from reward_service.media import BadMedia, MediaDecoder
 from reward_service.metrics import Metrics
+from reward_service.refusals import Refused, Share
 from reward_service.rewards import Job, Reward
 from unirl.config.errors import did_you_mean
 from unirl.reward.wire import RETRYABLE, Item, ItemError, Score, ScoreRequest, ScoreResponse
 
 Key = tuple[str, str]
 """A reward and a request id."""
-
-
-class Refused(ValueError):
-    """The request as a whole cannot be answered."""
-
-    def __init__(self, status: int, kind: str, detail: str, retry_after_s: int | None = None) -> None:
-        super().__init__(detail)
-        self.status, self.kind, self.detail, self.retry_after_s = status, kind, detail, retry_after_s
 
 
 Answer = asyncio.Future[Outcome]
@@ -89,7 +82,7 @@ class Scoring:
         self._limits, self._patience_s = server.limits, server.queue_timeout_s
         self._memory = Memory(server.limits.remembered)
 
-    async def answer(self, request: ScoreRequest) -> ScoreResponse:
+    async def answer(self, request: ScoreRequest, share: Share) -> ScoreResponse:
         """The outcome of every item and reward. Raises Refused."""
         self._check(request)
         digests = await asyncio.to_thread(lambda: [digest_of(item) for item in request.requests])
@@ -97,7 +90,7 @@ class Scoring:
         self._check_room(Counter(name for entry in entries for name in entry.open))
         for place, entry in enumerate(entries):
             if entry.open:
-                entry.row = await self._row(place, entry.item)
+                entry.row = await self._row(place, entry.item, share)
         self._queue(entries)
         await self._wait({answer for entry in entries for answer in entry.answers.values()})
         return response_of(entries)
@@ -126,9 +119,12 @@ class Scoring:
             self._metrics.repeated.labels(name).inc()
         return Entry(item, digest, known)
 
-    async def _row(self, place: int, item: Item) -> Row:
+    async def _row(self, place: int, item: Item, share: Share) -> Row:
         try:
             image, video = await self._decoder.raw(item.answer)
+            for medium, sent in ((image, item.answer.image), (video, item.answer.video)):
+                if medium is not None and medium is not sent:
+                    share.take(len(medium.data))
         except BadMedia as error:
             raise Refused(400, "bad_media", f"requests[{place}].history[{len(item.history) - 1}]: {error}") from error
         return Row(item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata)

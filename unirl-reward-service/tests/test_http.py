@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import tracemalloc
 
 import httpx2
 import msgspec
+import numpy as np
 import pytest
 from reward_service.__main__ import main
-from reward_service.app import Service, make_app, reserved, unpacked
+from reward_service.app import Service, make_app, unpacked
 from reward_service.config import config_of, read_token
+from reward_service.damage import image_file
+from reward_service.refusals import Refused
 from reward_service.rewards import Job
-from reward_service.scoring import Refused
 
 from unirl.config.errors import ConfigError, UsageError
 from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode
@@ -29,7 +32,7 @@ def a_service(**limits) -> Service:
             "limits": {"items": 8, "body_mb": 0.01, "body_s": 0.2, "turns": 2, **limits},
             "queue_timeout_s": 0.1,
         },
-        "rewards": [{"name": "clip", "scorer": "brightness", "max_queue": 8}],
+        "rewards": [{"name": "clip", "scorer": "brightness", "max_queue": 16}],
     }
     return Service(config_of(tree))
 
@@ -168,7 +171,7 @@ def test_a_full_queue_is_429_with_the_time_to_come_back_and_takes_none_of_the_it
 
     async def run():
         loop = asyncio.get_running_loop()
-        reward.submit([Job(None, loop.create_future()) for _ in range(6)])
+        reward.submit([Job(None, loop.create_future()) for _ in range(14)])
 
     asyncio.run(run())
     response = ask("POST", "/score", service, content=encode(items("a", "b", "c")), headers={"content-type": MSGPACK})
@@ -182,21 +185,31 @@ def test_what_no_worker_begins_in_time_is_a_timeout_and_leaves_the_queue():
     response = ask("POST", "/score", service, content=encode(items("a", "b")), headers={"content-type": MSGPACK})
     errors = msgspec.msgpack.decode(response.content)["errors"]
     assert [ItemError.read(each["clip"]).kind for each in errors] == ["timeout", "timeout"]
-    assert service.rewards["clip"].has_room(8)
+    assert service.rewards["clip"].has_room(16)
 
 
 def test_bodies_that_are_too_large_together_are_503():
     service = a_service(pending_mb=0.02)
 
     async def run():
-        async with reserved(service, 15_000):
+        with service.budget.share() as share:
+            share.take(15_000)
             transport = httpx2.ASGITransport(app=make_app(service, None))
             async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.post("/score", content=b" " * 9_000, headers=JSON_TYPE)
 
     response = asyncio.run(run())
     assert refused(response) == (503, "busy") and response.headers["retry-after"] == "1"
-    assert service.pending_bytes == 0
+    assert service.budget.used == 0
+
+
+def test_files_that_unpack_to_too_much_together_are_refused():
+    """Ten pictures of a megabyte each, in a few kilobytes."""
+    blank = base64.b64encode(image_file(np.zeros((590, 590, 3), np.uint8), "png")).decode()
+    sent = b'{"requests": [' + b",".join([body(history=[{"image_b64": blank}])[14:-2]] * 10) + b"]}"
+    service = a_service(items=10, body_mb=1, pending_mb=5, body_s=10)
+    assert refused(ask("POST", "/score", service, content=sent, headers=JSON_TYPE)) == (413, "too_large")
+    assert service.budget.used == 0
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "reward.example"])
@@ -236,6 +249,8 @@ ONE = {"name": "a", "scorer": "b"}
         ({"rewards": [{**ONE, "max_queue": 5}]}, "would never fit"),
         ({"rewards": [ONE], "server": {"limits": {"media_roots": ["/no/such/folder"]}}}, "no directory"),
         ({"rewards": [ONE], "server": {"port": "x"}}, "server.port"),
+        ({"rewards": [ONE], "server": {"limits": {"body_mb": 600}}}, "is more than pending_mb=512"),
+        ({"rewards": [ONE], "server": {"load_timeout_s": 0}}, "must be > 0"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tree, said):

@@ -35,7 +35,12 @@ class Machine:
         (self.checkout / "scripts").mkdir(parents=True)
         (self.checkout / "unirl-reward-service").mkdir()
         self.bin.mkdir()
-        for name in ("pyproject.toml", "unirl-reward-service/pyproject.toml", "constraints.txt", "scripts/bootstrap.sh"):
+        for name in (
+            "pyproject.toml",
+            "unirl-reward-service/pyproject.toml",
+            "constraints.txt",
+            "scripts/bootstrap.sh",
+        ):
             shutil.copy(ROOT / name, self.checkout / name)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))

@@ -1,8 +1,27 @@
-"""Whether processes still run."""
+"""Processes that tests start, and whether they still run."""
 
+import multiprocessing
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+# One server serves the whole session, so whoever comes first decides for all. The large libraries are lazy: importing
+# one imports nothing of what a model needs.
+PRELOAD = ["unirl.cli.train", "unirl.trainer.build", "unirl.train.stack", "unirl.train.backend.fsdp"]
+PRELOAD += ["unirl.algorithms.diffusion_grpo", "unirl.models.sd3.pipeline", "unirl.models.sd3.export"]
+PRELOAD += ["diffusers.models.autoencoders", "diffusers.models.transformers.transformer_sd3", "diffusers.loaders.peft"]
+PRELOAD += ["diffusers.schedulers.scheduling_flow_match_euler_discrete", "transformers.models.clip.modeling_clip"]
+PRELOAD += ["transformers.models.clip.tokenization_clip", "transformers.models.t5.modeling_t5"]
+PRELOAD += ["transformers.models.t5.tokenization_t5", "peft", "torch._dynamo", "torch.distributed.checkpoint"]
+PRELOAD += ["unirl.testing.toy", "pytest"]
+
+
+def forkserver() -> ForkServerContext:
+    """Starts processes that find everything imported, over which a fresh interpreter takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def is_running(pid: int) -> bool:

@@ -16,6 +16,8 @@ import yaml
 
 from tests.processes import is_running
 from tests.source_tree import ROOT
+from tests.trainer.child import begin
+from tests.trainer.child import said as said_in
 from unirl.config.recipes import list_recipes
 
 SINGLE = ROOT / "examples" / "run_experiment_single_node.sh"
@@ -332,8 +334,8 @@ def test_head_and_worker_meet_train_once_and_leave_together(tmp_path):
 @pytest.mark.slow
 def test_a_run_on_two_nodes_names_the_node_that_left_and_continues_on_one(tmp_path):
     run = tmp_path / "run"
-    words = ["--config-name=diffusion/sd3_trainside", "scale=toy", "save_interval=1", f"run.dir={run}"]
-    train = [sys.executable, "-m", "unirl.train_diffusion", *words]
+    recipe, words = "diffusion/sd3_trainside", ("scale=toy", "save_interval=1")
+    train = [sys.executable, "-m", "unirl.train_diffusion", f"--config-name={recipe}", *words, f"run.dir={run}"]
     on_two = ["runtime=ray", "num_devices=2", "devices_per_node=1", "num_rollouts=400"]
     kill = ["--kill-second-when", str(run / "checkpoints" / "LATEST")]
     lost = subprocess.run(
@@ -350,7 +352,8 @@ def test_a_run_on_two_nodes_names_the_node_that_left_and_continues_on_one(tmp_pa
     (address,) = re.findall(r"RAY_ADDRESS=(\S+?),", lost.stderr)
     assert processes_of(address) == ""
     steps = [int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("checkpoint-0*")]
-    more = subprocess.run([*train, f"num_rollouts={max(steps) + 1}"], env=clean_environment(), capture_output=True)
-    assert more.returncode == 0, more.stderr
+    more = begin(recipe, run, *words, f"num_rollouts={max(steps) + 1}")
+    more.join(100)
+    assert more.exitcode == 0, said_in(run)
     rows = (run / "metrics.csv").read_text().splitlines()[1:]
     assert [int(row.split(",")[0]) for row in rows] == list(range(1, max(steps) + 2))

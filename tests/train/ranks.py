@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -13,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.processes import forkserver
 from unirl.distributed import RankInfo
 from unirl.distributed.group.rank import running_as
 
-PRELOAD = ["peft", "diffusers", "torch.distributed.checkpoint", "unirl.models.sd3.bundle", "unirl.train.backend.fsdp"]
 DEADLINE_S = 120.0
 
 
 def run_ranks(num: int, fn: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
     """`fn(*args)` on `num` ranks; what each gave back, tensors as numpy arrays. The first failure is raised here."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forkserver()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(num)]
     processes = [

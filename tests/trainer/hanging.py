@@ -1,9 +1,10 @@
-"""Parts of a recipe that never come back on one rank, each in another phase of the loop."""
+"""Parts of a recipe that do not come back on one rank, each in another phase of the loop."""
 
 from __future__ import annotations
 
-import threading
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from unirl.algorithms.base import START
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
@@ -13,29 +14,39 @@ from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
 
-def hang_on_the_last_rank() -> None:
-    """Wait for ever; the other ranks go on, and wait for this one at their next collective, if there is any."""
+def hang_on_the_last_rank(until: str) -> None:
+    """Wait for the file `until`; the other ranks go on, and wait for this one at their next collective, if any."""
     rank = current()
     if rank.rank == rank.world_size - 1:
-        threading.Event().wait()
+        while not Path(until).exists():
+            time.sleep(0.02)
 
 
 class HangingEngine(TrainsideRolloutEngine):
+    def __init__(self, pipeline, backend, *, until: str, forward_batch_size: int = 8) -> None:
+        super().__init__(pipeline, backend, forward_batch_size=forward_batch_size)
+        self.until = until
+
     def generate(self, req):
-        hang_on_the_last_rank()
+        hang_on_the_last_rank(self.until)
         return super().generate(req)
 
 
 class HangingScorer(BrightnessRewardScorer):
+    def __init__(self, *, until: str) -> None:
+        self.until = until
+
     def score(self, request):
-        hang_on_the_last_rank()
+        hang_on_the_last_rank(self.until)
         return super().score(request)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangingLoss(DiffusionGRPO):
+    until: str
+
     def loss(self, stage, rows, part, now=START):
-        hang_on_the_last_rank()
+        hang_on_the_last_rank(self.until)
         return super().loss(stage, rows, part, now)
 
 
@@ -50,7 +61,12 @@ class FailingLoss(DiffusionGRPO):
 
 
 class HangingReplica(ReplicaRolloutEngine):
-    """Never takes over what it is sent."""
+    """Does not take over what it is sent."""
+
+    def __init__(self, pipeline, *, until: str, forward_batch_size: int = 8) -> None:
+        super().__init__(pipeline, forward_batch_size=forward_batch_size)
+        self.until = until
 
     def take(self, bucket):
-        hang_on_the_last_rank()
+        hang_on_the_last_rank(self.until)
+        super().take(bucket)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -15,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.child import begin, said
+
+RECIPE = "diffusion/sd3_trainside"
 NUM_STEPS = 30
 SEED = 20261120
 OVERRIDES = (
@@ -27,41 +28,17 @@ OVERRIDES = (
     "tracking.sample_steps=7",
     "backend.ema_cfg={target_decay: 0.9}",
 )
-PRELOAD = ["unirl.trainer.build", "unirl.models.sd3.bundle", "diffusers", "transformers", "peft", "torch._dynamo"]
 
 
-def train(folder: str) -> None:
-    """The body of a child process: the command that a user types, on one thread, since two run at a time."""
-    import torch
-
-    from unirl.cli.main import main
-
-    torch.set_num_threads(1)
-    log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.exit(main(["train", "diffusion/sd3_trainside", *OVERRIDES, f"run.dir={folder}"]))
-
-
-@pytest.fixture(scope="module")
-def server():
-    """Processes that start with everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
-
-
-def finish(server, folder: Path) -> None:
-    child = server.Process(target=train, args=(str(folder),))
-    child.start()
+def finish(folder: Path) -> None:
+    child = begin(RECIPE, folder, *OVERRIDES)
     child.join(120)
-    assert child.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
+    assert child.exitcode == 0, said(folder)
 
 
-def kill_once(server, folder: Path, when) -> bool:
+def kill_once(folder: Path, when) -> bool:
     """Start the run and SIGKILL it as soon as `when()` holds; False when it finished first."""
-    child = server.Process(target=train, args=(str(folder),))
-    child.start()
+    child = begin(RECIPE, folder, *OVERRIDES)
     while child.is_alive() and not when():
         time.sleep(0.002)
     killed = child.is_alive()
@@ -89,10 +66,10 @@ def timeless(row: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def unkilled(server, tmp_path_factory) -> tuple[dict[str, object], float]:
+def unkilled(tmp_path_factory) -> tuple[dict[str, object], float]:
     folder = tmp_path_factory.mktemp("unkilled") / "run"
     start = time.monotonic()
-    finish(server, folder)
+    finish(folder)
     return outcome(folder), time.monotonic() - start
 
 
@@ -118,7 +95,7 @@ def in_first_steps(folder: Path):
     return lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 0
 
 
-def killed_then_resumed(case: int, server, duration: float, folder: Path) -> dict[str, object]:
+def killed_then_resumed(case: int, duration: float, folder: Path) -> dict[str, object]:
     """The outcome of a run that was killed once: before the first checkpoint, while saving, or at a random time."""
     rng = random.Random(SEED + case)
     if case % 10 == 0:
@@ -127,23 +104,24 @@ def killed_then_resumed(case: int, server, duration: float, folder: Path) -> dic
         when = while_saving(folder, rng.randint(1, 6))
     else:
         when = after_seconds(rng.uniform(0.05, 0.95) * duration)
-    kill_once(server, folder, when)
-    finish(server, folder)
+    kill_once(folder, when)
+    finish(folder)
     return outcome(folder)
 
 
-def broken_cases(cases: range, server, unkilled, folder: Path) -> list[int]:
+def broken_cases(cases: range, unkilled, folder: Path) -> list[int]:
     """The cases whose outcome differs from that of the unkilled run; two run at a time."""
     expected, duration = unkilled
     with ThreadPoolExecutor(max_workers=2) as pool:
-        outcomes = pool.map(lambda case: killed_then_resumed(case, server, duration, folder / f"run{case}"), cases)
+        outcomes = pool.map(lambda case: killed_then_resumed(case, duration, folder / f"run{case}"), cases)
         return [case for case, found in zip(cases, outcomes, strict=True) if found != expected]
 
 
-def test_killed_runs_resume_bit_for_bit(server, unkilled, tmp_path) -> None:
-    assert broken_cases(range(4), server, unkilled, tmp_path) == []
+def test_killed_runs_resume_bit_for_bit(unkilled, tmp_path) -> None:
+    assert broken_cases(range(4), unkilled, tmp_path) == []
 
 
 @pytest.mark.slow
-def test_twenty_killed_runs_resume_bit_for_bit(server, unkilled, tmp_path) -> None:
-    assert broken_cases(range(4, 24), server, unkilled, tmp_path) == []
+def test_more_killed_runs_resume_bit_for_bit(unkilled, tmp_path, pytestconfig) -> None:
+    """Up to the number of `--kills`: 24 are the evidence, 8 the everyday check."""
+    assert broken_cases(range(4, pytestconfig.getoption("kills")), unkilled, tmp_path) == []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.processes import is_running, wait_until
+from tests.trainer.child import begin, said
 from unirl.config.errors import StallError, WorkerError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
@@ -24,72 +23,86 @@ COMMON = (
     "tracking.sample_steps=0",
     "evaluation.eval_steps=0",
     "plugins=[tests]",
-    "runtime=ray",
-    "num_devices=2",
 )
-CASES = {
-    "generate": ("diffusion/sd3_trainside", f"rollout._target_={HERE}.HangingEngine", "hang_on_the_last_rank"),
-    "reward": ("diffusion/sd3_trainside", f"reward.backend._target_={HERE}.HangingScorer", "hang_on_the_last_rank"),
-    "train": ("diffusion/sd3_trainside", f"algorithm._target_={HERE}.HangingLoss", "hang_on_the_last_rank"),
-    "sync": ("diffusion/sd3_replica_lora_separate", f"rollout._target_={HERE}.HangingReplica", "hang"),
-}
+TWO_WORKERS = ("runtime=ray", "num_devices=2")
+TRAINSIDE, SEPARATE = "diffusion/sd3_trainside", "diffusion/sd3_replica_lora_separate"
+DEADLINE_S = 4.0
+
+
+def hanging(part: str, kind: str, until: Path) -> tuple[str, str]:
+    """Overrides by which a part of the recipe waits for a file."""
+    return f"{part}._target_={HERE}.{kind}", f"{part}.until={until}"
 
 
 def trainer_of(folder: Path, recipe: str, *overrides: str):
-    loaded = load(recipe, [*COMMON, f"run.dir={folder}", *overrides])
+    loaded = load(recipe, [*COMMON, *TWO_WORKERS, f"run.dir={folder}", *overrides])
     preflight(loaded)
     return build_trainer(loaded)
 
 
-@pytest.mark.parametrize("phase", CASES)
-def test_a_deadlock_is_named_with_the_stacks_of_all_ranks(phase, ray_session, tmp_path) -> None:
-    recipe, override, function = CASES[phase]
-    trainer = trainer_of(tmp_path, recipe, override)
-    pool = trainer.parts.pool
-    pids = [member.about.pid for group in pool.groups.values() for member in group.members]
-    for group in pool.groups.values():
-        group.deadline_s = 4.0
-    trainer.parts.sync.deadline_s = 4.0
+def assert_stalls(trainer, phase: str, folder: Path) -> None:
+    for group in trainer.parts.pool.groups.values():
+        group.deadline_s = DEADLINE_S
+    trainer.parts.sync.deadline_s = DEADLINE_S
     start = time.monotonic()
+    with pytest.raises(StallError) as stalled:
+        trainer.train()
+    assert time.monotonic() - start < 30.0
+    message = str(stalled.value)
+    assert f"phase {phase}" in message and f"{DEADLINE_S:g} s" in message
+    stacks = [path.read_text() for path in (folder / "logs").rglob("*.txt")]
+    assert any("hang_on_the_last_rank" in text for text in stacks), message
+
+
+@pytest.mark.parametrize(
+    ("phase", "recipe", "part", "kind"),
+    [
+        ("generate", TRAINSIDE, "rollout", "HangingEngine"),
+        ("reward", TRAINSIDE, "reward.backend", "HangingScorer"),
+        ("sync", SEPARATE, "rollout", "HangingReplica"),
+    ],
+)
+def test_a_phase_that_hangs_is_named_with_the_stacks_of_all_ranks(phase, recipe, part, kind, workers, tmp_path) -> None:
+    until = tmp_path / "until"
+    trainer = trainer_of(tmp_path / "run", recipe, *hanging(part, kind, until))
     try:
-        with pytest.raises(StallError) as stalled:
-            trainer.train()
-        assert time.monotonic() - start < 30.0
-        message = str(stalled.value)
-        assert f"phase {phase}" in message and "4 s" in message
-        stacks = [path.read_text() for path in (tmp_path / "logs").rglob("*.txt")]
-        assert any(function in text for text in stacks), message
+        assert_stalls(trainer, phase, tmp_path / "run")
+    finally:
+        until.touch()
+        workers.clear()
+        trainer.tracker.finish(8, "stalled")
+
+
+def test_a_deadlock_in_training_is_named_and_leaves_no_process(ray_session, tmp_path) -> None:
+    trainer = trainer_of(tmp_path, TRAINSIDE, *hanging("algorithm", "HangingLoss", tmp_path / "never"))
+    pids = [member.about.pid for group in trainer.parts.pool.groups.values() for member in group.members]
+    try:
+        assert_stalls(trainer, "train", tmp_path)
     finally:
         trainer.close()
         trainer.tracker.finish(8, "stalled")
     assert wait_until(lambda: not any(map(is_running, pids)), 5.0), "a worker outlived its pool"
 
 
-def test_an_exception_on_one_rank_is_what_the_user_sees(ray_session, tmp_path) -> None:
-    trainer = trainer_of(tmp_path, "diffusion/sd3_trainside", f"algorithm._target_={HERE}.FailingLoss")
+def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> None:
+    trainer = trainer_of(tmp_path, TRAINSIDE, f"algorithm._target_={HERE}.FailingLoss")
     try:
         with pytest.raises(
             WorkerError, match=r"train_track failed on the worker on device 1 .*OverflowError: out of sorts"
         ):
             trainer.train()
     finally:
-        trainer.close()
+        workers.clear()
         trainer.tracker.finish(10, "failed")
 
 
 def test_the_local_runtime_ends_a_hanging_run(tmp_path) -> None:
     """The watchdog ends the process, so it is a process of its own."""
-    words = [
-        "--config-name=diffusion/sd3_trainside",
-        *COMMON[:-2],
-        f"reward.backend._target_={HERE}.HangingScorer",
-        "stall_timeout_s=5",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "unirl.train_diffusion", *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 8, done.stderr[-3000:]
-    assert "error[8001]" in done.stderr and "phase reward" in done.stderr
-    stacks = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("*.txt"))
+    folder = tmp_path / "run"
+    words = (*COMMON, *hanging("reward.backend", "HangingScorer", tmp_path / "never"), "stall_timeout_s=5")
+    child = begin(TRAINSIDE, folder, *words)
+    child.join(120)
+    assert child.exitcode == 8, said(folder)
+    assert "error[8001]" in said(folder) and "phase reward" in said(folder)
+    stacks = "".join(path.read_text() for path in (folder / "logs").rglob("*.txt"))
     assert "hang_on_the_last_rank" in stacks

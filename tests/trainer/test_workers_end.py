@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_until
 from tests.source_tree import ROOT
+from tests.trainer.child import begin, said
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,33 +35,26 @@ def test_a_worker_killed_at_random(tmp_path) -> None:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(number, status, tmp_path) -> None:
     """As Ctrl-C in a terminal, or a scheduler, sends it: the workers get it too."""
-    overrides = ("scale=toy", "num_devices=2", "num_rollouts=500", "save_interval=0", f"run.dir={tmp_path / 'run'}")
-    words = [sys.executable, "-m", "unirl.train_diffusion", "--config-name=diffusion/sd3_trainside", *overrides]
-    log = tmp_path / "log"
-    with open(log, "w") as file:
-        driver = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+    run = tmp_path / "run"
+    overrides = ("scale=toy", "num_devices=2", "num_rollouts=500", "save_interval=0")
+    driver = begin("diffusion/sd3_trainside", run, *overrides, own_session=True)
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text()):
-            assert driver.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.05)
+        metrics = run / "metrics.jsonl"
+        begun = wait_until(lambda: not driver.is_alive() or (metrics.exists() and metrics.read_text()), 120)
+        assert begun and driver.is_alive(), said(run)
         os.killpg(driver.pid, number)
-        assert driver.wait(30) == status, log.read_text()[-3000:]
+        driver.join(30)
+        assert driver.exitcode == status, said(run)
     finally:
         driver.kill()
     steps = len(metrics.read_text().splitlines())
-    latest = (tmp_path / "run" / "checkpoints" / "LATEST").read_text().strip()
-    assert latest == f"checkpoint-{steps:06d}"
-    assert f"stopped after step {steps}" in log.read_text()
-    assert_session_ends(driver.pid)
+    assert (run / "checkpoints" / "LATEST").read_text().strip() == f"checkpoint-{steps:06d}"
+    assert f"stopped after step {steps}" in said(run)
+    assert wait_until(lambda: not of_session(driver.pid), 5.0), f"processes {of_session(driver.pid)} outlived the run"
 
 
-def assert_session_ends(session: int) -> None:
-    deadline = time.monotonic() + 5.0
-    while left := [pid for pid in pids() if session_of(pid) == session]:
-        assert time.monotonic() < deadline, f"processes {left} outlived the run"
-        time.sleep(0.1)
+def of_session(session: int) -> list[int]:
+    return [pid for pid in pids() if session_of(pid) == session]
 
 
 def pids() -> list[int]:

@@ -1,0 +1,39 @@
+"""The command that a user types, in a process that finds everything imported."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.processes import forkserver
+
+
+def begin(recipe: str, folder: Path, *overrides: str, own_session: bool = False) -> ForkServerProcess:
+    """`unirl train` into `folder`, begun: on one thread, since several run at a time."""
+    child = forkserver().Process(target=_train, args=(recipe, str(folder), overrides, own_session))
+    child.start()
+    return child
+
+
+def said(folder: Path) -> str:
+    """The last of what the runs into `folder` printed."""
+    return Path(f"{folder}.log").read_text()[-5000:]
+
+
+def _train(recipe: str, folder: str, overrides: tuple[str, ...], own_session: bool) -> None:
+    import torch
+
+    from unirl.cli.main import main
+
+    if own_session:
+        os.setsid()
+    torch.set_num_threads(1)
+    log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = main(["train", recipe, *overrides, f"run.dir={folder}"])
+    atexit._run_exitfuncs()  # which the end of an interpreter runs, and that of such a process does not
+    sys.exit(status)

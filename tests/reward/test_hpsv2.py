@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -217,11 +219,16 @@ def test_a_hub_id_is_asked_for_its_checkpoint(open_clip, tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_runs_code_is_not_read(tmp_path):
+    class MakesADirectory:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
     toy_clip_config().save_pretrained(tmp_path / "p")
-    torch.save({"state_dict": {"x": print}}, tmp_path / "code.pt")
+    torch.save({"state_dict": {"x": MakesADirectory()}}, tmp_path / "code.pt")
     spec = HPSv2Spec(path=str(tmp_path / "code.pt"), processor=str(tmp_path / "p"), device="cpu")
     with pytest.raises(DataError, match="no checkpoint of weights"):
         _ = HPSv2RewardScorer(config=spec).model
+    assert not (tmp_path / "made").exists()
 
 
 def test_every_weight_is_renamed_to_one_of_transformers(open_clip):

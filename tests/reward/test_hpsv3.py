@@ -91,7 +91,6 @@ def test_a_picture_is_numbered_token_by_token_and_not_by_rows_and_columns(scorer
     with torch.no_grad():
         states = scorer.model.backbone(
             input_ids=inputs.tokens,
-            attention_mask=inputs.mask,
             pixel_values=inputs.patches,
             image_grid_thw=inputs.grids,
             mm_token_type_ids=kinds,

@@ -62,13 +62,12 @@ class HPSv3Network(nn.Module):
             nn.Linear(16, 2),
         )
 
-    def forward(self, tokens: Tensor, mask: Tensor, patches: Tensor, grids: Tensor, token_id: int) -> Tensor:
+    def forward(self, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int) -> Tensor:
         """[B, 2] mean and spread for texts [B, L], each with a picture, that hold the token `token_id` once."""
         # The published class numbers all tokens one by one, a picture's too, where Qwen2-VL counts rows and columns.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
         states = self.backbone(
             input_ids=tokens,
-            attention_mask=mask,
             position_ids=positions,
             pixel_values=patches,
             image_grid_thw=grids,
@@ -128,7 +127,7 @@ class HPSv3RewardScorer(LocalRewardBackend):
     def _means(self, texts: Sequence[list[int]], images: Tensor) -> Tensor:
         """[B] the head's means for texts of one filled length."""
         asked = self.reader.questions(texts, images)
-        inputs = (x.to(self.device) for x in (asked.tokens, asked.mask, asked.patches, asked.grids))
+        inputs = (x.to(self.device) for x in (asked.tokens, asked.patches, asked.grids))
         answer: Tensor = self.model(*inputs, self.reader.reward_id)[:, 0].cpu()
         return answer
 

@@ -32,8 +32,7 @@ TOKEN_MULTIPLE = 64
 class Questions:
     """What the network is asked about some pictures; the fields are its arguments."""
 
-    tokens: Tensor  # [B, L]
-    mask: Tensor  # [B, L] 0 where the text is filled up
+    tokens: Tensor  # [B, L]; what fills a text up stands behind all that is read, and attention looks back only
     patches: Tensor  # [all patches, values of a patch]
     grids: Tensor  # [B, 3] frames, rows and columns of patches
 
@@ -64,13 +63,11 @@ class Reader:
         grids = seen["image_grid_thw"]
         count = int(grids[0].prod()) // self.image_processor.merge_size**2
         tokens = torch.full((len(texts), filled_length(texts[0]) + count - 1), self.tokenizer.pad_token_id)
-        mask = torch.zeros_like(tokens)
         for row, text in enumerate(texts):
             place = text.index(self.image_id)
             whole = [*text[:place], *[self.image_id] * count, *text[place + 1 :]]
             tokens[row, : len(whole)] = torch.tensor(whole)
-            mask[row, : len(whole)] = 1
-        return Questions(tokens, mask, seen["pixel_values"], grids)
+        return Questions(tokens, seen["pixel_values"], grids)
 
 
 def filled_length(text: Sequence[int]) -> int:

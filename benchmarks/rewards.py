@@ -2,7 +2,8 @@
 
     python benchmarks/rewards.py [--runs 3] [--fonts FILE.ttf ...] [--json out.json]
 
-Seconds are those of the process (one thread works), so that others on the machine do not count.
+Seconds are those of the process, so that others on the machine do not count; of mathematics, which is compared in a
+process of its own, they are those of the clock on the wall.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from harness import seconds, write
+from harness import Clock, seconds, write
 
+from unirl.data.datasets import load_prompts
+from unirl.reward.base import RewardScorer
+from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer
+from unirl.reward.local.math_boxed import MathBoxedRewardScorer
 from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec
 from unirl.testing.lettering import FONTS, ink_of, lettered
 from unirl.types.reward import RewardRequest
 
 WORDS = ("Open Daily", "SALE 50%", "New York", "Fresh Bread", "Zebra", "Library", "Exit 7B", "Quantum 42", "jazz quiz")
+DIGITS = tuple("0123456789")
+PROBLEMS = Path(__file__).parent.parent / "datasets" / "arithmetic" / "train.jsonl"
 
 
 @dataclass(frozen=True)
@@ -30,31 +38,41 @@ class Rate:
     """What one core does in a second."""
 
     name: str
-    shapes: dict[str, int | str | bool]
+    shapes: dict[str, Any]
+    clock: str
     rows_per_second: float
     exact: float
-    """Share of the words that were read without a fault."""
+    """Share of the rows with the score 1; all deserve it."""
     mean_score: float
+
+    def line(self) -> str:
+        """For people."""
+        rate = f"{self.rows_per_second:9.2f} rows/s by {self.clock}"
+        return f"{self.name:24s} {rate}   exact {self.exact:.3f}   mean {self.mean_score:.3f}"
+
+
+def rate(
+    name: str, shapes: dict[str, Any], scorer: RewardScorer, request: RewardRequest, runs: int, clock: Clock
+) -> Rate:
+    """The median of `runs`, after one that warms up and is judged."""
+    scores = scorer.score(request).total
+    each = statistics.median(seconds(lambda: scorer.score(request), clock) for _ in range(runs)) / len(request)
+    exact, mean = float((scores == 1).float().mean()), float(scores.mean())
+    return Rate(name, shapes | {"rows": len(request)}, clock.__name__, 1 / each, exact, mean)
 
 
 def ocr(size: int, spec: OCRSpec, words: Sequence[str], runs: int) -> Rate:
-    """The OCR reward on words in all fonts and several colors, a tenth of the picture high (alone: all of it)."""
-    scorer, rng = OCRRewardScorer(config=spec), random.Random(0)
+    """Words in all fonts and several colors, a tenth of the picture high; without detection, all of it."""
+    rng = random.Random(0)
     height = size // 10 if spec.detect else size - 6
-    drawn = [(word, lettered([word], font=font, size=size, height=height, colors=colors(rng)))
-             for font in FONTS for word in words]  # fmt: skip
-    names = [word for word, _ in drawn]
+    drawn = [(word, font) for font in FONTS for word in words]
     request = RewardRequest(
-        sample_ids=[str(row) for row in range(len(drawn))],
-        prompts=[f'"{word}"' for word in names],
-        images=torch.stack([picture for _, picture in drawn]),
+        sample_ids=[f"{word} {font}" for word, font in drawn],
+        prompts=[f'"{word}"' for word, _ in drawn],
+        images=torch.stack([lettered([w], font=f, size=size, height=height, colors=colors(rng)) for w, f in drawn]),
     )
-    scores = scorer.score(request).total
-    each = statistics.median(seconds(lambda: scorer.score(request), time.process_time) for _ in range(runs)) / len(
-        drawn
-    )
-    shapes = {"size": size, "pictures": len(drawn), **asdict(spec)}
-    return Rate("ocr", shapes, 1 / each, float((scores == 1).float().mean()), float(scores.mean()))
+    name = f"ocr {size} px" + (f", side {spec.side}" if spec.detect else ", one line")
+    return rate(name, asdict(spec), OCRRewardScorer(config=spec), request, runs, time.process_time)
 
 
 def colors(rng: random.Random) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -63,30 +81,41 @@ def colors(rng: random.Random) -> tuple[tuple[int, int, int], tuple[int, int, in
     return (dark, light) if rng.random() < 0.5 else (light, dark)
 
 
+def answers(name: str, scorer: RewardScorer, say: Callable[[str], str], runs: int, clock: Clock) -> Rate:
+    """The right answers of the arithmetic set, in the form that the reward asks for."""
+    problems = load_prompts(PROBLEMS)
+    request = RewardRequest(
+        sample_ids=[problem.prompt_id for problem in problems],
+        texts=[f"Let me think. {say(problem.metadata['answer'])}" for problem in problems],
+        metadata=[problem.metadata for problem in problems],
+    )
+    return rate(name, {}, scorer, request, runs, clock)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--fonts", nargs="*", default=[], help="font files, read beside the built-in fonts")
+    parser.add_argument("--fonts", nargs="*", default=[], help="font files, drawn beside the built-in fonts")
     parser.add_argument("--json")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for path in arguments.fonts:
+    for path in options.fonts:
         FONTS[Path(path).stem] = ink_of(path)
-    cases = [
-        (256, OCRSpec(side=256), WORDS),
-        (256, OCRSpec(), WORDS),
-        (512, OCRSpec(), WORDS),
-        (1024, OCRSpec(), WORDS),
-        (32, OCRSpec(detect=False, text_score=0.0), tuple("0123456789")),
-    ]
+    boxed, marked = MathBoxedRewardScorer(), GSM8KExactMatchRewardScorer()
     rates = []
-    for size, spec, words in cases:
-        rates.append(ocr(size, spec, words, arguments.runs))
-        r = rates[-1]
-        print(f"{r.name} {size:5d} px  detect={spec.detect} side={spec.side:4d}  {r.rows_per_second:6.2f} rows/s/core  "
-              f"exact {r.exact:.3f}  mean {r.mean_score:.3f}", flush=True)  # fmt: skip
-    if arguments.json:
-        write(rates, arguments.json)
+    for measure in (
+        lambda: ocr(256, OCRSpec(), WORDS, options.runs),
+        lambda: ocr(256, OCRSpec(side=512), WORDS, options.runs),
+        lambda: ocr(512, OCRSpec(), WORDS, options.runs),
+        lambda: ocr(1024, OCRSpec(), WORDS, options.runs),
+        lambda: ocr(32, OCRSpec(detect=False, text_score=0.0), DIGITS, options.runs),
+        lambda: answers("math_boxed", boxed, r"\boxed{{{}}}".format, options.runs, time.perf_counter),
+        lambda: answers("gsm8k_exact_match", marked, "#### {}".format, options.runs, time.process_time),
+    ):
+        rates.append(measure())
+        print(rates[-1].line(), flush=True)
+    if options.json:
+        write(rates, options.json)
 
 
 if __name__ == "__main__":

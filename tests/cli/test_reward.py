@@ -97,6 +97,11 @@ def test_lint_passes_a_scorer_that_keeps_its_contract(capsys):
     assert "change nothing" in said and "finite differences" in said and "not constant" in said
 
 
+def test_lint_draws_signs_that_readers_of_text_tell_apart(capsys):
+    assert main(["reward", "lint", "-r", "ocr"]) == 0
+    assert "not constant" in capsys.readouterr().out
+
+
 def test_lint_catches_one_that_does_not(capsys):
     assert main(["reward", "lint", "-r", f"{__name__}.Relative", "--plugins", "tests"]) == 6
     assert "a score depends on" in capsys.readouterr().err

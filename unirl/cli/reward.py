@@ -288,11 +288,13 @@ def _mapping(text: str) -> Mapping[str, Any]:
 
 
 WORDS = ("OPEN", "CAFE", "EXIT", "SALE")
+ASKED = ("OPEN", "CAFE", "EXIT", "WARM")
+"""The last sign says another word than its prompt asks for."""
 COLORS = ("red", "green", "blue", "yellow")
 
 
 def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
-    """Four rows that differ: signs of four colours, each with its word, which the prompt asks for."""
+    """Four rows that differ: signs of four colours, each with a word; one is not the word that its prompt asks for."""
     import numpy as np
     import torch
     from PIL import Image, ImageDraw
@@ -314,6 +316,6 @@ def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
         draw.text((side / 2, side / 2), word, fill="black", anchor="mm", font_size=24)
         pictures.append(np.asarray(picture))
     pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
-    prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(WORDS, COLORS, strict=True)]
+    prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(ASKED, COLORS, strict=True)]
     columns: dict[str, Any] = {"images": pixels, "prompts": prompts}
     return RewardRequest(sample_ids=list(WORDS), **{column: columns[column] for column in reads})

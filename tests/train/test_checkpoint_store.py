@@ -398,6 +398,17 @@ def test_at_least_one_valid_checkpoint_survives_any_interleaving(tmp_path, monke
     case("runTest").runTest()
 
 
+def test_a_folder_that_a_dead_save_moved_aside_is_discarded_like_any_other(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2, final=True)
+    os.rename(tmp_path / "checkpoint-final", tmp_path / f"checkpoint-final.replaced-{'0' * 12}")
+    assert store.latest_valid().checkpoint.step == 2  # readable where it lies
+    store.discard_after(1)
+    assert store.latest_valid().checkpoint.step == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "checkpoint-000001"]
+
+
 def test_pruning_keeps_the_newest_and_the_final_one(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):

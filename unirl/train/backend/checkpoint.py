@@ -125,6 +125,7 @@ class CheckpointStore:
 
         Damaged ones stay as they are: nothing resumes from them, and the run replaces them when it gets there again.
         """
+        self.collect()  # a folder that a dead save moved aside is a checkpoint, too
         later = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step > step]
         doomed = [checkpoint.path for checkpoint in later if self._is_own(checkpoint.path) and _is_valid(checkpoint)]
         for path in doomed:

@@ -125,7 +125,6 @@ class CheckpointStore:
 
         Damaged ones stay as they are: nothing resumes from them, and the run replaces them when it gets there again.
         """
-        self.collect()  # a folder that a dead save moved aside is a checkpoint, too
         later = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step > step]
         doomed = [checkpoint.path for checkpoint in later if self._is_own(checkpoint.path) and _is_valid(checkpoint)]
         for path in doomed:
@@ -232,9 +231,9 @@ class CheckpointStore:
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
-    @staticmethod
-    def _is_own(path: Path) -> bool:
-        return path.name == FINAL or bool(OWN.fullmatch(path.name))
+    def _is_own(self, path: Path) -> bool:
+        """Whether this store wrote it: a checkpoint, or one that a dead save moved aside."""
+        return path.name == FINAL or bool(OWN.fullmatch(path.name)) or self._is_leftover(path)
 
     def _is_leftover(self, path: Path) -> bool:
         match = STAGING.fullmatch(path.name) or REPLACED.fullmatch(path.name)

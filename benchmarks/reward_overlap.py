@@ -1,6 +1,6 @@
 """A reward as slow as the rollout, scored after it and while it runs: seconds per step against the slower of the two.
 
-    python benchmarks/reward_overlap.py [--parts 8] [--pairs 5] [--json out.json]
+    python benchmarks/reward_overlap.py [--parts 16] [--pairs 5] [--json out.json]
 
 The reward waits as one that asks a service does (it sleeps), so it takes no core from the engine. Its time per picture
 is set to what the engine needs for one, measured first. Everything else is the loop's own: requests, roles, queue.
@@ -22,7 +22,7 @@ from unirl.config.preflight import preflight
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.trainer.build import build_trainer
 
-PROMPTS, SAMPLES = 16, 4
+PROMPTS, SAMPLES = 32, 4
 
 
 class Slow(BrightnessRewardScorer):
@@ -88,7 +88,7 @@ def main(parts: int, pairs: int, path: str | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--parts", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", default=None)
     args = parser.parse_args()

@@ -42,6 +42,8 @@ PLACES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 
 SUPERSAMPLE = 5
 TEMPLATE_SIZE = 16
+MAX_ASPECT = 1.4
+"""Longest side over shortest, beyond which a silhouette is stretched too far to have a name."""
 
 
 def coverage(shape: str, size: int, center: tuple[float, float], half: tuple[float, float]) -> Array:
@@ -191,18 +193,23 @@ def extent(profile: Array) -> tuple[float, float]:
 
 
 def best_shape(cover: Array, min_overlap: float) -> str | None:
-    """The silhouette with the largest intersection over union with the cover's bounding box, None when none fits."""
+    """The silhouette that fits the cover best, None when none fits."""
+    b = box(cover)
+    if max(b.height, b.width) > MAX_ASPECT * min(b.height, b.width):
+        return None
+    overlap = overlaps(cover, b)
+    name = max(overlap, key=overlap.__getitem__)
+    return name if overlap[name] >= min_overlap else None
+
+
+def overlaps(cover: Array, b: Box) -> dict[str, float]:
+    """Each silhouette's intersection over union with the cover in its bounding box b."""
     from scipy.ndimage import map_coordinates
 
-    b = box(cover)
-    if max(b.height, b.width) > 1.4 * min(b.height, b.width):
-        return None
     at = (np.arange(TEMPLATE_SIZE) + 0.5) / TEMPLATE_SIZE
     rows, columns = np.meshgrid(b.y + at * b.height - 0.5, b.x + at * b.width - 0.5, indexing="ij")
     seen = map_coordinates(cover, [rows, columns], order=1)
-    overlap = {name: intersection_over_union(seen, template(name)) for name in SHAPES}
-    name = max(overlap, key=overlap.__getitem__)
-    return name if overlap[name] >= min_overlap else None
+    return {name: intersection_over_union(seen, template(name)) for name in SHAPES}
 
 
 def intersection_over_union(one: Array, other: Array) -> float:

@@ -1,8 +1,9 @@
 """Rewards pictures of coloured shapes through a small network, so that the reward has a gradient.
 
-The detector of `shapes.py` looks at pixels and has none. This network was trained on drawn pictures
-(`scripts/pretrain_shapes_classifier.py`) to name colour and shape, and to tell flat paint from grain, stains and
-mixtures. The quick start of the REFL family climbs it; the detector says whether the climb was honest.
+The detector of `shapes.py` looks at pixels and has none. This network estimates what the detector measures, and its
+reward is the detector's decision with soft limits: it grows towards the limits from afar, and little beyond them. The
+network was trained on pictures that had fooled it, too (`scripts/pretrain_shapes_classifier.py`). The quick start by
+DRTune climbs it; the detector says whether the climb was honest.
 """
 
 from __future__ import annotations
@@ -15,38 +16,53 @@ from torch import Tensor, nn
 
 from unirl.config.errors import RewardError
 from unirl.reward.base import Device, LocalRewardBackend, single
-from unirl.reward.local.shapes import PALETTE, SHAPES
+from unirl.reward.local.shapes import PALETTE, SHAPES, ShapesSpec
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 WEIGHTS = Path(__file__).with_name("shapes_classifier.safetensors")
 COLORS, KINDS = tuple(PALETTE), tuple(SHAPES)
-SIZES = (len(COLORS), len(KINDS), 2)
-WIDTH = 24
+SIZES = (len(COLORS), len(KINDS), 1)
+SPEC = ShapesSpec(max_residual=0.08)
+"""The limits of the quick start's detector."""
+SOFTNESS = {"distance": 0.1, "overlap": 0.05, "residual": 0.02}
+"""How far beyond a limit, in the measure's own unit, a decision is still open."""
 
 
 class ShapesClassifier(nn.Module):
-    """Pictures [B, 3, 24, 24] in [0, 1] to log-probs: colours [B, 6], shapes [B, 4], clean or not [B, 2]. Smooth."""
+    """Pictures [B, 3, 24, 24] in [0, 1] to what the detector measures of them. Smooth.
+
+    They are the paint's distance to each palette entry [B, 6], its overlap with each silhouette [B, 4] and the residual
+    [B, 1], in the units of `ShapesSpec`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, WIDTH, 3, padding=1),
+            nn.Conv2d(3, 24, 5, stride=2, padding=2),
             nn.SiLU(),
-            nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1),
+            nn.Conv2d(24, 32, 3, padding=1),
             nn.SiLU(),
-            nn.Conv2d(WIDTH, 2 * WIDTH, 3, stride=2, padding=1),
-            nn.SiLU(),
-            nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, stride=2, padding=1),
+            nn.Conv2d(32, 48, 3, stride=2, padding=1),
             nn.SiLU(),
             nn.Flatten(),
+            nn.Linear(48 * 6 * 6, 40),
+            nn.SiLU(),
         )
-        self.head = nn.Linear(2 * WIDTH * 9, sum(SIZES))
+        self.head = nn.Linear(40, sum(SIZES))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three log-probs."""
-        color, shape, clean = self.head(self.features(images - 0.5)).split(SIZES, dim=1)
-        return color.log_softmax(1), shape.log_softmax(1), clean.log_softmax(1)
+        """The three measures."""
+        distance, overlap, residual = self.head(self.features(2 * images - 1)).split(SIZES, dim=1)
+        return distance, overlap, residual
+
+
+def log_probs(distance: Tensor, overlap: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the colours [B, 7] and shapes [B, 5], each with "none" last, and of a clean picture [B, 1]."""
+    color = nn.functional.pad(-distance, (0, 1), value=-SPEC.max_color_distance) / SOFTNESS["distance"]
+    shape = nn.functional.pad(overlap, (0, 1), value=SPEC.min_overlap) / SOFTNESS["overlap"]
+    clean = (SPEC.max_residual - residual) / SOFTNESS["residual"]
+    return color.log_softmax(1), shape.log_softmax(1), nn.functional.logsigmoid(clean)
 
 
 class ShapesClassifierRewardScorer(LocalRewardBackend):
@@ -93,8 +109,13 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
         """
         wanted = torch.tensor([named(prompt) for prompt in prompts], device=self.device)
         pictures = nn.functional.interpolate(images.to(self.device).float(), (24, 24), mode="bilinear", antialias=True)
-        color, shape, clean = self.model(pictures)
-        return (color.gather(1, wanted[:, :1]) + shape.gather(1, wanted[:, 1:]) + clean[:, 1:])[:, 0] / 3
+        return mean_log_prob(self.model(pictures), wanted)
+
+
+def mean_log_prob(measures: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> Tensor:
+    """[B] the reward from what the network says; wanted [B, 2] is the colour and the shape asked for."""
+    color, shape, clean = log_probs(*measures)
+    return (color.gather(1, wanted[:, :1]) + shape.gather(1, wanted[:, 1:]) + clean)[:, 0] / 3
 
 
 def named(prompt: str) -> tuple[int, int]:

@@ -37,9 +37,12 @@ def modules() -> dict[str, Module]:
     return {module.name: module for module in _read("unirl")}
 
 
+PACKAGES = ("unirl", "unirl-reward-service/reward_service")
+
+
 def scanned_files() -> list[Path]:
-    """The Python files that people run: the package, its scripts and its benchmarks."""
-    return [path for folder in ("unirl", "scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    """The Python files that people run: the packages, the scripts and the benchmarks."""
+    return [path for folder in (*PACKAGES, "scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def _read(folder: str) -> Iterator[Module]:

@@ -1,14 +1,26 @@
-"""Rules that every source file keeps: nothing runs code from data, and nothing outgrows one screenful of attention."""
+"""Rules that every source file keeps.
+
+Nothing runs code from data, nothing reads from outside without an end, and nothing outgrows one screenful of attention.
+"""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.source_tree import ROOT, scanned_files
+from tests.source_tree import PACKAGES, ROOT, scanned_files
 
 FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in scanned_files()}
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+READERS = {"read", "readline", "readlines", "readall", "read_bytes", "body", "form", "json", "aread", "recv"}
+"""Calls that read to the end when they are not told how much. `read_text` is for files that the user wrote."""
+ENDS_BY_ITSELF = {
+    "unirl/data/datasets.py": "a prompt file that the user named",
+    "unirl/distributed/group/reaper.py": "a pipe on which nothing is sent; its end is the signal",
+    "unirl/tracking/tables.py": "a table that this run wrote",
+    "unirl/train/backend/manifest.py": "a manifest that a run wrote",
+}
+"""Files that may read one thing whole, and what that is."""
 
 
 def keyword(call: ast.Call, name: str) -> object:
@@ -44,7 +56,8 @@ def trusts_remote_code(call: ast.Call) -> bool:
     return keyword(call, "trust_remote_code") == "True"
 
 
-RULES: list[Callable[[ast.Call], bool]] = [
+Rule = Callable[[ast.Call], bool]
+RULES: list[Rule] = [
     unpickles,
     loads_torch_code,
     loads_numpy_objects,
@@ -55,9 +68,19 @@ RULES: list[Callable[[ast.Call], bool]] = [
 ]
 
 
-def offences(source: str) -> list[str]:
+def reads_without_end(call: ast.Call) -> bool:
+    told_how_much = call.args or call.keywords
+    return isinstance(call.func, ast.Attribute) and call.func.attr in READERS and not told_how_much
+
+
+def offences(source: str, rules: Sequence[Rule] = RULES) -> list[str]:
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return [f"line {call.lineno}: {rule.__name__}" for call in calls for rule in RULES if rule(call)]
+    return [f"line {call.lineno}: {rule.__name__}" for call in calls for rule in rules if rule(call)]
+
+
+def test_both_packages_the_scripts_and_the_benchmarks_are_read():
+    service = {f"unirl-reward-service/reward_service/{name}.py" for name in ("app", "decoder", "worker")}
+    assert service | {"unirl/reward/wire.py", "scripts/toy_cards.py", "benchmarks/rewards.py"} <= FILES.keys()
 
 
 def test_no_file_runs_code_from_data():
@@ -84,6 +107,21 @@ def test_the_rules_see_each_way_to_run_code(line):
 
 def test_the_rules_allow_the_safe_forms():
     assert not offences("torch.load(path, weights_only=True); model.eval(); yaml.safe_load(text); json.loads(text)")
+
+
+def test_no_package_reads_without_an_end():
+    found = {name: offences(source, [reads_without_end]) for name, source in FILES.items() if name.startswith(PACKAGES)}
+    assert {name for name, reads in found.items() if reads} == ENDS_BY_ITSELF.keys()
+    assert max(map(len, found.values())) == 1
+
+
+@pytest.mark.parametrize("line", ["await request.body()", "file.read()", "response.json()", "Path(p).read_bytes()"])
+def test_the_rule_sees_a_read_without_an_end(line):
+    assert len(offences(f"async def f():\n    {line}", [reads_without_end])) == 1
+
+
+def test_the_rule_allows_a_read_that_is_told_how_much():
+    assert not offences("file.read(10); file.read(limit + 1); msgspec.json.decode(body)", [reads_without_end])
 
 
 def test_files_stay_under_600_lines_and_functions_under_100():

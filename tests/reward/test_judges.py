@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.reward.judges import JudgeServer, Said
 from unirl.config.errors import ConfigError, RewardError
-from unirl.reward.judge import Reply, read_scores
+from unirl.reward.judge import Endpoint, Reply, read_scores
 from unirl.reward.local.geneval2 import GenEval2RewardScorer, GenEval2Spec, geometric_mean, probability
 from unirl.reward.local.unified_reward import UnifiedRewardRewardScorer, UnifiedRewardSpec
 from unirl.reward.local.wise import WiseRewardScorer, WiseSpec
@@ -171,6 +171,7 @@ def test_the_toy_takes_the_same_way(kind, spec):
     toy = kind(config=spec(**{"model": "toy"} | spec.toy))
     answer = check_reward(toy, request(8, {"vqa_list": QUESTIONS}))
     assert len(set(answer.total.tolist())) > 2
+    assert isinstance(toy.judge, Endpoint)
 
 
 # What they should not say

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 import os
 import random
@@ -11,8 +10,8 @@ import re
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -39,8 +38,8 @@ class JudgeSpec:
     """Which judge, where, and how much patience there is with it."""
 
     base_url: str
-    """The part of the address before /chat/completions, such as http://127.0.0.1:8000/v1; `toy`: answers that depend on
-    picture and question and mean nothing."""
+    """The part of the address before /chat/completions, such as http://127.0.0.1:8000/v1; `toy`: a stand-in on this
+    machine, whose answers depend on picture and question and mean nothing."""
     model: str
     """The judge's name at the endpoint."""
     api_key_env: str | None = None
@@ -54,7 +53,7 @@ class JudgeSpec:
     concurrency: int = 16
     """Rows in flight at once."""
 
-    toy: ClassVar[dict[str, object]] = {"base_url": TOY, "model": TOY, "concurrency": 1}
+    toy: ClassVar[dict[str, object]] = {"base_url": TOY, "model": TOY, "api_key_env": None, "concurrency": 1}
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -101,7 +100,7 @@ class JudgeScorer(RewardScorer):
     @cached_property
     def judge(self) -> Judge:
         """The connection, opened on first use."""
-        return ToyJudge() if self.config.base_url == TOY else Endpoint(self.config, self.key)
+        return Endpoint(self.config if self.config.base_url != TOY else on_this_machine(self.config), self.key)
 
     @abstractmethod
     def score_picture(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
@@ -116,6 +115,13 @@ class JudgeScorer(RewardScorer):
             return self.score_picture(png(images[row]), prompts[row], metadata[row])
 
         return score_rows(request, self.names, score_row, self.config.concurrency)
+
+
+def on_this_machine(config: JudgeSpec) -> JudgeSpec:
+    """The same, asked of a stand-in."""
+    from unirl.reward.toy_judge import toy_endpoint
+
+    return replace(config, base_url=toy_endpoint())
 
 
 def png(pixels: Tensor) -> bytes:
@@ -303,19 +309,3 @@ def _first_token(choice: Choice) -> dict[str, float]:
     for one in content[0].top_logprobs:
         probabilities[one.token] = probabilities.get(one.token, 0.0) + math.exp(min(one.logprob, 0.0))
     return probabilities
-
-
-class ToyJudge:
-    """Answers of the right form that depend on picture and question, and mean nothing: for runs without a model."""
-
-    WORDS: Sequence[str] = ("yes", "no", "two", "three", "four", "red", "blue")
-    LABELS: Sequence[str] = (
-        "Consistency", "Realism", "Aesthetic Quality", "Alignment Score", "Coherence Score", "Style Score",
-    )  # fmt: skip
-
-    def ask(self, picture: bytes, question: str, max_tokens: int, alternatives: bool = False) -> Reply:
-        digest = hashlib.blake2b(question.encode() + b"\0" + picture).digest()
-        if alternatives:
-            masses = [1 + byte for byte in digest[: len(self.WORDS)]]
-            return Reply("", {word: mass / sum(masses) for word, mass in zip(self.WORDS, masses, strict=True)})
-        return Reply("\n".join(f"{label}: {byte % 2 + 1}" for label, byte in zip(self.LABELS, digest, strict=False)))

@@ -17,6 +17,9 @@ import textwrap
 from datetime import date
 from pathlib import Path
 
+import yaml
+
+from unirl.config.layers import leaves
 from unirl.config.recipes import CARD_SUFFIX, find_recipe
 
 STEPS = 2
@@ -51,11 +54,18 @@ def seen(rows: list[dict[str, float]], folder: Path) -> str:
     return "; ".join(facts) + "; " + ", ".join(made)
 
 
-def write_card(path: Path, text: str) -> None:
-    """The card of a recipe that ran at toy scale."""
+def stand_ins(folder: Path) -> str:
+    """What the recipe asks over HTTP, which at toy scale is a server of this machine's own."""
+    resolved = yaml.safe_load((folder / "config" / "resolved.yaml").read_text())
+    asked = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
+    return "".join(f"; what {path} names is a stand-in on this machine" for path in asked)
+
+
+def write_card(path: Path, text: str, about: str) -> None:
+    """The card of a recipe that ran at toy scale: what was seen, and what was not as the recipe says."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     result = (
-        f"scale=toy num_rollouts={STEPS} (tiny model and scorer of the same classes, random weights): {text}. "
+        f"scale=toy num_rollouts={STEPS} (tiny model and scorer of the same classes, random weights{about}): {text}. "
         "Not run at full size."
     )
     fields = {
@@ -77,8 +87,8 @@ def main() -> int:
     for name in parser.parse_args().recipes:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, "run")
-            text = seen(run(name, folder), folder)
-        write_card(find_recipe(name).path.with_suffix(CARD_SUFFIX), text)
+            text, about = seen(run(name, folder), folder), stand_ins(folder)
+        write_card(find_recipe(name).path.with_suffix(CARD_SUFFIX), text, about)
         print(f"{name}: {text}", flush=True)
     return 0
 

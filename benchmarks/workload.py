@@ -19,7 +19,8 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import Kernel, ModelFacts
+from unirl.types.facts import LatentFacts
+from unirl.types.protocols import Kernel
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -71,7 +72,7 @@ class BareBundle:
             pos_embed_max_size=work.latent_side,
             qk_norm="rms_norm",
         ).eval()
-        self.facts = ModelFacts(
+        self.facts = LatentFacts(
             family="sd3",
             block_class_names=("JointTransformerBlock",),
             lora_targets=(),

@@ -21,8 +21,9 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaLoraConfig
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import Conditions
+from unirl.types.facts import LatentFacts
 from unirl.types.primitives import Texts
-from unirl.types.protocols import Kernel, ModelFacts, Moment
+from unirl.types.protocols import Kernel, Moment
 from unirl.types.results import values
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -48,7 +49,7 @@ class Flow(nn.Module):
         return self.base(x, sigma[:, None]) + self.net(torch.cat([x, sigma[:, None]], dim=1))
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> LatentFacts:
         """A value head reads all elements as channels, and no text."""
         return replace(toy_facts(batch_multiple=1), latent_channels=self.size, text_width=None)
 

@@ -94,6 +94,7 @@ def ragged(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> tuple[LeafStage
         logp=old + 0.1 * normal(total),
         loss_mask=mask,
         offsets=offsets,
+        finished=torch.ones(count, dtype=torch.bool),
         temperature=1.0,
         top_p=1.0,
         top_k=0,

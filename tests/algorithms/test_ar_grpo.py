@@ -150,6 +150,7 @@ def everything(stage: TableStage, length: int) -> RolloutTrack:
         logp=torch.zeros(grid.numel(), dtype=torch.float64),
         loss_mask=torch.ones(grid.numel(), dtype=torch.bool),
         offsets=torch.arange(count + 1) * length,
+        finished=torch.zeros(count, dtype=torch.bool),
         temperature=1.0,
         top_p=1.0,
         top_k=0,

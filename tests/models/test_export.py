@@ -15,7 +15,7 @@ from unirl.models.export import DIFFUSERS_FILE, Adapter, write_diffusers_lora, w
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.export import difference, plain_pipeline, verify_lora, verify_model, write_model
 from unirl.models.sd3.pipeline import SD3Pipeline
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
 RANK, ALPHA = 4, 6.0
@@ -102,7 +102,7 @@ def test_fully_trained_weights_come_back_by_our_own_bundle(pixel_directory: Path
     tensors = {name: p.detach() for name, p in pipeline.bundle.trainable().named_parameters()}
     folder = write_model(pipeline.bundle, tensors, tmp_path / "model")
     again = SD3Bundle(path=str(folder), dtype="fp32")
-    assert isinstance(again.facts, ModelFacts) and again.facts == pipeline.facts
+    assert isinstance(again.facts, LatentFacts) and again.facts == pipeline.facts
     assert all(torch.equal(p, tensors[name]) for name, p in again.trainable().named_parameters())
     assert set(again.tokenizers) == {"tokenizer"}
 

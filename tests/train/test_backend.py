@@ -14,7 +14,7 @@ from unirl.train.backend.adamw import adamw
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig, TrainTopology
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts
 
 ADAM = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
 
@@ -235,7 +235,7 @@ def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch, checkpo
 class Narrow:
     """A bundle whose module has dropout, or no block."""
 
-    facts: ModelFacts = toy_facts()
+    facts: LatentFacts = toy_facts()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

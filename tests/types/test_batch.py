@@ -156,6 +156,7 @@ def text(lengths: list[int], start: int = 0) -> TextSegment:
         logp=-tokens.float(),
         loss_mask=tokens % 2 == 0,
         offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+        finished=torch.tensor([n < 4 for n in lengths]),
         temperature=1.0,
         top_p=1.0,
         top_k=0,

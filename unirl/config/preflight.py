@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from unirl.config.build import build
 from unirl.config.declared import capabilities_of
@@ -24,8 +24,9 @@ from unirl.config.node import Node, nodes_below
 from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
 from unirl.config.slabs import UNSUPPORTED
-from unirl.types.protocols import Capabilities, ModelFacts, Needs
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.facts import ModelFacts
+from unirl.types.protocols import Capabilities, Needs
+from unirl.types.sampling import Sampling
 
 TRAINSIDE = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
 RECORDED_ENGINE = "unirl.rollout.engine.recorded.engine.RecordedRolloutEngine"
@@ -217,27 +218,23 @@ def _trained_scorers(node: Node) -> Iterator[Node]:
 
 def check_sampling(config: RecipeConfig, needs: Needs) -> None:
     """The loss can train what is sampled; a loss on log-probs needs steps that have one."""
-    sampling = build(config.sampling)
+    sampling: Sampling = build(config.sampling)
     build(config.algorithm).check_sampling(sampling)
-    if not needs.density or not isinstance(sampling, DiffusionSamplingParams):
+    if not needs.density:
         return
     try:
-        chosen = sampling.resolve_sde_indices(0)
+        problem = sampling.density_problem(0)
     except UniRLError:
         raise
     except ValueError as error:
-        raise ConfigError(f"sampling.sde_steps: {error}", code=2004) from error
-    if not chosen:
-        raise ConfigError(
-            f"{config.algorithm.schema.owner.__name__} trains on log-probs, and no step of sampling has one "
-            f"({type(sampling.kernel).__name__}, {sampling.num_inference_steps} denoising steps, the last always "
-            "deterministic). Use a stochastic kernel such as unirl.sde.kernels.FlowSDEStrategy, and 2 or more steps",
-            code=UNSUPPORTED,
-        )
+        raise ConfigError(str(error), code=2004) from error
+    if problem is not None:
+        loss = config.algorithm.schema.owner.__name__
+        raise ConfigError(f"{loss} trains on log-probs, and {problem}", code=UNSUPPORTED)
 
 
 def check_model(config: RecipeConfig) -> None:
-    """A directory that should hold the model exists, and the model can draw pictures of this size."""
+    """A directory that should hold the model exists, and the model can sample as the recipe asks."""
     path, revision = config.bundle.values.get("path"), config.bundle.values.get("revision")
     if not isinstance(path, str):
         return
@@ -245,7 +242,7 @@ def check_model(config: RecipeConfig) -> None:
     if isinstance(config.bundle.schema.owner, KnownModel):
         facts = _known_facts(config.bundle.schema.owner, path, revision)
         if facts is not None:
-            _check_size(facts, config.sampling.values)
+            _check_fit(facts, build(config.sampling))
 
 
 def check_model_path(path: str, key: str) -> None:
@@ -269,9 +266,9 @@ def _known_facts(bundle: KnownModel, path: str, revision: str | None) -> ModelFa
         raise
 
 
-def _check_size(facts: ModelFacts, sampling: Mapping[str, Any]) -> None:
+def _check_fit(facts: ModelFacts, sampling: Sampling) -> None:
     try:
-        facts.latent_shape(sampling["height"], sampling["width"])
+        facts.check(sampling)
     except ValueError as error:
         raise ConfigError(str(error), code=2004) from error
 

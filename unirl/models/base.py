@@ -14,7 +14,7 @@ from unirl.config.errors import ConfigError
 from unirl.models.diffusion import Denoiser, DiffusionStage
 from unirl.models.saved import SavedWeights
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts, ModelFacts
 
 
 class Bundle:
@@ -125,6 +125,8 @@ class Encoder(Protocol):
 
 class DiffusionBundle(Bundle, ABC):
     """A bundle of a denoising model: what its pipeline is made of."""
+
+    facts: LatentFacts
 
     def stage(self) -> DiffusionStage:
         """The trained network as a policy that samples and replays; it needs no other component."""

@@ -12,7 +12,7 @@ from unirl.models.embeddings import PromptEmbeddings
 from unirl.models.guidance import Guidance
 from unirl.sde.noise import NoiseSource
 from unirl.types.batch import Batch, row
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts
 
 PROMPTS = ("a canary in a coal mine", "a yellow bird", "an empty cage", "")
 IDS = tuple(f"canary:{i}" for i in range(len(PROMPTS)))
@@ -37,7 +37,7 @@ class CanaryAnswer(Batch):
     velocity: Tensor = row(heavy=True)  # [B, *latent] fp32
 
 
-def canary_inputs(embed: PromptEmbeddings, facts: ModelFacts) -> CanaryInputs:
+def canary_inputs(embed: PromptEmbeddings, facts: LatentFacts) -> CanaryInputs:
     """Fixed prompts as `embed` encodes them, keyed noise on a latent of 4 x 4 tokens, and sigma 0.5."""
     side = SIDE_TOKENS * facts.vae_scale * facts.patch_size
     x = NoiseSource(0, "eval", 0).normal(list(IDS), "x", facts.latent_shape(side, side))

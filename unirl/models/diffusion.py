@@ -25,7 +25,8 @@ from unirl.models.value import ValueHead, pooled_text
 from unirl.sde.kernels import EulerODE, predicted_x0
 from unirl.sde.noise import NoiseAhead, NoiseSource
 from unirl.types.conditions import Conditions
-from unirl.types.protocols import TORCH_DTYPES, Kernel, ModelFacts, Previous
+from unirl.types.facts import LatentFacts
+from unirl.types.protocols import TORCH_DTYPES, Kernel, Previous
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, stored_positions
 
@@ -73,7 +74,7 @@ class Replay:
 class DiffusionStage:
     """Samples and replays with one denoiser. Rows are independent: a row's bits do not depend on its neighbours."""
 
-    def __init__(self, denoiser: Denoiser, facts: ModelFacts, autocast_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, denoiser: Denoiser, facts: LatentFacts, autocast_dtype: torch.dtype = torch.float32) -> None:
         self.denoiser = denoiser
         self.facts = facts
         self.autocast_dtype = autocast_dtype

@@ -15,8 +15,8 @@ from unirl.models.embeddings import PromptEmbeddings
 from unirl.models.guidance import NEGATIVE
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions
-from unirl.types.primitives import Images, Texts
-from unirl.types.rollout_req import RolloutReq, TrackSpec
+from unirl.types.primitives import Images
+from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -74,17 +74,17 @@ class DiffusionPipeline(Generic[BundleT]):
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows per forward."""
-        _, spec = _only_root(req)
-        conditions = self.encode(_texts(req), spec.sampling)
-        segment = self._sample(req, spec.sampling, conditions, chunk_size)
+        _, params = req.only_track(DiffusionSamplingParams)
+        conditions = self.encode(req.prompts(), params)
+        segment = self._sample(req, params, conditions, chunk_size)
         return _response(req, conditions, segment, self.decode(segment.final))
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The rollout of a request whose samples exist already, one picture per row: their latents, no trajectory."""
-        _, spec = _only_root(req)
-        conditions = self.encode(_texts(req), spec.sampling)
-        noise = NoiseSource(spec.sampling.seed, req.purpose, req.step)
-        segment = self.stage.record(self.latents_of(images), spec.sampling, noise)
+        _, params = req.only_track(DiffusionSamplingParams)
+        conditions = self.encode(req.prompts(), params)
+        noise = NoiseSource(params.seed, req.purpose, req.step)
+        segment = self.stage.record(self.latents_of(images), params, noise)
         return _response(req, conditions, segment, images)
 
     def offload(self, names: Sequence[str]) -> None:
@@ -143,25 +143,13 @@ class DiffusionPipeline(Generic[BundleT]):
         return self.stage.sample(select_conditions(conditions, rows), x_T, draw.params, draw.noise, ids)
 
 
-def _only_root(req: RolloutReq) -> tuple[str, TrackSpec]:
-    if len(req.tracks) != 1:
-        raise ValueError(f"one denoising pipeline generates one track; the request asks for {sorted(req.tracks)}")
-    return next(iter(req.tracks.items()))
-
-
-def _texts(req: RolloutReq) -> list[str]:
-    texts = req.primitives["text"]
-    assert isinstance(texts, Texts)
-    return texts.texts
-
-
 def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images) -> RolloutResp:
     """The one track of a request, rows in its order."""
-    name, _ = _only_root(req)
+    [name] = req.tracks
     track = RolloutTrack(
         sample_ids=req.sample_ids,
         group_ids=req.group_ids,
-        prompts=_texts(req),
+        prompts=req.prompts(),
         conditions=conditions,
         segment=segment,
         decoded=decoded,

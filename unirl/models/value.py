@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm, silu
 
 from unirl.sde.noise import key_seed
 from unirl.types.conditions import Conditions, TextEmbedCondition
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts
 
 NUM_FREQUENCIES = 4
 NUM_LEVELS = 3
@@ -41,7 +41,7 @@ class ValueHead(nn.Module):
         start_at_zero(self)
 
     @staticmethod
-    def of(facts: ModelFacts, width: int, seed: int) -> ValueHead:
+    def of(facts: LatentFacts, width: int, seed: int) -> ValueHead:
         """A fresh one for the latents and prompts of a model: weights depend on the seed alone."""
         with seeded(seed):
             return ValueHead(facts.latent_channels, facts.text_width, width)
@@ -68,7 +68,7 @@ class ValueHead(nn.Module):
         if have != want:
             raise ValueError(
                 f"the value head was built for pooled text of width {want} and is fed {have}: the model's facts must "
-                "state it (ModelFacts.text_width)"
+                "state it (LatentFacts.text_width)"
             )
         if self.text is not None and text is not None:
             # Encoders differ in scale by orders of magnitude.

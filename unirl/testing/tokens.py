@@ -19,7 +19,7 @@ from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import toy_facts
 from unirl.types.batch import Batch, row
 from unirl.types.conditions import Conditions
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import TextSegment
 
@@ -50,7 +50,7 @@ class TokenTable(nn.Module):
         return self.table[prompt, previous]
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> LatentFacts:
         """What a train backend asks of a bundle."""
         return toy_facts(batch_multiple=1)
 
@@ -123,6 +123,7 @@ class TableStage:
             logp=logp[kept],
             loss_mask=torch.ones(int(kept.sum()), dtype=torch.bool, device=grid.device),
             offsets=torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0).cpu()]),
+            finished=(grid == END).any(1) if params.ends else torch.zeros_like(ended[:, 0]),
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,

@@ -24,8 +24,9 @@ from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.conditions import Conditions, TextEmbedCondition
+from unirl.types.facts import LatentFacts
 from unirl.types.primitives import Texts
-from unirl.types.protocols import Kernel, ModelFacts
+from unirl.types.protocols import Kernel
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -69,9 +70,9 @@ class ToyDenoiser(nn.Module):
         return self(x, sigma, text.pooled).float()
 
 
-def toy_facts(batch_multiple: int = 4) -> ModelFacts:
+def toy_facts(batch_multiple: int = 4) -> LatentFacts:
     """Facts of the toy: 3 x 4 x 4 latents that are pictures."""
-    return ModelFacts(
+    return LatentFacts(
         family="toy",
         trainable_attr="denoiser",
         block_class_names=("ToyBlock",),

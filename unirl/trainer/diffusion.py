@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from unirl.config.recipe import EvaluationConfig
 from unirl.data.datasets import Prompt, require_text_only
 from unirl.trainer.base import Parts, Roles, Trainer
+from unirl.types.facts import LatentFacts
 from unirl.types.primitives import Texts
-from unirl.types.protocols import ModelFacts
 from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -23,7 +23,7 @@ class DiffusionTrainer(Trainer):
 
     def __init__(self, parts: Parts, roles: Roles, sampling: DiffusionSamplingParams) -> None:
         super().__init__(parts, roles)
-        self.facts: ModelFacts = roles.rollout.facts()
+        self.facts: LatentFacts = roles.rollout.facts()
         self.sampling = sampling
         self.eval_sampling = eval_sampling(sampling, parts.config.evaluation)
 

@@ -15,7 +15,7 @@ from unirl.distributed.group.dispatch import rank0
 from unirl.models.export import Adapter, write_diffusers_lora, write_peft_adapter
 from unirl.train.backend.base import TrainBackend
 from unirl.train.configs import LoraConfig
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import ModelFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
 ExportFormat = Literal["diffusers-lora", "peft", "full"]

@@ -96,48 +96,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What a model knows of itself, so that recipes need not say it."""
-
-    family: str
-    trainable_attr: str = "transformer"
-    """The bundle's attribute that is trained."""
-    block_class_names: tuple[str, ...]
-    """Classes that are wrapped, checkpointed and compiled one by one."""
-    lora_targets: tuple[str, ...]
-    """Module name suffixes that carry adapters."""
-    latent_channels: int
-    vae_scale: int
-    """Pixels per latent element along a side; 1 in pixel space."""
-    patch_size: int
-    """Latent elements per token along a side."""
-    schedule: SigmaScheduleLike
-    timestep_scale: float = 1000.0
-    """The network is fed timestep_scale * sigma."""
-    batch_multiple: int = 1
-    """Forward batches are filled to a multiple of this, so that a row's bits do not depend on its neighbours."""
-    text_width: int | None = None
-    """Width of a prompt's pooled text (per token: their mean), which a value head reads; None: no text."""
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[C, H, W] of one image's latent. Raises ValueError when a side does not divide."""
-        multiple = self.vae_scale * self.patch_size
-        for name, side in (("height", height), ("width", width)):
-            if side % multiple or side <= 0:
-                near = max(multiple, round(side / multiple) * multiple)
-                raise ValueError(
-                    f"sampling.{name}={side} is not a positive multiple of {multiple} "
-                    f"(VAE scale {self.vae_scale} x patch {self.patch_size} of {self.family}). Use {near}"
-                )
-        return (self.latent_channels, height // self.vae_scale, width // self.vae_scale)
-
-    def image_seq_len(self, height: int, width: int) -> int:
-        """The number of image tokens."""
-        _, rows, columns = self.latent_shape(height, width)
-        return rows * columns // self.patch_size**2
-
-
 REFERENCE: Final = "reference"
 """The weight snapshot of the policy at initialisation."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unirl.types.batch import Batch, row, shared
-from unirl.types.primitives import MediaRef, MediaRefs
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.primitives import MediaRef, MediaRefs, Texts
+from unirl.types.sampling import Sampling, SamplingT, sampling_as
 
 Purpose = Literal["r", "eval"]
 """`r` = training rollout, whose noise depends on the step; `eval` = evaluation, whose noise does not."""
@@ -24,7 +24,7 @@ class TrackSpec:
     parent: str | None = None
     branch: int = 1
     """Children per parent row."""
-    sampling: DiffusionSamplingParams
+    sampling: Sampling
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,6 +42,19 @@ class RolloutReq(Batch):
     """The weights to sample from: `live` or a snapshot's name."""
     weight_version: int = shared()
     """Optimizer updates that the wanted weights have seen."""
+
+    def only_track(self, kind: type[SamplingT]) -> tuple[str, SamplingT]:
+        """Name and sampling of the one track that is asked for. Raises ValueError for more, or of another kind."""
+        if len(self.tracks) != 1:
+            raise ValueError(f"this pipeline generates one track; the request asks for {sorted(self.tracks)}")
+        [(name, spec)] = self.tracks.items()
+        return name, sampling_as(kind, spec.sampling, f"track {name!r}")
+
+    def prompts(self) -> list[str]:
+        """The prompt of each row."""
+        texts = self.primitives["text"]
+        assert isinstance(texts, Texts)
+        return texts.texts
 
     def expand(self, times: int) -> RolloutReq:
         """Every row `times` times, siblings adjacent, with sample ids `{group id}:{j}`."""

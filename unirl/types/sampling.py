@@ -5,9 +5,48 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from unirl.types.protocols import DtypeName, Kernel, StepChoice
+
+
+@runtime_checkable
+class Sampling(Protocol):
+    """How the samples of one track are drawn: what the loop may ask of any domain's settings."""
+
+    evaluation_keys: ClassVar[tuple[str, ...]]
+    """The optional keys of the evaluation block that these settings understand, each named as their own."""
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """N, the size of a group."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seeds all randomness of the run."""
+        ...
+
+    def density_problem(self, step: int) -> str | None:
+        """Why a loss on log-probs has nothing to train in loop step `step`, and the way out; None where it has."""
+        ...
+
+    def for_evaluation(self, settings: Mapping[str, Any]) -> Self:
+        """These settings with those of the evaluation block on top (`samples_per_prompt`, `seed`, evaluation_keys)."""
+        ...
+
+
+SamplingT = TypeVar("SamplingT", bound=Sampling)
+
+
+def sampling_as(kind: type[SamplingT], sampling: Sampling, who: str) -> SamplingT:
+    """`sampling`, which `who` reads. Raises ValueError where it is of another domain."""
+    if not isinstance(sampling, kind):
+        raise ValueError(
+            f"{who} samples by {kind.__name__}, and the settings are {type(sampling).__name__}. "
+            f"Write sampling._target_={kind.__module__}.{kind.__qualname__}"
+        )
+    return sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +88,7 @@ class DiffusionSamplingParams:
     trajectory_dtype: DtypeName = "fp32"
     """Storage of the trajectory; the log-prob is that of the rounded values."""
 
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("num_inference_steps", "guidance_scale")
     toy: ClassVar[Mapping[str, object]] = {
         "num_inference_steps": 4,
         "samples_per_prompt": 4,
@@ -160,3 +200,84 @@ class DiffusionSamplingParams:
     def deterministic(self) -> DiffusionSamplingParams:
         """The same settings without any stochastic step."""
         return dataclasses.replace(self, sde_indices=(), sde_steps=None, tail_fraction=None)
+
+    def density_problem(self, step: int) -> str | None:
+        """No step has a log-prob. Raises ValueError where the stochastic steps cannot be chosen."""
+        try:
+            chosen = self.resolve_sde_indices(step)
+        except ValueError as error:
+            raise ValueError(f"sampling.sde_steps: {error}") from error
+        if chosen:
+            return None
+        return (
+            f"no step of sampling has one ({type(self.kernel).__name__}, {self.num_inference_steps} denoising steps, "
+            "the last always deterministic). Use a stochastic kernel such as unirl.sde.kernels.FlowSDEStrategy, and 2 "
+            "or more steps"
+        )
+
+    def for_evaluation(self, settings: Mapping[str, Any]) -> DiffusionSamplingParams:
+        """Without stochastic steps; another number of steps goes by the model's own schedule."""
+        sigmas = None if "num_inference_steps" in settings else self.sigmas
+        return dataclasses.replace(self.deterministic(), init_same_noise=False, **{"sigmas": sigmas, **settings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ARSamplingParams:
+    """Sampling of a track of text. Log-probs are those of the tempered distribution before top_p and top_k."""
+
+    max_new_tokens: int = 1024
+    """The longest response, tokens; one that reaches it is cut."""
+    samples_per_prompt: int = 1
+    """N, the size of a group."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 = the likeliest token always, which evaluations may use and training may not."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens until their mass reaches this; 1 = all."""
+    top_k: int = 0
+    """Keep so many of the likeliest tokens; 0 = all."""
+    min_new_tokens: int = 0
+    """No response ends before it has so many tokens."""
+    max_prompt_tokens: int = 1024
+    """A prompt that is longer, template and images included, is refused."""
+    stop: tuple[str, ...] = ()
+    """Further strings that end a response, beside the model's own tokens."""
+    seed: int = 42
+    """Seeds all randomness of the run: draws of tokens, data order, initial adapters."""
+
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k", "max_new_tokens")
+    toy: ClassVar[Mapping[str, object]] = {
+        "max_new_tokens": 8,
+        "samples_per_prompt": 4,
+        "max_prompt_tokens": 512,
+    }
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_new_tokens", 1), ("samples_per_prompt", 1), ("max_prompt_tokens", 1), ("top_k", 0)):
+            if self.__dict__[name] < low:
+                raise ValueError(f"sampling.{name} must be >= {low}, got {self.__dict__[name]}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"sampling.temperature must be >= 0, got {self.temperature:g}; 1 changes nothing")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p must lie in (0, 1], got {self.top_p:g}; 1 keeps every token")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens must lie in 0..max_new_tokens ({self.max_new_tokens}), "
+                f"got {self.min_new_tokens}"
+            )
+        if "" in self.stop:
+            raise ValueError(f"sampling.stop={list(self.stop)} holds the empty string, which stands everywhere")
+
+    def density_problem(self, step: int) -> str | None:
+        """Greedy decoding draws nothing."""
+        if self.temperature > 0:
+            return None
+        return (
+            "sampling.temperature=0 draws nothing: every response is the likeliest. Use sampling.temperature=1.0 "
+            "(evaluation.temperature=0 is fine)"
+        )
+
+    def for_evaluation(self, settings: Mapping[str, Any]) -> ARSamplingParams:
+        """These settings with others on top; a shorter response may end as early as it likes."""
+        longest = settings.get("max_new_tokens", self.max_new_tokens)
+        shortest = min(self.min_new_tokens, longest)
+        return dataclasses.replace(self, **{"min_new_tokens": shortest, **settings})

@@ -50,6 +50,14 @@ class LatentSegment(Batch):
         """Where the stochastic `steps` stand along S."""
         return [self.sde_indices.index(step) for step in steps]
 
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log about what was sampled: none, trajectories are all alike."""
+        return {}
+
+    def costs(self) -> Tensor | None:
+        """None: every row is the same work."""
+        return None
+
 
 def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, ...]:
     """The trajectory positions that replay needs: both ends of each stochastic step, and the sample."""
@@ -67,6 +75,7 @@ class TextSegment(Batch):
     logp: Tensor = packed()  # [sum L] behaviour log-prob per token, nats
     loss_mask: Tensor = packed()  # [sum L] bool, False at tokens that are context only
     offsets: Tensor = packed_offsets()  # [B + 1]
+    finished: Tensor = row()  # [B] bool, True where it ended by itself, False where it was cut at its longest
     temperature: float = shared()
     top_p: float = shared()
     top_k: int = shared()
@@ -76,3 +85,17 @@ class TextSegment(Batch):
     def lengths(self) -> Tensor:
         """[B] number of tokens per row."""
         return torch.diff(self.offsets)
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log about what was sampled: lengths in tokens, and the share that was cut."""
+        lengths = self.lengths.double()
+        return {
+            "rollout/response_len_mean": float(lengths.mean()),
+            "rollout/response_len_max": float(lengths.max()),
+            "rollout/response_len_min": float(lengths.min()),
+            "rollout/truncated_fraction": float((~self.finished).double().mean()),
+        }
+
+    def costs(self) -> Tensor | None:
+        """[B] how much work each row is beside the others: its tokens."""
+        return self.lengths

@@ -12,7 +12,7 @@ from unirl.models.hub import NOT_FOUND, components, model_directory, read_json
 from unirl.models.sd3.published import PUBLISHED
 from unirl.models.sd3.toy import TOY
 from unirl.sde.schedule import SigmaSchedule
-from unirl.types.protocols import ModelFacts
+from unirl.types.facts import LatentFacts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,9 +72,9 @@ class Architecture:
         """Pixels per latent element along a side."""
         return 1 if self.vae is None else 2 ** (len(self.vae["block_out_channels"]) - 1)
 
-    def facts(self, batch_multiple: int) -> ModelFacts:
+    def facts(self, batch_multiple: int) -> LatentFacts:
         """What the rest of the system needs to know."""
-        return ModelFacts(
+        return LatentFacts(
             family="sd3",
             trainable_attr="transformer",
             block_class_names=("JointTransformerBlock",),
@@ -129,7 +129,7 @@ def _public(config: Config) -> dict[str, Any]:
 class ModelEstimate:
     """Sizes of a model that has not been loaded."""
 
-    facts: ModelFacts
+    facts: LatentFacts
     parameters: Mapping[str, int]
     """By component."""
     linears: Mapping[str, tuple[int, int]]

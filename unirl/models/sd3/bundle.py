@@ -19,7 +19,8 @@ from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.text import SD3TextEncoder
 from unirl.models.sd3.toy import SEED, toy_tokenizers
 from unirl.models.sd3.vae import PixelDecoder, PixelEncoder, SD3Decoder, SD3Encoder
-from unirl.types.protocols import TORCH_DTYPES, DtypeName, ModelFacts
+from unirl.types.facts import LatentFacts
+from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ class SD3Bundle(DiffusionBundle):
         super().__init__(modules, facts, dtype=TORCH_DTYPES[dtype], device=device)
 
     @staticmethod
-    def facts_of(path: str, revision: str | None = None, device: torch.device = CPU) -> ModelFacts:
+    def facts_of(path: str, revision: str | None = None, device: torch.device = CPU) -> LatentFacts:
         """The facts of a model that is not loaded, from its configuration files."""
         return Architecture.of(path, revision).facts(batch_multiple(device))
 

@@ -17,8 +17,9 @@ from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import Inlet, Route
 from unirl.distributed.weight_sync.object_store import unpacked
 from unirl.types.batch import take_rows
+from unirl.types.facts import ModelFacts
 from unirl.types.primitives import Images
-from unirl.types.protocols import Capabilities, ModelFacts
+from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 

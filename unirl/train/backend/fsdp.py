@@ -40,7 +40,8 @@ from unirl.train.configs import (
     TrainTopology,
     ValueConfig,
 )
-from unirl.types.protocols import TORCH_DTYPES, ModelFacts
+from unirl.types.facts import ModelFacts
+from unirl.types.protocols import TORCH_DTYPES
 
 VALUE_HEAD = "value_head"
 """What the names of the value head's parameters begin with."""

@@ -11,6 +11,7 @@ from unirl.types.primitives import MediaRefs
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RECORDED, RolloutReq
 from unirl.types.rollout_resp import RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
 
 
 class RecordedRolloutEngine(TrainsideRolloutEngine):
@@ -42,5 +43,5 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
             return super().generate(req)
         named = req.primitives[RECORDED]
         assert isinstance(named, MediaRefs)
-        [spec] = req.tracks.values()
-        return self.recorder.record(req, read_pictures(named.refs, spec.sampling.height, spec.sampling.width))
+        _, params = req.only_track(DiffusionSamplingParams)
+        return self.recorder.record(req, read_pictures(named.refs, params.height, params.width))

@@ -19,7 +19,8 @@ from unirl.models.canary import CanaryAnswer, CanaryInputs, VelocityCanary, cana
 from unirl.models.lora import LoraSpec, adapter_names, idle_adapters, inject_lora
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.rollout.engine.base import DedicatedEngine
-from unirl.types.protocols import TORCH_DTYPES, Capabilities, DtypeName, ModelFacts
+from unirl.types.facts import ModelFacts
+from unirl.types.protocols import TORCH_DTYPES, Capabilities, DtypeName
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 

@@ -9,7 +9,8 @@ from typing import ClassVar, Protocol
 import torch
 
 from unirl.rollout.engine.base import RolloutEngine
-from unirl.types.protocols import Capabilities, ModelFacts, WeightSource
+from unirl.types.facts import ModelFacts
+from unirl.types.protocols import Capabilities, WeightSource
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
@@ -17,7 +18,8 @@ from unirl.types.rollout_resp import RolloutResp
 class Sampler(Protocol):
     """What the engine asks of a pipeline."""
 
-    facts: ModelFacts
+    @property
+    def facts(self) -> ModelFacts: ...
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp: ...
 

@@ -13,6 +13,7 @@ from unirl.config.placement import plan_of
 from unirl.config.preflight import preflight
 from unirl.config.recipes import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
+from unirl.reward.local.aesthetic import AestheticSpec
 
 RECIPES = [recipe.name for recipe in list_recipes()]
 
@@ -62,6 +63,22 @@ def test_a_class_says_its_own_toy_values_wherever_it_stands():
     assert recipe.value("reward.backend.config.path") == "toy"
     assert recipe.value("sampling.sde_steps.num_steps") == 2
     assert recipe.value("backend.lora_cfg.rank") == 4
+
+
+AESTHETIC = "unirl.reward.local.aesthetic.AestheticRewardScorer"
+
+
+@pytest.mark.parametrize("typed", [f"reward.backend._target_={AESTHETIC}", f"reward.backend={{_target_: {AESTHETIC}}}"])
+def test_a_class_that_is_typed_says_its_own_toy_values_too(typed):
+    recipe = load("diffusion/sd3_trainside", ["scale=toy", typed])
+    toy = dict(AestheticSpec.toy)
+    assert toy["path"] == "toy"
+    assert {name: recipe.value(f"reward.backend.config.{name}") for name in toy} == toy
+
+
+def test_what_is_typed_about_a_typed_class_wins_over_its_toy_values():
+    words = [f"reward.backend._target_={AESTHETIC}", "scale=toy", "reward.backend.config.path=/models/a"]
+    assert load("diffusion/sd3_trainside", words).value("reward.backend.config.path") == "/models/a"
 
 
 @pytest.mark.parametrize("updates", range(1, 13))

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from unirl.config.layers import Layer, Tree, fold, get, join, put
+from unirl.config.build import SPECIAL
+from unirl.config.layers import Layer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES
 from unirl.config.slabs import num_named, num_slabs, scaled
 from unirl.config.walk import schemas_of
@@ -40,7 +41,8 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
         typed: what the command line sets, which wins over these values.
     """
     schemas = schemas_of(tree, plugins)
-    toy: Tree = {}
+    # A class that is typed replaces the recipe's here already: values below the recipe's would fall together with it.
+    toy = _targets(typed or {})
     for path, schema in schemas.items():
         for name, value in schema.toy.items():
             put(toy, join(path, name), value)
@@ -54,6 +56,15 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
         put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((Layer("", tree), Layer("", toy)))))
     return Layer(SOURCE, toy)
+
+
+def _targets(typed: Tree) -> Tree:
+    """The classes that a tree names."""
+    found: Tree = {}
+    for path, value in leaves(typed):
+        if path.rpartition(".")[2] == SPECIAL and isinstance(value, str):
+            put(found, path, value)
+    return found
 
 
 def _is_small(own: Any, toy: Any) -> bool:

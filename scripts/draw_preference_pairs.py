@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from pretrain_quickstart import ALL, Drawing, caption, draw, held_out
+from quickstart_tasks import COLORED_SHAPES, Drawing
 
 SIZE = 512
 """Pixels along a side: what Stable Diffusion 3 recipes ask for."""
-SHOWN = [drawing for drawing in ALL if drawing not in held_out()]
-"""Held-out colors and shapes are in no picture."""
+TASK = COLORED_SHAPES
+"""Its held-out colors and shapes are in no picture."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Pair:
 def pairs(size: int, seed: int) -> Iterator[Pair]:
     """One pair for every drawing that may be seen."""
     rng = np.random.default_rng(seed)
-    for wanted in SHOWN:
+    for wanted in TASK.shown:
         wrong = another(wanted, rng)
-        yield Pair(caption(wanted), draw(wanted, size, rng), draw(wrong, size, rng))
+        yield Pair(TASK.caption(wanted), TASK.draw(wanted, size, rng), TASK.draw(wrong, size, rng))
 
 
 def another(wanted: Drawing, rng: np.random.Generator) -> Drawing:
     """A drawing that differs in color or in shape."""
-    near = [drawing for drawing in SHOWN if sum(a != b for a, b in zip(drawing, wanted, strict=True)) == 1]
+    near = [drawing for drawing in TASK.shown if sum(a != b for a, b in zip(drawing, wanted, strict=True)) == 1]
     return near[int(rng.integers(len(near)))]
 
 

@@ -1,11 +1,11 @@
-"""Makes the weights of the quick start: a small SD3 that draws coloured shapes well and half obeys its caption.
+"""Makes the weights of the quick start and of its variant with letters: a small SD3 that draws well and half obeys.
 
 The pictures are drawn here, so nothing is downloaded. Captions on the web are often wrong, and so are these: with
-probability `--wrong`, a caption names another color or another shape than the picture shows. So the model learns to
-draw every shape, and to trust a caption no further than it deserves. Making it follow the prompt is left to RL.
+probability `--wrong`, a caption names another color, shape or letter than the picture shows. So the model learns to
+draw everything, and to trust a caption no further than it deserves. Making it follow the prompt is left to RL.
 
-    python scripts/pretrain_quickstart.py --out unirl/models/sd3/quickstart      # about ten minutes on two cores
-    python scripts/pretrain_quickstart.py --prompts datasets/shapes              # the prompt files, at once
+    python scripts/pretrain_quickstart.py shapes --out unirl/models/sd3/quickstart      # about ten minutes on two cores
+    python scripts/pretrain_quickstart.py letters --out unirl/models/sd3/quickstart_letters
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unirl.reward.local.shapes import GROUND, PALETTE, SHAPES, coverage
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-Drawing = tuple[str, str]  # color, shape
-
-ALL: list[Drawing] = list(itertools.product(PALETTE, SHAPES))
-CAPTIONS = ("a {color} {shape}", "draw a {color} {shape}", "{color} {shape}", "a picture of a {color} {shape}")
-MAX_TOKENS = 8
-"""Begin, "a picture of a red circle", end."""
-SIZE = 24
-"""Pixels along a side."""
+from scripts.quickstart_tasks import SIZE, TASKS, Drawing, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,63 +37,10 @@ class Settings:
     steps: int = 3000
     batch_size: int = 64
     learning_rate: float = 2e-3
-    wrong: float = 0.5
-    """How often a caption names one attribute, color or shape, that is not the picture's."""
+    pictures: int = 9600
+    """Drawn once, to take batches from."""
     ema_decay: float = 0.999
     seed: int = 0
-
-
-# What is drawn, and what is said of it
-
-
-def held_out() -> list[Drawing]:
-    """A quarter of the combinations, never asked for in training: every color once, every shape at least once."""
-    shapes = list(SHAPES)
-    return [(color, shapes[i % len(shapes)]) for i, color in enumerate(PALETTE)]
-
-
-def caption(drawing: Drawing, style: int = 0) -> str:
-    """One of the wordings for a drawing."""
-    color, shape = drawing
-    return CAPTIONS[style].format(color=color, shape=shape)
-
-
-def noisy_caption(drawing: Drawing, wrong: float, rng: np.random.Generator) -> str:
-    """A caption in a random wording; with probability `wrong`, its color or its shape is a random other one."""
-
-    def other(shown: str, names: Sequence[str]) -> str:
-        others = [name for name in names if name != shown]
-        return others[int(rng.integers(len(others)))]
-
-    color, shape = drawing
-    if rng.random() < wrong:
-        color, shape = (
-            (other(color, list(PALETTE)), shape) if rng.random() < 0.5 else (color, other(shape, list(SHAPES)))
-        )
-    return caption((color, shape), int(rng.integers(len(CAPTIONS))))
-
-
-def draw(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndarray:
-    """[3, size, size] in [0, 1]: one flat anti-aliased shape; its place, size and color are a little random."""
-    color, shape = drawing
-    center = (0.5 + rng.uniform(-0.08, 0.08, 2)) * size
-    half = size * rng.uniform(0.26, 0.36)
-    cover = coverage(shape, size, (center[0], center[1]), (half, half))
-    ground = np.array(GROUND)
-    paint = np.clip(np.array(PALETTE[color]) + rng.normal(0, 0.02, 3), 0, 1)
-    return (ground[:, None, None] + (paint - ground)[:, None, None] * cover).astype(np.float32)
-
-
-def write_prompts(folder: Path) -> None:
-    """train.jsonl and eval.jsonl: a prompt and what it asks for per line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    out = set(held_out())
-    for name, drawings in (("train", [d for d in ALL if d not in out]), ("eval", held_out())):
-        rows = [
-            {"prompt": caption(drawing), "metadata": dict(zip(("color", "shape"), drawing, strict=True))}
-            for drawing in drawings
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 # The model
@@ -116,22 +57,22 @@ def merged(pieces: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
         pieces = [*pieces[:i], best[0] + best[1], *pieces[i + 2 :]]
 
 
-def build_tokenizer() -> Any:
-    """A CLIP tokenizer whose merges make one token of each of our words, and letters of any other."""
+def build_tokenizer(task: Task) -> Any:
+    """A CLIP tokenizer whose merges make one token of each word of the task, and letters of any other."""
     from transformers import CLIPTokenizer
 
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
-    words = {word for drawing in ALL for style in range(len(CAPTIONS)) for word in caption(drawing, style).split()}
+    captions = [task.caption(drawing, style) for drawing in task.drawings for style in range(len(task.captions))]
     merges: list[tuple[str, str]] = []
-    for word in sorted(words):
+    for word in sorted({word for text in captions for word in text.split() if word.isalpha()}):
         parts = merged([*word[:-1], word[-1] + "</w>"], merges)
         while len(parts) > 1:
             merges.append((parts[0], parts[1]))
             pieces.append(parts[0] + parts[1])
             parts = merged(parts, merges)
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=task.max_tokens)
 
 
 def build_text_encoder(tokenizer: Any, width: int = 64) -> Any:
@@ -144,7 +85,7 @@ def build_text_encoder(tokenizer: Any, width: int = 64) -> Any:
         intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=MAX_TOKENS,
+        max_position_embeddings=tokenizer.model_max_length,
         projection_dim=width,
         hidden_act="gelu",
         bos_token_id=tokenizer.bos_token_id,
@@ -183,10 +124,10 @@ class Model:
     transformer: Any
 
     @staticmethod
-    def build(seed: int) -> Model:
+    def build(task: Task, seed: int) -> Model:
         """Fresh weights."""
         torch.manual_seed(seed)
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer(task)
         return Model(tokenizer, build_text_encoder(tokenizer), build_transformer())
 
     def parameters(self) -> list[Tensor]:
@@ -237,14 +178,16 @@ class Model:
 class Stock:
     """Ready-made pictures to take batches from."""
 
+    task: Task
     drawings: list[Drawing]
     pictures: Tensor  # [n, 3, H, W] in [-1, 1]
 
     @staticmethod
-    def make(per_drawing: int, rng: np.random.Generator) -> Stock:
-        drawings = [drawing for drawing in ALL for _ in range(per_drawing)]
-        pixels = torch.from_numpy(np.stack([draw(drawing, SIZE, rng) for drawing in drawings]))
-        return Stock(drawings, 2 * pixels - 1)
+    def make(task: Task, number: int, rng: np.random.Generator) -> Stock:
+        """As many of each drawing; `number` in all."""
+        drawings = [drawing for drawing in task.drawings for _ in range(number // len(task.drawings))]
+        pixels = torch.from_numpy(np.stack([task.draw(drawing, SIZE, rng) for drawing in drawings]))
+        return Stock(task, drawings, 2 * pixels - 1)
 
 
 def learning_rate(step: int, settings: Settings) -> float:
@@ -253,17 +196,17 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.learning_rate * min(1.0, (step + 1) / 50) * decay
 
 
-def train(model: Model, settings: Settings) -> None:
+def train(model: Model, task: Task, settings: Settings, wrong: float) -> None:
     """Flow matching: regress noise minus picture at logit-normal sigmas; the model ends with averaged weights."""
     rng = np.random.default_rng(settings.seed)
-    stock = Stock.make(400, rng)
+    stock = Stock.make(task, settings.pictures, rng)
     parameters = model.parameters()
     average = [p.detach().clone() for p in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
     start = time.time()
     for step in range(settings.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
-        loss = flow_matching_loss(model, stock, settings, rng)
+        loss = flow_matching_loss(model, stock, settings.batch_size, wrong, rng)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -275,33 +218,31 @@ def train(model: Model, settings: Settings) -> None:
     torch._foreach_copy_([p.detach() for p in parameters], average)
 
 
-def flow_matching_loss(model: Model, stock: Stock, settings: Settings, rng: np.random.Generator) -> Tensor:
+def flow_matching_loss(model: Model, stock: Stock, rows: int, wrong: float, rng: np.random.Generator) -> Tensor:
     """Mean squared error of the velocity on one batch of fresh noise, sigmas and captions."""
-    rows = rng.integers(len(stock.drawings), size=settings.batch_size)
-    captions = [noisy_caption(stock.drawings[row], settings.wrong, rng) for row in rows]
-    tokens = model.tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
-    x0 = stock.pictures[rows]
+    chosen = rng.integers(len(stock.drawings), size=rows)
+    captions = [stock.task.noisy_caption(stock.drawings[row], wrong, rng) for row in chosen]
+    tokens = model.tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
+    x0 = stock.pictures[chosen]
     noise = torch.randn_like(x0)
-    sigma = torch.sigmoid(torch.randn(len(rows)))
+    sigma = torch.sigmoid(torch.randn(rows))
     s = sigma[:, None, None, None]
     return (model.velocity((1 - s) * x0 + s * noise, sigma, tokens) - (noise - x0)).square().mean()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder to write the model to")
-    parser.add_argument("--prompts", type=Path, help="folder to write train.jsonl and eval.jsonl to")
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--wrong", type=float, help="share of wrong captions (default: the task's)")
     for name, default in vars(Settings()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     args = vars(parser.parse_args())
-    out, prompts = args.pop("out"), args.pop("prompts")
-    if prompts:
-        write_prompts(prompts)
-    if out:
-        settings = Settings(**args)
-        model = Model.build(settings.seed)
-        train(model, settings)
-        model.save(out)
+    task, out, wrong = TASKS[args.pop("task")], args.pop("out"), args.pop("wrong")
+    settings = Settings(**args)
+    model = Model.build(task, settings.seed)
+    train(model, task, settings, task.wrong if wrong is None else wrong)
+    model.save(out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from pretrain_quickstart import SIZE
+from quickstart_tasks import SIZE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

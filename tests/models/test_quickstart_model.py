@@ -1,46 +1,98 @@
-"""The shipped model is small, complete, and reads every prompt that the quick start asks of it."""
+"""The shipped models are small, complete, and read every prompt that is asked of them; what they learned is legible."""
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
-from scripts.pretrain_quickstart import ALL, MAX_TOKENS, SIZE, build_tokenizer, held_out, write_prompts
+from scripts.pretrain_quickstart import build_tokenizer
+from scripts.quickstart_tasks import LETTERS, SIZE, TASKS, TWO_LETTERS, Task
 from tests.source_tree import ROOT
 from unirl.models.sd3.architecture import SHIPPED
+from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec
+from unirl.types.reward import RewardRequest
+
+LEARNED = {"quickstart": "shapes", "quickstart_letters": "letters"}
+NUM_TOKENS = {"shapes": 3, "letters": 8}
+"""Of the wording in the prompt files: its words, quotes and letters."""
+
+every_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
-def prompts() -> list[str]:
-    files = [ROOT / f"datasets/shapes/{name}.jsonl" for name in ("train", "eval")]
+def prompts(name: str) -> list[str]:
+    files = [ROOT / f"datasets/{name}/{split}.jsonl" for split in ("train", "eval")]
     return [json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()]
 
 
-def test_the_shipped_files_take_at_most_six_megabytes():
-    assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) <= 6_000_000
+def tokenizer_of(model: str, fresh: bool):
+    from transformers import CLIPTokenizer
+
+    return (
+        build_tokenizer(TASKS[LEARNED[model]]) if fresh else CLIPTokenizer.from_pretrained(SHIPPED[model] / "tokenizer")
+    )
+
+
+@pytest.mark.parametrize("model", SHIPPED)
+def test_the_shipped_files_take_at_most_six_megabytes(model):
+    assert sum(path.stat().st_size for path in SHIPPED[model].rglob("*") if path.is_file()) <= 6_000_000
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["built", "shipped"])
-def test_every_word_of_every_prompt_is_one_token(fresh):
-    from transformers import CLIPTokenizer
+@pytest.mark.parametrize("model", SHIPPED)
+def test_every_word_quote_and_letter_of_every_prompt_is_one_token(model, fresh):
+    name, tokenizer = LEARNED[model], tokenizer_of(model, fresh)
+    for prompt in prompts(name):
+        assert len(tokenizer(prompt).input_ids) == NUM_TOKENS[name] + 2 <= TASKS[name].max_tokens
 
-    tokenizer = build_tokenizer() if fresh else CLIPTokenizer.from_pretrained(SHIPPED / "tokenizer")
-    for prompt in prompts():
-        assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2 <= MAX_TOKENS
+
+@pytest.mark.parametrize("model", SHIPPED)
+def test_captions_that_differ_have_different_tokens(model):
+    task, tokenizer = TASKS[LEARNED[model]], tokenizer_of(model, fresh=False)
+    said = [task.caption(drawing, style) for drawing in task.drawings for style in range(len(task.captions))]
+    assert len({tuple(tokens) for tokens in tokenizer(said).input_ids}) == len(set(said)) == len(said)
 
 
-def test_the_model_paints_pictures_of_the_size_that_the_recipe_asks_for():
-    config = json.loads((SHIPPED / "transformer/config.json").read_text())
+@pytest.mark.parametrize("model", SHIPPED)
+def test_the_model_paints_pictures_of_the_size_that_the_recipe_asks_for(model):
+    config = json.loads((SHIPPED[model] / "transformer/config.json").read_text())
     assert (config["sample_size"], config["in_channels"]) == (SIZE, 3)
 
 
-def test_every_color_and_shape_is_trained_and_the_held_out_combinations_are_not():
-    out = set(held_out())
-    trained = set(ALL) - out
-    assert out and out < set(ALL)
-    for axis in range(len(ALL[0])):
-        assert {drawing[axis] for drawing in trained} == {drawing[axis] for drawing in ALL}
+@every_task
+def test_every_value_is_trained_and_the_held_out_combinations_are_not(task: Task):
+    trained = set(task.shown)
+    assert task.held_out and trained == set(task.drawings) - task.held_out
+    for axis, values in enumerate(task.attributes.values()):
+        assert {drawing[axis] for drawing in trained} == {drawing[axis] for drawing in task.held_out} == set(values)
 
 
-def test_the_prompt_files_are_those_that_the_script_writes(tmp_path):
-    write_prompts(tmp_path)
-    for name in ("train.jsonl", "eval.jsonl"):
-        assert (tmp_path / name).read_text() == (ROOT / "datasets/shapes" / name).read_text()
+@every_task
+def test_a_caption_is_wrong_as_often_as_asked_and_in_one_attribute(task: Task):
+    rng, drawing = np.random.default_rng(0), task.drawings[5]
+    by_caption = {task.caption(d, style): d for d in task.drawings for style in range(len(task.captions))}
+    said = [by_caption[task.noisy_caption(drawing, task.wrong, rng)] for _ in range(2000)]
+    differing = np.array([sum(a != b for a, b in zip(d, drawing, strict=True)) for d in said])
+    assert set(differing) == {0, 1}
+    assert abs(differing.mean() - task.wrong) < 4 * (0.25 / len(said)) ** 0.5
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_prompt_files_are_those_that_the_script_writes(name, tmp_path):
+    TASKS[name].write_prompts(tmp_path)
+    for file in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / file).read_text() == (ROOT / "datasets" / name / file).read_text()
+
+
+def test_the_reader_reads_what_the_letters_model_learned_from():
+    """Each letter in both places, as the recipe's reward reads it."""
+    rng = np.random.default_rng(0)
+    drawings = [(first, LETTERS[i - 1]) for i, first in enumerate(LETTERS)] * 3
+    pictures = torch.from_numpy(np.stack([TWO_LETTERS.draw(drawing, SIZE, rng) for drawing in drawings]))
+    request = RewardRequest(
+        sample_ids=[f"s{i}" for i in range(len(drawings))],
+        prompts=[TWO_LETTERS.caption(drawing) for drawing in drawings],
+        images=pictures,
+    )
+    scores = OCRRewardScorer(config=OCRSpec(detect=False, num_threads=2)).score(request).total
+    assert scores.mean() >= 0.97 and (scores == 1).float().mean() >= 0.95

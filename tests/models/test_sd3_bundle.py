@@ -72,14 +72,11 @@ def test_a_pixel_model_has_a_picture_for_a_latent(pixel: SD3Pipeline) -> None:
     assert pixel.decoder.decode(latents)[0, 0, 0].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
-def test_the_shipped_model_loads() -> None:
-    if not SHIPPED.is_dir():
-        pytest.skip("the quick start's weights are not in this checkout")
-    facts = SD3Bundle.facts_of("quickstart")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_model_loads(name: str) -> None:
+    facts = SD3Bundle.facts_of(name)
     assert facts.vae_scale == 1
-    assert dict(SD3Bundle.estimate("quickstart").parameters) == num_parameters(
-        SD3Bundle(path="quickstart", dtype="fp32")
-    )
+    assert dict(SD3Bundle.estimate(name).parameters) == num_parameters(SD3Bundle(path=name, dtype="fp32"))
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-SHIPPED = Path(__file__).parent / "quickstart"
+SHIPPED = {name: Path(__file__).parent / name for name in ("quickstart",)}
+"""Directories of the small models that are shipped, by the path that names them."""
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 LORA_TARGETS = tuple(
     f"attn.{name}"
@@ -40,7 +41,7 @@ class Architecture:
 
     @staticmethod
     def of(path: str, revision: str | None = None) -> Architecture:
-        """The architecture of `toy`, `quickstart`, a directory or a hub id, without reading weights.
+        """The architecture of `toy`, a shipped model, a directory or a hub id, without reading weights.
 
         A hub id whose configuration is built in needs no connection.
         """
@@ -117,8 +118,8 @@ class Architecture:
 
 
 def directory_of(path: str, revision: str | None, *, configs_only: bool = False) -> Path:
-    """The directory behind `path`, of which `quickstart` is the one that is shipped."""
-    return model_directory(str(SHIPPED) if path == "quickstart" else path, revision, configs_only=configs_only)
+    """The directory behind `path`: a shipped one, or what the user has or fetches."""
+    return model_directory(str(SHIPPED.get(path, path)), revision, configs_only=configs_only)
 
 
 def _public(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 from diffusers classes: a hub id, a directory, the toy, or the shipped quick start."""
+"""Stable Diffusion 3 and 3.5 from diffusers classes: a hub id, a directory, the toy, or a shipped small model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class SD3Bundle(DiffusionBundle):
         """
         Args:
             components: load the transformer and these only; absent = all.
-            path: a hub id, a directory in the diffusers layout, `toy` (tiny, random) or `quickstart` (shipped).
+            path: a hub id, a directory in the diffusers layout, `toy` (tiny, random), or the name
+                of a shipped small model (`SHIPPED`).
             revision: branch, tag or commit of a hub id.
             dtype: what transformer and encoders compute in; the VAE is fp32.
             meta_init: leave the transformer without storage: the backend that trains it reads its shards only.

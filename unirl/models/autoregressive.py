@@ -1,13 +1,28 @@
-"""What a policy over tokens offers to losses: recorded tokens under the current weights."""
+"""The policy of every language model, written once: sample a response, replay it under the current weights.
+
+A family adds a network (a `TokenPolicy`): one forward over packed tokens.
+
+    sample:  prompts --prefill--> slots --draw, one forward a token--> responses      finished rows make room for others
+    replay:  prompts and responses, end to end, one forward --> log-prob, entropy, value of each token
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from unirl.types.conditions import Conditions
+from unirl.models.canary import CanaryAnswer
+from unirl.models.chat import TextCodec
+from unirl.models.tools import ToolBox
+from unirl.models.value import TokenValueHead
+from unirl.sde.noise import NoiseSource
+from unirl.types.conditions import Conditions, PromptTokens
+from unirl.types.facts import LanguageFacts
+from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
 ValueGradient = Literal["head", "policy"]
@@ -51,3 +66,56 @@ class TokenStage(Protocol):
                 gradient of that goes; absent = the head is not asked.
         """
         ...
+
+
+class ARStage:
+    """Samples and replays with one network. Rows are independent of their neighbours."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        facts: LanguageFacts,
+        codec: TextCodec,
+        autocast_dtype: torch.dtype = torch.float32,
+        tools: ToolBox | None = None,
+    ) -> None:
+        """
+        Args:
+            network: a `TokenPolicy`, adapted and sharded as it may be.
+            tools: what answers in the middle of a response; absent = nothing does.
+        """
+        self.network = network
+        self.facts = facts
+        self.codec = codec
+        self.autocast_dtype = autocast_dtype
+        self.tools = tools
+        self.value_head: nn.Module | None = None
+
+    def build_value_head(self, width: int, seed: int) -> TokenValueHead:
+        """A fresh value head for the hidden states of this model."""
+        return TokenValueHead.of(self.facts.hidden_size, width, seed)
+
+    def sample(
+        self, conditions: Conditions, params: ARSamplingParams, noise: NoiseSource, ids: Sequence[str], slots: int
+    ) -> TextSegment:
+        """One response per row of `conditions`, `slots` of them in the making at a time.
+
+        Token t of a row is the inverse CDF, in the order of the vocabulary, of the distribution that top_k and top_p
+        leave, at entry t of the draw `tok` of the row's id.
+        """
+        raise NotImplementedError
+
+    def replay(
+        self,
+        conditions: Conditions,
+        segment: TextSegment,
+        *,
+        entropy: bool = False,
+        values: ValueGradient | None = None,
+    ) -> TokenReplay:
+        """The contract of `TokenStage`."""
+        raise NotImplementedError
+
+    def canary(self, inputs: PromptTokens) -> CanaryAnswer:
+        """The logits [B, V] of what follows each of the prompts `inputs`."""
+        raise NotImplementedError

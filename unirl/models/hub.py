@@ -12,6 +12,7 @@ from unirl.config.errors import DataError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MODEL_INDEX = "model_index.json"
+CONFIG = "config.json"
 NOT_FOUND = 4001
 """Error code: a model that is not found, not reachable, gated or not what it should be."""
 _UNUSED_WEIGHTS = ("*.fp16*", "*.bin", "*.msgpack", "*.onnx", "*.ckpt")
@@ -37,6 +38,32 @@ def model_directory(path: str, revision: str | None, *, configs_only: bool = Fal
     for name in components(root):
         patterns += [f"{name}/*.json"] if configs_only else [f"{name}/*"]
     return _with_index(_fetch(path, revision, patterns))
+
+
+def language_directory(path: str, revision: str | None, *, configs_only: bool = False) -> Path:
+    """A directory as `save_pretrained` of transformers writes it, for `path`: that directory, or the hub's files.
+
+    `configs_only` leaves the weights out. Raises DataError with the way out when there is no such model.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        root = local
+    elif HUB_ID.fullmatch(path):
+        patterns = ["*.json", "*.jinja", "*.txt"]
+        root = _fetch(path, revision, patterns if configs_only else [*patterns, "*.safetensors"])
+    else:
+        raise DataError(
+            f"bundle.path={path!r}: no such directory. Give a directory that `model.save_pretrained` wrote, a hub id "
+            "such as Qwen/Qwen3-4B-Base, or toy",
+            code=NOT_FOUND,
+        )
+    if not (root / CONFIG).is_file():
+        raise DataError(
+            f"bundle.path={str(root)!r} has no {CONFIG}: it is no model directory of transformers. Give the folder "
+            "that `model.save_pretrained` and `tokenizer.save_pretrained` wrote",
+            code=NOT_FOUND,
+        )
+    return root
 
 
 def components(root: Path) -> dict[str, tuple[str, str]]:

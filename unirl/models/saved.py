@@ -16,6 +16,9 @@ from unirl.config.errors import DataError
 from unirl.models.hub import NOT_FOUND
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+"""The file of a component of diffusers; a larger one is cut into several, which an index beside them names."""
+LANGUAGE_WEIGHTS = "model.safetensors"
+"""The same of a model of transformers."""
 
 
 class SavedWeights(Protocol):
@@ -45,11 +48,12 @@ class ModuleWeights:
 
 
 class SafetensorsWeights:
-    """The tensors of a component's folder in the diffusers layout; only the rows that are asked for are read."""
+    """The tensors of a folder that diffusers or transformers wrote; only the rows that are asked for are read."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, name: str = WEIGHTS) -> None:
         self.folder = folder
         self.dtype = dtype
+        self.name = name
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
@@ -61,9 +65,9 @@ class SafetensorsWeights:
     @cached_property
     def _files(self) -> dict[str, Any]:
         """Tensor name -> the open file that holds it."""
-        index = self.folder / f"{WEIGHTS}.index.json"
+        index = self.folder / f"{self.name}.index.json"
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS]
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [self.name]
             files = [safe_open(self.folder / name, "pt") for name in names]
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise DataError(

@@ -25,7 +25,6 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.fingerprint import fingerprint
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
-from unirl.models.canary import VelocityCanary
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.toy import ToyBundle, ToyPipeline
 from unirl.train.backend.base import OptimizerConfig
@@ -57,8 +56,7 @@ def engine_of(shape: dict[str, int], siblings: Any) -> Any:
 
 
 def sender_of(neighbour: str, siblings: Any) -> Any:
-    canary = VelocityCanary(siblings["bundle"].stage())
-    return WeightSender(siblings["backend"], canary, siblings.get(neighbour))
+    return WeightSender(siblings["backend"], siblings["bundle"].stage(), siblings.get(neighbour))
 
 
 def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> EngineSync:

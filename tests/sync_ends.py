@@ -15,7 +15,6 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
-from unirl.models.canary import VelocityCanary
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.toy import ToyBundle, ToyPipeline
@@ -87,7 +86,7 @@ def ends(
     trained = pipeline()
     backend = FaultyBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
     replica = FaultyEngine((engine_pipeline or pipeline)(), **(engine or {}))
-    sender = WeightSender(backend, VelocityCanary(trained.stage), replica if neighbours else None)
+    sender = WeightSender(backend, trained.stage, replica if neighbours else None)
     pool = open_pool("local", 2, deadline_s=20.0)
     links = [placed(pool, i, name, role) for i, (name, role) in enumerate([("sender", sender), ("rollout", replica)])]
     return Ends(backend, trained, replica, sender, EngineSync(*links, **keys))

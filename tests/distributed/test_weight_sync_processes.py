@@ -15,7 +15,6 @@ from unirl.distributed.group import Pool, Remote, broadcast, collect
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
-from unirl.models.canary import VelocityCanary
 from unirl.testing.toy import toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -64,8 +63,7 @@ def make_backend(lora: LoraConfig | None, siblings: Any) -> MovingBackend:
 
 
 def make_sender(siblings: Any) -> WeightSender:
-    canary = VelocityCanary(siblings["bundle"].stage())
-    return WeightSender(siblings["backend"], canary, siblings.get("rollout"))
+    return WeightSender(siblings["backend"], siblings["bundle"].stage(), siblings.get("rollout"))
 
 
 def make_bundle(siblings: Any) -> Any:

@@ -18,7 +18,6 @@ from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.distributed import current
 from unirl.distributed.weight_sync.sender import WeightSender
-from unirl.models.canary import VelocityCanary
 from unirl.testing.toy import ToyBundle, toy_track
 from unirl.train.backend.base import LrSchedulerConfig, OptimizerConfig
 from unirl.train.backend.fsdp import VALUE_HEAD, FSDPBackend
@@ -233,7 +232,7 @@ def test_a_gradient_of_the_head_that_is_not_finite_skips_the_update_and_is_named
 
 
 def sent(setup: Setup, merged: bool) -> dict[str, Any]:
-    layout = WeightSender(setup.backend, VelocityCanary(setup.stage)).prepare(merge_adapters=merged)
+    layout = WeightSender(setup.backend, setup.stage).prepare(merge_adapters=merged)
     return {name: (info.shape, info.dtype) for name, info in layout.tensors.items()}
 
 

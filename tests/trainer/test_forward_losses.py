@@ -82,7 +82,7 @@ def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None
             def pixels(weights: str) -> torch.Tensor:
                 trainer.parts.sync.push(trainer.version, weights)
                 resp = trainer.roles.rollout.generate(req.replace(weights=weights))
-                return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded)
+                return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
 
             old, live = pixels("old"), pixels("live")
             report = trainer.publish(9)

@@ -74,7 +74,7 @@ def watched(trainer: Trainer) -> list[tuple[RolloutTrack, torch.Tensor]]:
     learn = trainer.roles.stack.train_track
 
     def watch(track: RolloutTrack, now: Moment) -> TrainStepResult:
-        trained.append((track, trainer.roles.rollout.preview(track.decoded)))
+        trained.append((track, trainer.roles.rollout.preview(track.decoded).pixels))
         return learn(track, now)
 
     trainer.roles.stack.methods["train_track"] = watch

@@ -61,7 +61,7 @@ def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
         track = resp.tracks["image"]
         made.logp.append(track.segment.logp)
         made.rewards.append(track.rewards)
-        made.pictures.append(trainer.roles.rollout.preview(track.decoded))
+        made.pictures.append(trainer.roles.rollout.preview(track.decoded).pixels)
         return resp
 
     trainer.produce = watched

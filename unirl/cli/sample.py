@@ -65,7 +65,7 @@ def _draw(trainer, texts: Sequence[str]):
     from unirl.data.datasets import Prompt
 
     _, resp = trainer.draw([Prompt(text=text, prompt_id=f"{i:03d}") for i, text in enumerate(texts)])
-    return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded)
+    return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
 
 
 def _save(pictures, columns: int, folder: Path) -> Path:

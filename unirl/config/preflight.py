@@ -95,6 +95,7 @@ def check_combination(config: RecipeConfig, needs: Needs) -> None:
 def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
     engine, name = capabilities_of(config.rollout), config.rollout.schema.owner.__name__
     loss = config.algorithm.schema.owner.__name__
+    made = capabilities_of(config.pipeline).modalities
     rewards = {node.path: capabilities_of(node) for node in nodes_below(config.reward) if _declares(node)}
     updates = config.stack.values["num_updates_per_batch"]
     yield from _recorded_problems(config, needs, loss, name)
@@ -109,11 +110,14 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
         backend = config.backend.schema.owner.__name__
         yield f"{loss} trains a value head, which {backend} cannot. Use unirl.train.backend.fsdp.FSDPBackend"
     for path, reward in rewards.items():
-        if reward.modalities and engine.modalities and not set(reward.modalities) & set(engine.modalities):
+        if reward.modalities and made and not set(reward.modalities) & set(made):
             yield (
-                f"{path} scores {' and '.join(reward.modalities)}, and {name} makes {' and '.join(engine.modalities)}. "
-                "Choose a reward for this modality"
+                f"{path} scores {' and '.join(reward.modalities)}, and {config.pipeline.schema.owner.__name__} makes "
+                f"{' and '.join(made)}. Choose a reward for this modality"
             )
+    if engine.modalities and made and not set(engine.modalities) & set(made):
+        pipeline = config.pipeline.schema.owner.__name__
+        yield f"{name} gives {' and '.join(engine.modalities)}, and {pipeline} makes {' and '.join(made)}"
     if config.evaluation.weights == "ema" and config.backend.values.get("ema_cfg") is None:
         yield "evaluation.weights=ema needs an average to evaluate: write backend.ema_cfg={} or evaluation.weights=live"
 

@@ -5,19 +5,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import ConfigError
+from unirl.models.canary import CanaryAnswer
 from unirl.models.diffusion import Denoiser, DiffusionStage
 from unirl.models.saved import SavedWeights
+from unirl.types.batch import Batch
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.facts import LatentFacts, ModelFacts
+from unirl.types.protocols import Capabilities
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp
 
 
-class Bundle:
+class Stage(Protocol):
+    """What every policy has, of whatever domain. How it samples and replays is its domain's own contract."""
+
+    autocast_dtype: torch.dtype
+    """The compute dtype of the network."""
+
+    def canary(self, inputs: Any) -> CanaryAnswer:
+        """The network's answer to its pipeline's `canary_inputs`, which are on its device."""
+        ...
+
+
+class Bundle(ABC):
     """One checkpoint: modules by component name, of which `facts.trainable_attr` is trained, the others frozen.
 
     Backends change the trained module in place (adapters, sharding), so every holder of the bundle sees the same
@@ -41,6 +57,10 @@ class Bundle:
     def trainable(self) -> nn.Module:
         """The module that is trained."""
         return self.modules[self.facts.trainable_attr]
+
+    @abstractmethod
+    def stage(self) -> Stage:
+        """The trained network as a policy that samples and replays; it needs no other component."""
 
     def saved(self) -> SavedWeights:
         """The trained module's own weights in the checkpoint, read row by row."""
@@ -92,6 +112,38 @@ def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+class Pipeline(Protocol):
+    """A request in, a response out, with one bundle: what engines ask, of whatever domain."""
+
+    capabilities: ClassVar[Capabilities]
+    """What it makes: its modalities."""
+
+    @property
+    def bundle(self) -> Bundle: ...
+
+    @property
+    def stage(self) -> Stage: ...
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
+        """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows at a time."""
+        ...
+
+    def canary_inputs(self) -> Batch:
+        """What two networks are asked that should hold the same weights."""
+        ...
+
+    def offload(self, names: Sequence[str]) -> None:
+        """Move components of the bundle to main memory."""
+        ...
+
+    def onload(self, names: Sequence[str]) -> None:
+        """Move components of the bundle to its device."""
+        ...
+
+
 class TextEncoder(Protocol):
     """Prompts to conditions, by the frozen encoders of one checkpoint."""
 
@@ -123,13 +175,13 @@ class Encoder(Protocol):
         ...
 
 
-class DiffusionBundle(Bundle, ABC):
+class DiffusionBundle(Bundle):
     """A bundle of a denoising model: what its pipeline is made of."""
 
     facts: LatentFacts
 
     def stage(self) -> DiffusionStage:
-        """The trained network as a policy that samples and replays; it needs no other component."""
+        """The trained network as a velocity field that samples and replays."""
         return DiffusionStage(self.denoiser(), self.facts, self.dtype)
 
     @abstractmethod

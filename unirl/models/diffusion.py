@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from unirl.models.canary import CanaryAnswer, LatentCanary
 from unirl.models.chunks import filled_rows, select_conditions
 from unirl.models.guidance import Guidance
 from unirl.models.value import ValueHead, pooled_text
@@ -149,6 +150,10 @@ class DiffusionStage:
         text = pooled_text(conditions)
         said = self.value_head(x, sigma, None if text is None else text.repeat(len(steps), 1))
         return said.unflatten(0, (len(steps), len(segment))).transpose(0, 1)
+
+    def canary(self, inputs: LatentCanary) -> CanaryAnswer:
+        """The velocity without guidance at `inputs`, which are on the network's device."""
+        return CanaryAnswer(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, Guidance()))
 
     def _rows(self, count: int) -> list[int]:
         return filled_rows(count, self.facts.batch_multiple)

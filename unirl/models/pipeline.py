@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.models.base import DiffusionBundle
+from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
 from unirl.models.embeddings import PromptEmbeddings
 from unirl.models.guidance import NEGATIVE
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions
 from unirl.types.primitives import Images
+from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 BundleT = TypeVar("BundleT", bound=DiffusionBundle)
+
+CANARY_SIGMA = 0.5
+CANARY_SIDE_TOKENS = 4
+CANARY_SEQUENCE_LENGTH = 32
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class _Draw:
 
 class DiffusionPipeline(Generic[BundleT]):
     """Text to image with one bundle, which brings denoiser, encoders and decoder of its family."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
 
     def __init__(
         self,
@@ -86,6 +94,15 @@ class DiffusionPipeline(Generic[BundleT]):
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.record(self.latents_of(images), params, noise)
         return _response(req, conditions, segment, images)
+
+    def canary_inputs(self) -> LatentCanary:
+        """Fixed prompts as the pipeline's own encoders see them, and keyed noise halfway down the schedule."""
+        side = CANARY_SIDE_TOKENS * self.facts.vae_scale * self.facts.patch_size
+        return LatentCanary(
+            x=NoiseSource(0, "eval", 0).normal(list(IDS), "x", self.facts.latent_shape(side, side)),
+            sigma=torch.full((len(PROMPTS),), CANARY_SIGMA),
+            conditions={"text": self.embed(PROMPTS, CANARY_SEQUENCE_LENGTH)},
+        )
 
     def offload(self, names: Sequence[str]) -> None:
         """Move components of the bundle to main memory."""

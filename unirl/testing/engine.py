@@ -13,7 +13,6 @@ from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
-from unirl.models.canary import VelocityCanary
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
@@ -62,7 +61,7 @@ def join(
     pool: Pool, engine: DedicatedEngine, pipeline: DiffusionPipeline[Any], backend: TrainBackend, **keys: Any
 ) -> EngineSync:
     """The sync between a trainer and an engine of this process, on two devices of a local pool."""
-    sender = WeightSender(backend, VelocityCanary(pipeline.stage), engine)
+    sender = WeightSender(backend, pipeline.stage, engine)
     return EngineSync(_placed(pool, 0, "sender", sender), _placed(pool, 1, "rollout", engine), **keys)
 
 

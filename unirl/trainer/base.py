@@ -274,7 +274,7 @@ class Trainer(ABC):
             rows = scored_rows(track)
             req, track = req.select(rows), track.select(rows)
             chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
-            pictures = pixels(self.roles.rollout.preview(track.decoded.select(chosen)))
+            pictures = pixels(self.roles.rollout.preview(track.decoded.select(chosen)).pixels)
             self.tracker.samples(done, SampleTable(sample_rows(req.select(chosen), track.select(chosen)), pictures))
 
     def finish_step(self) -> None:

@@ -26,7 +26,6 @@ from unirl.distributed.group.remote import Remote, Siblings
 from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import Link
-from unirl.models.canary import VelocityCanary
 from unirl.models.differentiable import DifferentiableStage
 
 ENGINE = {"bundle": "engine_bundle", "pipeline": "engine_pipeline"}
@@ -110,8 +109,7 @@ def make_sender(engine: Any | None, siblings: Siblings) -> WeightSender:
     Args:
         engine: the engine when it lives in the driver's process; else it may be a sibling, or in another process.
     """
-    canary = VelocityCanary(siblings["stage"])
-    return WeightSender(siblings["backend"], canary, engine or siblings.get("rollout"))
+    return WeightSender(siblings["backend"], siblings["stage"], engine or siblings.get("rollout"))
 
 
 def _required(sync: Node | None) -> Node:

@@ -92,7 +92,7 @@ def constant_reward(track: RolloutTrack) -> float | None:
     return float(rewards[0]) if len(rewards) > 1 and bool((rewards == rewards[0]).all()) else None
 
 
-def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Tensor]) -> EvalResult:
+def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Any]) -> EvalResult:
     """The scores of an evaluation with what was asked and what was drawn; rows without a reward are counted.
 
     Raises:
@@ -114,7 +114,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], T
         components=dict(track.component_rewards or {}),
         watched=dict(track.watched_rewards or {}),
         unscored=unscored,
-        images=preview(track.decoded),
+        images=preview(track.decoded).pixels,
     )
 
 

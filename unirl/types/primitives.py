@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, packed, packed_offsets, row
@@ -23,10 +24,26 @@ class MediaRef:
 
 
 @dataclass(kw_only=True, eq=False)
+class Pictures(Batch):
+    """Samples as people see them: small enough for the driver."""
+
+    pixels: Tensor = row()  # [B, 3, H, W] uint8
+
+    @classmethod
+    def of(cls, pixels: Tensor) -> Pictures:
+        """From pixels [B, 3, H, W] in [0, 1]."""
+        return cls(pixels=(pixels * 255).round().to(torch.uint8).cpu())
+
+
+@dataclass(kw_only=True, eq=False)
 class Texts(Batch):
     """One text per row."""
 
     texts: list[str] = row()
+
+    def preview(self) -> Texts:
+        """For people to read."""
+        return self
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,6 +59,10 @@ class Images(Batch):
 
     pixels: Tensor = row(heavy=True)  # [B, 3, H, W]
 
+    def preview(self) -> Pictures:
+        """For people to look at."""
+        return Pictures.of(self.pixels)
+
 
 @dataclass(kw_only=True, eq=False)
 class Videos(Batch):
@@ -49,6 +70,17 @@ class Videos(Batch):
 
     frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W]
     offsets: Tensor = packed_offsets()  # [B + 1]
+
+    def preview(self) -> Pictures:
+        """The middle frame of each, for people to look at."""
+        return Pictures.of(self.frames[(self.offsets[:-1] + self.offsets[1:]) // 2])
+
+
+Medium = Texts | Images | Videos
+"""What is decoded from a track."""
+
+Preview = Texts | Pictures
+"""The same as people see it; light, so that the driver may hold it."""
 
 
 Modality = Literal["text", "image", "video"]

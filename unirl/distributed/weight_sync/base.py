@@ -190,10 +190,10 @@ class Weights(Protocol):
 
 
 class Canary(Protocol):
-    """A forward whose answer tells two networks apart."""
+    """A policy, whose answer to a fixed question tells two networks apart."""
 
-    compute: torch.dtype
+    autocast_dtype: torch.dtype
 
-    def answer(self, inputs: Any) -> Any:
+    def canary(self, inputs: Any) -> Any:
         """The network's answer to the engine's canary inputs."""
         ...

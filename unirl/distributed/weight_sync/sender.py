@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ LIVE = "live"
 class WeightSender:
     """Packs a backend's weights and puts them on the way. Materialising them is a collective: all ranks take part."""
 
-    def __init__(self, weights: Weights, canary: Canary, neighbour: Neighbour | None = None) -> None:
+    def __init__(self, weights: Weights, stage: Canary, neighbour: Neighbour | None = None) -> None:
         """
         Args:
             weights: the backend.
-            canary: a forward of the network that it trains.
+            stage: the policy that it trains.
             neighbour: the engine, when it lives in this process.
         """
         self.weights = weights
-        self.canary_of = canary
+        self.stage = stage
         self.neighbour = neighbour
         self.layout: Layout | None = None
         self.terms: Terms | None = None
@@ -51,7 +52,7 @@ class WeightSender:
             payload=payload,
             tensors=tensors,
             adapter=spec if payload == "adapter" else None,
-            numerics=Numerics.of(self.weights.module, self.canary_of.compute, self.weights.device),
+            numerics=Numerics.of(self.weights.module, self.stage.autocast_dtype, self.weights.device),
             has_neighbour=self.neighbour is not None,
         )
         return self.layout
@@ -117,9 +118,18 @@ class WeightSender:
 
     @broadcast
     def canary(self, inputs: Any, weights: str) -> Any:
-        """The answer of the trained network with `weights` to the engine's canary inputs."""
-        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling():
-            return self.canary_of.answer(inputs.to(self.weights.device))
+        """The answer of the trained network with `weights` to the engine's canary inputs.
+
+        Compiled blocks run uncompiled: this compares weights, and two compilers need not round alike.
+        """
+        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling(), uncompiled():
+            return self.stage.canary(inputs.to(self.weights.device))
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run compiled functions as they were written."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:

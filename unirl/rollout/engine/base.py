@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from unirl.config.errors import SyncError
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
@@ -16,17 +14,12 @@ from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, L
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import Inlet, Route
 from unirl.distributed.weight_sync.object_store import unpacked
-from unirl.types.batch import take_rows
+from unirl.types.batch import concat_rows, take_rows
 from unirl.types.facts import ModelFacts
-from unirl.types.primitives import Images
+from unirl.types.primitives import Medium, Preview
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
-
-
-def rows_of_all_ranks(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors end to end, in rank order."""
-    return torch.cat(list(parts))
 
 
 class RolloutEngine(ABC):
@@ -44,10 +37,10 @@ class RolloutEngine(ABC):
     def facts(self) -> ModelFacts:
         """What the model knows of itself, for the driver to pin requests with."""
 
-    @scatter(rows_of_all_ranks, order=take_rows)
-    def preview(self, decoded: Images) -> Tensor:
-        """[B, 3, H, W] uint8 pixels for people to look at."""
-        return (decoded.pixels * 255).round().to(torch.uint8).cpu()
+    @scatter(concat_rows, order=take_rows)
+    def preview(self, decoded: Medium) -> Preview:
+        """The samples for people to look at: pictures as pixels of 8 bits, texts as they are."""
+        return decoded.preview()
 
 
 class DedicatedEngine(RolloutEngine):

@@ -6,7 +6,7 @@ With equal weights and dtypes its samples are trainside's bit for bit, so it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,10 +15,12 @@ from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout, Numerics
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.receiver import Receiver
-from unirl.models.canary import CanaryAnswer, CanaryInputs, VelocityCanary, canary_inputs
+from unirl.distributed.weight_sync.sender import uncompiled
+from unirl.models.base import Pipeline
+from unirl.models.canary import CanaryAnswer
 from unirl.models.lora import LoraSpec, adapter_names, idle_adapters, inject_lora
-from unirl.models.pipeline import DiffusionPipeline
 from unirl.rollout.engine.base import DedicatedEngine
+from unirl.types.batch import Batch
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import TORCH_DTYPES, Capabilities, DtypeName
 from unirl.types.rollout_req import RolloutReq
@@ -28,14 +30,12 @@ from unirl.types.rollout_resp import RolloutResp
 class ReplicaRolloutEngine(DedicatedEngine):
     """Samples with a pipeline of its own, `forward_batch_size` rows per forward."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        behaviour_logp=True, snapshots=True, dedicated=True, modalities=("image",)
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, dedicated=True)
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
 
     def __init__(
         self,
-        pipeline: DiffusionPipeline[Any],
+        pipeline: Pipeline,
         *,
         forward_batch_size: int = 8,
         dtype: DtypeName | None = None,
@@ -112,15 +112,17 @@ class ReplicaRolloutEngine(DedicatedEngine):
             raise SyncError("weights came before the engine knew which: prepare(layout) comes first")
         return self.receiver
 
-    def canary_inputs(self) -> CanaryInputs:
-        """Fixed prompts, encoded by the engine's own encoders, and a fixed noisy latent."""
-        return canary_inputs(self.pipeline.embed, self.pipeline.facts)
+    def canary_inputs(self) -> Batch:
+        """What the pipeline asks two networks; the engine's own encoders take part."""
+        return self.pipeline.canary_inputs()
 
-    def canary(self, inputs: CanaryInputs, answer: CanaryAnswer) -> CanaryResult:
-        """The network's own velocity against the trainer's."""
+    @torch.no_grad()
+    def canary(self, inputs: Batch, answer: CanaryAnswer) -> CanaryResult:
+        """The network's own answer against the trainer's."""
         device = self.pipeline.bundle.device
-        mine = VelocityCanary(self.pipeline.stage).answer(inputs.to(device)).velocity
-        theirs = answer.velocity.to(device)
+        with uncompiled():
+            mine = self.pipeline.stage.canary(inputs.to(device)).values
+        theirs = answer.values.to(device)
         gap = (mine - theirs).double()
         relative = gap.square().mean().sqrt() / theirs.double().square().mean().sqrt()
         return CanaryResult(torch.equal(mine, theirs), float(gap.abs().max()), float(relative))

@@ -8,20 +8,12 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from unirl.models.base import Pipeline
 from unirl.rollout.engine.base import RolloutEngine
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities, WeightSource
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
-
-
-class Sampler(Protocol):
-    """What the engine asks of a pipeline."""
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp: ...
 
 
 class TrainedWeights(WeightSource, Protocol):
@@ -33,10 +25,10 @@ class TrainedWeights(WeightSource, Protocol):
 class TrainsideRolloutEngine(RolloutEngine):
     """Samples with the pipeline that is trained, `forward_batch_size` rows per forward."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, modalities=("image",))
+    capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True)
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
 
-    def __init__(self, pipeline: Sampler, backend: TrainedWeights, *, forward_batch_size: int = 8) -> None:
+    def __init__(self, pipeline: Pipeline, backend: TrainedWeights, *, forward_batch_size: int = 8) -> None:
         """
         Args:
             forward_batch_size: rows per forward; it changes speed and memory, never a bit of a sample.

@@ -52,9 +52,15 @@ class JudgeServer:
     def __init__(self, answer: Callable[[Asked], Said]) -> None:
         self.answer = answer
         self.asked: list[Asked] = []
+        self.listed = Said(status=404, body=b"")
+        """The answer of /models."""
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                said = owner.listed if self.path == "/v1/models" else Said(status=404, body=b"")
+                self.answer(said, said.body or b"")
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 image, text = body["messages"][0]["content"]
@@ -65,7 +71,9 @@ class JudgeServer:
                 if said.drop:
                     self.close_connection = True
                     return
-                content = completion(said) if said.body is None else said.body
+                self.answer(said, completion(said) if said.body is None else said.body)
+
+            def answer(self, said: Said, content: bytes) -> None:
                 self.send_response(said.status)
                 for name, value in {"Content-Length": str(len(content)), **said.headers}.items():
                     self.send_header(name, value)

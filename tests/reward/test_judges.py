@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import socket
@@ -19,7 +20,7 @@ from unirl.reward.judge import Endpoint, Reply, read_scores
 from unirl.reward.local.geneval2 import GenEval2RewardScorer, GenEval2Spec, geometric_mean, probability
 from unirl.reward.local.unified_reward import UnifiedRewardRewardScorer, UnifiedRewardSpec
 from unirl.reward.local.wise import WiseRewardScorer, WiseSpec
-from unirl.reward.scoring import check_prompt, checked_score
+from unirl.reward.scoring import check_prompt, check_start, checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -284,6 +285,37 @@ def test_nobody_at_the_address_is_no_sample_to_drop():
         with pytest.raises(RewardError, match="2 attempts") as caught:
             scorer.score(request(3))
     assert caught.value.code == 6001
+
+
+def test_whether_the_judge_is_there_is_known_before_anything_is_asked(serve):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    absent = WiseRewardScorer(config=WiseSpec(base_url=f"http://127.0.0.1:{port}/v1", model="judge"))
+    with pytest.raises(RewardError, match=r"nobody answers at .* Start the judge, or mend base_url"):
+        check_start(absent)
+    server = serve(Said(WISE))
+    server.listed = Said(status=401, body=b"no key")
+    with pytest.raises(RewardError, match=r"refuses: status 401: no key.* api_key_env"):
+        check_start(wise(server))
+    server.listed = Said(body=json.dumps({"object": "list", "data": [{"id": "judge-2"}]}).encode())
+    with pytest.raises(RewardError, match=r"does not serve 'judge'\. Did you mean 'judge-2'"):
+        check_start(wise(server))
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        Said(status=404, body=b""),
+        Said(status=500, body=b"oops"),
+        Said(body=b"<html>"),
+        Said(body=b'{"data": [{"id": "judge"}, {"id": "other"}]}'),
+    ],
+)
+def test_a_judge_that_lists_itself_or_nothing_may_be_asked(serve, listed):
+    server = serve(Said(WISE))
+    server.listed = listed
+    check_start(wise(server))
 
 
 # Keys and settings

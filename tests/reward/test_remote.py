@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
 
 import msgspec
 import pytest
@@ -12,9 +13,13 @@ import torch
 
 from tests.reward.stub_service import Reply, plain, scores, stub
 from unirl.config.errors import ConfigError, RewardError
+from unirl.reward.combine import WeightedRewards
 from unirl.reward.connection import Connection, ConnectionConfig
 from unirl.reward.delivery import BREAK_AFTER, deliver
+from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.reward.local.length import LengthRewardScorer
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
+from unirl.reward.scoring import check_start
 from unirl.reward.wire import JSON, Item, ItemError, ScoreResponse, Turn, encode
 from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest
@@ -362,17 +367,19 @@ def test_a_row_that_cannot_be_scored_is_nan_and_says_why_and_a_watched_one_costs
         ]
 
 
-def test_the_roster_is_looked_up_once_and_a_missing_reward_is_named():
+def test_the_roster_is_looked_up_at_the_start_and_a_missing_reward_is_named():
     with stub(lambda items, n: scores(items), rewards=("odd", "even")) as service:
         remote = backend(service.url)
+        remote.check_start()
+        assert service.paths == ["/health"]
         remote.score(rows())
         remote.score(rows())
         assert service.paths == ["/health"]
         with pytest.raises(ConfigError, match=r"'evn', which the service .* Did you mean 'even'"):
-            backend(service.url, required_rewards=("evn",)).score(rows())
+            backend(service.url, required_rewards=("evn",)).check_start()
 
 
-def test_the_start_waits_for_the_service():
+def test_the_start_waits_as_long_as_it_is_told_and_no_longer():
     begun = {"asked": 0}
 
     def health():
@@ -382,10 +389,41 @@ def test_the_start_waits_for_the_service():
         )
 
     with stub(lambda items, n: scores(items), health=health) as service:
-        assert backend(service.url, startup_s=30.0).score(rows()).total.tolist() == [2.0, 4.0, 6.0, 8.0]
-    with pytest.raises(RewardError, match="cannot be reached") as raised:
-        backend(f"http://127.0.0.1:{free_port()}").score(rows())
+        backend(service.url, startup_s=30.0).check_start()
+        assert begun["asked"] == 3
+    with pytest.raises(RewardError, match=r"cannot be reached.* write a larger startup_s") as raised:
+        backend(f"http://127.0.0.1:{free_port()}").check_start()
     assert raised.value.code == 6001
+
+
+def test_a_service_that_refuses_the_token_is_known_at_the_start():
+    refusal = Reply(plain({"kind": "unauthorized", "detail": "no token"}), 401, JSON)
+    with stub(lambda items, n: scores(items), health=lambda: refusal) as service:
+        with pytest.raises(RewardError, match=r"401 unauthorized: no token.* Mend the request, the token") as raised:
+            backend(service.url, startup_s=30.0).check_start()
+        assert raised.value.code == 6002
+
+
+def test_what_never_answers_is_given_up_at_the_start_within_seconds():
+    """Nobody reads what this socket is sent."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
+        port = deaf.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(RewardError, match="cannot be reached"):
+            RemoteRewardBackend(
+                config=RemoteRewardSpec(base_url=f"http://127.0.0.1:{port}", required_rewards=("odd",))
+            ).check_start()
+        assert time.monotonic() - begun < 4.0
+
+
+def test_a_scorer_that_is_only_watched_may_be_absent_at_the_start():
+    absent = backend(f"http://127.0.0.1:{free_port()}")
+    scorers = {"a": BrightnessRewardScorer(), "b": absent}
+    check_start(WeightedRewards(scorers=scorers, weights={"a": 1.0, "b": 0.0}))
+    with pytest.raises(RewardError, match="cannot be reached"):
+        check_start(WeightedRewards(scorers=scorers, weights={"a": 1.0, "b": 0.1}))
+    with pytest.raises(RewardError, match="cannot be reached"):
+        check_start(LengthRewardScorer(scorer=absent))
 
 
 def test_metadata_that_cannot_travel_names_its_sample():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -62,6 +63,15 @@ def test_a_prompt_that_no_sample_of_could_be_scored_is_found_before_anything_is_
     with pytest.raises(DataError, match=r"prompt 'prompts\.txt:1' has no sample.*'Picky'.*no cat in 'a dog'"):
         run(tmp_path / "run", *BIG, *reward("Picky"), f"data_source.data_path={data}")
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_service_that_is_not_there_ends_the_run_before_a_folder_is_made(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    remote = f"reward.backend={{_target_: unirl.reward.remote.RemoteRewardBackend, config: {{base_url: '{url}', "
+    with pytest.raises(RewardError, match=f"{url} cannot be reached.*Start it, or mend base_url"):
+        trainer_of(tmp_path / "run", remote + "required_rewards: [brightness], startup_s: 0.1}}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_equal_rewards_are_said_to_teach_nothing(tmp_path) -> None:

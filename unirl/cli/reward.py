@@ -162,7 +162,7 @@ def bench(argv: Sequence[str]) -> int:
     rows = replace(rows, metadata=[{}] * len(rows))
     requests = [rows.select([i % len(rows) for i in range(start, min(start + options.batch, options.items))])
                 for start in range(0, options.items, options.batch)]  # fmt: skip
-    remote.connection()
+    remote.check_start()
     begun = time.perf_counter()
     with ThreadPoolExecutor(options.clients) as clients:
         taken = sorted(clients.map(partial(_timed, remote), requests))

@@ -57,6 +57,15 @@ class PromptChecker(Protocol):
         ...
 
 
+@runtime_checkable
+class StartChecker(Protocol):
+    """A scorer that asks something elsewhere: whether that is there is found out before a run loads anything."""
+
+    def check_start(self) -> None:
+        """Raises RewardError or ConfigError, with the way out, when nothing could be scored."""
+        ...
+
+
 class LocalRewardBackend(RewardScorer):
     """A scorer around a network, which is built on first use and moves between the device and the CPU."""
 

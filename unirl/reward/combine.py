@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import answer_of, check_prompt, objective_of
+from unirl.reward.scoring import answer_of, check_prompt, check_start, objective_of
 from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
@@ -54,6 +54,12 @@ class WeightedRewards(RewardScorer):
         for name, weight in self.weights.items():
             if weight:
                 check_prompt(self.scorers[name], prompt, metadata)
+
+    def check_start(self) -> None:
+        """Every scorer's own check; one of weight 0 may fail without harm."""
+        for name, weight in self.weights.items():
+            if weight:
+                check_start(self.scorers[name])
 
     def _watched(self, name: str, request: RewardRequest) -> RewardResponse:
         """The answer of a scorer that is only watched; NaN for all rows when it fails as a whole."""

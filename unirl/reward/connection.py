@@ -34,6 +34,8 @@ UNREACHABLE: Final = 6001
 T = TypeVar("T")
 
 CONNECT_S: Final = 10.0
+SOON_S: Final = 2.0
+"""Within so many seconds something that is there says that it is."""
 MAX_PAUSE_S: Final = 10.0
 MAX_ANSWER: Final = 64 * 2**20
 """Bytes of an answer that are read."""
@@ -147,16 +149,16 @@ class Connection:
         while True:
             attempts += 1
             try:
-                return self.ask_health()
+                return self.ask_health(timeout=max(SOON_S, min(patience_s, CONNECT_S)))
             except (Fault, Busy) as fault:
                 seconds = time.monotonic() - begun
                 if seconds >= patience_s:
                     raise self.lost(attempts, seconds, fault) from fault
             time.sleep(min(self.config.retry_delay * attempts, MAX_PAUSE_S, max(0.05, patience_s)))
 
-    def ask_health(self) -> Health:
+    def ask_health(self, timeout: float = CONNECT_S) -> Health:
         """The same in one attempt. Raises Fault or Busy."""
-        return self._read(Health, *self._request("GET", "/health", timeout=CONNECT_S))
+        return self._read(Health, *self._request("GET", "/health", timeout=timeout))
 
     def post(self, items: list[Item]) -> ScoreResponse:
         """One attempt to have a chunk scored.

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, RewardError
+from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.connection import CONNECT_S, MAX_PAUSE_S, UNREACHABLE, Busy, Fault, bounded
+from unirl.reward.connection import CONNECT_S, MAX_PAUSE_S, SOON_S, UNREACHABLE, Busy, Fault, bounded
 from unirl.reward.encoding import image_medium
 from unirl.reward.rows import score_rows
 from unirl.types.protocols import Capabilities
@@ -101,6 +101,11 @@ class JudgeScorer(RewardScorer):
     def judge(self) -> Judge:
         """The connection, opened on first use."""
         return Endpoint(self.config if self.config.base_url != TOY else on_this_machine(self.config), self.key)
+
+    def check_start(self) -> None:
+        """Raises RewardError when nobody is at the address, the key is refused, or the model is not served."""
+        if self.config.base_url != TOY:
+            Endpoint(self.config, self.key).check_model()
 
     @abstractmethod
     def score_picture(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
@@ -196,6 +201,16 @@ class Completion(msgspec.Struct):
     choices: list[Choice]
 
 
+class Model(msgspec.Struct):
+    id: str
+
+
+class Models(msgspec.Struct):
+    """The part of an answer of /models that is read."""
+
+    data: list[Model]
+
+
 class Endpoint:
     """An OpenAI-compatible server. Threads may share it."""
 
@@ -236,6 +251,31 @@ class Endpoint:
             f"the judge at {self.config.base_url} gave no answer in {attempts} attempts, at last: {last}",
             code=UNREACHABLE if isinstance(last, Absent) else None,
         )
+
+    def check_model(self) -> None:
+        """Raises RewardError (6001) when nobody is there, refuses the key, or lists models without this one."""
+        import httpx2
+
+        try:
+            with self._http.stream("GET", "/models", timeout=SOON_S) as response:
+                content = bounded(response.iter_bytes())
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise RewardError(
+                f"nobody answers at {self.config.base_url}: {type(error).__name__}: {error}. Start the judge, or mend "
+                "base_url",
+                code=UNREACHABLE,
+            ) from error
+        except (httpx2.TransportError, httpx2.DecodingError, Fault):
+            return  # somebody is there, and need not list models
+        if response.status_code in (401, 403):
+            raise self._refusal(response.status_code, content, "")
+        names = _model_names(content) if response.status_code == 200 else []
+        if names and self.config.model not in names:
+            raise RewardError(
+                f"the judge at {self.config.base_url} does not serve {self.config.model!r}."
+                f"{did_you_mean(self.config.model, names)} It has {', '.join(names)}",
+                code=UNREACHABLE,
+            )
 
     def _question(self, picture: bytes, question: str, max_tokens: int, alternatives: bool) -> dict[str, Any]:
         url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
@@ -280,6 +320,14 @@ class Endpoint:
             "api_key_env, or what is asked",
             code=UNREACHABLE if everything else None,
         )
+
+
+def _model_names(content: bytes) -> list[str]:
+    """What an answer of /models lists; nothing where it has another form."""
+    try:
+        return [model.id for model in msgspec.json.decode(content, type=Models).data]
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return []
 
 
 class Absent(Fault):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unirl.config.errors import ConfigError, DependencyError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.connection import UNREACHABLE, Connection, ConnectionConfig
+from unirl.reward.connection import SOON_S, UNREACHABLE, Connection, ConnectionConfig
 from unirl.reward.delivery import Scores, deliver
 from unirl.reward.encoding import image_medium, video_medium
 from unirl.reward.scoring import FAILED, NOT_FINITE
@@ -33,7 +33,7 @@ class RemoteRewardSpec(ConnectionConfig):
     """Which rewards of which service, how their scores become one, and in which form the media travel."""
 
     required_rewards: tuple[str, ...]
-    """Names that the service has; looked up once, before the first item is sent."""
+    """Names that the service has; looked up when a run starts."""
     reward_weights: Mapping[str, float] | None = None
     """One per reward, for `weighted_sum`; a reward of weight 0 is only watched. None: all weigh the same."""
     aggregation_method: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
@@ -48,8 +48,8 @@ class RemoteRewardSpec(ConnectionConfig):
     video_format: Literal["raw", "mp4"] = "raw"
     """Neither loses anything; `mp4` is smaller, slower, and needs PyAV."""
     video_fps: int = 8
-    startup_s: float = 60.0
-    """Seconds to wait for the service before the first item."""
+    startup_s: float = SOON_S
+    """Seconds to wait for the service when a run starts; more for one that starts at the same time."""
 
     toy: ClassVar[dict[str, object]] = {"base_url": TOY}
     """A service of its own on this machine, with the scorers' toys; needs the package `unirl-reward-service`."""
@@ -112,24 +112,32 @@ class RemoteRewardBackend(RewardScorer):
         outcomes = deliver(self.connection(), RequestItems(request, self.config))
         return response(outcomes, self.config)
 
-    def connection(self) -> Connection:
-        """The connection, once the service has said that it has every required reward.
+    def check_start(self) -> None:
+        """Whether the service answers, takes the token and has every required reward; that of a toy does.
 
         Raises:
-            RewardError: 6001 the service does not answer.
+            RewardError: 6001 it does not answer; 6002 it refuses the token.
             ConfigError: it lacks a reward.
         """
+        if self.config.base_url != TOY:
+            check_roster(self.connection(), self.config)
+
+    def connection(self) -> Connection:
+        """The connection; of a toy, to a service that is started when this is first asked."""
         with self._starting:
             if self._connection is None:
-                connection = Connection(self.config if self.config.base_url != TOY else toy_service(self.config))
-                check_roster(connection, self.config)
-                self._connection = connection
+                self._connection = Connection(self.config if self.config.base_url != TOY else toy_service(self.config))
             return self._connection
 
 
 def check_roster(connection: Connection, config: RemoteRewardSpec) -> None:
     """Raises ConfigError when the service lacks a required reward, RewardError (6001) when it does not answer."""
-    known = connection.health(config.startup_s).rewards
+    try:
+        known = connection.health(config.startup_s).rewards
+    except RewardError as error:
+        if error.code != UNREACHABLE:
+            raise
+        raise RewardError(f"{error}. If it is still starting, write a larger startup_s", code=UNREACHABLE) from error
     for name in config.required_rewards:
         if name not in known:
             raise ConfigError(

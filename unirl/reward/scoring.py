@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import RewardError, UniRLError
-from unirl.reward.base import DifferentiableScorer, PromptChecker
+from unirl.reward.base import DifferentiableScorer, PromptChecker, StartChecker
 from unirl.types.protocols import Scorer
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
@@ -25,6 +25,12 @@ def check_prompt(scorer: Scorer, prompt: str, metadata: Mapping[str, Any]) -> No
     """Raises RewardError when the scorer knows that no sample of this prompt could be scored."""
     if isinstance(scorer, PromptChecker):
         scorer.check_prompt(prompt, metadata)
+
+
+def check_start(scorer: Scorer) -> None:
+    """Raises RewardError or ConfigError when the scorer asks something elsewhere that is not there."""
+    if isinstance(scorer, StartChecker):
+        scorer.check_start()
 
 
 def checked_score(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:

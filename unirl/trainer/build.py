@@ -14,12 +14,15 @@ from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
 from unirl.config.declared import capabilities_of
 from unirl.config.load import Recipe
+from unirl.config.node import Node, nodes_below
 from unirl.config.placement import Plan, plan_of
 from unirl.config.preflight import check_disk
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
+from unirl.reward.base import StartChecker
 from unirl.reward.failures import STRICT, DropBudget, FailurePolicy
+from unirl.reward.scoring import check_start
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.train.configs import LoraConfig
@@ -36,6 +39,7 @@ from unirl.types.protocols import DataSource, Stateful
 def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> DiffusionTrainer:
     """The trainer of a recipe that passed preflight, with its run directory open. Its `close` ends all workers."""
     data = data_of(recipe)
+    check_reward(recipe.config)
     tracker = open_tracker(recipe, argv)
     try:
         return join_parts(recipe, data, tracker)
@@ -51,6 +55,13 @@ def data_of(recipe: Recipe) -> DataSource:
         config.data_source, seed=recipe.value("sampling.seed"), eval_data_path=config.evaluation.data_path
     )
     return source
+
+
+def check_reward(config: RecipeConfig) -> None:
+    """Whether what a scorer asks elsewhere is there. Raises RewardError or ConfigError, before anything is loaded."""
+    backend = config.reward.values.get("backend")
+    if isinstance(backend, Node) and any(issubclass(node.schema.owner, StartChecker) for node in nodes_below(backend)):
+        check_start(build(backend))
 
 
 def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionTrainer:

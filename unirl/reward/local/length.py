@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unirl.reward.base import RewardScorer
 from unirl.reward.overlong import overlong_penalty
-from unirl.reward.scoring import answer_of, check_prompt, name_of
+from unirl.reward.scoring import answer_of, check_prompt, check_start, name_of
 from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
@@ -70,6 +70,9 @@ class LengthRewardScorer(RewardScorer):
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         check_prompt(self.scorer, prompt, metadata)
+
+    def check_start(self) -> None:
+        check_start(self.scorer)
 
     def offload(self) -> None:
         self.scorer.offload()

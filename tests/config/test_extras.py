@@ -31,3 +31,16 @@ def test_what_is_missing_is_named_and_what_is_there_passes(monkeypatch):
     need("json", "csv", extra="ocr", by="a test")
     with pytest.raises(DependencyError, match=r"a test needs yaml, not installed here: pip install 'unirl\[ocr\]'"):
         need("json", "yaml", extra="ocr", by="a test")
+    with pytest.raises(DependencyError, match=r"a test needs yaml, not installed here: ask for it$"):
+        need("yaml", by="a test", install="ask for it")
+
+
+def catches_missing_imports(module) -> bool:
+    handlers = [node for node in ast.walk(module.tree) if isinstance(node, ast.ExceptHandler) and node.type is not None]
+    return any("ImportError" in ast.unparse(h.type) or "ModuleNotFoundError" in ast.unparse(h.type) for h in handlers)
+
+
+def test_rewards_ask_for_their_libraries_in_one_way():
+    rewards = [module for name, module in modules().items() if name.startswith(("unirl.reward", "unirl.cli.reward"))]
+    assert len(rewards) > 40
+    assert [module.name for module in rewards if catches_missing_imports(module)] == []

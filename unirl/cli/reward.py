@@ -11,7 +11,8 @@ from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.cli.failures import Session
-from unirl.config.errors import DataError, DependencyError, RewardError, UsageError
+from unirl.config.errors import DataError, RewardError, UsageError
+from unirl.config.extras import need
 
 EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
             "unirl reward lint -r jpeg_compressibility",
@@ -106,13 +107,9 @@ def serve(argv: Sequence[str]) -> int:
             "arguments", nargs="*", metavar="CONFIG.yaml [--host H] [--port P] [--token-file F] [--toy]"
         )
         parser.parse(argv or ["-h"])
-    try:
-        from reward_service.__main__ import main
-    except ImportError as error:
-        raise DependencyError(
-            "unirl reward serve needs the package unirl-reward-service: pip install ./unirl-reward-service "
-            f"(in a checkout). Python said: {error}"
-        ) from error
+    need("reward_service", by="unirl reward serve", install="pip install ./unirl-reward-service (in a checkout)")
+    from reward_service.__main__ import main
+
     words = [word for word in argv if word not in ("-c", "--config")]
     status: int = main(words)
     return status

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from unirl.config.errors import DependencyError
+from unirl.config.extras import need
 from unirl.reward.wire import ImageFormat, Medium
 
 # Method 0 is the fastest; exact keeps nothing hidden, as there is no alpha.
@@ -54,10 +54,9 @@ def _raw(picture: NDArray[np.uint8]) -> Medium:
 
 
 def _mp4(pictures: NDArray[np.uint8], fps: int) -> bytes:
-    try:
-        import av
-    except ModuleNotFoundError as error:
-        raise DependencyError("video_format=mp4 needs PyAV: pip install av, or write video_format: raw") from error
+    need("av", by="video_format=mp4", install="pip install av, or write video_format: raw")
+    import av
+
     file = io.BytesIO()
     with av.open(file, mode="w", format="mp4") as container:
         stream: Any = container.add_stream("libx264rgb", rate=fps, options={"qp": "0", "preset": "veryfast"})

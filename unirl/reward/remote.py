@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, DependencyError, RewardError, did_you_mean
+from unirl.config.errors import ConfigError, RewardError, did_you_mean
+from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.connection import SOON_S, UNREACHABLE, Connection, ConnectionConfig
 from unirl.reward.delivery import Scores, deliver
@@ -152,12 +153,9 @@ def toy_service(config: RemoteRewardSpec) -> ConnectionConfig:
     Raises:
         DependencyError: the package of the service is missing.
     """
-    try:
-        from reward_service.running import RunningService
-    except ModuleNotFoundError as error:
-        raise DependencyError(
-            "base_url=toy starts a service, which needs its package: pip install ./unirl-reward-service"
-        ) from error
+    need("reward_service", by="base_url=toy, which starts a service,", install="pip install ./unirl-reward-service")
+    from reward_service.running import RunningService
+
     rewards = [{"name": name, "scorer": name, "device": "cpu"} for name in config.required_rewards]
     service = RunningService({"rewards": rewards, "toy": True, "server": {"port": 0}}).start()
     return replace(config, base_url=service.url)

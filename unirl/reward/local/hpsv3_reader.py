@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import DataError, DependencyError, RewardError
+from unirl.config.errors import DataError, RewardError
+from unirl.config.extras import need
 from unirl.models.chunks import round_up
 from unirl.models.hub import NOT_FOUND
 from unirl.reward.local.pictures import as_pil
@@ -119,12 +120,13 @@ def read_instruction(path: str | None) -> str:
 
 
 def _published_source() -> Path:
+    need(
+        "hpsv3",
+        by="reward 'hpsv3', for the text that it was trained to answer,",
+        install="pip install --no-deps hpsv3, or give that text in a file as config.instruction",
+    )
     package = find_spec("hpsv3")
-    if package is None or not package.submodule_search_locations:
-        raise DependencyError(
-            "HPSv3 needs the text that it was trained to answer, which is in its authors' package: "
-            "pip install --no-deps hpsv3, or give that text in a file as config.instruction"
-        )
+    assert package is not None and package.submodule_search_locations, "hpsv3 is a package"
     return Path(package.submodule_search_locations[0]) / "dataset" / "data_collator_qwen.py"
 
 

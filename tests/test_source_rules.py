@@ -15,7 +15,7 @@ UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "
 READERS = {"read", "readline", "readlines", "readall", "read_bytes", "body", "form", "json", "aread", "recv"}
 """Calls that read to the end when they are not told how much. `read_text` is for files that the user wrote."""
 ENDS_BY_ITSELF = {
-    "unirl/data/datasets.py": "a prompt file that the user named",
+    "unirl/data/readers.py": "a prompt file that the user named",
     "unirl/distributed/group/reaper.py": "a pipe on which nothing is sent; its end is the signal",
     "unirl/tracking/tables.py": "a table that this run wrote",
     "unirl/train/backend/manifest.py": "a manifest that a run wrote",

@@ -140,9 +140,10 @@ def test_unknown_media_and_escaping_uris_are_refused_by_name(modality, role, uri
     assert caught.value.code == code
 
 
-def test_two_images_for_one_prompt_are_refused(tmp_path):
-    ref = {"modality": "image", "role": "condition", "uri": "a.png"}
-    with pytest.raises(DataError, match="2 media references of role 'condition'; a prompt takes one"):
+def test_two_recorded_pictures_of_a_role_are_refused(tmp_path):
+    (tmp_path / "a.png").touch()
+    ref = {"modality": "image", "role": "chosen", "uri": "a.png"}
+    with pytest.raises(DataError, match="2 media references of role 'chosen'; a prompt takes one"):
         load_prompts(write(tmp_path, "a.json", json.dumps([{"prompt": "a", "media": [ref, ref]}])))
 
 
@@ -176,7 +177,7 @@ def test_entry_of_a_json_list_is_refused_with_its_own_line(tmp_path):
         ("a.json", '{"prompts": "a"}', "expected a list of strings or objects"),
         ("a.json", '{"prompts": [], "version": 2}', r"beside 'prompts' stand \['version'\]"),
         ("a.json", '["a",]', r"a\.json:1: not valid JSON"),
-        ("a.csv", "a", r"unknown extension '.csv'. Accepted: .txt, .jsonl, .json"),
+        ("a.csv", "a", r"unknown extension '.csv'. Accepted: .txt, .jsonl, .json, .parquet"),
         ("a.txt", b"caf\xe9\n", r"a\.txt:1: not UTF-8 \(bytes e9 0a\)"),
         ("a.txt", b"ok\nok\n\xff\xff\n", r"a\.txt:3: not UTF-8"),
         ("a.txt", "cat".encode("utf-16"), "UTF-16"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from unirl.config.errors import DataError
 from unirl.data.data_source import MultimodalRLDataSource
@@ -47,6 +48,7 @@ def test_a_condition_may_stand_beside_a_pair_and_is_what_a_text_model_refuses(tm
     require_text_only(pair, "sd3")
     both = line()
     both["media_refs"].append(ref("condition", "c.png"))
+    Image.new("RGB", (8, 8)).save(tmp_path / "c.png")
     (prompt,) = source(write(tmp_path, both)).take(0, 1)
     assert [entry.role for entry in prompt.recorded] == list(BOTH)
     with pytest.raises(DataError, match=r"image condition \(.*c\.png\)"):

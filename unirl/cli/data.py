@@ -54,7 +54,7 @@ def check(argv: Sequence[str]) -> int:
     about = "Read prompt files as a run would, ask a reward whether it could score them, and name every problem."
     parser = Parser("data check", about, EXAMPLES)
     parser.usage = "unirl data check FILE ... [--reward NAME] | --recipe R [key=value ...]"
-    parser.add_argument("files", nargs="*", metavar="FILE", help="prompt files: .txt, .jsonl, .json")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="prompt files: .txt, .jsonl, .json, .parquet")
     parser.option("-r", "--reward", metavar="NAME", help="a scorer of `unirl reward ls`")
     parser.option("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of that scorer")
     parser.option("--recipe", metavar="R", help="the files and the reward of this recipe; settings may follow")
@@ -110,6 +110,7 @@ def _scorer(name: str, settings: Sequence[str]) -> Any:
 
 def _checked(file: str, task: Task) -> Found:
     from unirl.data.datasets import read_entries
+    from unirl.data.images import image_problems
     from unirl.reward.scoring import check_prompt
 
     found = Found(file)
@@ -126,6 +127,7 @@ def _checked(file: str, task: Task) -> Found:
                 found.problems.append(f"{entry.origin}: {error}")
     except DataError as error:  # the file as a whole
         found.problems.append(str(error))
+    found.problems += map(str, image_problems(found.prompts))
     return found
 
 
@@ -168,7 +170,7 @@ def _summary(prompts: Sequence[Any]) -> str:
 
 def preview(argv: Sequence[str]) -> int:
     parser = Parser("data preview", "Show the first prompts of a file, with what belongs to them.", EXAMPLES)
-    parser.add_argument("file", metavar="FILE", help="a prompt file: .txt, .jsonl, .json")
+    parser.add_argument("file", metavar="FILE", help="a prompt file: .txt, .jsonl, .json, .parquet")
     parser.option("-n", "--number", type=int, default=8, metavar="N", help="how many (default 8)")
     parser.option("--prompt-key", default="prompt", metavar="KEY", help="the key of the prompt in a JSON object")
     parser.option("--json", action="store_true", help="one JSON object a line, whole")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from unirl.config.errors import CheckpointError
 from unirl.data.datasets import Prompt, load_prompts, with_recorded
+from unirl.data.images import check_images, digest_of
 from unirl.types.primitives import RecordedRole
 from unirl.types.protocols import State
 
@@ -73,10 +74,14 @@ class PromptSource(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the draws. Shuffled prompts may stand in the file in any order."""
+        """A hash of everything that decides the draws, the contents of pictures included, and not where files lie.
+
+        Shuffled prompts may stand in the file in any order.
+        """
         digest = hashlib.blake2b(f"{self.shuffle}:{self.seed if self.shuffle else ''}".encode(), digest_size=16)
         for prompt in sorted(self.prompts, key=lambda prompt: prompt.prompt_id) if self.shuffle else self.prompts:
-            digest.update(repr((prompt.prompt_id, prompt.text, prompt.metadata, prompt.media)).encode())
+            media = tuple((ref.modality, ref.role, digest_of(ref)) for ref in prompt.media)
+            digest.update(repr((prompt.prompt_id, prompt.text, prompt.metadata, media)).encode())
         return digest.hexdigest()
 
     def _draw(self, number: int) -> Prompt:
@@ -95,7 +100,7 @@ class PromptSource(ABC):
 
 
 class MultimodalRLDataSource(PromptSource):
-    """Prompts of a .txt, .jsonl or .json file (`datasets.py`), and held-out ones of another for evaluation."""
+    """Prompts of a file (`readers.py`), and held-out ones of another for evaluation."""
 
     def __init__(
         self,
@@ -115,6 +120,7 @@ class MultimodalRLDataSource(PromptSource):
         prompts = load_prompts(Path(data_path), prompt_key=prompt_key)
         super().__init__(with_recorded(prompts, recorded), shuffle=shuffle, seed=seed)
         self.held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else self.prompts
+        check_images(self.prompts if self.held_out is self.prompts else (*self.prompts, *self.held_out))
 
     def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
         return list(self.held_out[:max_prompts])

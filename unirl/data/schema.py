@@ -108,7 +108,7 @@ def _media(value: dict[str, object], folder: Path) -> tuple[MediaRef, ...]:
         raise BadItem(f"'media_refs' must be a list of {MEDIA_FORM}, found {_kind(given)}")
     refs = tuple(_media_ref(entry, folder) for entry in given)
     roles = [ref.role for ref in refs]
-    for role in roles:
+    for role in RECORDED_ROLES:
         if roles.count(role) > 1:
             raise BadItem(f"{roles.count(role)} media references of role {role!r}; a prompt takes one of a role")
     return refs

@@ -54,6 +54,13 @@ class MediaRefs(Batch):
 
 
 @dataclass(kw_only=True, eq=False)
+class PromptImages(Batch):
+    """The pictures that each row's prompt is about, in the order of its text; () = none."""
+
+    refs: list[tuple[MediaRef, ...]] = row()
+
+
+@dataclass(kw_only=True, eq=False)
 class Images(Batch):
     """Pixels in [0, 1], rounded to the 256 levels of uint8 at decode so that every scorer sees the same values."""
 
@@ -81,6 +88,5 @@ Medium = Texts | Images | Videos
 
 Preview = Texts | Pictures
 """The same as people see it; light, so that the driver may hold it."""
-
 
 Modality = Literal["text", "image", "video"]

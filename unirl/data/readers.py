@@ -1,0 +1,139 @@
+"""Files as entries: .txt, .jsonl, .json and .parquet, each strictly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from unirl.config.errors import DataError
+from unirl.data.entries import SHOWN, Item, attempt, refuse
+from unirl.data.parquet import parquet_rows
+
+
+def _read_text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"data file {file} does not exist (looked in {Path.cwd()}). Check DATA_PATH") from error
+    except OSError as error:
+        raise DataError(f"data file {file} cannot be read: {error.strerror}") from error
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{file}:1: the file is UTF-16 or UTF-32; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        bad = data[error.start : error.start + 4]
+        raise DataError(f"{file}:{line}: not UTF-8 (bytes {bad.hex(' ')}); save the file as UTF-8") from error
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines that are not blank. Only line feeds separate: str.splitlines would also cut at U+2028."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line.strip()
+
+
+def _txt(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
+    for number, line in _lines(_read_text(file)):
+        yield attempt(_plain, file, number, line)
+
+
+def _plain(file: Path, number: int, line: str) -> Item:
+    if "\r" in line:
+        refuse(file, Item(number, line, line), "a carriage return inside a line; save with LF or CRLF line ends")
+    return Item(number, line, line)
+
+
+def _jsonl(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
+    for number, line in _lines(_read_text(file)):
+        yield attempt(_object, file, number, line, prompt_key)
+
+
+def _object(file: Path, number: int, line: str, prompt_key: str) -> Item:
+    value = _decode(file, line, number)
+    if not isinstance(value, dict):
+        refuse(file, Item(number, line, value), f'expected one JSON object per line, like {{"{prompt_key}": "..."}}')
+    return Item(number, line, value)
+
+
+def _json(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
+    text = _read_text(file)
+    if not text.strip():
+        return
+    document = _decode(file, text, 1)
+    if isinstance(document, dict) and "prompts" not in document:
+        yield Item(1, text.strip(), document)
+        return
+    if isinstance(document, dict) and len(document) > 1:
+        others = sorted(set(document) - {"prompts"})
+        raise DataError(f"{file}: beside 'prompts' stand {others}, which nothing reads; remove them")
+    entries = document["prompts"] if isinstance(document, dict) else document
+    if not isinstance(entries, list):
+        raise DataError(f"{file}: expected {EXPECTED['.json']}, found {json.dumps(document)[:SHOWN]}")
+    yield from _entries(text, entries)
+
+
+def _entries(text: str, entries: list[object]) -> Iterator[Item]:
+    """Each entry of the document's list, with the line where it begins. The first bracket of `text` opens the list."""
+    decoder = json.JSONDecoder()
+    before, line, counted = text.find("["), 1, 0
+    for value in entries:
+        begin = _skip(text, before + 1)
+        line, counted = line + text.count("\n", counted, begin), begin
+        _, end = decoder.raw_decode(text, begin)
+        yield Item(line, text[begin:end], value)
+        before = _skip(text, end)
+
+
+def _skip(text: str, at: int) -> int:
+    """The next position that is not white space."""
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _decode(file: Path, text: str, first_line: int) -> object:
+    """The JSON value of `text`, without the liberties that Python's decoder takes (NaN, repeated keys)."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        line, shown = first_line + error.lineno - 1, error.doc.split("\n")[error.lineno - 1].strip()
+        why = f"not valid JSON: {error.msg} (column {error.colno})"
+        refuse(file, Item(line, shown, None), why)
+    except RecursionError:
+        refuse(file, Item(first_line, text, None), "not valid data: nested too deeply")
+    except ValueError as error:
+        refuse(file, Item(first_line, text, None), f"not valid JSON: {error}")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = [key for key, _ in pairs]
+    repeated = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
+    if repeated is not None:
+        raise ValueError(f"the key {repeated!r} stands twice in one object")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits} is too large")
+    return number
+
+
+Read = Callable[[Path, str], Iterator[Item | DataError]]
+READERS: dict[str, Read] = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": parquet_rows}
+EXPECTED = {
+    ".txt": "one prompt per line",
+    ".jsonl": 'one JSON object per line, like {"prompt": "a red circle"}',
+    ".parquet": "one row per prompt, with the keys of a JSON object as columns",
+    ".json": 'a list of strings or objects, or {"prompts": [...]}, or one object with a prompt',
+}

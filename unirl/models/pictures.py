@@ -1,0 +1,89 @@
+"""Picture files as models read them: whole, upright, opaque, in RGB, and not too large."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unirl.config.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+UNREADABLE = 4003
+MAX_PIXELS = 8192 * 8192
+"""Most pixels of a picture after decoding: 192 MiB in RGB."""
+MAX_ASPECT = 200
+"""Longest side over shortest: beyond it, vision towers of the Qwen-VL family take no picture."""
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""How PIL calls pictures of 8 bits a channel."""
+IMAGE_MARK = "<image>"
+"""Where a picture stands in a prompt; without any mark, all pictures stand before the text."""
+
+
+def read_picture(path: str) -> Image:
+    """The picture in RGB, the right way up; what is transparent in it is white.
+
+    Raises:
+        DataError: 4003, naming the file and the rule, where it is missing, damaged, too large or of another kind.
+    """
+    picture = _opened(path)
+    if picture.has_transparency_data:
+        from PIL import Image
+
+        layer = picture.convert("RGBA")
+        picture = Image.new("RGB", picture.size, "white")
+        picture.paste(layer, mask=layer.getchannel("A"))
+    return picture.convert("RGB")
+
+
+def _opened(path: str) -> Image:
+    """The picture with all its pixels read; its header is judged before they are."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as picture:
+            _check_header(path, picture)
+            return ImageOps.exif_transpose(picture)
+    except FileNotFoundError as error:
+        raise DataError(f"picture {path} is no file of this machine", UNREADABLE) from error
+    except DataError:
+        raise
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:  # as PIL meets the damage
+        raise DataError(f"picture {path} cannot be read: {error}", UNREADABLE) from error
+
+
+def _check_header(path: str, picture: Image) -> None:
+    width, height = picture.size
+    size = f"picture {path} has {width} x {height} pixels"
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{size}; at most {MAX_PIXELS:,} are decoded. Scale it down", UNREADABLE)
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise DataError(f"{size}; one side may be at most {MAX_ASPECT} times the other. Crop it", UNREADABLE)
+    if picture.mode not in MODES:
+        allowed = ", ".join(MODES)
+        raise DataError(
+            f"picture {path} is of mode {picture.mode}; save it with 8 bits a channel as one of {allowed}", UNREADABLE
+        )
+
+
+def parts_of(text: str, num_images: int) -> list[str | None]:
+    """A prompt as texts and pictures (None), in order. Raises ValueError where marks and pictures do not match."""
+    if not num_images:
+        return [text]
+    texts = text.split(IMAGE_MARK)
+    marks = len(texts) - 1
+    if marks not in (0, num_images):
+        raise ValueError(
+            f"the text has {marks} marks {IMAGE_MARK} and the prompt brings {num_images} pictures. Give it as many, or "
+            "no mark at all: then the pictures stand before the text"
+        )
+    if not marks:
+        return [None] * num_images + [text]
+    parts = [part for said in texts for part in (None, said)][1:]
+    return [part for part in parts if part != ""]

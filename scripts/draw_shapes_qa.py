@@ -1,0 +1,201 @@
+"""Draws pictures of colored shapes and writes questions about them, each with its right answer.
+
+    python scripts/draw_shapes_qa.py --out datasets/shapes_qa      # a few seconds
+
+A picture holds one to four shapes on a grid of three by three places, no two of one color and kind. Every picture is
+asked about four times: a color, a kind, a number, a place; each time with four choices or for a short answer. Every
+choice of the script is a keyed hash, so the set is the same wherever it is written, and no scene of a test picture is
+in a training picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from write_prompt_sets import between, keyed, pick, some
+
+from unirl.reward.local.shapes import GROUND, PALETTE, SHAPES, coverage
+
+SIZE = 96
+"""Pixels along a side."""
+PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
+PICTURES = {"train": 160, "test": 40}
+TEST_SHARE = 5
+"""One of so many scenes is for the test."""
+LETTERS = "ABCD"
+PLURALS = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
+
+
+@dataclass(frozen=True, order=True)
+class Thing:
+    """One shape of a picture."""
+
+    color: str
+    kind: str
+    place: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.color} {self.kind}"
+
+
+Scene = tuple[Thing, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about a picture."""
+
+    prompt: str
+    answer: str
+    """Exactly what is to be said: a letter, or a word or two."""
+    about: str
+    """color, kind, number or place."""
+    form: str
+    """choice or short."""
+
+
+# Scenes
+
+
+def scene(*key: object) -> Scene:
+    """A scene that depends on the key alone, in the order of its places."""
+    number = between(1, 4, "number", *key)
+    names = some([(color, kind) for color in PALETTE for kind in SHAPES], number, "names", *key)
+    places = sorted(some(range(len(PLACES)), number, "places", *key))
+    return tuple(Thing(color, kind, PLACES[place]) for (color, kind), place in zip(names, places, strict=True))
+
+
+def is_held_out(shown: Scene) -> bool:
+    """Whether only test pictures may show the scene."""
+    return keyed("split", sorted(shown)) % TEST_SHARE == 0
+
+
+def draw(shown: Scene, size: int, *key: object) -> np.ndarray:
+    """[size, size, 3] uint8: flat shapes, anti-aliased; their places and sizes vary a little with the key.
+
+    `size` is a multiple of 3: every shape stays within its own third of either side.
+    """
+    pixels = np.ones((size, size, 3)) * np.array(GROUND)
+    cell = size // 3
+    for thing in shown:
+        row, column = divmod(PLACES.index(thing.place), 3)
+        center = [(0.5 + between(-60, 60, axis, thing.name, *key) / 1000) * cell for axis in "xy"]
+        half = cell * between(280, 380, "half", thing.name, *key) / 1000
+        cover = coverage(thing.kind, cell, (center[0], center[1]), (half, half))[..., None]
+        region = pixels[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
+        region += cover * (np.array(PALETTE[thing.color]) - region)
+    return np.round(pixels * 255).astype(np.uint8)
+
+
+# Questions
+
+
+def questions(shown: Scene, *key: object) -> list[Question]:
+    """One about a color, a kind, a number and a place."""
+    asked = (about_color, about_kind, about_number, about_place)
+    return [worded(*ask(shown, *key), ask.__name__.removeprefix("about_"), *key) for ask in asked]
+
+
+Asked = tuple[str, str, list[str]]
+"""A question, its answer, and all answers that such a question may have."""
+
+
+def about_color(shown: Scene, *key: object) -> Asked:
+    thing = pick(shown, "color of", *key)
+    alone = sum(other.kind == thing.kind for other in shown) == 1
+    which = f"the {thing.kind}" if alone else f"the shape at the {thing.place}"
+    return f"What color is {which}?", thing.color, list(PALETTE)
+
+
+def about_kind(shown: Scene, *key: object) -> Asked:
+    thing = pick(shown, "kind of", *key)
+    alone = sum(other.color == thing.color for other in shown) == 1
+    which = f"is {thing.color}" if alone else f"is at the {thing.place}"
+    return f"Which shape {which}?", thing.kind, list(SHAPES)
+
+
+def about_number(shown: Scene, *key: object) -> Asked:
+    thing = pick(shown, "number of", *key)
+    counted = {
+        "shapes": len(shown),
+        f"{thing.color} shapes": sum(other.color == thing.color for other in shown),
+        PLURALS[thing.kind]: sum(other.kind == thing.kind for other in shown),
+    }
+    what = pick(list(counted), "counted", *key)
+    return f"How many {what} are there?", str(counted[what]), ["1", "2", "3", "4"]
+
+
+def about_place(shown: Scene, *key: object) -> Asked:
+    thing = pick(shown, "place of", *key)
+    return f"Where is the {thing.name}?", thing.place, list(PLACES)
+
+
+SHORT = {
+    "color": "Answer in one word.",
+    "kind": "Answer in one word.",
+    "number": "Answer with a number.",
+    "place": "Answer in one or two words.",
+}
+
+
+def worded(question: str, answer: str, answers: list[str], about: str, *key: object) -> Question:
+    """The question with four choices, or with a word on how long the answer is to be."""
+    if keyed("form", about, *key) % 2:
+        return Question(f"{question}\n{SHORT[about]}", answer, about, "short")
+    others = some([other for other in answers if other != answer], len(LETTERS) - 1, "others", about, *key)
+    choices = some([answer, *others], len(LETTERS), "order", about, *key)
+    listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True))
+    letter = LETTERS[choices.index(answer)]
+    return Question(f"{question}{listed}\nAnswer with the letter.", letter, about, "choice")
+
+
+# Files
+
+
+def scenes(split: str) -> Iterator[tuple[int, Scene]]:
+    """The scenes of a split, none twice, each with the number that it was made from."""
+    seen: set[Scene] = set()
+    for number in count():
+        shown = scene(number)
+        if is_held_out(shown) is (split == "test") and shown not in seen:
+            seen.add(shown)
+            yield number, shown
+        if len(seen) == PICTURES[split]:
+            return
+
+
+def write(folder: Path) -> None:
+    """pictures/*.png, train.jsonl and test.jsonl."""
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for split in PICTURES:
+        lines = []
+        for index, (number, shown) in enumerate(scenes(split)):
+            uri = f"pictures/{split}-{index:03d}.png"
+            Image.fromarray(draw(shown, SIZE, number)).save(folder / uri, optimize=True)
+            lines += [line_of(question, uri) for question in questions(shown, number)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"{folder / split}.jsonl: {len(lines)} questions about {PICTURES[split]} pictures")
+
+
+def line_of(question: Question, uri: str) -> str:
+    metadata = {"answer": question.answer, "about": question.about, "form": question.form}
+    media = [{"modality": "image", "role": "condition", "uri": uri}]
+    return json.dumps({"prompt": question.prompt, "metadata": metadata, "media_refs": media}) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    write(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,9 @@ def test_the_shipped_recipe_may_start():
         (["sampling.kernel._target_=unirl.sde.kernels.EulerODE"], 2020, "no step of sampling has one (EulerODE"),
         (["~sampling.sde_steps", "sampling.sde_indices=[]"], 2020, "trains on log-probs"),
         (["evaluation.weights=ema"], 2020, "backend.ema_cfg"),
+        (["evaluation.temperature=0.5"], 2020, "Write ~evaluation.temperature, and set of these what you mean: num_inf"),
+        (["sampling={_target_: unirl.types.sampling.ARSamplingParams}"], 2004, "sd3 samples by DiffusionSamplingParams"),
+        (["algorithm={_target_: unirl.algorithms.ar_grpo.ARGRPO}"], 2020, "trains what is sampled by ARSamplingParams"),
         (["bundle.path=/no/such/folder"], 4001, "there is no such directory"),
         (["bundle.path=toy2"], 4001, "toy2"),
         (["data_source.data_path=nowhere.txt"], 4002, "DATA_PATH"),
@@ -134,6 +137,23 @@ def test_settings_without_effect_and_values_from_the_environment_are_said_once(m
     assert any("weight_sync_interval=2 has no effect" in line for line in said)
     assert any("a group of one has no advantage" in line for line in said)
     assert any("run.dir" in line and "OUTPUT_DIR" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "is_said"),
+    [
+        (RECIPE, [], True),
+        ("diffusion/sd3_rwr", [], False),
+        ("diffusion/sd3_rwr", ["algorithm.weighting=reward"], False),
+        ("diffusion/sd3_rwr", ["algorithm.weighting=advantage"], True),
+        ("diffusion/sd3_ppo", [], True),
+        ("diffusion/sd3_ppo", ["algorithm.outcome=rewards"], False),
+        ("diffusion/sd3_refl", [], False),
+    ],
+)
+def test_that_a_group_of_one_teaches_nothing_is_said_of_losses_that_learn_from_advantages(name, words, is_said):
+    said = preflight(load(name, [*words, "sampling.samples_per_prompt=1", "stack.num_updates_per_batch=1"])).notices
+    assert any("a group of one has no advantage" in line for line in said) == is_said
 
 
 def test_a_disk_that_is_too_full_is_refused_with_both_numbers(tmp_path):

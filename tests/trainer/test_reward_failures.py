@@ -83,6 +83,14 @@ def test_equal_rewards_are_said_to_teach_nothing(tmp_path) -> None:
     assert any("all 8 samples of the first step have the reward 0.25" in text for text in warned)
 
 
+def test_equal_rewards_raise_no_alarm_for_a_loss_that_fits_samples_whatever_they_are_worth(tmp_path) -> None:
+    fit = ("algorithm={_target_: unirl.algorithms.diffusion_rwr.DiffusionRWR}", "stack.num_updates_per_batch=1")
+    ode = "sampling.kernel={_target_: unirl.sde.kernels.EulerODE}"
+    trainer = run(tmp_path, *BIG, *reward("Constant", value=0.25), *fit, ode)
+    assert trainer.version == 2
+    assert not [event for event in lines(tmp_path, "events.jsonl") if event["ev"] == "alarm.raise"]
+
+
 # Overlap
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from unirl.algorithms.base import Part
 from unirl.algorithms.surrogate import mean_metric
 from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Anchor, Moment
+from unirl.types.protocols import Anchor, Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack
 
 
@@ -36,6 +36,10 @@ class AROPD(TokenAlgorithm):
         super().__post_init__()
         if self.gap_clip is not None and not self.gap_clip > 0.0:
             raise ConfigError(f"algorithm.gap_clip must be > 0, got {self.gap_clip}; null for no bound", code=2004)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, advantages=False)
 
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), "teacher_logp": Anchor(self.teacher, "logp")}

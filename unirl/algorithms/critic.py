@@ -56,7 +56,7 @@ class Critic(StageAlgorithm[Stage]):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, value=True)
+        return replace(super().needs, value=True, advantages=self.outcome == "advantages")
 
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}

@@ -48,7 +48,8 @@ class DiffusionRWR(ForwardProcess):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, own_samples=False)
+        # exp(0) and a reward are weights: a sample is fitted whatever the others are worth.
+        return replace(super().needs, own_samples=False, advantages=self.weighting == "advantage")
 
     def pulls(self) -> Mapping[str, float]:
         return {REFERENCE: self.velocity_coef}

@@ -88,7 +88,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, density=False, differentiable_reward=True)
+        return replace(super().needs, density=False, differentiable_reward=True, advantages=False)
 
     def anchors(self) -> Mapping[str, Anchor]:
         return {"ref_velocity": Anchor(REFERENCE, "velocity")} if self.velocity_coef > 0 else {}

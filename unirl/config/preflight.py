@@ -322,8 +322,8 @@ def notices(recipe: Recipe, plan: Plan, geometry: Geometry) -> Iterator[str]:
     """Settings without effect, and values that the environment set."""
     config = recipe.config
     yield from layout_notices(config, plan, geometry.num_samples)
-    by_advantage = not needs_of(config).differentiable_reward
-    if by_advantage and geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group":
+    alone = geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group"
+    if alone and needs_of(config).advantages:
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
     if config.backend.values.get("value_cfg") is not None and not needs_of(config).value:
         yield f"backend.value_cfg has no effect: {config.algorithm.schema.owner.__name__} trains no value head"

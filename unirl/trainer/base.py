@@ -257,7 +257,7 @@ class Trainer(ABC):
 
     def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
         """Equal rewards teach nothing; at the very start they are rather a mistake than a policy that is done."""
-        value = constant_reward(track)
+        value = constant_reward(track) if self.needs.advantages else None
         if value is None:
             return
         self.tracker.event("alarm.raise", alarm="reward.constant", value=value)

@@ -146,6 +146,8 @@ class Needs:
     totals: bool = False
     """The loss reads sums over all rows of a step, made before its first update: its live anchors are, too."""
     differentiable_reward: bool = False
+    advantages: bool = True
+    """Samples teach it by their advantages: it learns nothing from equal rewards, or from groups of one."""
     own_samples: bool = True
     """The samples must be the policy's own; a loss that says False learns from recorded ones as well."""
 

@@ -97,7 +97,7 @@ def test_a_request_names_its_one_track_and_of_which_kind() -> None:
         weight_version=0,
     )
     assert req.only_track(ARSamplingParams) == ("text", params)
-    with pytest.raises(ValueError, match="track 'text' samples by DiffusionSamplingParams"):
+    with pytest.raises(ValueError, match="track 'text' is sampled by DiffusionSamplingParams"):
         req.only_track(DiffusionSamplingParams)
     with pytest.raises(ValueError, match="generates one track"):
         req.replace(tracks={}).only_track(ARSamplingParams)

@@ -58,6 +58,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
 
     supports_multi_update: ClassVar[bool] = True
     """The loss stays valid after an update on the same rollout."""
+    sampled_by: ClassVar[type] = object
+    """The settings of sampling whose segments it trains."""
     requires_ema_rollout: ClassVar[bool] = False
     """Sampling must run on a snapshot instead of the live weights."""
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
     """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
     velocity_coef: float = 0.0
     """lambda, of the mean squared difference to the reference's velocity (UniGRPO); 0 = none."""
+
+    sampled_by: ClassVar[type] = DiffusionSamplingParams
 
     def __post_init__(self) -> None:
         if self.steps_per_forward < 1:

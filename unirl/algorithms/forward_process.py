@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
     """Training times in one forward: faster for small micro-batches, and takes the memory of more rows."""
     train_guided: bool = False
     """Train the velocity with the rollout's guidance; otherwise without, and a guided rollout is refused."""
+
+    sampled_by: ClassVar[type] = DiffusionSamplingParams
 
     def __post_init__(self) -> None:
         if self.times_per_forward < 1:

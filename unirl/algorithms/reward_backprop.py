@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     """c: a sample with z above it has no gradient; absent = none."""
     velocity_coef: float = 0.0
     """lambda, of the mean squared difference to the reference's velocity, at the rollout's samples noised; 0 = none."""
+
+    sampled_by: ClassVar[type] = DiffusionSamplingParams
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.early_stop < 1.0:

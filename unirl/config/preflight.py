@@ -26,12 +26,19 @@ from unirl.config.recipe import RecipeConfig
 from unirl.config.slabs import UNSUPPORTED
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities, Needs
-from unirl.types.sampling import Sampling
+from unirl.types.sampling import Sampling, sampling_as
 
 TRAINSIDE = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
 RECORDED_ENGINE = "unirl.rollout.engine.recorded.engine.RecordedRolloutEngine"
+WAYS_OUT = {
+    "rollout": "Take another engine, such as unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine",
+    "trainer": "Write trainer._target_=unirl.trainer.text.TextTrainer for text, or leave the block out for pictures",
+}
+"""Block to what to write instead, where it is for another modality than the pipeline makes."""
 KEPT_BY = {"old": "ema_lora_cfg", "ema": "ema_cfg"}
 """Snapshot to the block of the backend that keeps it. `reference` is kept wherever it is read."""
+OPTIONAL_IN_EVALUATION = ("num_inference_steps", "guidance_scale", "temperature", "top_p", "top_k", "max_new_tokens")
+"""Keys of the evaluation block of which every domain's sampling settings know some."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -71,8 +78,9 @@ def preflight(recipe: Recipe) -> Preflight:
     check_geometry(geometry)
     check_combination(config, needs)
     check_objective(config, needs, plan)
-    check_sampling(config, needs)
     check_model(config)
+    check_sampling(config, needs)
+    check_evaluation(config)
     check_data(config)
     return Preflight(geometry, plan, tuple(notices(recipe, plan, geometry)))
 
@@ -115,9 +123,13 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
                 f"{path} scores {' and '.join(reward.modalities)}, and {config.pipeline.schema.owner.__name__} makes "
                 f"{' and '.join(made)}. Choose a reward for this modality"
             )
-    if engine.modalities and made and not set(engine.modalities) & set(made):
-        pipeline = config.pipeline.schema.owner.__name__
-        yield f"{name} gives {' and '.join(engine.modalities)}, and {pipeline} makes {' and '.join(made)}"
+    for node in (config.rollout, config.trainer):
+        handled = capabilities_of(node).modalities
+        if handled and made and not set(handled) & set(made):
+            yield (
+                f"{node.path}: {node.schema.owner.__name__} is for {' and '.join(handled)}, and "
+                f"{config.pipeline.schema.owner.__name__} makes {' and '.join(made)}. {WAYS_OUT[node.path]}"
+            )
     if config.evaluation.weights == "ema" and config.backend.values.get("ema_cfg") is None:
         yield "evaluation.weights=ema needs an average to evaluate: write backend.ema_cfg={} or evaluation.weights=live"
 
@@ -221,9 +233,14 @@ def _trained_scorers(node: Node) -> Iterator[Node]:
 
 
 def check_sampling(config: RecipeConfig, needs: Needs) -> None:
-    """The loss can train what is sampled; a loss on log-probs needs steps that have one."""
+    """The loss can train what is sampled; a loss on log-probs needs some that can be trained."""
     sampling: Sampling = build(config.sampling)
-    build(config.algorithm).check_sampling(sampling)
+    algorithm = build(config.algorithm)
+    try:
+        sampling_as(algorithm.sampled_by, sampling, f"{type(algorithm).__name__} trains what is sampled by")
+    except ValueError as error:
+        raise ConfigError(str(error), code=UNSUPPORTED) from error
+    algorithm.check_sampling(sampling)
     if not needs.density:
         return
     try:
@@ -235,6 +252,19 @@ def check_sampling(config: RecipeConfig, needs: Needs) -> None:
     if problem is not None:
         loss = config.algorithm.schema.owner.__name__
         raise ConfigError(f"{loss} trains on log-probs, and {problem}", code=UNSUPPORTED)
+
+
+def check_evaluation(config: RecipeConfig) -> None:
+    """No setting of evaluations that the sampling settings would not look at."""
+    sampling: Sampling = build(config.sampling)
+    for key in OPTIONAL_IN_EVALUATION:
+        value = vars(config.evaluation)[key]
+        if value is not None and key not in sampling.evaluation_keys:
+            raise ConfigError(
+                f"evaluation.{key}={value}: {type(sampling).__name__} has no such setting. Write ~evaluation.{key}, "
+                f"and set of these what you mean: {', '.join(sampling.evaluation_keys)}",
+                code=UNSUPPORTED,
+            )
 
 
 def check_model(config: RecipeConfig) -> None:

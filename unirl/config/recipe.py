@@ -32,9 +32,17 @@ class EvaluationConfig:
     """The first this many prompts of the file."""
     samples_per_prompt: int = 1
     num_inference_steps: int | None = None
-    """T; absent = that of `sampling`."""
+    """T of denoising; absent = that of `sampling`."""
     guidance_scale: float | None = None
-    """Absent = that of `sampling`."""
+    """Of denoising; absent = that of `sampling`."""
+    temperature: float | None = None
+    """Of text, 0 = the likeliest token always; absent = that of `sampling`."""
+    top_p: float | None = None
+    """Of text; absent = that of `sampling`."""
+    top_k: int | None = None
+    """Of text; absent = that of `sampling`."""
+    max_new_tokens: int | None = None
+    """Of text; absent = that of `sampling`."""
     seed: int = 42
     """Seeds the noise of evaluation, which is the same at every evaluation."""
     weights: Literal["live", "ema"] = "live"
@@ -43,8 +51,10 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         _check_at_least(0, eval_steps=self.eval_steps)
         _check_at_least(1, max_prompts=self.max_prompts, samples_per_prompt=self.samples_per_prompt)
-        _check_at_least(1, num_inference_steps=self.num_inference_steps)
-        _check_at_least(0, guidance_scale=self.guidance_scale)
+        _check_at_least(1, num_inference_steps=self.num_inference_steps, max_new_tokens=self.max_new_tokens)
+        _check_at_least(0, guidance_scale=self.guidance_scale, temperature=self.temperature, top_k=self.top_k)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p:g}; 1 keeps every token")
 
     @property
     def enabled(self) -> bool:
@@ -127,6 +137,8 @@ class RecipeConfig:
     """The prompts."""
     sampling: Node
     """How samples are drawn."""
+    trainer: Node = field(metadata={"target": "unirl.trainer.diffusion.DiffusionTrainer"})
+    """The loop: what the model is given of a prompt, and which track is trained."""
     sync: Node | None = None
     """Weights to an engine that holds its own; absent = the engine borrows the trained ones."""
     parity: ParityConfig = ParityConfig()

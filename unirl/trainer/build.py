@@ -26,8 +26,7 @@ from unirl.reward.scoring import check_start
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import CheckpointStore
 from unirl.train.configs import LoraConfig
-from unirl.trainer.base import PUBLISHED, Parts, Roles
-from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.trainer.base import PUBLISHED, Parts, Roles, Trainer
 from unirl.trainer.parity import ParityGate
 from unirl.trainer.placement import place_roles
 from unirl.trainer.residency import Residency
@@ -36,7 +35,7 @@ from unirl.trainer.run import open_tracker
 from unirl.types.protocols import DataSource, Stateful
 
 
-def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> DiffusionTrainer:
+def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> Trainer:
     """The trainer of a recipe that passed preflight, with its run directory open. Its `close` ends all workers."""
     data = data_of(recipe)
     check_reward(recipe.config)
@@ -64,7 +63,7 @@ def check_reward(config: RecipeConfig) -> None:
         check_start(build(backend))
 
 
-def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> DiffusionTrainer:
+def join_parts(recipe: Recipe, data: DataSource, tracker: Tracker) -> Trainer:
     """Open the pool of a recipe, place its roles there and join them. The trainer owns the pool from then on."""
     config = recipe.config
     checkpoints = CheckpointStore(tracker.run.checkpoints, keep=config.keep_checkpoints)
@@ -93,7 +92,7 @@ def _join(
     pool: Pool,
     checkpoints: CheckpointStore,
     resume: ResumePoint,
-) -> DiffusionTrainer:
+) -> Trainer:
     config = recipe.config
     sampling = build(config.sampling)
     advantage = build(config.advantage)
@@ -131,7 +130,8 @@ def _join(
     )
     _check_disk(config, tracker, placed.handles["backend"])
     roles = Roles(**{name: placed.handles[name] for name in ("rollout", "reward", "stack", "backend")})
-    return DiffusionTrainer(parts, roles, sampling)
+    trainer: Trainer = build(config.trainer, parts=parts, roles=roles, sampling=sampling)
+    return trainer
 
 
 def failure_policy(config: RecipeConfig) -> FailurePolicy:

@@ -45,7 +45,7 @@ class LatentFacts(ModelFacts):
 
     def check(self, sampling: Sampling) -> None:
         """The size of the pictures divides."""
-        params = sampling_as(DiffusionSamplingParams, sampling, self.family)
+        params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples by")
         self.latent_shape(params.height, params.width)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class LanguageFacts(ModelFacts):
 
     def check(self, sampling: Sampling) -> None:
         """The longest prompt and the longest response fit the context together."""
-        params = sampling_as(ARSamplingParams, sampling, self.family)
+        params = sampling_as(ARSamplingParams, sampling, f"{self.family} samples by")
         if params.max_prompt_tokens + params.max_new_tokens > self.context_length:
             left = self.context_length - params.max_prompt_tokens
             advice = f"Use max_new_tokens={left}" if left > 0 else "Lower max_prompt_tokens"

@@ -48,7 +48,7 @@ class RolloutReq(Batch):
         if len(self.tracks) != 1:
             raise ValueError(f"this pipeline generates one track; the request asks for {sorted(self.tracks)}")
         [(name, spec)] = self.tracks.items()
-        return name, sampling_as(kind, spec.sampling, f"track {name!r}")
+        return name, sampling_as(kind, spec.sampling, f"track {name!r} is sampled by")
 
     def prompts(self) -> list[str]:
         """The prompt of each row."""

@@ -43,7 +43,7 @@ def sampling_as(kind: type[SamplingT], sampling: Sampling, who: str) -> Sampling
     """`sampling`, which `who` reads. Raises ValueError where it is of another domain."""
     if not isinstance(sampling, kind):
         raise ValueError(
-            f"{who} samples by {kind.__name__}, and the settings are {type(sampling).__name__}. "
+            f"{who} {kind.__name__}, and the settings are {type(sampling).__name__}. "
             f"Write sampling._target_={kind.__module__}.{kind.__qualname__}"
         )
     return sampling

@@ -15,8 +15,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from unirl.models.attention import PackedRows
 from unirl.models.canary import CanaryAnswer
 from unirl.models.chat import TextCodec
+from unirl.models.chunks import filled_rows
+from unirl.models.decoding import Decoding
+from unirl.models.endings import Endings, Response
+from unirl.models.packing import packed_prompts, packed_responses
+from unirl.models.token_policy import Answers, Likelihood, Logits, TokenFeed
 from unirl.models.tools import ToolBox
 from unirl.models.value import TokenValueHead
 from unirl.sde.noise import NoiseSource
@@ -95,15 +101,21 @@ class ARStage:
         """A fresh value head for the hidden states of this model."""
         return TokenValueHead.of(self.facts.hidden_size, width, seed)
 
+    @torch.no_grad()
     def sample(
         self, conditions: Conditions, params: ARSamplingParams, noise: NoiseSource, ids: Sequence[str], slots: int
     ) -> TextSegment:
         """One response per row of `conditions`, `slots` of them in the making at a time.
 
         Token t of a row is the inverse CDF, in the order of the vocabulary, of the distribution that top_k and top_p
-        leave, at entry t of the draw `tok` of the row's id.
+        leave, at entry t of the draw `tok` of the row's id. At temperature 0, log-probs are those of temperature 1.
         """
-        raise NotImplementedError
+        responses = [Response(row, id) for row, id in enumerate(ids)]
+        endings = Endings(self.codec, params, self.tools)
+        uniforms = noise.uniform(ids, "tok", (params.max_new_tokens,)).to(self._device())
+        decoding = Decoding(self._forward, self._here(conditions), params, endings, uniforms, responses)
+        decoding.run(slots, self.facts.batch_multiple)
+        return segment_of(responses, params).to(self._device())
 
     def replay(
         self,
@@ -114,8 +126,63 @@ class ARStage:
         values: ValueGradient | None = None,
     ) -> TokenReplay:
         """The contract of `TokenStage`."""
-        raise NotImplementedError
+        packed, before = packed_responses(self._here(conditions), segment)
+        multiple = self.facts.batch_multiple
+        filled, rows = packed.filled(multiple), filled_rows(len(before), multiple)
+        asked = Likelihood(
+            at=before[rows],
+            targets=segment.tokens.to(before.device)[rows],
+            temperature=segment.temperature,
+            vocab_size=self.facts.vocab_size,
+            entropy=entropy,
+            hidden=values is not None,
+            multiple=multiple,
+        )
+        found = self._forward(filled.feed(PackedRows(filled.lengths), asked))
+        kept = {name: tensor[: len(before)] for name, tensor in found.items()}
+        said = None if values is None else self._values(kept["hidden"], values)
+        return TokenReplay(kept["logp"], kept.get("entropy"), said)
 
+    @torch.no_grad()
     def canary(self, inputs: PromptTokens) -> CanaryAnswer:
         """The logits [B, V] of what follows each of the prompts `inputs`."""
-        raise NotImplementedError
+        packed = packed_prompts(self._here({"prompt": inputs}), range(len(inputs)))
+        lasts = filled_rows(len(inputs), self.facts.batch_multiple)
+        filled, at = packed.filled(self.facts.batch_multiple), (inputs.offsets[1:] - 1)[lasts]
+        with torch.compiler.set_stance("force_eager"):
+            found = self._forward(filled.feed(PackedRows(filled.lengths), Logits(at.to(self._device()))))
+        return CanaryAnswer(values=found["logits"][: len(inputs)])
+
+    def _values(self, hidden: Tensor, gradient: ValueGradient) -> Tensor:
+        """[sum L] what the value head says of the hidden states."""
+        assert self.value_head is not None, "a stack whose loss needs a value head provides it"
+        said: Tensor = self.value_head(hidden if gradient == "policy" else hidden.detach())
+        return said
+
+    def _forward(self, feed: TokenFeed) -> Answers:
+        device = feed.tokens.device.type
+        with torch.autocast(device, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
+            found: Answers = self.network(feed)
+        return found
+
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def _here(self, conditions: Conditions) -> Conditions:
+        return {name: condition.to(self._device()) for name, condition in conditions.items()}
+
+
+def segment_of(responses: Sequence[Response], params: ARSamplingParams) -> TextSegment:
+    """What was sampled, packed, on the CPU."""
+    lengths = torch.tensor([0, *(len(response.tokens) for response in responses)])
+    return TextSegment(
+        tokens=torch.tensor([token for response in responses for token in response.tokens]),
+        logp=torch.tensor([logp for response in responses for logp in response.logps]),
+        loss_mask=torch.tensor([flag for response in responses for flag in response.sampled]),
+        offsets=lengths.cumsum(0),
+        finished=torch.tensor([response.finished for response in responses]),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        anchors={},
+    )

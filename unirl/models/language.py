@@ -58,7 +58,7 @@ def require_vocabulary(tokenizer: Any, facts: LanguageFacts, path: str) -> None:
     highest = max(tokenizer.get_vocab().values())
     if highest >= facts.vocab_size:
         raise DataError(
-            f"{path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size}: they are not of one "
-            "checkpoint. Download both again",
+            f"{path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size}: they are not of "
+            "one checkpoint. Download both again",
             code=NOT_FOUND,
         )

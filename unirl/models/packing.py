@@ -1,0 +1,109 @@
+"""Rows of tokens laid end to end, as one forward reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unirl.models.attention import Attend
+from unirl.models.chunks import round_up
+from unirl.models.token_policy import Ask, TokenFeed
+from unirl.types.conditions import Conditions, ImagePatches, PromptTokens
+from unirl.types.segments import TextSegment
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Rows end to end, and the images whose placeholders stand in them."""
+
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, or [N, 3]
+    lengths: list[int]
+    images: ImagePatches | None
+
+    def filled(self, multiple: int) -> PackedTokens:
+        """With one more row behind them, so that N is a multiple: on CPUs a token's bits are then its row's own."""
+        rest = round_up(len(self.tokens), multiple) - len(self.tokens)
+        return PackedTokens(
+            tokens=torch.cat([self.tokens, self.tokens.new_zeros(rest)]),
+            positions=torch.cat([self.positions, self.positions.new_zeros(rest, *self.positions.shape[1:])]),
+            lengths=[*self.lengths, rest],
+            images=self.images,
+        )
+
+    def feed(self, attend: Attend, ask: Ask) -> TokenFeed:
+        """The input of a forward over these rows."""
+        return TokenFeed(tokens=self.tokens, positions=self.positions, attend=attend, ask=ask, images=self.images)
+
+
+def prompts_of(conditions: Conditions) -> PromptTokens:
+    """The tokens of the prompts."""
+    prompts = conditions["prompt"]
+    assert isinstance(prompts, PromptTokens)
+    return prompts
+
+
+def images_of(conditions: Conditions) -> ImagePatches | None:
+    """The images of the prompts; None for text alone."""
+    images = conditions.get("images")
+    assert images is None or isinstance(images, ImagePatches)
+    return images
+
+
+def same_prompts(conditions: Conditions) -> list[int]:
+    """For each row, the first of the neighbours that have the same prompt: siblings of a group stand side by side."""
+    prompts, images = prompts_of(conditions), images_of(conditions)
+    tokens = prompts.tokens.split(prompts.lengths.tolist())
+    patches = None if images is None else images.patches.split(images.offsets.diff().tolist())
+    first = [0] * len(tokens)
+    for row in range(1, len(tokens)):
+        same = torch.equal(tokens[row], tokens[row - 1])
+        if same and images is not None and patches is not None:
+            same = images.grids[row] == images.grids[row - 1] and torch.equal(patches[row], patches[row - 1])
+        first[row] = first[row - 1] if same else row
+    return first
+
+
+def packed_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
+    """The prompts of `rows`."""
+    prompts, images = prompts_of(conditions).select(rows), images_of(conditions)
+    seen = None if images is None else images.select(rows)
+    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), seen)
+
+
+def packed_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Tensor]:
+    """Prompts with their responses, but for the last token, which is read by nobody; and where [sum L] the token
+    before each token of `segment` stands."""
+    prompts = prompts_of(conditions)
+    device = prompts.tokens.device
+    prompt_lengths, lengths = prompts.lengths, segment.lengths
+    kept = prompt_lengths + (lengths - 1).clamp(min=0)
+    starts = kept.cumsum(0) - kept
+    pieces, before = [], []
+    for row in range(len(prompts)):
+        begin, end = int(prompts.offsets[row]), int(prompts.offsets[row + 1])
+        first = len(prompts.tokens) + int(segment.offsets[row])
+        count, length = int(kept[row]) - (end - begin), int(lengths[row])
+        pieces += [torch.arange(begin, end), torch.arange(first, first + count)]
+        last = int(starts[row]) + end - begin - 1
+        before.append(torch.arange(last, last + length))
+    index = torch.cat(pieces).to(device)
+    tokens = torch.cat([prompts.tokens, segment.tokens.to(device)])[index]
+    positions = torch.cat([prompts.positions, response_positions(prompts, lengths)])[index]
+    return PackedTokens(tokens, positions, kept.tolist(), images_of(conditions)), torch.cat(before).to(device)
+
+
+def response_positions(prompts: PromptTokens, lengths: Tensor) -> Tensor:
+    """[sum L] or [sum L, 3] where the tokens of responses of `lengths` [B] stand: on from the prompt's end."""
+    place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    device = prompts.tokens.device
+    starts = prompts.next_position.to(device)[torch.arange(len(lengths)).repeat_interleave(lengths).to(device)]
+    return like_positions(starts + place.to(device), prompts.positions)
+
+
+def like_positions(positions: Tensor, others: Tensor) -> Tensor:
+    """`positions` [N] in all three components if `others` have them."""
+    return positions if others.dim() == 1 else positions[:, None].expand(-1, others.shape[1])

@@ -1,0 +1,125 @@
+"""Keys and values of rows that are written token by token, and what the tokens of one forward see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from unirl.models.attention import PackedRows, has_varlen, varlen
+from unirl.models.chunks import round_up
+
+BLOCK = 64
+"""Cached tokens are read in multiples of this: a row's bits depend on its own length alone."""
+
+
+class SlotCache:
+    """Keys and values of the rows in the slots: [S, C, K, d] per layer, made when a layer first writes."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.capacity = 0
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, tokens: int) -> None:
+        """Room for rows of `tokens`."""
+        if tokens <= self.capacity:
+            return
+        capacity = round_up(max(tokens, self.capacity * 3 // 2), BLOCK)
+        self.layers = {i: (_wider(k, capacity), _wider(v, capacity)) for i, (k, v) in self.layers.items()}
+        self.capacity = capacity
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Give up all but `slots`."""
+        self.layers = {i: (k[list(slots)], v[list(slots)]) for i, (k, v) in self.layers.items()}
+        self.slots = len(slots)
+
+    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's tensors, now holding key and value [N, K, d] at places [N] of slots laid end to end."""
+        if layer not in self.layers:
+            shape = (self.slots, self.capacity, *key.shape[1:])
+            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        keys, values = self.layers[layer]
+        keys.flatten(0, 1)[places] = key
+        values.flatten(0, 1)[places] = value
+        return keys, values
+
+
+def _wider(tensor: Tensor, capacity: int) -> Tensor:
+    wider = tensor.new_zeros((tensor.shape[0], capacity, *tensor.shape[2:]))
+    wider[:, : tensor.shape[1]] = tensor
+    return wider
+
+
+class Prefill:
+    """Prompts end to end, which see as packed rows do; their keys and values go where `places` says."""
+
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], sources: Tensor, places: Tensor) -> None:
+        self.cache = cache
+        self.rows = PackedRows(lengths)
+        self.sources = sources  # [M] tokens of the forward
+        self.places = places  # [M] of slots laid end to end
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self.cache.write(layer, self.places, key[self.sources], value[self.sources])
+        return self.rows(layer, query, key, value, scale)
+
+
+class Step:
+    """One token per slot, which sees what its slot holds, itself included."""
+
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], device: torch.device) -> None:
+        """
+        Args:
+            lengths: tokens per slot, this one included.
+        """
+        self.cache = cache
+        self.lengths = torch.tensor(lengths, device=device)
+        self.places = torch.arange(len(lengths), device=device) * cache.capacity + self.lengths - 1
+        self.longest = max(lengths)
+        self.groups = _by_blocks(lengths)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        keys, values = self.cache.write(layer, self.places, key, value)
+        if has_varlen(query):
+            return self._ragged(query, keys, values, scale)
+        if len(self.groups) == 1:
+            [width] = self.groups
+            return self._padded(query, keys[:, :width], values[:, :width], self.lengths, scale)
+        out = torch.empty_like(query)
+        for width, slots in self.groups.items():
+            lengths = self.lengths[slots]
+            out[slots] = self._padded(query[slots], keys[slots, :width], values[slots, :width], lengths, scale)
+        return out
+
+    def _ragged(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+        return varlen(
+            query,
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            starts,
+            starts * self.cache.capacity,
+            1,
+            self.longest,
+            scale=scale,
+            seqused_k=self.lengths.int(),
+        )
+
+    def _padded(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """[S, H, d]: the query heads of one key head are its queries, so keys are not copied for them."""
+        seen = torch.arange(keys.shape[1], device=query.device) < lengths[:, None]
+        q = query.unflatten(1, (keys.shape[2], -1))
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
+        return out.flatten(1, 2)
+
+
+def _by_blocks(lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Slots by their length, rounded up."""
+    groups: dict[int, list[int]] = {}
+    for slot, length in enumerate(lengths):
+        groups.setdefault(round_up(length, BLOCK), []).append(slot)
+    return groups

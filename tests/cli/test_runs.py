@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_files import metrics_of
 from tests.source_tree import ROOT
 from unirl.cli.main import main
 from unirl.trainer.base import Trainer
@@ -31,17 +32,11 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-def rows(run: Path) -> list[dict]:
-    """Metrics without what depends on the clock and the machine."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in found]
-
-
 def test_a_run_leaves_its_files_and_says_that_it_finished(run_dir):
     record = json.loads((run_dir / "run.json").read_text())
     assert (record["recipe"], record["exit"]["code"]) == (RECIPE, 0)
     assert (run_dir / "config" / "resolved.yaml").is_file()
-    assert [row["step"] for row in rows(run_dir)] == [1, 2]
+    assert [row["step"] for row in metrics_of(run_dir)] == [1, 2]
 
 
 def test_the_module_entrypoint_is_the_same_command(run_dir, tmp_path):
@@ -49,7 +44,7 @@ def test_the_module_entrypoint_is_the_same_command(run_dir, tmp_path):
 
     words = [f"--config-name={RECIPE}", *TOY[1:], f"run.dir={tmp_path / 'other'}"]
     assert train.main(words, domain="diffusion") == 0
-    assert rows(tmp_path / "other") == rows(run_dir)
+    assert metrics_of(tmp_path / "other") == metrics_of(run_dir)
 
 
 def test_an_entrypoint_refuses_the_recipe_of_another_domain(capsys):
@@ -70,11 +65,11 @@ def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir,
     assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 130
     shown = capsys.readouterr().err
     assert f"continue with:\n  unirl train {' '.join(TOY)} run.dir={tmp_path / 'run'}" in shown
-    assert len(rows(tmp_path / "run")) == 1
+    assert len(metrics_of(tmp_path / "run")) == 1
     monkeypatch.undo()
     monkeypatch.chdir(ROOT)
     assert main(["train", *TOY, f"run.dir={tmp_path / 'run'}"]) == 0
-    assert rows(tmp_path / "run") == rows(run_dir)
+    assert metrics_of(tmp_path / "run") == metrics_of(run_dir)
 
 
 def test_eval_gives_the_scores_of_the_run(run_dir, tmp_path, capsys):

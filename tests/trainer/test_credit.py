@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.run_files import metrics_of
 from tests.source_tree import ROOT
 from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.selection import Selection
@@ -46,8 +47,7 @@ def run(folder: Path, *overrides: str) -> list[dict[str, float]]:
     trainer = trainer_of(folder, *overrides)
     with trainer.tracker:
         trainer.train()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
+    return metrics_of(folder)
 
 
 def weights_of(folder: Path) -> bytes:

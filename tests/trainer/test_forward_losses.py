@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.run_files import metrics_of
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.trainer.base import Trainer
@@ -43,11 +44,6 @@ def run(folder: Path, recipe: str, *overrides: str) -> None:
             trainer.train()
     finally:
         trainer.close()
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
 
 
 @pytest.fixture(scope="module")

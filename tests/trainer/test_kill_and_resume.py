@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_files import metrics_of, reproducible
 from tests.trainer.child import begin, said
 
 RECIPE = "diffusion/sd3_trainside"
@@ -52,17 +53,13 @@ def outcome(folder: Path) -> dict[str, object]:
     """Everything that must be equal: all files of metrics without their clocks, and the final state."""
     final = folder / "checkpoints" / f"checkpoint-{NUM_STEPS:06d}"
     return {
-        "metrics": [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+        "metrics": metrics_of(folder),
         "ledger": (folder / "ledger.jsonl").read_text(),
-        "eval": [timeless(json.loads(p.read_text())) for p in sorted(folder.glob("eval/*/scores.json"))],
+        "eval": [reproducible(json.loads(p.read_text())) for p in sorted(folder.glob("eval/*/scores.json"))],
         "samples": sorted(p.relative_to(folder).as_posix() for p in folder.glob("samples/*/*")),
         "weights": {p.name: sha256(p.read_bytes()).hexdigest() for p in sorted((final / "policy").iterdir())},
         "trainer": {k: v for k, v in json.loads((final / "trainer.json").read_text()).items() if k != "recipe"},
     }
-
-
-def timeless(row: dict[str, object]) -> dict[str, object]:
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))}
 
 
 @pytest.fixture(scope="module")

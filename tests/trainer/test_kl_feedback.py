@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.run_files import metrics_of
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.config.load import load
 from unirl.config.preflight import preflight
@@ -32,8 +32,7 @@ def run(folder: Path, num_rollouts: int, *overrides: str) -> list[dict[str, floa
     trainer = build_trainer(recipe)
     with trainer.tracker:
         trainer.train()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
+    return metrics_of(folder)
 
 
 def test_the_coefficient_of_a_step_follows_the_divergence_of_the_one_before(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.run_files import metrics_of
 from unirl.config.errors import CheckpointError, ConfigError, DataError, Interrupted, Preempted, RewardError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
@@ -31,11 +32,6 @@ def run(folder: Path, *overrides: str):
     with trainer.tracker:
         trainer.train()
     return trainer
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
 
 
 def weights_of(folder: Path, step: int) -> bytes:

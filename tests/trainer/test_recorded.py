@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.run_files import metrics_of
 from unirl.config.errors import ConfigError, DataError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
@@ -47,11 +48,6 @@ def run(folder: Path, *overrides: str, **loss: tuple[str, ...]) -> Trainer:
     with trainer.tracker:
         trainer.train()
     return trainer
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
 
 
 def write_pairs(folder: Path, count: int, side: int = 32) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_files import metrics_of
 from unirl.config.errors import DivergenceError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
@@ -27,11 +28,6 @@ def run(folder: Path, recipe: str, *overrides: str):
     finally:
         trainer.close()
     return trainer
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
 
 
 def evaluations_of(folder: Path) -> list[dict[str, str]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import socket
 
 import pytest
 
-from tests.trainer.test_loop import metrics_of, run, trainer_of, weights_of
+from tests.run_files import lines_of, metrics_of
+from tests.trainer.test_loop import run, trainer_of, weights_of
 from unirl.config.errors import ConfigError, DataError, RewardError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
-from unirl.tracking.metrics import NOT_REPRODUCIBLE
 from unirl.trainer.overlap import in_parts, queue_metrics
 
 FAULTY = "tests.trainer.faulty"
@@ -27,19 +26,15 @@ def policy(**keys: object) -> str:
     return f"+reward.on_failure={{{', '.join(f'{k}: {v}' for k, v in keys.items())}}}"
 
 
-def lines(folder, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 def test_dropped_groups_are_counted_at_every_step_and_train_nothing(tmp_path) -> None:
     run(tmp_path, *BIG, *reward("Poisoned", share=0.2), policy(max_dropped_fraction=0.9))
-    ledger = lines(tmp_path, "ledger.jsonl")
+    ledger = lines_of(tmp_path / "ledger.jsonl")
     for row in ledger:
         assert row["generated"] == 8 == row["scored"] + row["dropped"] + row["pending"]
         assert sum(row["reasons"].values()) == row["dropped"]
     lost = sum(row["dropped"] for row in ledger)
     assert 0 < lost < 16
-    events = lines(tmp_path, "events.jsonl")
+    events = lines_of(tmp_path / "events.jsonl")
     assert 2 * sum(event["ev"] == "group.drop" for event in events) == lost
     assert any(event["ev"] == "reward.error" and "gave nan" in event["why"] for event in events)
     assert all(0 < row["rollout/reward_mean"] < 1 for row in metrics_of(tmp_path))
@@ -76,7 +71,7 @@ def test_a_service_that_is_not_there_ends_the_run_before_a_folder_is_made(tmp_pa
 
 def test_equal_rewards_are_said_to_teach_nothing(tmp_path) -> None:
     run(tmp_path, *BIG, *reward("Constant", value=0.25))
-    events = lines(tmp_path, "events.jsonl")
+    events = lines_of(tmp_path / "events.jsonl")
     alarms = [event for event in events if event["ev"] == "alarm.raise"]
     assert [(event["alarm"], event["value"]) for event in alarms] == [("reward.constant", 0.25)] * 2
     warned = [event["text"] for event in events if event["ev"] == "warning"]
@@ -88,22 +83,18 @@ def test_equal_rewards_raise_no_alarm_for_a_loss_that_fits_samples_whatever_they
     ode = "sampling.kernel={_target_: unirl.sde.kernels.EulerODE}"
     trainer = run(tmp_path, *BIG, *reward("Constant", value=0.25), *fit, ode)
     assert trainer.version == 2
-    assert not [event for event in lines(tmp_path, "events.jsonl") if event["ev"] == "alarm.raise"]
+    assert not [event for event in lines_of(tmp_path / "events.jsonl") if event["ev"] == "alarm.raise"]
 
 
 # Overlap
 
 
-def unqueued(folder) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPRODUCIBLE)} for row in metrics_of(folder)]
-
-
 def test_scoring_while_drawing_changes_no_number(tmp_path) -> None:
     run(tmp_path / "turns", *BIG, *reward("Slow", seconds=0))
     run(tmp_path / "overlap", *BIG, *reward("Slow", seconds=0.01), "reward_parts=3", "+placement.reward=cpu")
-    assert unqueued(tmp_path / "overlap") == unqueued(tmp_path / "turns")
+    assert metrics_of(tmp_path / "overlap") == metrics_of(tmp_path / "turns")
     assert weights_of(tmp_path / "overlap", 2) == weights_of(tmp_path / "turns", 2)
-    rows = lines(tmp_path / "overlap", "metrics.jsonl")
+    rows = lines_of(tmp_path / "overlap" / "metrics.jsonl")
     assert all(row["queue/reward_latency"] >= 0.01 and 0 < row["queue/reward_busy"] <= 1.01 for row in rows)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
 from reward_service.running import RunningService
 
 from tests.processes import is_running, wait_until
+from tests.run_files import metrics_of
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.trainer.build import build_trainer
@@ -24,11 +24,6 @@ def run(folder: Path, reward: str) -> None:
     trainer = build_trainer(recipe)
     with trainer.tracker:
         trainer.train()
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/", "throughput/"))} for row in rows]
 
 
 def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_locally(tmp_path):

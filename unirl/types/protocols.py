@@ -172,7 +172,7 @@ class Scorer(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that it gets, of: prompts, images, texts, metadata."""
+        """The columns that it gets, of: prompts, images, videos, texts, lengths, metadata."""
         ...
 
     @property

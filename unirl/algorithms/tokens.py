@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from unirl.types.batch import Batch
 from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import ARSamplingParams
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
     """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
     entropy_coef: float = 0.0
     """eta, of the entropy over the vocabulary per token, nats; 0 = none."""
+
+    sampled_by: ClassVar[type] = ARSamplingParams
 
     def __post_init__(self) -> None:
         for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):

@@ -139,6 +139,13 @@ def test_code_is_ascii():
     assert [name for name, source in FILES.items() if not source.isascii()] == []
 
 
+def test_every_script_is_listed_for_those_who_change_the_code():
+    listed = (ROOT / "AGENTS.md").read_text()
+    scripts = [path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh")]
+    assert "toy_cards.py" in scripts
+    assert [name for name in scripts if f"{name}`" not in listed and f"{name} " not in listed] == []
+
+
 def test_every_package_has_a_page():
     rooms = sorted(path.parent for path in (ROOT / "unirl").glob("*/__init__.py"))
     without = [str(room.relative_to(ROOT)) for room in rooms if not (room / "README.md").is_file()]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.source_tree import ROOT
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.combine import WeightedRewards
@@ -20,6 +21,7 @@ from unirl.reward.local.imagereward import ImageRewardRewardScorer, ImageRewardS
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
 from unirl.reward.local.pictures import as_pil, clip_pixels
 from unirl.reward.local.shapes import ShapesRewardScorer
+from unirl.reward.registry import scorers
 from unirl.reward.service import RewardService
 from unirl.types.reward import RewardRequest
 
@@ -155,3 +157,10 @@ def test_an_objective_of_another_shape_is_refused() -> None:
 
     with pytest.raises(RewardError, match=r"'Sloppy' gave an objective of shape \[\] for 3 pictures"):
         RewardService(backend=Sloppy()).objective(pictures(), PROMPTS)
+
+
+def test_the_page_of_losses_on_the_gradient_names_every_scorer_that_has_one():
+    page = (ROOT / "docs/algorithms/drtune.md").read_text()
+    with_gradient = [name for name, scorer in scorers().items() if scorer.capabilities.differentiable]
+    assert len(with_gradient) > 5
+    assert [name for name in with_gradient if f"`{name}`" not in page] == []

@@ -21,7 +21,7 @@ from unirl.reward.local.imagereward import ImageRewardRewardScorer, ImageRewardS
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
 from unirl.reward.local.pictures import as_pil, clip_pixels
 from unirl.reward.local.shapes import ShapesRewardScorer
-from unirl.reward.registry import scorers
+from unirl.reward.registry import scorers as all_scorers
 from unirl.reward.service import RewardService
 from unirl.types.reward import RewardRequest
 
@@ -161,6 +161,6 @@ def test_an_objective_of_another_shape_is_refused() -> None:
 
 def test_the_page_of_losses_on_the_gradient_names_every_scorer_that_has_one():
     page = (ROOT / "docs/algorithms/drtune.md").read_text()
-    with_gradient = [name for name, scorer in scorers().items() if scorer.capabilities.differentiable]
+    with_gradient = [name for name, scorer in all_scorers().items() if scorer.capabilities.differentiable]
     assert len(with_gradient) > 5
     assert [name for name in with_gradient if f"`{name}`" not in page] == []

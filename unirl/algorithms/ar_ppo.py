@@ -35,6 +35,11 @@ class ARPPO(Critic[TokenStage], ARGRPO):
     """What the value loss trains: the head alone, on hidden states as they are, or the policy's layers as well."""
     whiten: bool = False
     """Advantages of the whole step to mean 0 and variance 1 over its tokens; costs a forward in the first update."""
+    bootstrap_truncated: bool = False
+    """A response that was cut goes on in the critic's eyes: V of its last state follows its outcome; else nothing does.
+
+    The last token of such a response is where V is read, and earns nothing.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +62,7 @@ class ARPPO(Critic[TokenStage], ARGRPO):
         if self.whiten:
             assert now.totals, "a loss that whitens is told the moments of the whole step"
             moments = Moments(*torch.tensor(now.totals, dtype=torch.float64))
-            advantages = whitened(advantages, tokens.rows.counts, moments)
+            advantages = whitened(advantages, self.credited_tokens(tokens, rows), moments)
         return replace(tokens, advantages=advantages, values=TokenValues(said, old, credit.returns))
 
     def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
@@ -72,16 +77,35 @@ class ARPPO(Critic[TokenStage], ARGRPO):
         assert recorded is not None, "the anchor pass comes first"
         tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # of their log-probs only the old ones are read
         credit = self.credit(tokens, tokens.rows.kept(recorded), rows, ALL_TOKENS, now)
-        moments = Moments.of(credit.advantages, tokens.rows.counts)
+        moments = Moments.of(credit.advantages, self.credited_tokens(tokens, rows))
         return torch.stack([moments.count, moments.total, moments.squares])
 
     def credit(self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: Moment) -> Credit:
         """[sum L] twice: GAE from old values [sum L]; 0 where a token does not count."""
-        packing, counts = Packing.of(rows.segment.offsets, old.device), tokens.rows.counts
-        mask = packing.dense(counts)
+        packing = Packing.of(rows.segment.offsets, old.device)
+        mask, values = packing.dense(self.credited_tokens(tokens, rows)), packing.dense(old)
         rewards = outcome_rewards(self.earned(rows).to(old.dtype), mask)
         price = self.price(tokens, rows, part, now)
         if price is not None:
             rewards = rewards - packing.dense(price.detach())
-        found = gae(Steps.in_a_row(rewards, packing.dense(old), mask), self.gamma, self.lam)
-        return Credit(packing.packed(found.advantages), packing.packed(found.returns))
+        found = gae(Steps.in_a_row(rewards, values, mask, self._last_values(tokens, old, rows)), self.gamma, self.lam)
+        returns = torch.where(mask, found.returns, values)
+        return Credit(packing.packed(found.advantages), tokens.rows.kept(packing.packed(returns)))
+
+    def credited_tokens(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
+        """[sum L] bool, tokens that count and whose successor's value is known."""
+        if not self.bootstrap_truncated:
+            return tokens.rows.counts
+        return tokens.rows.counts & ~self._cut_ends(tokens, rows)
+
+    def _cut_ends(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
+        """[sum L] bool, the last token that counts of a response that was cut."""
+        ones = tokens.rows.counts.double()
+        is_last = tokens.rows.counts & (tokens.rows.rest(ones) == 1)
+        return is_last & tokens.rows.spread(~rows.segment.finished.to(is_last.device))
+
+    def _last_values(self, tokens: Tokens, old: Tensor, rows: RolloutTrack) -> Tensor | None:
+        """[B] V of the state after the last credited token: that before a cut, and 0 at an end."""
+        if not self.bootstrap_truncated:
+            return None
+        return tokens.rows.sum(torch.where(self._cut_ends(tokens, rows), old, 0.0)).to(old.dtype)

@@ -62,6 +62,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
     """The settings of sampling whose segments it trains."""
     requires_ema_rollout: ClassVar[bool] = False
     """Sampling must run on a snapshot instead of the live weights."""
+    trains_tokens: ClassVar[bool] = False
+    """Rows are of unequal length, so that micro-batches can be cut by tokens."""
 
     @property
     def needs(self) -> Needs:

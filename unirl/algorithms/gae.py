@@ -9,6 +9,7 @@ Packed rows are laid out densely first: `rows = Packing.of(offsets)`, `rows.dens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -190,7 +191,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 @torch.no_grad()
 def value_metrics(values: Tensor, returns: Tensor, losses: Tensor, weights: Tensor) -> Metrics:
-    """How well a value head predicts. Its share of explained variance is 1 - (value_error_std / return_std)^2.
+    """How well a value head predicts; of the two spreads, over all ranks, `explained_variance` makes one number.
 
     Args:
         values, returns, losses, weights: one shape; elements of weight 0 count nowhere.
@@ -202,3 +203,14 @@ def value_metrics(values: Tensor, returns: Tensor, losses: Tensor, weights: Tens
         "train/value_error_std": Metric.std(error, weights),
         "train/return_std": Metric.std(known, weights),
     }
+
+
+def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """1 - Var(R - V) / Var(R) from the spreads of `value_metrics`; nothing without a value head or a spread.
+
+    1 = V knows every return, 0 = V knows no more than their mean, below 0 = less than that.
+    """
+    spread = metrics.get("train/return_std", 0.0)
+    if not spread > 0.0:
+        return {}
+    return {"train/explained_variance": 1.0 - (metrics["train/value_error_std"] / spread) ** 2}

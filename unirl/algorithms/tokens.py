@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unirl.algorithms.aggregation import NORMED, Aggregation, token_count, token_shares
 from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
-from unirl.algorithms.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, kl_estimate
+from unirl.algorithms.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
 from unirl.algorithms.mismatch import Correction, mismatch_metrics
 from unirl.algorithms.packed import PackedRows, row_of
 from unirl.algorithms.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
@@ -92,6 +92,10 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
     """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
     entropy_coef: float = 0.0
     """eta, of the entropy over the vocabulary per token, nats; 0 = none."""
+    mask_truncated: bool = False
+    """No token of a response that was cut at its limit counts (DAPO's overlong filtering, arXiv:2503.14476, 3.4)."""
+
+    trains_tokens: ClassVar[bool] = True
 
     sampled_by: ClassVar[type] = ARSamplingParams
 
@@ -163,7 +167,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         return [(0,)]  # all tokens at once
 
     def count(self, rows: RolloutTrack) -> float:
-        return float(token_count(self.loss_agg_mode, counted(rows), rows.weight))
+        return float(token_count(self.loss_agg_mode, self.counted(rows), rows.weight))
 
     def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
         """[sum L] the advantage of every token: that of its row."""
@@ -195,10 +199,17 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         return LossResult(loss, metrics | found, self._columns(replay))
 
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
-        gap = counted(rows).kept((rows.segment.logp - columns["logp"]).abs())
-        return {"rollout/parity_absdiff_max": Metric.max(_with_zero(gap).max())}
+        packed = self.counted(rows)
+        return drift_metrics(packed.kept(rows.segment.logp - columns["logp"]), packed.kept(packed.spread(rows.weight)))
 
     # The terms of the loss
+
+    def counted(self, rows: RolloutTrack) -> PackedRows:
+        """Which tokens count: those of rows of weight > 0 that are not context; of cut responses, if asked, none."""
+        live = rows.weight > 0
+        if self.mask_truncated:
+            live = live & rows.segment.finished.to(live.device)
+        return PackedRows.of(rows.segment.offsets, rows.segment.loss_mask, live)
 
     def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
         """What the loss reads of all tokens of `rows` under the stage's weights."""
@@ -211,7 +222,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
 
     def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:
         """What the surrogate sees, freed of everything that does not count."""
-        packed = counted(rows)
+        packed = self.counted(rows)
         recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
         old_logp = packed.kept(logp.detach() if recorded is None else recorded)
         logp = packed.kept(logp)
@@ -271,11 +282,6 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         return torch.stack(list(sums.values())).sum(), found
 
 
-def counted(rows: RolloutTrack) -> PackedRows:
-    """Which tokens count: those of rows of weight > 0 that are not context."""
-    return PackedRows.of(rows.segment.offsets, rows.segment.loss_mask, rows.weight > 0)
-
-
 def penalized(tokens: Tokens, penalty: Tensor) -> Tokens:
     """The tokens with `penalty` [sum L] taken off each one's reward: an advantage loses its own and all later ones."""
     to_go = tokens.rows.rest(penalty.detach()).to(tokens.advantages.dtype)
@@ -290,6 +296,21 @@ def surrogate_metrics(surrogate: Surrogate, weights: Tensor) -> Metrics:
     spread = spread_metrics(surrogate.log_ratio.detach(), weights)
     outside = fraction_metrics(surrogate.above, surrogate.below, weights)
     return spread | extremes | outside | surrogate.metrics
+
+
+@torch.no_grad()
+def drift_metrics(gap: Tensor, weights: Tensor) -> Metrics:
+    """How far the engine that sampled is from the trainer's replay under the same weights.
+
+    Args:
+        gap: [sum L] log pi_engine - log pi_replay, nats; 0 where a token does not count.
+        weights: [sum L] of each token; 0 = counts nowhere.
+    """
+    return {
+        "rollout/parity_absdiff_max": Metric.max(_with_zero(gap.abs()).max()),
+        "rollout/parity_absdiff_mean": mean_metric(gap.abs(), weights),
+        "rollout/parity_kl": mean_metric(k3(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), weights),
+    }
 
 
 def _with_zero(values: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ class Geometry:
     """Devices that train: they divide an update."""
     num_updates: int
     micro_batch_size: int
+    micro_batch_tokens: int | None = None
+    """What cuts micro-batches in place of their number of rows; absent = that number."""
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
     num_pairs: int = 0
@@ -66,7 +68,7 @@ class Geometry:
 
     @property
     def num_micros(self) -> int:
-        """Micro-batches of one update on one device; the last may be smaller."""
+        """Micro-batches of one update on one device, where rows are counted; the last may be smaller."""
         return -(-self.rows_per_device // self.micro_batch_size)
 
     @property
@@ -83,8 +85,8 @@ class Geometry:
     @property
     def keeps_together(self) -> bool:
         """Whether groups, device shares and micro-batches hold whole bundles of rows."""
-        sizes = (self.trained_per_prompt, self.micro_batch_size, self.rows_per_device)
-        return all(size % self.rows_together == 0 for size in sizes)
+        micro = self.micro_batch_size if self.micro_batch_tokens is None else self.rows_together
+        return all(size % self.rows_together == 0 for size in (self.trained_per_prompt, micro, self.rows_per_device))
 
 
 KNOBS = {
@@ -109,6 +111,7 @@ def geometry_of(config: RecipeConfig, plan: Plan, needs: Needs) -> Geometry:
         num_devices=len(plan.train),
         num_updates=config.stack.values["num_updates_per_batch"],
         micro_batch_size=config.stack.values["micro_batch_size"],
+        micro_batch_tokens=config.stack.values.get("micro_batch_tokens"),
         rows_together=needs.rows_together,
         num_pairs=needs.pairs,
         placed=config.placement is not None,
@@ -157,6 +160,9 @@ def _paired(geometry: Geometry) -> str:
 
 
 def _micros(geometry: Geometry) -> str:
+    if geometry.micro_batch_tokens is not None:
+        budget = f"micro-batches of at most {geometry.micro_batch_tokens} tokens"
+        return f"{_count(geometry.rows_per_device, 'row')} in {budget}"
     size, rows = geometry.micro_batch_size, geometry.rows_per_device
     last = rows % size
     ragged = f" (the last of {last})" if last and rows > size else ""

@@ -14,6 +14,7 @@ from unirl.config.errors import ConfigError, DivergenceError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
+from unirl.train.micros import Micro, as_many, within_budget
 from unirl.train.parity import parity_of
 from unirl.types.protocols import REFERENCE, Moment
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
@@ -32,7 +33,7 @@ class TrainStack:
     """Trains a track: anchors -> for each update: for each micro-batch: for each part: backward -> step.
 
     Losses come as sums over elements; each update divides by its own number of elements over all ranks, so the gradient
-    does not depend on how rows are cut into micro-batches and parts.
+    does not depend on how rows are cut into micro-batches and parts. Every rank runs as many micro-batches.
     """
 
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
@@ -44,6 +45,7 @@ class TrainStack:
         stage: Any,  # the policy that the algorithm replays; only the algorithm knows its type
         *,
         micro_batch_size: int = 1,
+        micro_batch_tokens: int | None = None,
         max_grad_norm: float = 1.0,
         num_updates_per_batch: int = 1,
         max_nonfinite_updates: int = 3,
@@ -51,6 +53,8 @@ class TrainStack:
         """
         Args:
             micro_batch_size: rows per forward and backward: memory and speed, never the gradient.
+            micro_batch_tokens: in place of it, for rows of unequal length: at most so many tokens of prompts and
+                responses, in whole rows. A longer row is forwarded by itself.
             num_updates_per_batch: optimizer updates per rollout, on disjoint rows.
             max_nonfinite_updates: stop after so many updates in a row with a loss or gradient that is not finite.
         """
@@ -58,6 +62,7 @@ class TrainStack:
         self.algorithm = algorithm
         self.stage = stage
         self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
         self.max_grad_norm = max_grad_norm
         self.num_updates_per_batch = num_updates_per_batch
         self.max_nonfinite_updates = max_nonfinite_updates
@@ -68,8 +73,8 @@ class TrainStack:
             self.stage.value_head = backend.provide_value_head(stage.build_value_head)
 
     def _check_settings(self) -> None:
-        for name in ("micro_batch_size", "num_updates_per_batch", "max_nonfinite_updates"):
-            if vars(self)[name] < 1:
+        for name in ("micro_batch_size", "micro_batch_tokens", "num_updates_per_batch", "max_nonfinite_updates"):
+            if vars(self)[name] is not None and vars(self)[name] < 1:
                 raise ConfigError(f"stack.{name} must be >= 1, got {vars(self)[name]}", code=2004)
         if self.max_grad_norm <= 0:
             raise ConfigError(f"stack.max_grad_norm must be > 0, got {self.max_grad_norm}", code=2004)
@@ -80,7 +85,7 @@ class TrainStack:
                 "only. Use 1",
                 code=2020,
             )
-        if self.micro_batch_size % needs.rows_together:
+        if self.micro_batch_tokens is None and self.micro_batch_size % needs.rows_together:
             raise ConfigError(
                 f"stack.micro_batch_size={self.micro_batch_size} would split the {needs.rows_together} adjacent rows "
                 f"that {name} compares. Use a multiple of {needs.rows_together}",
@@ -133,7 +138,31 @@ class TrainStack:
                 code=2020,
             )
         size = num_rows // num_updates
-        return [track.slice(u * size, (u + 1) * size).chunk(self.micro_batch_size) for u in range(num_updates)]
+        updates = [track.slice(u * size, (u + 1) * size) for u in range(num_updates)]
+        if self.micro_batch_tokens is not None:
+            return self._by_tokens(updates, self.micro_batch_tokens)
+        return [rows.chunk(self.micro_batch_size) for rows in updates]
+
+    def _by_tokens(self, updates: list[RolloutTrack], budget: int) -> list[Update]:
+        """Micro-batches of at most `budget` tokens, as many on every rank: a collective."""
+        costs = [self._costs(rows) for rows in updates]
+        together = self.algorithm.needs.rows_together
+        micros = [within_budget(each, budget, together) for each in costs]
+        counts = current().max_over_dp([len(each) for each in micros])
+        return [
+            [_micro(rows, piece) for piece in as_many(pieces, count, cost, together)]
+            for rows, pieces, count, cost in zip(updates, micros, counts, costs, strict=True)
+        ]
+
+    def _costs(self, rows: RolloutTrack) -> list[int]:
+        costs = rows.costs()
+        if costs is None:
+            raise ConfigError(
+                f"stack.micro_batch_tokens={self.micro_batch_tokens}: {type(rows.segment).__name__} holds no tokens, "
+                "and every row costs the same. Use stack.micro_batch_size",
+                code=2020,
+            )
+        return costs.tolist()
 
     def _prepare(self, updates: list[Update]) -> Metrics:
         """The anchor pass, in place, before any update and with no graph alive; returns parity metrics.
@@ -195,6 +224,11 @@ class TrainStack:
                 "last steps; stack.max_nonfinite_updates says how many are borne",
                 code=9001,
             )
+
+
+def _micro(rows: RolloutTrack, piece: Micro) -> RolloutTrack:
+    chosen = rows.select(piece.rows)
+    return chosen.replace(weight=torch.zeros_like(chosen.weight)) if piece.is_fill else chosen
 
 
 class _Losses:

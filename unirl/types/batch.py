@@ -133,6 +133,10 @@ class Batch(Rows):
             return len(value) - 1
         raise ValueError(f"{type(self).__name__} holds no per-row field, so it has no number of rows")
 
+    def costs(self) -> Tensor | None:
+        """[B] int64 how much work each row is beside the others, in tokens; None where all are the same."""
+        return None
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]

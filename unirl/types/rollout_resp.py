@@ -74,6 +74,12 @@ class RolloutTrack(Batch):
     weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
 
     def compute_advantages(
+    def costs(self) -> Tensor | None:
+        """[B] int64 how much work each row is: the tokens of its segment and its conditions; None where all are equal."""
+        parts = [part.costs() for part in (self.segment, *self.conditions.values())]
+        found = [costs for costs in parts if costs is not None]
+        return torch.stack(found).sum(0) if found else None
+
         self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = ""
     ) -> tuple[RolloutTrack, Metrics]:
         """The track with advantages and weights by `estimator`, and its metrics. Raises ValueError before it is scored.

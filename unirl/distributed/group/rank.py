@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +35,14 @@ class RankInfo:
         total = torch.tensor(value, dtype=torch.float64)
         torch.distributed.all_reduce(total, group=self.group)
         return float(total)
+
+    def max_over_dp(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the data-parallel ranks, which all bring as many."""
+        if self.dp_size == 1:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
 
     def free_unused(self) -> None:
         """Give memory that this process keeps for later back to the device, where other processes need it now."""

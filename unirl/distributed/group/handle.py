@@ -72,6 +72,7 @@ class Handle:
 
     def __init__(self, group: Group, name: str, role_class: type) -> None:
         self.role_name = name
+        self.num_ranks = group.num_ranks
         self.methods = {method: RemoteMethod(group, name, method) for method in remote_methods(role_class)}
 
     def __getattr__(self, name: str) -> RemoteMethod:

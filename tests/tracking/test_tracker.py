@@ -15,11 +15,14 @@ import torch
 
 from unirl.tracking.backends.base import Preview, RunAbout
 from unirl.tracking.console import Console
+from unirl.tracking.kinds import read_samples
+from unirl.tracking.pictures import PictureMedia
 from unirl.tracking.run import RunDirectory, RunIdentity, status_of
-from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, read_samples
+from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows
 from unirl.tracking.tables import read_rows
 from unirl.tracking.tracker import Tracker
 from unirl.types.evaluation import EvalResult
+from unirl.types.primitives import Pictures
 from unirl.types.protocols import Stateful
 
 CLOCKS = ("time/", "mem/", "throughput/")
@@ -42,16 +45,16 @@ def evaluation(level: float) -> EvalResult:
         prompts=("a cat", "a cat", "a dog", "a dog"),
         rewards=rewards,
         components={"shape": rewards / 2},
-        images=(torch.arange(4 * 3 * 64).reshape(4, 3, 8, 8) * (1 + level)).to(torch.uint8),
+        media=Pictures(pixels=(torch.arange(4 * 3 * 64).reshape(4, 3, 8, 8) * (1 + level)).to(torch.uint8)),
     )
 
 
-def samples() -> SampleTable:
+def samples() -> SampleTable[PictureMedia]:
     rows = tuple(
         SampleRow(sample_id=f"a@0:{j}", group_id="a@0", prompt="a cat \u732b", reward=j / 3, rewards={"x": 1.0})
         for j in range(3)
     )
-    return SampleTable(rows, np.arange(3 * 8 * 8 * 3, dtype=np.uint8).reshape(3, 8, 8, 3))
+    return SampleTable(rows, PictureMedia(np.arange(3 * 8 * 8 * 3, dtype=np.uint8).reshape(3, 8, 8, 3)))
 
 
 def run_steps(target: Tracker, first: int, last: int, crash: int | None = None) -> None:
@@ -159,7 +162,7 @@ def test_kept_samples_read_back_exactly_with_their_facts(unbroken):
     folder = unbroken / "samples" / "step-000004"
     rows = list(manifest_rows(folder / "manifest.jsonl"))
     table = read_samples(rows, folder)
-    assert (table.images == samples().images).all()
+    assert (table.media.images == samples().media.images).all()
     assert [row.file for row in table.rows] == ["p00-s00.webp", "p00-s01.webp", "p00-s02.webp"]
     assert (table.rows[1].prompt, table.rows[1].rewards) == ("a cat \u732b", {"x": 1.0})
 
@@ -223,7 +226,7 @@ def test_other_evaluation_prompts_give_a_warning_instead_of_a_wrong_sheet(tmp_pa
         other = EvalResult(**{**vars(evaluation(1.0)), "prompts": ("x", "x", "y", "y")})
         target.eval(1, other)
     assert not (tmp_path / "r" / "eval" / "step-000001" / "before_after.png").exists()
-    assert "warning: no before/after sheet" in stream.getvalue()
+    assert "warning: no before/after page" in stream.getvalue()
 
 
 class Broken:

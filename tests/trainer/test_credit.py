@@ -99,10 +99,10 @@ class Credit(Trainer):
         self.tracker, self.parts, self.config = tracker, self, self
         self.advantage, self.num_rollouts = advantage, num_rollouts
 
-    def make_request(self, prompts, step):
+    def primitives(self, prompts):
         raise NotImplementedError
 
-    def make_eval_request(self, prompts):
+    def pinned(self, sampling, step):
         raise NotImplementedError
 
 

@@ -82,7 +82,7 @@ def test_an_evaluation_repeats_to_the_bit_and_does_not_disturb_training(finished
     trainer = trainer_of(tmp_path, "evaluation.eval_steps=1")
     with trainer.tracker:
         first, second = trainer.evaluate(), trainer.evaluate()
-        assert torch.equal(first.rewards, second.rewards) and torch.equal(first.images, second.images)
+        assert torch.equal(first.rewards, second.rewards) and torch.equal(first.media.pixels, second.media.pixels)
         trainer.train()
     assert metrics_of(tmp_path) == metrics_of(finished)
 

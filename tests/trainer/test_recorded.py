@@ -195,7 +195,7 @@ def test_evaluation_draws_from_the_trained_weights_and_leaves_training_alone(tmp
     with trainer.tracker:
         trainer.train()
         first, second = trainer.evaluate(), trainer.evaluate()
-    assert torch.equal(first.images, second.images) and "pickscore" in first.components
+    assert torch.equal(first.media.pixels, second.media.pixels) and "pickscore" in first.components
     assert metrics_of(tmp_path / "judged") == metrics_of(tmp_path / "quiet")
     found = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("judged/eval/step-*/scores.json"))]
     assert len({entry["metrics"]["eval/pickscore_mean"] for entry in found}) == 3

@@ -120,6 +120,7 @@ def test_lengths_and_cuts_of_responses_are_counted() -> None:
         "rollout/response_len_max": 3.0,
         "rollout/response_len_min": 1.0,
         "rollout/truncated_fraction": pytest.approx(1 / 3),
+        "samples/tokens": 6.0,
     }
     costs = segment.select([2, 0]).costs()
     assert costs is not None and costs.tolist() == [3, 1]

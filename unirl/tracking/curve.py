@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of
-from unirl.tracking.media import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SMALL_SIZE, TEXT_SIZE, TITLE_SIZE
+from unirl.tracking.sheets import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SMALL_SIZE, TEXT_SIZE, TITLE_SIZE
 
 SCALE = 2
 """Drawn this many times larger and averaged down, for smooth lines."""

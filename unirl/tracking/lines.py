@@ -9,6 +9,8 @@ from dataclasses import dataclass
 MAX_COLUMNS = 200
 PHASES = {"generate": "gen", "reward": "rwd", "train": "trn", "sync": "syn"}
 MAX_COMPONENTS = 4
+ACCURACIES = ("eval/avg@", "eval/pass@", "eval/maj@")
+"""How the names of shares of right answers begin."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,19 @@ def training(metrics: Mapping[str, float], glyphs: Glyphs) -> str:
             _value("clip", metrics, "train/clip_fraction", 2),
             _value("kl", metrics, "train/kl", 3),
             _value("zstd", metrics, "rollout/zero_std_group_ratio", 2),
+            _value("len", metrics, "rollout/response_len_mean", 0),
+            _value("cut", metrics, "rollout/truncated_fraction", 2),
         ]
     )
 
 
 def phases(metrics: Mapping[str, float]) -> str:
-    """`3.1s gen=1.9 rwd=0.4 trn=0.7 syn=0.1 20.6/s`."""
+    """`3.1s gen=1.9 rwd=0.4 trn=0.7 syn=0.1 20.6/s 1650tok/s`."""
     total = [f"{metrics['time/step']:.1f}s"] if "time/step" in metrics else []
     parts = [_value(short, metrics, f"time/{name}", 1) for name, short in PHASES.items()]
-    rate = metrics.get("throughput/samples_per_s")
-    return _join([*total, *parts, f"{rate:.1f}/s" if rate is not None else ""])
+    rate, tokens = metrics.get("throughput/samples_per_s"), metrics.get("throughput/tokens_per_s")
+    rates = [f"{rate:.1f}/s" if rate is not None else "", f"{tokens:.0f}tok/s" if tokens is not None else ""]
+    return _join([*total, *parts, *rates])
 
 
 def keeping(metrics: Mapping[str, float]) -> str:
@@ -83,6 +88,13 @@ def keeping(metrics: Mapping[str, float]) -> str:
             f"mem={memory:.1f}G" if memory is not None else "",
         ]
     )
+
+
+def evaluation(metrics: Mapping[str, float]) -> str:
+    """`reward 0.412 (standard error 0.031), avg@4 0.41, pass@4 0.72, maj@4 0.50`: of each the largest number."""
+    found = f"reward {metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
+    shares = {start: name for start in ACCURACIES for name in metrics if name.startswith(start)}
+    return ", ".join([found, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in shares.values())])
 
 
 def duration(seconds: float) -> str:

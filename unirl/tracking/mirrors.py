@@ -31,6 +31,10 @@ class Mirrors:
         self._start()
         self._working = [m for m in self._working if self._try(m, partial(m.images, step, key, previews))]
 
+    def text(self, step: int, key: str, page: str) -> None:
+        self._start()
+        self._working = [m for m in self._working if self._try(m, partial(m.text, step, key, page))]
+
     def finish(self, code: int) -> None:
         for mirror in self._working:
             self._try(mirror, partial(mirror.finish, code))

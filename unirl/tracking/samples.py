@@ -1,27 +1,23 @@
-"""Samples as they are kept for people to look at: a row of facts and a picture each."""
+"""Samples as they are kept for people to look at: a row of facts and a medium each, a picture or a text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-import numpy as np
-from PIL import Image
-from torch import Tensor
-
+from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.tables import finite, read_rows, replace_text
-from unirl.types.evaluation import EvalResult
 
-LOSSLESS_UP_TO = 160
-"""Pictures with no side longer than this are kept exactly; larger ones as good WebP."""
+Fact = float | bool | str
+MediaT = TypeVar("MediaT", bound="Media")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """What is known of one sample. `file` is filled in when it is written."""
+    """What is known of one sample. `medium`, and `file` or `text`, are filled in when it is written."""
 
     sample_id: str
     group_id: str
@@ -33,15 +29,21 @@ class SampleRow:
     weight: float = 1.0
     weight_version: int | None = None
     """Optimizer updates that the sampling weights had seen."""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    """What else is known of it, such as the number of its tokens."""
     track: str = "image"
     parent_id: str | None = None
+    medium: str = "picture"
     file: str = ""
+    """The picture, beside the manifest."""
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class SampleGroup:
     """The samples of one prompt."""
 
+    group_id: str
     prompt: str
     rows: tuple[int, ...]
     rewards: tuple[float, ...]
@@ -56,16 +58,74 @@ class SampleGroup:
         return [row for _, row in ranked]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a line of a manifest says of a row's medium: where it is, or the text itself."""
+
+    file: str = ""
+    text: str = ""
+
+
+class Media(Protocol):
+    """What the samples of a table are, an entry per row. Whoever keeps, reads or shows samples asks nothing else."""
+
+    kind: ClassVar[str]
+    """The word by which a manifest names it."""
+
+    def __len__(self) -> int: ...
+
+    @classmethod
+    def read(cls, rows: Sequence[SampleRow], folder: Path) -> Self:
+        """The inverse of `write`: from rows of a manifest, and the files beside it."""
+        ...
+
+    def write(self, names: Sequence[str], folder: Path) -> list[Entry]:
+        """Write what a line of a manifest cannot hold into files; gives back what the line of each row holds.
+
+        `names`: of the files, without their suffix.
+        """
+        ...
+
+    def compares_with(self, other: Media) -> bool:
+        """Whether the two can stand on one page, row beside row."""
+        ...
+
+    def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
+        """All samples of `table`, whose media these are, on one page for people, which is written into `folder`."""
+        ...
+
+    def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
+        """The samples of two evaluations on one page; `after` is the table whose media these are."""
+        ...
+
+    def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
+        """Show the samples, whose page has been written, where mirrors show such media."""
+        ...
+
+
+Sides = tuple[str, str]
+"""What two evaluations are called that stand beside each other."""
+
+
 @dataclass(frozen=True)
-class SampleTable:
-    """Rows of facts and their pictures."""
+class MirroredPage:
+    """A page that mirrors show: of which step, under which key, and what it is."""
+
+    step: int
+    key: str
+    title: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class SampleTable(Generic[MediaT]):
+    """Rows of facts and their media."""
 
     rows: tuple[SampleRow, ...]
-    images: np.ndarray  # [B, H, W, 3] uint8
+    media: MediaT
 
     def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.images), f"{len(self.rows)} rows, {len(self.images)} images"
-        assert self.images.dtype == np.uint8 and self.images.ndim == 4 and self.images.shape[3] == 3
+        assert len(self.rows) == len(self.media), f"{len(self.rows)} rows, {len(self.media)} {self.media.kind}s"
 
     @property
     def mean_reward(self) -> float:
@@ -79,54 +139,38 @@ class SampleTable:
         return [self._group(rows) for rows in numbers.values()]
 
     def _group(self, rows: list[int]) -> SampleGroup:
-        return SampleGroup(self.rows[rows[0]].prompt, tuple(rows), tuple(self.rows[row].reward for row in rows))
+        first = self.rows[rows[0]]
+        return SampleGroup(first.group_id, first.prompt, tuple(rows), tuple(self.rows[row].reward for row in rows))
+
+    def saved(self, folder: Path) -> SampleTable[MediaT]:
+        """Writes the media as `p03-s05` (prompt 3, sample 5) and so on; gives back the table that says where they are.
+
+        Rows of a manifest hold the rest; see `write_manifest`.
+        """
+        groups = enumerate(self.groups())
+        names = {row: f"p{p:02d}-s{s:02d}" for p, group in groups for s, row in enumerate(group.rows)}
+        written = self.media.write([names[row] for row in range(len(self.rows))], folder)
+        kept = zip(self.rows, written, strict=True)
+        rows = [replace(row, medium=self.media.kind, file=entry.file, text=entry.text) for row, entry in kept]
+        return replace(self, rows=tuple(rows))
 
 
-def pixels(images: Tensor) -> np.ndarray:
-    """[B, H, W, 3] uint8 of images [B, 3, H, W], uint8 or float in [0, 1]."""
-    levels = images if not images.is_floating_point() else (images.clamp(0, 1) * 255).round()
-    return levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
+def pairs_of(before: SampleTable[Any], after: SampleTable[Any]) -> list[tuple[SampleGroup, SampleGroup]]:
+    """The groups that both tables have, of the same prompt. Raises ValueError when there is none.
+
+    Prompts may read alike and differ in what they show, so it is the group that counts.
+    """
+    later = {(group.group_id, group.prompt): group for group in after.groups()}
+    known = [(old, later.get((old.group_id, old.prompt))) for old in before.groups()]
+    found = [(old, new) for old, new in known if new is not None]
+    if not found:
+        raise ValueError("no prompt was evaluated both before and after; a before/after page needs the same prompts")
+    return found
 
 
-def table_of_evaluation(result: EvalResult) -> SampleTable:
-    """What an evaluation found, row by row."""
-    scores = {name: values.tolist() for name, values in (result.components | result.watched).items()}
-    rows = [
-        SampleRow(
-            sample_id=result.sample_ids[i],
-            group_id=result.group_ids[i],
-            prompt=result.prompts[i],
-            reward=reward,
-            rewards={name: values[i] for name, values in scores.items()},
-        )
-        for i, reward in enumerate(result.rewards.tolist())
-    ]
-    return SampleTable(tuple(rows), pixels(result.images))
-
-
-def save_pictures(table: SampleTable, folder: Path) -> SampleTable:
-    """Writes `p03-s05.webp` (prompt 3, sample 5) and so on; gives back the table with the files' names."""
-    groups = enumerate(table.groups())
-    names = {row: f"p{p:02d}-s{s:02d}.webp" for p, group in groups for s, row in enumerate(group.rows)}
-    lossless = max(table.images.shape[1:3]) <= LOSSLESS_UP_TO
-    for row, picture in enumerate(table.images):
-        Image.fromarray(picture).save(folder / names[row], lossless=lossless, quality=90, method=0)
-    return SampleTable(tuple(replace(row, file=names[i]) for i, row in enumerate(table.rows)), table.images)
-
-
-def write_manifest(table: SampleTable, path: Path) -> None:
+def write_manifest(table: SampleTable[Any], path: Path) -> None:
     """One JSON line per sample."""
     replace_text(path, "".join(json.dumps(finite(asdict(row)), sort_keys=True) + "\n" for row in table.rows))
-
-
-def read_samples(rows: list[dict[str, Any]], folder: Path) -> SampleTable:
-    """The table that rows of a manifest or of scores.json, and the pictures beside them, make."""
-    parsed = tuple(SampleRow(**{**row, "reward": float(row["reward"])}) for row in rows)
-    pictures = []
-    for row in parsed:
-        with Image.open(folder / row.file, formats=["WEBP"]) as picture:
-            pictures.append(np.asarray(picture.convert("RGB")))
-    return SampleTable(parsed, np.stack(pictures))
 
 
 def manifest_rows(path: Path) -> Iterator[dict[str, Any]]:

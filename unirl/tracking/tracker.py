@@ -9,29 +9,19 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from PIL import Image
-
-from unirl.tracking.backends.base import Mirror, Preview, RunAbout
+from unirl.tracking.backends.base import Mirror, RunAbout
 from unirl.tracking.console import Banner, Change, Console, Summary
 from unirl.tracking.events import check_event
-from unirl.tracking.media import before_after_sheet, contact_sheet
+from unirl.tracking.kinds import read_samples, table_of_evaluation
+from unirl.tracking.lines import ACCURACIES, evaluation
 from unirl.tracking.metrics import check_names
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.run import RunDirectory, now
-from unirl.tracking.samples import (
-    SampleTable,
-    read_samples,
-    save_pictures,
-    table_of_evaluation,
-    write_manifest,
-)
+from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
 from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
-
-MAX_PREVIEWS = 8
-"""Pictures of one step that are mirrored one by one, beside the contact sheet."""
 
 
 class Tracker:
@@ -110,34 +100,34 @@ class Tracker:
         self._ledger.append({"step": step, **counts, "pending": pending, "reasons": dict(reasons)})
         self.record({f"samples/{name}": count for name, count in counts.items()})
 
-    def samples(self, step: int, table: SampleTable) -> Path:
-        """Keeps samples of a training step: pictures, their facts, and a contact sheet, whose path is given back."""
+    def samples(self, step: int, table: SampleTable[Media]) -> Path:
+        """Keeps samples of a training step: media, their facts, and a page of all, whose path is given back."""
         folder = self.run.fresh_step_folder("samples", step)
-        saved = save_pictures(table, folder)
+        saved = table.saved(folder)
         write_manifest(saved, folder / "manifest.jsonl")
-        sheet = _save(contact_sheet(saved, f"samples of step {step}"), folder / "contact_sheet.png")
-        self._mirrors.images(step, "samples", _previews(saved, folder, sheet, f"step {step}"))
-        return sheet
+        page = saved.media.page(saved, folder, f"samples of step {step}")
+        saved.media.mirror(self._mirrors, MirroredPage(step, "samples", f"step {step}", page), saved.rows)
+        return page
 
     def eval(self, step: int, result: EvalResult) -> Path:
-        """Keeps an evaluation: scores, pictures, contact sheet, and before/after against the first one of this run."""
+        """Keeps an evaluation: scores, media, a page of all, and before/after against the first one of this run."""
         metrics = result.metrics()
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
-        saved = save_pictures(table_of_evaluation(result), folder)
+        saved = table_of_evaluation(result).saved(folder)
         rows = [vars(row) for row in saved.rows]
         scores = {"step": step, "metrics": metrics, "samples": rows}
         replace_text(folder / "scores.json", json.dumps(finite(scores), indent=1, sort_keys=True) + "\n")
-        sheet = _save(contact_sheet(saved, f"evaluation after step {step}"), folder / "contact_sheet.png")
+        title = f"evaluation after step {step}"
+        page = saved.media.page(saved, folder, title)
         self._before_after(step, saved, folder)
         self._eval_table.append({"step": step, **metrics})
         self.event("eval.end", step=step, **metrics)
         if self.console:
-            spread = f"{metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
-            self.console.note(f"eval after step {step}: reward {spread}, {sheet}")
+            self.console.note(f"eval after step {step}: {evaluation(metrics)}, {page}")
         self._mirrors.log(step, metrics)
-        self._mirrors.images(step, "eval", _previews(saved, folder, sheet, f"evaluation after step {step}"))
-        return sheet
+        saved.media.mirror(self._mirrors, MirroredPage(step, "eval", title, page), saved.rows)
+        return page
 
     # Words
 
@@ -224,20 +214,27 @@ class Tracker:
     # Inside
 
     def _throughput(self, clock: Mapping[str, float]) -> dict[str, float]:
-        generated, seconds = self._recorded.get("samples/generated"), clock.get("time/step")
-        return {"throughput/samples_per_s": generated / seconds} if generated and seconds else {}
+        """Samples of the whole step, and what was generated per second of generating."""
+        samples, tokens = self._recorded.get("samples/generated"), self._recorded.get("samples/tokens")
+        step_s, generate_s = clock.get("time/step"), clock.get("time/generate")
+        found = {"throughput/samples_per_s": samples / step_s} if samples and step_s else {}
+        if tokens and step_s:
+            found["throughput/tokens_per_s"] = tokens / step_s
+        if tokens and generate_s:
+            found["throughput/generated_tokens_per_s"] = tokens / generate_s
+        return found
 
-    def _before_after(self, step: int, after: SampleTable, folder: Path) -> None:
+    def _before_after(self, step: int, after: SampleTable[Media], folder: Path) -> None:
         first = min(self.run.root.glob("eval/step-*/scores.json"))
         if first.parent == folder:
             return
         scores = json.loads(first.read_text())
         before = read_samples(scores["samples"], first.parent)
-        if before.images.shape[1:] != after.images.shape[1:] or not _same_prompts(before, after):
-            self.warn(f"no before/after sheet: {first.parent.name} was made with other prompts or another picture size")
+        if not after.media.compares_with(before.media) or not _same_prompts(before, after):
+            self.warn(f"no before/after page: {first.parent.name} was made with other prompts or another picture size")
             return
-        names = (f"before (step {scores['step']})", f"after (step {step})")
-        _save(before_after_sheet(before, after, names, "before and after training"), folder / "before_after.png")
+        sides = (f"before (step {scores['step']})", f"after (step {step})")
+        after.media.comparison(before, after, sides, folder)
 
     def _mirror_failed(self, name: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -249,27 +246,20 @@ class Tracker:
             )
 
 
-def _save(sheet: Image.Image, path: Path) -> Path:
-    sheet.save(path)
-    return path
-
-
-def _previews(table: SampleTable, folder: Path, sheet: Path, title: str) -> list[Preview]:
-    rows = table.rows[:MAX_PREVIEWS]
-    return [Preview(sheet, title), *(Preview(folder / row.file, f"{row.reward:.3f}  {row.prompt}") for row in rows)]
-
-
-def _same_prompts(before: SampleTable, after: SampleTable) -> bool:
-    return bool({row.prompt for row in before.rows} & {row.prompt for row in after.rows})
+def _same_prompts(before: SampleTable[Media], after: SampleTable[Media]) -> bool:
+    with suppress(ValueError):
+        return bool(pairs_of(before, after))
+    return False
 
 
 def _reward_means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics of the first and last row that are means of rewards."""
+    """The metrics of the first and last row that are means of rewards, or shares of right answers."""
     if not rows:
         return []
     starts = ("rollout/reward_mean", "reward/", "eval/")
-    names = [name for name in rows[0] if name.startswith(starts) and name.endswith("_mean") and name in rows[-1]]
-    return sorted(names, key=lambda name: (not name.endswith("/reward_mean"), name))
+    means = [name for name in rows[0] if name.startswith(starts) and name.endswith("_mean") and name in rows[-1]]
+    shares = [name for name in rows[0] if name.startswith(ACCURACIES) and name in rows[-1]]
+    return [*shares, *sorted(means, key=lambda name: (not name.endswith("/reward_mean"), name))]
 
 
 def _change(rows: Sequence[Mapping[str, Any]], name: str) -> Change:

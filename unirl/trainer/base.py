@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from unirl.algorithms.kl import KLController
 from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.preflight import needs_of
-from unirl.config.recipe import RecipeConfig
+from unirl.config.recipe import EvaluationConfig, RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool
 from unirl.distributed.weight_sync.base import SyncReport, WeightSync
 from unirl.reward.failures import DropBudget, drop_reasons
-from unirl.tracking.samples import SampleTable, pixels
+from unirl.tracking.kinds import media_of
+from unirl.tracking.samples import SampleTable
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
 from unirl.train.parity import GAP_METRIC, parity_table
@@ -38,11 +39,14 @@ from unirl.trainer.report import (
 )
 from unirl.trainer.residency import Residency
 from unirl.trainer.resume import ResumePoint
+from unirl.types.batch import Batch
 from unirl.types.evaluation import EvalResult
+from unirl.types.facts import ModelFacts
 from unirl.types.protocols import DataSource, Moment, State, Stateful
 from unirl.types.results import values
-from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
+from unirl.types.sampling import Sampling, SamplingT
 
 BEHAVIOUR = "old"
 """The snapshot that samples for a loss whose sampler is not the trained policy itself."""
@@ -95,13 +99,16 @@ class Parts:
     """What decides bits outside the recipe: library versions, CPU capability, thread count."""
 
 
-class Trainer(ABC):
-    """The loop of every domain. A domain says how a request is made and which track is which."""
+class Trainer(ABC, Generic[SamplingT]):
+    """The loop of every domain, which says what track is trained, what a prompt holds, and how sampling is pinned."""
 
-    def __init__(self, parts: Parts, roles: Roles) -> None:
+    def __init__(self, parts: Parts, roles: Roles, sampling: SamplingT) -> None:
         self.parts = parts
         self.roles = roles
         self.config = parts.config
+        self.facts: ModelFacts = roles.rollout.facts()
+        self.sampling = sampling
+        self.eval_sampling = sampling.for_evaluation(evaluation_settings(sampling, parts.config.evaluation))
         self.tracker = parts.tracker
         self.step = 0
         """Steps finished; the number of the step that runs next."""
@@ -117,17 +124,43 @@ class Trainer(ABC):
         """What training samples come from."""
 
     @abstractmethod
-    def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:
-        """The rows and the tree of tracks of training step `step`, with sampling pinned."""
+    def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
+        """What the model is given of each prompt. Raises DataError for what it cannot take."""
 
     @abstractmethod
-    def make_eval_request(self, prompts: Sequence[Prompt]) -> RolloutReq:
-        """The rows of an evaluation: own sampling settings, randomness that does not depend on the step."""
+    def pinned(self, sampling: SamplingT, step: int) -> SamplingT:
+        """The copy that a request of training step `step` carries: everything decided that an engine might decide."""
 
     @property
     @abstractmethod
     def track(self) -> str:
         """The name of the track that is scored and trained."""
+
+    def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:
+        """P prompts x N samples with the training settings; of prompts that bring their samples, these."""
+        req = self._request(prompts, self.sampling, step, "r", self.sampled_weights)
+        recorded = [ref for prompt in prompts for ref in prompt.recorded]
+        return req.with_recorded(recorded) if recorded else req
+
+    def make_eval_request(self, prompts: Sequence[Prompt]) -> RolloutReq:
+        """Held-out prompts with the evaluation's settings, and randomness that does not depend on the step."""
+        return self._request(prompts, self.eval_sampling, 0, "eval", self.config.evaluation.weights)
+
+    def _request(
+        self, prompts: Sequence[Prompt], sampling: SamplingT, step: int, purpose: Purpose, weights: str
+    ) -> RolloutReq:
+        groups = [prompt.group_id for prompt in prompts]
+        return RolloutReq(
+            sample_ids=groups,
+            group_ids=groups,
+            primitives=self.primitives(prompts),
+            metadata=[dict(prompt.metadata) for prompt in prompts],
+            tracks={self.track: TrackSpec(sampling=self.pinned(sampling, step))},
+            purpose=purpose,
+            step=step,
+            weights=weights,
+            weight_version=self.version,
+        ).expand(sampling.samples_per_prompt)
 
     def train(self) -> None:
         """Run the loop from the last checkpoint to the last step."""
@@ -165,6 +198,8 @@ class Trainer(ABC):
         with self.phase("reward"):
             resp, waits = self.overlap.collect()
         self.tracker.record(sync_metrics(report) | waits)
+        for name, track in resp.tracks.items():
+            self._record(resp, name, track.segment.statistics())
         self._check_version(req, resp.tracks[self.track])
         resp = self.credit(step, self._admit(step + 1, resp))
         self._keep_samples(step + 1, req, resp.tracks[self.track])
@@ -193,10 +228,14 @@ class Trainer(ABC):
                 continue
             credited, metrics = track.compute_advantages(self.parts.advantage, self.moment(step).progress, name)
             resp = resp.with_track(name, credited)
-            prefix = f"{name}/" if len(resp.tracks) > 1 else ""
             found = values(metrics) | reward_metrics(track)  # of all scored rows, also those that are not trained
-            self.tracker.record({prefix + key: value for key, value in found.items()})
+            self._record(resp, name, found)
         return resp
+
+    def _record(self, resp: RolloutResp, name: str, metrics: Mapping[str, float]) -> None:
+        """Metrics of one track, under its name where there are several."""
+        prefix = f"{name}/" if len(resp.tracks) > 1 else ""
+        self.tracker.record({prefix + key: value for key, value in metrics.items()})
 
     def moment(self, step: int) -> Moment:
         """Where the run stands in step `step`."""
@@ -271,11 +310,12 @@ class Trainer(ABC):
         """When due, a few samples of a step for people to look at."""
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
-            rows = scored_rows(track)
-            req, track = req.select(rows), track.select(rows)
+            scored = scored_rows(track)
+            req, track = req.select(scored), track.select(scored)
             chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
-            pictures = pixels(self.roles.rollout.preview(track.decoded.select(chosen)).pixels)
-            self.tracker.samples(done, SampleTable(sample_rows(req.select(chosen), track.select(chosen)), pictures))
+            media = media_of(self.roles.rollout.preview(track.decoded.select(chosen)))
+            rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
+            self.tracker.samples(done, SampleTable(rows, media))
 
     def finish_step(self) -> None:
         """The end of a step: evaluate, flush the files, checkpoint; then stop if a signal asked for it."""
@@ -396,6 +436,12 @@ class Trainer(ABC):
                 f"{checkpoint.path.name} was written in another environment ({', '.join(changed)}): the run continues, "
                 "but its bits may differ from those of an unbroken run"
             )
+
+
+def evaluation_settings(sampling: Sampling, block: EvaluationConfig) -> dict[str, Any]:
+    """What the evaluation block sets of `sampling`; what it leaves out stays as in training."""
+    optional = {key: vars(block)[key] for key in sampling.evaluation_keys if vars(block)[key] is not None}
+    return {"samples_per_prompt": block.samples_per_prompt, "seed": block.seed, **optional}
 
 
 def write_json(path: Path, state: State) -> None:

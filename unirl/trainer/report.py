@@ -12,7 +12,7 @@ from unirl.config.errors import RewardError
 from unirl.reward.failures import first_failure
 from unirl.tracking.samples import SampleRow
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Texts
+from unirl.types.primitives import Preview
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
@@ -53,30 +53,26 @@ def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
     return sorted(i for _, i in sorted(ranks)[:count])
 
 
-def sample_rows(req: RolloutReq, track: RolloutTrack) -> tuple[SampleRow, ...]:
-    """What is known of each row of `track`; the request's rows are the same."""
+def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[SampleRow, ...]:
+    """What is known of each row of `track`, which is called so; the request's rows are the same."""
     assert track.rewards is not None and track.advantages is not None
+    facts = track.segment.facts()
     components = {**(track.component_rewards or {}), **(track.watched_rewards or {})}
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
             group_id=track.group_ids[i],
-            prompt=texts_of(req)[i],
+            prompt=req.prompts()[i],
             reward=float(track.rewards[i]),
             rewards={name: float(scores[i]) for name, scores in components.items()},
             advantage=float(track.advantages[i]),
             weight=float(track.weight[i]),
             weight_version=int(track.weight_version[i]),
+            facts=facts[i],
+            track=name,
         )
         for i in range(len(track))
     )
-
-
-def texts_of(req: RolloutReq) -> list[str]:
-    """The prompt of every row."""
-    prompts = req.primitives["text"]
-    assert isinstance(prompts, Texts)
-    return prompts.texts
 
 
 def scored_rows(track: RolloutTrack) -> list[int]:
@@ -92,7 +88,7 @@ def constant_reward(track: RolloutTrack) -> float | None:
     return float(rewards[0]) if len(rewards) > 1 and bool((rewards == rewards[0]).all()) else None
 
 
-def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Any]) -> EvalResult:
+def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Preview]) -> EvalResult:
     """The scores of an evaluation with what was asked and what was drawn; rows without a reward are counted.
 
     Raises:
@@ -109,12 +105,14 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], A
     return EvalResult(
         sample_ids=tuple(track.sample_ids),
         group_ids=tuple(track.group_ids),
-        prompts=tuple(texts_of(req)),
+        prompts=tuple(req.prompts()),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
         watched=dict(track.watched_rewards or {}),
+        answers=None if track.answers is None else tuple(track.answers),
+        facts=tuple(track.segment.facts()),
         unscored=unscored,
-        images=preview(track.decoded).pixels,
+        media=preview(track.decoded),
     )
 
 

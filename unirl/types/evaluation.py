@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
+
+from unirl.types.primitives import Preview
+from unirl.types.reward import Answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +23,12 @@ class EvalResult:
     prompts: tuple[str, ...]
     rewards: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
-    images: Tensor  # [B, 3, H, W] uint8
+    media: Preview
     watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
+    answers: tuple[Answer | None, ...] | None = None
+    """What each sample answers, where the reward is about right answers."""
+    facts: tuple[Mapping[str, Any], ...] = ()
+    """What else is known of each sample; () = nothing."""
     unscored: int = 0
     """Samples that could not be scored, which no other field counts."""
 
@@ -30,14 +40,18 @@ class EvalResult:
     @property
     def standard_error(self) -> float:
         """The standard error of the mean over prompts, whose samples are not independent."""
-        groups: dict[str, list[int]] = {}
-        for i, group in enumerate(self.group_ids):
-            groups.setdefault(group, []).append(i)
-        means = [float(self.rewards[rows].double().mean()) for rows in groups.values()]
+        means = [float(self.rewards[rows].double().mean()) for rows in self.groups()]
         if len(means) < 2:
             return 0.0
         centre = sum(means) / len(means)
         return math.sqrt(sum((m - centre) ** 2 for m in means) / (len(means) - 1) / len(means))
+
+    def groups(self) -> list[list[int]]:
+        """The rows of each prompt."""
+        groups: dict[str, list[int]] = {}
+        for i, group in enumerate(self.group_ids):
+            groups.setdefault(group, []).append(i)
+        return list(groups.values())
 
     def metrics(self) -> dict[str, float]:
         """The numbers to log, under `eval/`."""
@@ -49,4 +63,68 @@ class EvalResult:
         }
         scores = self.components | {name: values[values.isfinite()] for name, values in self.watched.items()}
         found |= {f"eval/{name}_mean": float(values.double().mean()) for name, values in scores.items() if len(values)}
+        found |= accuracy(self.answers_by_prompt())
         return found | ({"eval/unscored": float(self.unscored)} if self.unscored else {})
+
+    def answers_by_prompt(self) -> list[list[Answer]]:
+        """The answers of each prompt's samples, as far as they were judged."""
+        if self.answers is None:
+            return []
+        judged = [[self.answers[row] for row in rows] for rows in self.groups()]
+        return [[answer for answer in found if answer is not None] for found in judged]
+
+    def facts_of(self, row: int) -> dict[str, Any]:
+        """What is known of a sample beside its scores, its answer included."""
+        answer = self.answers[row] if self.answers is not None else None
+        said = {} if answer is None or answer.text is None else {"answer": answer.text}
+        judged = {} if answer is None else {"right": answer.right}
+        return {**(self.facts[row] if self.facts else {}), **said, **judged}
+
+
+def accuracy(prompts: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """`eval/avg@n`, `pass@k` for every power of two k <= n, `maj@n`: means over prompts with n answers each.
+
+    n is that of most answers. A prompt with fewer than k counts nowhere in `pass@k`. Without the texts of answers there
+    is no `maj@n`.
+    """
+    prompts = [answers for answers in prompts if answers]
+    if not prompts:
+        return {}
+    most = max(len(answers) for answers in prompts)
+    found = {f"eval/avg@{most}": _mean([_share_right(answers) for answers in prompts])}
+    for k in (1 << power for power in range(most.bit_length())):
+        enough = [answers for answers in prompts if len(answers) >= k]
+        found[f"eval/pass@{k}"] = _mean([pass_at(k, len(a), sum(one.right for one in a)) for a in enough])
+    if all(answer.text is not None for answers in prompts for answer in answers):
+        found[f"eval/maj@{most}"] = _mean([majority(answers) for answers in prompts])
+    return found
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """The chance that of k among n samples, drawn without replacement, one is right: 1 - C(n - right, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1), in whole numbers.
+    """
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[Answer]) -> float:
+    """1 if the most frequent answer is right, else 0; where answers tie, the mean over these.
+
+    Right answers are one answer, however they are written; a response without an answer has no vote, and where nobody
+    votes the prompt is not solved.
+    """
+    votes = Counter("" if answer.right else answer.text for answer in answers if answer.right or answer.text)
+    if not votes:
+        return 0.0
+    first = max(votes.values())
+    tied = [text for text, count in votes.items() if count == first]
+    return tied.count("") / len(tied)
+
+
+def _share_right(answers: Sequence[Answer]) -> float:
+    return sum(answer.right for answer in answers) / len(answers)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

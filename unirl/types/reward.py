@@ -68,6 +68,15 @@ Failures = tuple[Failure, ...]
 """Those of one sample."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a response answers, as a scorer of right answers reads it."""
+
+    right: bool
+    text: str | None = None
+    """Equal for answers that are the same; "" = the response gives none; None = this scorer does not say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardResponse:
     """Component scores per row, in the order of the request, and the weighted total that becomes the reward.
@@ -80,6 +89,8 @@ class RewardResponse:
     watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, logged only; NaN = not scored
     failures: Mapping[int, Failures] = field(default_factory=dict)
     """What failed at a row: first what cost it its reward, then what is only watched."""
+    answers: Sequence[Answer | None] | None = None
+    """What each row answers, where the score is about right answers (None: of this row nothing is known)."""
 
     def lost(self) -> list[int]:
         """The rows without a reward."""

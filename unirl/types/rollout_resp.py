@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.types.batch import Batch, map_heavy, map_value, row, shared
 from unirl.types.results import Metrics
-from unirl.types.reward import Failures
+from unirl.types.reward import Answer, Failures
 from unirl.types.rows import Rows
 
 RewardOp = Literal["mean", "max", "sum", "last"]
@@ -68,18 +68,19 @@ class RolloutTrack(Batch):
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
     watched_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none
     failures: list[Failures] | None = row(optional=True)  # why a row was not scored; mostly ()
+    answers: list[Answer | None] | None = row(optional=True)  # what each row answers, if the reward is about that
     reward_seconds: Tensor | None = row(optional=True)  # [B] float32, how long the call took that scored the row
     advantages: Tensor | None = row(optional=True)  # [B] float32
     weight: Tensor = row()  # [B] float32
     weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
 
-    def compute_advantages(
     def costs(self) -> Tensor | None:
         """[B] int64 how much work each row is: the tokens of its segment and its conditions; None where all are equal."""
         parts = [part.costs() for part in (self.segment, *self.conditions.values())]
         found = [costs for costs in parts if costs is not None]
         return torch.stack(found).sum(0) if found else None
 
+    def compute_advantages(
         self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = ""
     ) -> tuple[RolloutTrack, Metrics]:
         """The track with advantages and weights by `estimator`, and its metrics. Raises ValueError before it is scored.

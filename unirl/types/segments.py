@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,10 @@ class LatentSegment(Batch):
         """Numbers to log about what was sampled: none, trajectories are all alike."""
         return {}
 
+    def facts(self) -> list[dict[str, Any]]:
+        """[B] what a person who looks at each row may want to know: nothing, trajectories are all alike."""
+        return [{} for _ in range(len(self))]
+
     def costs(self) -> Tensor | None:
         """None: every row is the same work."""
         return None
@@ -94,7 +99,13 @@ class TextSegment(Batch):
             "rollout/response_len_max": float(lengths.max()),
             "rollout/response_len_min": float(lengths.min()),
             "rollout/truncated_fraction": float((~self.finished).double().mean()),
+            "samples/tokens": float(self.loss_mask.sum()),
         }
+
+    def facts(self) -> list[dict[str, Any]]:
+        """[B] what a person who looks at each row may want to know: how long it is, and whether it was cut."""
+        rows = zip(self.lengths.tolist(), self.finished.tolist(), strict=True)
+        return [{"tokens": tokens, "finished": finished} for tokens, finished in rows]
 
     def costs(self) -> Tensor | None:
         """[B] how much work each row is beside the others: its tokens."""

@@ -54,6 +54,10 @@ class Mirror(Protocol):
         """Pictures of a step under a key such as `samples` or `eval`."""
         ...
 
+    def text(self, step: int, key: str, page: str) -> None:
+        """Texts of a step under such a key: the beginning of a page of Markdown, whose words others wrote."""
+        ...
+
     def finish(self, code: int) -> None:
         """Closes the mirror's run; `code` is the exit status of ours."""
         ...

@@ -39,5 +39,10 @@ class SwanLabMirror:
         media = [swanlab.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({f"media/{key}": media}, step=step)
 
+    def text(self, step: int, key: str, page: str) -> None:
+        import swanlab
+
+        self._run.log({f"media/{key}": swanlab.Text(page)}, step=step)
+
     def finish(self, code: int) -> None:
         self._run.finish() if code == 0 else self._run.finish(state="crashed", error=f"exit status {code}")

@@ -35,5 +35,8 @@ class TensorBoardMirror:
             with Image.open(preview.path) as picture:
                 self._writer.add_image(f"{key}/{number}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
+    def text(self, step: int, key: str, page: str) -> None:
+        self._writer.add_text(key, page, step)
+
     def finish(self, code: int) -> None:
         self._writer.close()

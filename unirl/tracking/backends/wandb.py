@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -42,6 +43,11 @@ class WandbMirror:
 
         media = [wandb.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({"step": step, f"media/{key}": media})
+
+    def text(self, step: int, key: str, page: str) -> None:
+        import wandb
+
+        self._run.log({"step": step, f"media/{key}": wandb.Html(f"<pre>{html.escape(page)}</pre>", inject=False)})
 
     def finish(self, code: int) -> None:
         self._run.finish(exit_code=code)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
-from unirl.tracking.samples import SampleGroup, SampleTable
+from unirl.tracking.samples import SampleGroup, SampleTable, Sides, pairs_of
+
+if TYPE_CHECKING:
+    from unirl.tracking.pictures import PictureMedia
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -80,10 +84,10 @@ class Sheet:
         self.text(box.x + box.width // 2, y + BAR + 3, caption, SMALL_SIZE, MUTED, anchor="ma")
 
 
-def contact_sheet(table: SampleTable, title: str) -> Image.Image:
+def contact_sheet(table: SampleTable[PictureMedia], title: str) -> Image.Image:
     """Pictures by prompt, best reward first, with the prompt and its mean reward beside them."""
     groups = table.groups()[:MAX_GROUPS]
-    tile = tile_size(table.images)
+    tile = tile_size(table.media.images)
     columns = min(max(len(group.rows) for group in groups), MAX_PER_ROW)
     block = LABEL + columns * (tile[0] + GAP) - GAP
     bands = _bands(groups, block, [_row_height(tile) * -(-len(group.rows) // columns) for group in groups])
@@ -100,16 +104,16 @@ def contact_sheet(table: SampleTable, title: str) -> Image.Image:
     return sheet.image
 
 
-def before_after_sheet(before: SampleTable, after: SampleTable, names: tuple[str, str], title: str) -> Image.Image:
+def before_after_sheet(
+    before: SampleTable[PictureMedia], after: SampleTable[PictureMedia], names: Sides, title: str
+) -> Image.Image:
     """One row per prompt: the same noise drawn by the policy before training, and after it.
 
     Pictures keep their order of sampling, so that the k-th on the left and the k-th on the right share their noise.
     Where a prompt has more than fits, the first are shown; the means are of all.
     """
-    pairs = [(old, new) for old in before.groups() for new in after.groups() if old.prompt == new.prompt][:MAX_GROUPS]
-    if not pairs:
-        raise ValueError("no prompt was evaluated both before and after; a before/after sheet needs the same prompts")
-    tile = tile_size(after.images)
+    pairs = pairs_of(before, after)[:MAX_GROUPS]
+    tile = tile_size(after.media.images)
     columns = min(max(len(old.rows) for old, _ in pairs), MAX_PER_ROW // 2)
     half = columns * (tile[0] + GAP) - GAP
     block = LABEL + 2 * half + 3 * GAP
@@ -161,14 +165,16 @@ def _row_height(tile: tuple[int, int]) -> int:
     return tile[1] + BAR + CAPTION + GAP + 8
 
 
-def _tiles(sheet: Sheet, table: SampleTable, rows: Sequence[int], first: Box, columns: int, levels: Levels) -> None:
+def _tiles(
+    sheet: Sheet, table: SampleTable[PictureMedia], rows: Sequence[int], first: Box, columns: int, levels: Levels
+) -> None:
     """Tiles from the box `first` to the right, and on below it."""
     for position, row in enumerate(rows):
         down, right = divmod(position, columns)
         x, y = first.x + right * (first.width + GAP), first.y + down * _row_height((first.width, first.height))
         reward = table.rows[row].reward
         box = Box(x, y, first.width, first.height)
-        sheet.tile(box, table.images[row], f"{reward:.2f}", levels.of_reward(reward))
+        sheet.tile(box, table.media.images[row], f"{reward:.2f}", levels.of_reward(reward))
 
 
 def _heading(sheet: Sheet, box: Box, name: str, mean: float) -> None:
@@ -190,7 +196,7 @@ class Levels:
     high: float
 
     @staticmethod
-    def of(*tables: SampleTable) -> Levels:
+    def of(*tables: SampleTable[PictureMedia]) -> Levels:
         rewards = [row.reward for table in tables for row in table.rows]
         if min(rewards) >= 0 and max(rewards) <= 1:
             return Levels(0.0, 1.0)
@@ -235,10 +241,10 @@ def _pair_label(sheet: Sheet, box: Box, old: SampleGroup, new: SampleGroup) -> N
     sheet.text(box.x, y + 2, f"{old.mean_reward:.2f} to {new.mean_reward:.2f}", SMALL_SIZE, colour)
 
 
-def _summary(table: SampleTable, shown: int) -> str:
+def _summary(table: SampleTable[PictureMedia], shown: int) -> str:
     more = f", {shown} of {len(table.groups())} prompts shown" if shown < len(table.groups()) else ""
     return f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, best first{more}"
 
 
-def _rise(before: SampleTable, after: SampleTable) -> str:
+def _rise(before: SampleTable[PictureMedia], after: SampleTable[PictureMedia]) -> str:
     return f"evaluation prompts, same noise; mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"

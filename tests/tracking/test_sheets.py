@@ -11,7 +11,9 @@ from PIL import Image
 
 from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
 from unirl.tracking.lettering import lettering, width_of, wrap
-from unirl.tracking.media import (
+from unirl.tracking.pictures import PictureMedia, pixels
+from unirl.tracking.samples import SampleRow, SampleTable
+from unirl.tracking.sheets import (
     BACKGROUND,
     HIGH,
     LOW,
@@ -22,12 +24,11 @@ from unirl.tracking.media import (
     shade,
     tile_size,
 )
-from unirl.tracking.samples import SampleRow, SampleTable, pixels
 
 EVIL = "[b]<script>\x1b[2J \u732b" + "verylongword" * 30
 
 
-def table(rewards: list[list[float]], side: int = 16) -> SampleTable:
+def table(rewards: list[list[float]], side: int = 16) -> SampleTable[PictureMedia]:
     """One flat colour per sample, so that it can be found on a sheet."""
     rows = [
         SampleRow(sample_id=f"{p}:{s}", group_id=f"g{p}", prompt=f"prompt {p}", reward=reward)
@@ -35,7 +36,7 @@ def table(rewards: list[list[float]], side: int = 16) -> SampleTable:
         for s, reward in enumerate(group)
     ]
     images = np.stack([np.full((side, side, 3), [250, 10 * i, 5], np.uint8) for i in range(len(rows))])
-    return SampleTable(tuple(rows), images)
+    return SampleTable(tuple(rows), PictureMedia(images))
 
 
 def places(sheet: Image.Image, sample: int) -> tuple[int, int, int, int]:
@@ -69,8 +70,8 @@ def before_after(rewards: list[list[float]]) -> Image.Image:
 
 def test_before_is_left_of_after_in_the_same_row_and_order():
     before = table([[0.1, 0.9], [0.5, 0.6]])
-    after = SampleTable(before.rows, before.images.copy())
-    after.images[..., 2] = 200
+    after = SampleTable(before.rows, PictureMedia(before.media.images.copy()))
+    after.media.images[..., 2] = 200
     sheet = before_after_sheet(before, after, ("before", "after"), "t")
     for sample in range(4):
         _, top, right, _ = places(sheet, sample)
@@ -83,7 +84,7 @@ def test_before_and_after_without_a_common_prompt_is_refused():
     other = table([[0.5]])
     row = SampleRow(sample_id="x", group_id="x", prompt="another", reward=1.0)
     with pytest.raises(ValueError, match="same prompts"):
-        before_after_sheet(other, SampleTable((row,), other.images), ("a", "b"), "t")
+        before_after_sheet(other, SampleTable((row,), other.media), ("a", "b"), "t")
 
 
 def test_small_pictures_keep_their_pixels_and_large_ones_their_shape():
@@ -118,7 +119,7 @@ def test_text_of_other_scripts_takes_a_font_of_this_machine_letter_by_letter():
 
 def test_any_prompt_can_be_drawn():
     rows = (SampleRow(sample_id="a", group_id="a", prompt=EVIL, reward=0.0),)
-    assert contact_sheet(SampleTable(rows, np.zeros((1, 8, 8, 3), np.uint8)), EVIL).width > 100
+    assert contact_sheet(SampleTable(rows, PictureMedia(np.zeros((1, 8, 8, 3), np.uint8))), EVIL).width > 100
 
 
 def test_colour_of_a_reward_runs_from_low_to_high():

@@ -1,0 +1,145 @@
+"""Samples that are texts: kept in the manifest's own lines, and set on pages of Markdown that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from unirl.tracking.markdown import block, inline
+from unirl.tracking.mirrors import Mirrors
+from unirl.tracking.samples import (
+    Entry,
+    Fact,
+    Media,
+    MirroredPage,
+    SampleGroup,
+    SampleRow,
+    SampleTable,
+    Sides,
+    pairs_of,
+)
+from unirl.tracking.tables import replace_text
+
+PAGE_CHARACTERS = 400_000
+"""About how much text a page shows; the manifest has all of it."""
+SHORTEST, LONGEST = 400, 6000
+"""Characters of one text on a page."""
+MAX_GROUPS = 64
+MAX_PER_GROUP = 16
+MAX_PAIRS = 4
+"""Samples of a prompt that stand before and after."""
+MIRRORED_CHARACTERS = 50_000
+
+
+@dataclass(frozen=True)
+class TextMedia:
+    """Generated texts."""
+
+    texts: tuple[str, ...]
+    kind: ClassVar[str] = "text"
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @classmethod
+    def read(cls, rows: Sequence[SampleRow], folder: Path) -> TextMedia:
+        """The texts that the rows themselves hold."""
+        return cls(tuple(row.text for row in rows))
+
+    def write(self, names: Sequence[str], folder: Path) -> list[Entry]:
+        """No files: a line of a manifest holds any text exactly."""
+        return [Entry(text=text) for text in self.texts]
+
+    def compares_with(self, other: Media) -> bool:
+        """Texts with texts."""
+        return other.kind == self.kind
+
+    def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
+        path = folder / "samples.md"
+        replace_text(path, samples_page(table, title))
+        return path
+
+    def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
+        path = folder / "before_after.md"
+        replace_text(path, before_after_page(before, after, sides))
+        return path
+
+    def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
+        """The beginning of the page."""
+        mirrors.text(page.step, page.key, page.path.read_text(encoding="utf-8")[:MIRRORED_CHARACTERS])
+
+
+def samples_page(table: SampleTable[TextMedia], title: str) -> str:
+    """Texts by prompt, best reward first, with what is known of each."""
+    groups = table.groups()
+    shown = groups[:MAX_GROUPS]
+    limit = _room(sum(1 + min(len(group.rows), MAX_PER_GROUP) for group in shown))
+    summary = f"Mean reward {table.mean_reward:.3f} of {len(table.rows)} samples for {len(groups)} prompts, best first"
+    parts = [f"# {title}\n\n{summary}{_more(len(shown), len(groups))}.\n\n"]
+    for number, group in enumerate(shown):
+        parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{block(group.prompt, limit)}")
+        for place, row in enumerate(group.best_first()[:MAX_PER_GROUP]):
+            parts.append(_sample(table, row, f"Sample {place + 1} of {len(group.rows)}", limit))
+    return "".join(parts)
+
+
+def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMedia], sides: Sides) -> str:
+    """Prompt by prompt, what the policy said before training and after it, drawn with the same random numbers."""
+    pairs = pairs_of(before, after)
+    shown = pairs[:MAX_GROUPS]
+    limit = _room(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
+    parts = [f"# Before and after training\n\n{_rise(pairs)}{_more(len(shown), len(pairs))}.\n\n"]
+    for number, (old, new) in enumerate(shown):
+        parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{block(new.prompt, limit)}")
+        for place, rows in enumerate(list(zip(old.rows, new.rows, strict=False))[:MAX_PAIRS]):
+            for table, row, side in zip((before, after), rows, sides, strict=True):
+                parts.append(_sample(table, row, f"{side[:1].upper()}{side[1:]}, sample {place + 1}", limit))
+    return "".join(parts)
+
+
+def known_of(row: SampleRow) -> str:
+    """What is known of a sample beside its reward, in a line: `advantage +0.58, tokens 17, finished, ...`."""
+    known = [inline(row.sample_id)]
+    known += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
+    known += [] if row.weight else ["not trained"]
+    known += [_said(name, fact) for name, fact in row.facts.items()]
+    known += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
+    return ", ".join(known)
+
+
+def _sample(table: SampleTable[TextMedia], number: int, name: str, limit: int) -> str:
+    row = table.rows[number]
+    return f"### {name}: reward {row.reward:.3f}\n\n{known_of(row)}\n\n{block(table.media.texts[number], limit)}"
+
+
+def _said(name: str, fact: Fact) -> str:
+    if isinstance(fact, bool):
+        return name if fact else f"not {name}"
+    if isinstance(fact, str):
+        return f"{name} {inline(fact)}" if fact.strip() else f"no {name}"
+    return f"{name} {fact:g}"
+
+
+def _room(num_texts: int) -> int:
+    return max(SHORTEST, min(LONGEST, PAGE_CHARACTERS // num_texts))
+
+
+def _more(shown: int, there_are: int) -> str:
+    return f"; {shown} of {there_are} prompts shown" if shown < there_are else ""
+
+
+def _change(old: SampleGroup, new: SampleGroup) -> str:
+    return f"{old.mean_reward:.3f} -> {new.mean_reward:.3f}"
+
+
+def _rise(pairs: Sequence[tuple[SampleGroup, SampleGroup]]) -> str:
+    before = sum(old.mean_reward for old, _ in pairs) / len(pairs)
+    after = sum(new.mean_reward for _, new in pairs) / len(pairs)
+    better = sum(new.mean_reward > old.mean_reward for old, new in pairs)
+    worse = sum(new.mean_reward < old.mean_reward for old, new in pairs)
+    return (
+        f"The same prompts and the same random numbers: mean reward {before:.3f} -> {after:.3f} over {len(pairs)} "
+        f"prompts, better on {better}, worse on {worse}, equal on {len(pairs) - better - worse}"
+    )

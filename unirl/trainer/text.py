@@ -1,0 +1,28 @@
+"""The domain of text: responses of a language model to prompts, which may show pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unirl.data.datasets import Prompt
+from unirl.trainer.base import Trainer
+from unirl.types.batch import Batch
+from unirl.types.primitives import PromptImages, Texts
+from unirl.types.sampling import ARSamplingParams
+
+
+class TextTrainer(Trainer[ARSamplingParams]):
+    """Trains one language model."""
+
+    track = "text"
+
+    def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
+        """Texts, and pictures where any prompt of the request shows some."""
+        found: dict[str, Batch] = {"text": Texts(texts=[prompt.text for prompt in prompts])}
+        if any(prompt.images for prompt in prompts):
+            found["images"] = PromptImages(refs=[prompt.images for prompt in prompts])
+        return found
+
+    def pinned(self, sampling: ARSamplingParams, step: int) -> ARSamplingParams:
+        """As they are: nothing about the sampling of text depends on the step."""
+        return sampling

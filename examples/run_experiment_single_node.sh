@@ -20,7 +20,9 @@ die() { printf '%s\n' "$@" >&2; exit 2; }
 
 # The entrypoint: what ENTRY names, else that of the recipe's bucket, else train_diffusion.
 entrypoint() {
-  local entry="${ENTRY:-train_${1%%/*}}"
+  local bucket="${1%%/*}"
+  if [[ "$bucket" == llm ]]; then bucket=vlm; fi  # one entrypoint trains both
+  local entry="${ENTRY:-train_$bucket}"
   if [[ -z "${ENTRY:-}" && ! -f "$root/unirl/$entry.py" ]]; then entry=train_diffusion; fi
   if [[ ! "$entry" =~ ^train_[a-z_]+$ || ! -f "$root/unirl/$entry.py" ]]; then
     local there

@@ -119,6 +119,12 @@ def test_a_launcher_wants_a_recipe_first(script, arguments):
     assert "usage:" in done.stderr
 
 
+@pytest.mark.parametrize(("recipe", "entry"), [("llm/one", "vlm"), ("vlm/one", "vlm"), ("mine/one", "diffusion")])
+def test_the_bucket_chooses_the_entrypoint(venv, recipe, entry):
+    done = launch(SINGLE, recipe, VENV_DIR=str(venv))
+    assert f"<unirl.train_{entry}><--config-name={recipe}>" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("entry", ["train_nothing", "../secrets", "train_diffusion.py"])
 def test_an_unknown_entrypoint_is_answered_with_those_that_exist(entry):
     done = launch(SINGLE, "diffusion/sd3_trainside", ENTRY=entry)

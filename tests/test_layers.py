@@ -25,6 +25,7 @@ LAYERS = {
     "cli": 8,
     # The entrypoints `python -m unirl.train_<domain>` are the command line under another name.
     "train_diffusion": 9,
+    "train_vlm": 9,
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}

@@ -50,8 +50,19 @@ def test_the_module_entrypoint_is_the_same_command(run_dir, tmp_path):
 def test_an_entrypoint_refuses_the_recipe_of_another_domain(capsys):
     from unirl.cli import train
 
-    assert train.main(["--config-name=vlm/some_recipe"], domain="diffusion") == 2
-    assert "python -m unirl.train_vlm" in capsys.readouterr().err
+    for bucket in ("vlm", "llm"):
+        assert train.main([f"--config-name={bucket}/some_recipe"], domain="diffusion") == 2
+        assert f"python -m unirl.train_vlm --config-name={bucket}/some_recipe" in capsys.readouterr().err
+    assert train.main(["--config-name=diffusion/some_recipe"], domain="vlm") == 2
+    assert "python -m unirl.train_diffusion" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["vlm/some_recipe", "llm/some_recipe", "mine/some_recipe"])
+def test_an_entrypoint_takes_its_buckets_and_those_of_others(recipe, capsys):
+    from unirl.cli import train
+
+    assert train.main([f"--config-name={recipe}"], domain="vlm") == 2
+    assert f"no recipe '{recipe}'" in capsys.readouterr().err
 
 
 def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir, tmp_path, monkeypatch, capsys):

@@ -271,6 +271,15 @@ def test_a_recipe_is_found_by_name_by_path_and_from_anywhere(examples, tmp_path,
     assert find_recipe("diffusion/sd3_trainside").domain == "diffusion"
 
 
+@pytest.mark.parametrize("folder", ["", "llm/", "vlm/"])
+def test_a_recipe_under_another_lists_name_is_answered_with_the_one_that_does_the_same(tmp_path, folder):
+    for name in ("qwen3_ar_drpo_4b_base_dapo", "qwen3_ar_drpo_4b_base_dpa0", "qwen3_ar_drpo_4b_base_dpap"):
+        (tmp_path / "llm").mkdir(exist_ok=True)
+        (tmp_path / "llm" / f"{name}.yaml").write_text("")
+    with pytest.raises(UsageError, match="Nearest: llm/qwen3_ar_drpo_4b_base_dapo,"):
+        find_recipe(f"{folder}qwen3_ar_drpo_4b_base_dpao_sglang", (tmp_path,))
+
+
 @pytest.mark.parametrize(
     "name", ["diffusion/sd3_trainsid", "sd3_trainside", "diffusion/sd3-trainside", "difusion/sd3_trainside"]
 )

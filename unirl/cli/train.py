@@ -9,6 +9,7 @@ from unirl.cli.failures import Session
 from unirl.cli.main import run_command
 from unirl.cli.signals import stop_on_signal
 from unirl.config.errors import Interrupted, Preempted, UsageError
+from unirl.config.recipes import DOMAIN_OF
 
 EXAMPLES = (
     "unirl train diffusion/quickstart",
@@ -64,11 +65,12 @@ def train(recipe: str, overrides: Sequence[str], session: Session) -> None:
 
 
 def _check_domain(recipe: str, domain: str | None) -> None:
-    named = recipe.removesuffix(".yaml").removeprefix("examples/").rpartition("/")[0]
-    if domain and "/" not in named and named not in ("", domain):
+    bucket = recipe.removesuffix(".yaml").removeprefix("examples/").rpartition("/")[0]
+    other = DOMAIN_OF.get(bucket, domain)
+    if domain and other != domain:
         raise UsageError(
-            f"'{recipe}' is a recipe of the domain '{named}', and this is the entrypoint of '{domain}'. "
-            f"Run: python -m unirl.train_{named} --config-name={recipe}",
+            f"'{recipe}' is a recipe of the domain '{other}', and this is the entrypoint of '{domain}'. "
+            f"Run: python -m unirl.train_{other} --config-name={recipe}",
             code=2001,
         )
 

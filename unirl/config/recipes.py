@@ -13,6 +13,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 CARD_SUFFIX = ".card.yaml"
 
+DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm"}
+"""Folder of recipes to the domain whose entrypoint `python -m unirl.train_<domain>` trains them."""
+
+SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_dapo"}
+"""File name that other lists of recipes have, to the recipe that does the same here."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
@@ -36,8 +42,9 @@ class RecipeFile:
 
     @property
     def domain(self) -> str:
-        """The folder's name: which entrypoint trains it."""
-        return self.name.rpartition("/")[0]
+        """Whose entrypoint trains it: that of its folder, or the folder's own name."""
+        bucket = self.name.rpartition("/")[0]
+        return DOMAIN_OF.get(bucket, bucket)
 
     @property
     def card(self) -> Card:
@@ -91,7 +98,8 @@ def _name_of(path: Path) -> str:
 def _not_found(name: str, known: dict[str, RecipeFile]) -> str:
     if not known:
         return f"no recipe '{name}': no examples/ folder was found. Give a path to a YAML file"
-    same_file = [full for full in known if full.rpartition("/")[2] == name]
+    file = name.removesuffix(".yaml").rpartition("/")[2]
+    same_file = [full for full in known if full.rpartition("/")[2] == name or full == SAME_RECIPE.get(file)]
     close = (same_file + [full for full in nearest(name, known) if full not in same_file])[:3]
     return (
         f"no recipe '{name}', neither under examples/ nor as a YAML file. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 
 from tests.run_files import lines_of, metrics_of
 from tests.trainer.test_loop import run, trainer_of, weights_of
@@ -96,6 +97,28 @@ def test_scoring_while_drawing_changes_no_number(tmp_path) -> None:
     assert weights_of(tmp_path / "overlap", 2) == weights_of(tmp_path / "turns", 2)
     rows = lines_of(tmp_path / "overlap" / "metrics.jsonl")
     assert all(row["queue/reward_latency"] >= 0.01 and 0 < row["queue/reward_busy"] <= 1.01 for row in rows)
+
+
+@pytest.fixture
+def one_thread():
+    """As workers have it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_workers_that_score_in_turns_or_while_drawing_change_no_number(tmp_path, ray_session, one_thread) -> None:
+    overlapped = ("reward_parts=3", "+placement.reward=cpu")
+    ways = {"local": (), "turns": ("runtime=ray",), "overlap": ("runtime=ray", *overlapped)}
+    for name, words in ways.items():
+        run(tmp_path / name, *BIG, *reward("Slow", seconds=0.01), *words).close()
+    for name in ("turns", "overlap"):
+        assert metrics_of(tmp_path / name) == metrics_of(tmp_path / "local")
+        assert weights_of(tmp_path / name, 2) == weights_of(tmp_path / "local", 2)
+    rows = lines_of(tmp_path / "overlap" / "metrics.jsonl")
+    assert all(row["queue/reward_latency"] >= 0.01 for row in rows)
 
 
 def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:

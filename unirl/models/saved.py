@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,3 +74,22 @@ class SafetensorsWeights:
                 f"cannot read the weights in {self.folder}: {error}. Download the model again", code=NOT_FOUND
             ) from error
         return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+
+
+class RenamedWeights:
+    """The tensors of a checkpoint whose files call them otherwise than the module does."""
+
+    def __init__(self, weights: SavedWeights, name_of: Callable[[str], str]) -> None:
+        """`name_of`: the module's name of a tensor of the files."""
+        self.weights = weights
+        self.name_of = name_of
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {self.name_of(name): shape for name, shape in self.weights.shapes().items()}
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        return self.weights.read(self._file_names[name], rows)
+
+    @cached_property
+    def _file_names(self) -> Mapping[str, str]:
+        return {self.name_of(name): name for name in self.weights.shapes()}

@@ -77,6 +77,8 @@ class LanguageFacts(ModelFacts):
     """Width of the hidden state that the logits are made of, D."""
     context_length: int
     """Tokens of a prompt and its response that the positions are good for."""
+    sees: bool = False
+    """Prompts may bring pictures."""
 
     def check(self, sampling: Sampling) -> None:
         """The longest prompt and the longest response fit the context together."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unirl.data.datasets import Prompt
+from unirl.data.datasets import Prompt, require_text_only
 from unirl.trainer.base import Trainer
 from unirl.types.batch import Batch
+from unirl.types.facts import LanguageFacts
 from unirl.types.primitives import PromptImages, Texts
 from unirl.types.sampling import ARSamplingParams
 
@@ -15,9 +16,12 @@ class TextTrainer(Trainer[ARSamplingParams]):
     """Trains one language model."""
 
     track = "text"
+    facts: LanguageFacts
 
     def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
         """Texts, and pictures where any prompt of the request shows some."""
+        if not self.facts.sees:
+            require_text_only(prompts, self.facts.family)
         found: dict[str, Batch] = {"text": Texts(texts=[prompt.text for prompt in prompts])}
         if any(prompt.images for prompt in prompts):
             found["images"] = PromptImages(refs=[prompt.images for prompt in prompts])

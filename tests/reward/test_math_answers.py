@@ -83,7 +83,7 @@ def test_a_process_that_dies_is_a_failure_and_the_next_question_has_another(chec
     os.kill(first, signal.SIGKILL)
     with pytest.raises(RewardError, match=r"ended \(status -9\)"):
         checker.judge("1", r"\boxed{1}")
-    assert checker.judge("1", r"\boxed{1}") == "right" and checker._process.pid != first
+    assert checker.judge("1", r"\boxed{1}").verdict == "right" and checker._process.pid != first
 
 
 def test_a_machine_too_slow_for_an_easy_question_is_a_failure(checker, monkeypatch):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.rows import score_rows
 from unirl.types.protocols import Capabilities
-from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.reward import Answer, RewardRequest, RewardResponse
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
@@ -23,6 +23,16 @@ class AnswerSpec:
 
     answer_key: str = "answer"
     """Metadata key of it: a text or a number."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a scorer of right answers makes of a response."""
+
+    scores: Mapping[str, float]
+    """By component; the scorer's own is 1 for the right answer."""
+    said: str
+    """The answer that was read, equal for equal ones; "" = the response gives none."""
 
 
 class AnswerScorer(RewardScorer):
@@ -40,8 +50,8 @@ class AnswerScorer(RewardScorer):
         self.threads = 1
 
     @abstractmethod
-    def judge(self, text: str, answer: str) -> Mapping[str, float]:
-        """The scores of a response, given what `read_answer` made of the right answer."""
+    def judge(self, text: str, answer: str) -> Judgement:
+        """Of a response, given what `read_answer` made of the right answer."""
 
     def read_answer(self, answer: str) -> str:
         """The right answer as `judge` takes it. Raises RewardError when it has not the form that it must have."""
@@ -65,10 +75,15 @@ class AnswerScorer(RewardScorer):
         texts, metadata = request.texts, request.metadata
         assert texts is not None and metadata is not None
 
-        def score_row(row: int) -> Mapping[str, float]:
-            return self.judge(texts[row], self.answer_of(metadata[row]))
+        answers: dict[int, Answer] = {}
 
-        return score_rows(request, self.names, score_row, self.threads)
+        def score_row(row: int) -> Mapping[str, float]:
+            judged = self.judge(texts[row], self.answer_of(metadata[row]))
+            answers[row] = Answer(right=judged.scores[self.name] == 1.0, text=judged.said)
+            return judged.scores
+
+        scored = score_rows(request, self.names, score_row, self.threads)
+        return replace(scored, answers=[answers.get(row) for row in range(len(request))])
 
 
 def last_boxed(text: str) -> str | None:

@@ -12,13 +12,14 @@ from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import answer_of, check_prompt, check_start, objective_of
 from unirl.types.protocols import Capabilities, Scorer
-from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
+from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
 
 class WeightedRewards(RewardScorer):
     """total = sum over scorers of weight x that scorer's total. Components keep their scorer's name as a prefix.
 
-    A scorer of weight 0 is watched: its scores are logged, reach no advantage, and may fail without harm.
+    A scorer of weight 0 is watched: its scores are logged, reach no advantage, and may fail without harm. What rows
+    answer is said by the first scorer that says it, watched ones last.
     """
 
     def __init__(self, *, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
@@ -41,13 +42,17 @@ class WeightedRewards(RewardScorer):
         components: dict[str, Tensor] = {}
         watched: dict[str, Tensor] = {}
         failures: dict[int, Failures] = {}
+        answers: Sequence[Answer | None] | None = None
         for name, weight in sorted(self.weights.items(), key=lambda item: not item[1]):
             answer = answer_of(self.scorers[name], request, name) if weight else self._watched(name, request)
             total += weight * answer.total.double() if weight else 0.0
             (components if weight else watched).update(_named(name, answer))
             for row, found in answer.failures.items():
                 failures[row] = failures.get(row, ()) + found
-        return RewardResponse(total=total.float(), components=components, watched=watched, failures=failures)
+            answers = answer.answers if answers is None else answers
+        return RewardResponse(
+            total=total.float(), components=components, watched=watched, failures=failures, answers=answers
+        )
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         """Every scorer's own check; one of weight 0 may fail without harm."""

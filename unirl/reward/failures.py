@@ -74,6 +74,7 @@ def _replaced(answer: RewardResponse, rows: Sequence[int], again: RewardResponse
         components={name: scores[source] for name, scores in both.components.items()},
         watched={name: scores[source] for name, scores in both.watched.items()},
         failures={row: both.failures[of] for row, of in enumerate(source) if of in both.failures},
+        answers=None if both.answers is None else [both.answers[of] for of in source],
     )
 
 

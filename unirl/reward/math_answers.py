@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from unirl.config.extras import need
-from unirl.reward.answers import AnswerScorer, AnswerSpec
+from unirl.reward.answers import AnswerScorer, AnswerSpec, Judgement
 from unirl.reward.math_checker import MathChecker
 
 
@@ -67,7 +67,8 @@ class MathScorer(AnswerScorer):
         with self._checker() as checker:
             checker.check_reference(answer)
 
-    def judge(self, text: str, answer: str) -> Mapping[str, float]:
+    def judge(self, text: str, answer: str) -> Judgement:
         with self._checker() as checker:
-            verdict = checker.judge(answer, self.answer_in(text))
-        return dict(zip(self.names, (float(verdict == "right"), float(verdict == "undecided")), strict=True))
+            found = checker.judge(answer, self.answer_in(text))
+        scores = (float(found.verdict == "right"), float(found.verdict == "undecided"))
+        return Judgement(dict(zip(self.names, scores, strict=True)), found.said)

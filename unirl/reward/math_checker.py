@@ -11,6 +11,7 @@ import tempfile
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -26,6 +27,15 @@ SHOWN = 2000
 """Bytes of what a process said last, in which its last line is looked for."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What math-verify makes of a response."""
+
+    verdict: Verdict
+    said: str = ""
+    """The answer that it read, without white space; "" = none, or none that it could handle."""
+
+
 class MathChecker:
     """One process that is started on first use, lives on, and is killed and started again when it does not answer."""
 
@@ -35,18 +45,18 @@ class MathChecker:
         self._noise: IO[bytes] | None = None
         self._read = b""
 
-    def judge(self, reference: str, response: str) -> Verdict:
+    def judge(self, reference: str, response: str) -> Finding:
         """Whether the response has the reference's answer; `undecided` when that takes too long or too much memory.
 
         Raises:
             RewardError: 6002 when the reference cannot be read, or the process fails.
         """
-        verdict: Verdict = self._ask(reference, response) or self._undecided()
-        return verdict
+        return self._ask(reference, response) or self._undecided()
 
     def check_reference(self, reference: str) -> None:
         """Raises RewardError when the reference is no mathematics that can be read."""
-        if self._ask(reference, None) != "right":
+        found = self._ask(reference, None)
+        if found is None or found.verdict != "right":
             raise RewardError(f"the right answer {reference!r} takes too long to be read as mathematics. Simplify it")
 
     def close(self) -> None:
@@ -55,18 +65,19 @@ class MathChecker:
             self._finalizer()
             self._process = None
 
-    def _undecided(self) -> Verdict:
+    def _undecided(self) -> Finding:
         """After a deadline has passed: it was the response, if an easy question is answered in time."""
-        if self._ask("1", r"\boxed{1}") != "right":
+        easy = self._ask("1", r"\boxed{1}")
+        if easy is None or easy.verdict != "right":
             self.close()
             raise RewardError(
                 f"math-verify does not say within {self.deadline_s:g} s that 1 is 1: this machine is too busy. Give it "
                 "more time (config.timeout_s), or fewer processes"
             )
-        return "undecided"
+        return Finding("undecided")
 
-    def _ask(self, reference: str, response: str | None) -> Any:
-        """The verdict; None when the deadline passed, after which the process is gone."""
+    def _ask(self, reference: str, response: str | None) -> Finding | None:
+        """What it found; None when the deadline passed, after which the process is gone."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -82,7 +93,7 @@ class MathChecker:
             raise RewardError(
                 f"the right answer {reference!r} is no mathematics in LaTeX. Write it like \\frac{{1}}{{2}}"
             )
-        return reply["verdict"]
+        return Finding(reply["verdict"], reply["said"])
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

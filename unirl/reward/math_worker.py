@@ -16,6 +16,9 @@ from typing import Any, TextIO
 MEMORY = 2 << 30
 """Bytes of address space: what grows without end is a MemoryError here, not a machine that swaps."""
 
+LONGEST = 200
+"""Characters of an answer that are given back."""
+
 
 def main() -> None:
     deadline_s = float(sys.argv[1])
@@ -44,23 +47,29 @@ def say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def reply_to(question: dict[str, str | None]) -> dict[str, Any]:
-    """`{"verdict": "right" | "wrong" | "undecided" | "unreadable"}`; what may be unreadable is the reference."""
+    """`{"verdict": "right" | "wrong" | "undecided" | "unreadable", "said": answer of the response}`.
+
+    What may be unreadable is the reference.
+    """
     try:
-        return {"verdict": judge(str(question["reference"]), question["response"])}
+        verdict, said = judge(str(question["reference"]), question["response"])
+        return {"verdict": verdict, "said": said}
     except (MemoryError, RecursionError):
-        return {"verdict": "undecided"}
+        return {"verdict": "undecided", "said": ""}
 
 
-def judge(reference: str, response: str | None) -> str:
-    """The verdict. Without a response: whether the reference can be read."""
+def judge(reference: str, response: str | None) -> tuple[str, str]:
+    """The verdict, and the answer that was read. Without a response: whether the reference can be read."""
     from math_verify import parse, verify
 
     wanted = parse(as_boxed(reference), parsing_timeout=None)
     if not wanted:
-        return "unreadable"
+        return "unreadable", ""
     if response is None:
-        return "right"
-    return "right" if verify(wanted, parse(response, parsing_timeout=None), timeout_seconds=None) else "wrong"
+        return "right", ""
+    found = parse(response, parsing_timeout=None)
+    said = "".join(str(found[-1]).split())[:LONGEST] if found else ""  # the last entry is the text that was read
+    return "right" if verify(wanted, found, timeout_seconds=None) else "wrong", said
 
 
 def as_boxed(reference: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from unirl.config.errors import RewardError, UniRLError
 from unirl.reward.base import DifferentiableScorer, PromptChecker, StartChecker
 from unirl.types.protocols import Scorer
-from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
+from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
 FAILED, NOT_FINITE, UNREACHABLE = 6002, 6003, 6001
 
@@ -74,7 +74,16 @@ def answer_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardRespon
                 why = f"reward {part!r} gave {float(found[row])} to sample {request.sample_ids[row]!r}"
                 failures[row] = (Failure(name, why, NOT_FINITE), *known)
             total[row] = torch.nan
-    return RewardResponse(total=total, components=components, watched=watched, failures=failures)
+    answers = _one_per_row(answer.answers, request, name)
+    return RewardResponse(total=total, components=components, watched=watched, failures=failures, answers=answers)
+
+
+def _one_per_row(
+    answers: Sequence[Answer | None] | None, request: RewardRequest, name: str
+) -> Sequence[Answer | None] | None:
+    if answers is not None and len(answers) != len(request):
+        raise RewardError(f"reward {name!r} gave {len(answers)} answers for {len(request)} samples", code=FAILED)
+    return answers
 
 
 def refuse_failures(answer: RewardResponse, request: RewardRequest) -> None:
@@ -131,7 +140,15 @@ def joined(answers: Sequence[RewardResponse]) -> RewardResponse:
         components=_columns([answer.components for answer in answers], answers),
         watched=_columns([answer.watched for answer in answers], answers),
         failures=failures,
+        answers=joined_answers([(answer.answers, len(answer.total)) for answer in answers]),
     )
+
+
+def joined_answers(parts: Sequence[tuple[Sequence[Answer | None] | None, int]]) -> list[Answer | None] | None:
+    """The answers to consecutive rows, of parts with so many rows, as one; None where a part has none."""
+    if all(answers is None for answers, _ in parts):
+        return None
+    return [answer for answers, count in parts for answer in (answers or [None] * count)]
 
 
 def _columns(parts: Sequence[Mapping[str, Tensor]], answers: Sequence[RewardResponse]) -> dict[str, Tensor]:

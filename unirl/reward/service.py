@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from unirl.config.errors import ConfigError, DataError, RewardError, did_you_mea
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import check_prompt, checked_score, name_of, objective_of
+from unirl.reward.scoring import check_prompt, checked_score, joined_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
@@ -32,6 +33,7 @@ def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> Rol
         component_rewards=answer.components,
         watched_rewards=answer.watched,
         failures=[answer.failures.get(row, ()) for row in range(len(track))],
+        answers=None if answer.answers is None else list(answer.answers),
         reward_seconds=torch.full((len(track),), seconds),
     )
 
@@ -40,7 +42,22 @@ def concat_scored(parts: Sequence[RolloutResp]) -> RolloutResp:
     """One scored response from several. A score that a part lacks, because all its rows failed, is NaN there."""
     for field in ("component_rewards", "watched_rewards"):
         parts = _same_columns(parts, field)
-    return RolloutResp.concat(parts)
+    return RolloutResp.concat(_same_answers(parts))
+
+
+def _same_answers(parts: Sequence[RolloutResp]) -> list[RolloutResp]:
+    """The parts, whose tracks all have answers where that of any part has some."""
+    filled = list(parts)
+    for name in parts[0].tracks:
+        tracks = [part.tracks[name] for part in parts]
+        answers = joined_answers([(track.answers, len(track)) for track in tracks])
+        if answers is not None:
+            rows = iter(answers)
+            filled = [
+                part.with_track(name, track.replace(answers=list(islice(rows, len(track)))))
+                for part, track in zip(filled, tracks, strict=True)
+            ]
+    return filled
 
 
 def _same_columns(parts: Sequence[RolloutResp], field: str) -> list[RolloutResp]:

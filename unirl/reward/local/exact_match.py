@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.answers import AnswerScorer, AnswerSpec
+from unirl.reward.answers import AnswerScorer, AnswerSpec, Judgement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class ExactMatchRewardScorer(AnswerScorer):
     def __init__(self, *, config: ExactMatchSpec = ExactMatchSpec()) -> None:
         super().__init__(config)
 
-    def judge(self, text: str, answer: str) -> dict[str, float]:
-        return {self.name: float(self._comparable(text) == self._comparable(answer))}
+    def judge(self, text: str, answer: str) -> Judgement:
+        said = self._comparable(text)
+        return Judgement({self.name: float(said == self._comparable(answer))}, said)
 
     def _comparable(self, text: str) -> str:
         words = " ".join(text.split())

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Literal
 
 from unirl.config.errors import RewardError
-from unirl.reward.answers import AnswerScorer, AnswerSpec
+from unirl.reward.answers import AnswerScorer, AnswerSpec, Judgement
 
 NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MARK = "####"
@@ -43,11 +43,12 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
             raise RewardError(f"the right answer {answer!r} is no number. Write it like '42', or like '... {MARK} 42'")
         return number[0]
 
-    def judge(self, text: str, answer: str) -> dict[str, float]:
+    def judge(self, text: str, answer: str) -> Judgement:
         found = self._number_in(text)
         if found is None:
-            return {self.name: 0.0}
-        return {self.name: 1.0 if value(found) == value(answer) else self.config.format_score}
+            return Judgement({self.name: 0.0}, "")
+        right = value(found) == value(answer)
+        return Judgement({self.name: 1.0 if right else self.config.format_score}, plain(found))
 
     def _number_in(self, text: str) -> str | None:
         if self.config.method == "flexible":
@@ -60,3 +61,9 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
 def value(number: str) -> Decimal:
     """The number that a text like -$1,000.50 means."""
     return Decimal(re.sub("[$,]", "", number))
+
+
+def plain(number: str) -> str:
+    """The one way to write the number: 1000.5 for $1,000.50."""
+    digits = f"{value(number):f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits

@@ -57,6 +57,7 @@ class LengthRewardScorer(RewardScorer):
             components=answer.components | {"truncated": truncated, "length_penalty": penalty},
             watched=answer.watched,
             failures=answer.failures,
+            answers=answer.answers,
         )
 
     def _penalty(self, total: Tensor, lengths: Sequence[ResponseLength]) -> Tensor:

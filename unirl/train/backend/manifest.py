@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
@@ -152,6 +153,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@cache
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": version("torch"), "unirl": unirl.__version__}
 

@@ -9,11 +9,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from PIL import Image
 
 from tests.source_tree import ROOT
 from unirl.cli.main import main
+from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer
+from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer
 from unirl.reward.scoring import check_prompt
 
 GOOD = '{"prompt": "a sign that says \\"Open\\""}'
@@ -158,10 +161,31 @@ PARTI = [{"Prompt": 'a "stop"\tsign', "Category": "Outdoor Scenes", "Challenge":
          {"Prompt": "a caf\u00e9", "Category": "Food", "Challenge": "Basic", "Note": "n"}]  # fmt: skip
 GSM8K = [{"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}] * 3
 MATH = [{"problem": "What is $x$?", "solution": "", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 1}]
+
+
+def drawn(color):
+    file = io.BytesIO()
+    Image.new("RGB", (6, 5), color).save(file, "png")
+    return file.getvalue()
+
+
+GEOMETRY = [
+    {
+        "images": [{"bytes": drawn(color), "path": None}],
+        "problem": "<image>Find x.",
+        "choices": ["1", "2", "3", "4"],
+        "ground_truth": "C",
+    }
+    for color in ("red", "blue")
+]
 FILES = {
     "nateraw/parti-prompts/resolve/main/PartiPrompts.tsv": tsv(PARTI),
     "openai/gsm8k/resolve/main/main/train-00000-of-00001.parquet": parquet(GSM8K),
     "openai/gsm8k/resolve/main/main/test-00000-of-00001.parquet": parquet(GSM8K[:1]),
+    **{
+        f"xyliu6/geometry3k/resolve/main/data/{split}-00000-of-00001.parquet": parquet(GEOMETRY)
+        for split in ("train", "validation", "test")
+    },
     "HuggingFaceH4/MATH-500/resolve/main/test.jsonl": "".join(json.dumps(row) + "\n" for row in MATH).encode(),
 }
 
@@ -218,6 +242,16 @@ def test_sets_of_mathematics_fit_their_rewards(capsys, hub, tmp_path):
     assert run(capsys, "populate", "math_500", "--endpoint", hub[0], "--out", str(tmp_path / "m"))[0] == 0
     (prompt,) = load_prompts(tmp_path / "m" / "test.jsonl")
     assert prompt.metadata["answer"] == r"\frac{1}{2}" and prompt.text.endswith(r"\boxed{}.")
+
+
+def test_a_set_with_pictures_becomes_prompts_and_files(capsys, hub, tmp_path):
+    assert run(capsys, "populate", "geometry3k", "--endpoint", hub[0], "--out", str(tmp_path))[0] == 0
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
+    first, second = MultimodalRLDataSource(data_path=str(tmp_path / "train.jsonl")).eval_prompts()
+    assert first.text == "Find x.\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer with the letter."
+    check_prompt(MCExactMatchRewardScorer(), first.text, first.metadata)
+    shown = [Image.open(prompt.images[0].uri).getpixel((0, 0)) for prompt in (first, second)]
+    assert shown == [(255, 0, 0), (0, 0, 255)]
 
 
 def test_existing_files_are_kept_unless_told(capsys, hub, tmp_path):

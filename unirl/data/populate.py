@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,16 @@ from typing import Any
 from unirl.config.errors import DataError, UsageError, did_you_mean
 from unirl.config.extras import need
 from unirl.data.datasets import load_prompts
+from unirl.data.images import check_images
+from unirl.data.schema import CONDITION
+from unirl.models.pictures import IMAGE_MARK
 
 Row = Mapping[str, Any]
 NOT_FOUND = 4001
+PNG = b"\x89PNG"
 BOXED = r"Put the final answer in \boxed{}."
+LETTER = "Answer with the letter."
+PICTURES = "pictures"
 MARKED = "End with #### and the answer as a number."
 
 
@@ -30,6 +36,8 @@ class PublicSet:
     about: str
     licence: str
     line_of: Callable[[Row], dict[str, Any]]
+    pictures_of: Callable[[Row], Sequence[bytes]] = lambda row: ()
+    """The picture files inside a row, which are written beside the prompt files."""
 
 
 def _parti(row: Row) -> dict[str, Any]:
@@ -43,6 +51,12 @@ def _math(row: Row) -> dict[str, Any]:
 
 def _gsm8k(row: Row) -> dict[str, Any]:
     return {"prompt": f"{row['question']} {MARKED}", "metadata": {"answer": row["answer"]}}
+
+
+def _geometry(row: Row) -> dict[str, Any]:
+    problem = row["problem"].replace(IMAGE_MARK, "").strip()
+    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
+    return {"prompt": f"{problem}{choices}\n{LETTER}", "metadata": {"answer": row["ground_truth"]}}
 
 
 SETS: Mapping[str, PublicSet] = {
@@ -66,6 +80,14 @@ SETS: Mapping[str, PublicSet] = {
         about="500 competition problems; for math_boxed and math_verify",
         licence="MIT (the MATH data set)",
         line_of=_math,
+    ),
+    "geometry3k": PublicSet(
+        repo="xyliu6/geometry3k",
+        files={split: f"data/{split}-00000-of-00001.parquet" for split in ("train", "validation", "test")},
+        about="3,002 geometry problems with a diagram and four choices; for mc_exact_match",
+        licence="MIT (the Geometry3K data set)",
+        line_of=_geometry,
+        pictures_of=lambda row: [image["bytes"] for image in row["images"]],
     ),
 }
 
@@ -97,8 +119,28 @@ def populate(
             raise UsageError(f"{target} exists. Add --overwrite to replace it, or give another --out", code=2002)
     for split, target in targets.items():
         source = _fetch(found, split, endpoint, revision)
-        _write(target, _lines(found, source))
+        _write(target, _lines(found, source, Pictures(folder / PICTURES, split)))
     return list(targets.values())
+
+
+@dataclass
+class Pictures:
+    """The picture files of one split."""
+
+    folder: Path
+    split: str
+    written: int = 0
+
+    def write(self, contents: Sequence[bytes]) -> list[dict[str, str]]:
+        """What a line says of pictures, each of which is now a file."""
+        refs = []
+        for content in contents:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = f"{self.split}-{self.written:05d}{'.png' if content.startswith(PNG) else '.jpg'}"
+            (self.folder / name).write_bytes(content)
+            refs.append({"modality": "image", "role": CONDITION, "uri": f"{self.folder.name}/{name}"})
+            self.written += 1
+        return refs
 
 
 def _fetch(found: PublicSet, split: str, endpoint: str | None, revision: str | None) -> Path:
@@ -116,16 +158,17 @@ def _fetch(found: PublicSet, split: str, endpoint: str | None, revision: str | N
         ) from error
 
 
-def _lines(found: PublicSet, source: Path) -> Iterator[str]:
+def _lines(found: PublicSet, source: Path, pictures: Pictures) -> Iterator[str]:
     for number, row in enumerate(READERS[source.suffix](source), start=1):
         try:
             line = found.line_of(row)
+            refs = pictures.write(found.pictures_of(row))
         except KeyError as error:
             raise DataError(
                 f"{found.repo}: row {number} of {source.name} has no {error} (keys: {sorted(row)}): the set "
                 "has another form than this version of unirl knows. Name an older --revision"
             ) from error
-        yield json.dumps(line, ensure_ascii=False) + "\n"
+        yield json.dumps(line | ({"media_refs": refs} if refs else {}), ensure_ascii=False) + "\n"
 
 
 def _write(target: Path, lines: Iterable[str]) -> None:
@@ -135,7 +178,7 @@ def _write(target: Path, lines: Iterable[str]) -> None:
     try:
         with part.open("w", encoding="utf-8") as file:
             file.writelines(lines)
-        load_prompts(part)
+        check_images(load_prompts(part))
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)

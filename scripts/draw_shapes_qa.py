@@ -173,15 +173,18 @@ def scenes(split: str) -> Iterator[tuple[int, Scene]]:
 
 
 def write(folder: Path) -> None:
-    """pictures/*.png, train.jsonl and test.jsonl."""
+    """pictures/*.png, {train,test}.jsonl, and of these the questions with choices alone."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for split in PICTURES:
-        lines = []
+        lines, choices = [], []
         for index, (number, shown) in enumerate(scenes(split)):
             uri = f"pictures/{split}-{index:03d}.png"
             Image.fromarray(draw(shown, SIZE, number)).save(folder / uri, optimize=True)
-            lines += [line_of(question, uri) for question in questions(shown, number)]
+            asked = questions(shown, number)
+            lines += [line_of(question, uri) for question in asked]
+            choices += [line_of(question, uri) for question in asked if question.form == "choice"]
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (folder / f"{split}_choices.jsonl").write_text("".join(choices), encoding="utf-8")
         print(f"{folder / split}.jsonl: {len(lines)} questions about {PICTURES[split]} pictures")
 
 

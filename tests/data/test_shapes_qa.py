@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from unirl.reward.local.shapes import GROUND, ShapesSpec, sight
 
 SHIPPED = ROOT / "datasets" / "shapes_qa"
 PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
+FILES = ("train.jsonl", "test.jsonl", "train_choices.jsonl", "test_choices.jsonl")
 Seen = tuple[tuple[str, str, str], ...]
 
 
@@ -92,10 +94,17 @@ def test_kinds_of_questions_and_letters_are_balanced(data) -> None:
     assert 260 < sum(letters.values()) < 380
 
 
+def test_questions_with_choices_also_stand_alone() -> None:
+    for split in ("train", "test"):
+        lines = (SHIPPED / f"{split}.jsonl").read_text().splitlines()
+        alone = (SHIPPED / f"{split}_choices.jsonl").read_text().splitlines()
+        assert alone == [line for line in lines if json.loads(line)["metadata"]["form"] == "choice"]
+
+
 def test_the_script_draws_the_same_set_anew(data, tmp_path: Path) -> None:
     script = ROOT / "scripts" / "draw_shapes_qa.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in FILES:
         assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes()
     files = sorted(path.name for path in (SHIPPED / "pictures").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "pictures").iterdir())

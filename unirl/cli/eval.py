@@ -14,13 +14,14 @@ EXAMPLES = (
 
 def run(argv: list[str], session: Session) -> int:
     from unirl.cli.runs import open_saved, output_folder, saved_run
+    from unirl.tracking.lines import evaluation
 
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)
     options = parser.parse(own)
     out = output_folder(options.run, "evaluations", options.out)
-    evaluation = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
-    saved = saved_run(options.run, overrides, {"evaluation": evaluation})
+    block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
+    saved = saved_run(options.run, overrides, {"evaluation": block})
     with open_saved(saved, out, session) as trainer:
         if options.baseline:
             trainer.evaluate()
@@ -30,7 +31,7 @@ def run(argv: list[str], session: Session) -> int:
     if options.json:
         print(json.dumps(result.metrics() | {"step": saved.checkpoint.step, "folder": str(folder)}, indent=1))
     else:
-        print(f"held-out reward {result.mean:.4f} +- {result.standard_error:.4f}   {folder}")
+        print(f"held-out {evaluation(result.metrics())}   {folder}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`unirl export RUN`: trained weights as files that other libraries load, compared with what our sampler draws."""
+"""`unirl export RUN`: trained weights as files that other libraries load, compared there with our sampler."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +12,15 @@ EXAMPLES = (
     "unirl export runs/unirl/first/checkpoints/checkpoint-000050 --format full --weights ema",
 )
 FORMATS = ("diffusers-lora", "peft", "full")
+"""Those of all models; pictures have the first, text has not."""
 TEXTS = ("a red circle", "a blue square")
-"""What is drawn on both sides to compare them."""
+"""The prompts on which both sides are compared."""
 
 
 def run(argv: list[str], session: Session) -> int:
     parser = Parser("export", "Write a checkpoint's weights for other libraries, and verify the file there.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
-    parser.option("--format", choices=FORMATS, action="append", help="default: diffusers-lora and peft, or full")
+    parser.option("--format", choices=FORMATS, action="append", help="default: the adapters' formats, or full")
     parser.option("--weights", default="live", metavar="NAME", help="live (default), or a snapshot such as ema")
     parser.option("--out", metavar="DIR", help="default: RUN/export/<checkpoint>")
     options = parser.parse(argv)
@@ -39,10 +40,10 @@ def export(path: str, formats: Sequence[str] | None = None, weights: str = "live
     folder = Path(out) if out else checkpoint.parent.parent / "export" / checkpoint.name
     sampling = build(saved.recipe.config.sampling)
     lines = []
-    for name in formats or (FORMATS[:2] if exporter.lora else FORMATS[2:]):
+    for name in formats or exporter.usual_formats:
         written = exporter.write(str(folder / name), name, weights)
         difference = exporter.verify(str(folder / name), name, TEXTS, sampling, weights)
-        verdict = "" if difference is None else f"   (drawn there: max difference {difference:.1e})"
+        verdict = "" if difference is None else f"   (compared there: max difference {difference:.1e})"
         lines.append(f"{name:<15}{written}{verdict}")
     return lines
 

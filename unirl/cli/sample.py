@@ -1,20 +1,25 @@
-"""`unirl sample RUN -p "a prompt"`: pictures drawn with a checkpoint."""
+"""`unirl sample RUN -p "a prompt"`: pictures or texts drawn with a checkpoint."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, split_settings
 from unirl.cli.failures import Session
-from unirl.config.errors import DataError, UsageError
+from unirl.config.errors import UsageError
+
+if TYPE_CHECKING:
+    from unirl.data.datasets import Prompt
+    from unirl.tracking.samples import Media
 
 EXAMPLES = (
     'unirl sample runs/unirl/first -p "a red circle" -p "a blue square"',
     "unirl sample runs/unirl/first --prompts my_prompts.txt --count 8 --seed 7",
     'unirl sample runs/unirl/first/checkpoints/checkpoint-000050 -p "a red circle" --out pictures',
+    'unirl sample runs/unirl/llm -p "What is 17 + 25?" evaluation.temperature=0 --count 1',
 )
-TILE = 128
-"""Smaller pictures are enlarged to about this many pixels on the grid."""
 
 
 def run(argv: list[str], session: Session) -> int:
@@ -23,70 +28,45 @@ def run(argv: list[str], session: Session) -> int:
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)
     options = parser.parse(own)
-    texts = _texts(options.prompt, options.prompts)
+    prompts = _prompts(options.prompt, options.prompts)
     evaluation = {"samples_per_prompt": options.count, "weights": options.weights, "seed": options.seed}
     out = output_folder(options.run, "drawn", options.out)
     saved = saved_run(options.run, overrides, {"evaluation": evaluation})
     with open_saved(saved, out, session) as trainer:
         trainer.load(saved.checkpoint)
-        pictures = _draw(trainer, texts)
-    print(f"{len(pictures)} pictures   {_save(pictures, options.count, out)}")
+        media = _draw(trainer, prompts)
+    for line in media.lines():
+        print(line)
+    page = media.album([prompt.text for prompt in prompts], out)
+    print(f"{len(media)} {media.kind}s   {page}")
     return 0
 
 
 def _parser() -> Parser:
-    parser = Parser("sample", "Draw pictures with a checkpoint: a row of the grid per prompt.", EXAMPLES)
+    parser = Parser("sample", "Draw pictures or texts with a checkpoint, several for each prompt.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
     parser.option("-p", "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.option("--prompts", metavar="FILE", help="a file with a prompt per line")
-    parser.option("--count", type=int, default=4, metavar="N", help="pictures per prompt (default 4)")
+    parser.option("--prompts", metavar="FILE", help="a file of prompts, as the recipe's own")
+    parser.option("--count", type=int, default=4, metavar="N", help="samples per prompt (default 4)")
     parser.option("--seed", type=int, default=42, help="default 42")
     parser.option("--weights", choices=("live", "ema"), default="live", help="which weights (default live)")
     parser.option("--out", metavar="DIR", help="default: RUN/drawn/...")
     return parser
 
 
-def _texts(prompts: Sequence[str], file: str | None) -> list[str]:
-    texts = list(prompts)
-    if file is not None:
-        try:
-            texts += [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
-            raise DataError(
-                f"--prompts {file}: {error.strerror}. Give a text file with a prompt per line", code=4002
-            ) from error
-    if not texts:
+def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
+    from unirl.data.datasets import Prompt, load_prompts
+
+    prompts = [Prompt(text=text, prompt_id="") for text in texts]
+    prompts += load_prompts(file) if file is not None else ()
+    if not prompts:
         raise UsageError('unirl sample: what shall be drawn? Give -p "a prompt", or --prompts FILE', code=2002)
-    return texts
+    return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 
 
-def _draw(trainer, texts: Sequence[str]):
-    """[B, 3, H, W] uint8, the pictures of a prompt adjacent."""
-    from unirl.data.datasets import Prompt
+def _draw(trainer, prompts: Sequence[Prompt]) -> Media:
+    """The samples of a prompt adjacent."""
+    from unirl.tracking.kinds import media_of
 
-    _, resp = trainer.draw([Prompt(text=text, prompt_id=f"{i:03d}") for i, text in enumerate(texts)])
-    return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
-
-
-def _save(pictures, columns: int, folder: Path) -> Path:
-    """Every picture as PNG, and all on one grid, whose path is given back."""
-    from PIL import Image
-
-    images = [Image.fromarray(picture) for picture in pictures.permute(0, 2, 3, 1).cpu().numpy()]
-    for i, image in enumerate(images):
-        image.save(folder / f"p{i // columns:02d}-s{i % columns:02d}.png")
-    grid = _grid(images, columns)
-    grid.save(folder / "grid.png")
-    return folder / "grid.png"
-
-
-def _grid(images: Sequence[Any], columns: int):
-    from PIL import Image
-
-    scale = max(1, TILE // max(images[0].size))
-    width, height = (side * scale for side in images[0].size)
-    grid = Image.new("RGB", (columns * width, -(-len(images) // columns) * height))
-    for i, image in enumerate(images):
-        tile = image.resize((width, height), Image.Resampling.NEAREST)
-        grid.paste(tile, (i % columns * width, i // columns * height))
-    return grid
+    _, resp = trainer.draw(prompts)
+    return media_of(trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded))

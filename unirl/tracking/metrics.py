@@ -28,6 +28,9 @@ METRICS = (
     MetricName("rollout/reward_min", "smallest reward"),
     MetricName("rollout/reward_max", "largest reward"),
     MetricName("rollout/zero_std_group_ratio", "share of groups whose rewards are all equal: they teach nothing"),
+    MetricName(
+        "rollout/teaching_group_ratio", "share of all drawn groups whose rewards differ, where refill looks for them"
+    ),
     MetricName("rollout/filtered_group_ratio", "share of groups that a rule of advantage.select leaves out"),
     MetricName("rollout/selected_ratio", "share of scored samples that are trained"),
     MetricName("rollout/own_history_ratio", "share of samples measured by their prompt's own history of rewards"),
@@ -119,6 +122,8 @@ METRICS = (
     MetricName("samples/generated", "samples generated in the step"),
     MetricName("samples/scored", "samples scored"),
     MetricName("samples/dropped", "samples dropped, for any reason"),
+    MetricName("samples/draws", "draws of prompts that the step made, where refill may make several"),
+    MetricName("samples/fill", "samples of weight 0 that fill the step, for want of groups whose rewards differ"),
     MetricName("samples/tokens", "tokens generated in the step"),
     MetricName("throughput/samples_per_s", "samples per second of the whole step"),
     MetricName("throughput/tokens_per_s", "generated tokens per second of the whole step"),

@@ -18,6 +18,8 @@ from unirl.tracking.sheets import before_after_sheet, contact_sheet
 
 LOSSLESS_UP_TO = 160
 """Pictures with no side longer than this are kept exactly; larger ones as good WebP."""
+SIDE = 128
+"""Smaller pictures are enlarged to about this many pixels on a grid."""
 MAX_PREVIEWS = 8
 """Pictures of one step that are mirrored one by one, beside the contact sheet."""
 
@@ -62,6 +64,18 @@ class PictureMedia:
         sheet = before_after_sheet(before, after, sides, "before and after training")
         return _saved(sheet, folder / "before_after.png")
 
+    def album(self, prompts: Sequence[str], folder: Path) -> Path:
+        """Every picture as PNG, and a grid with a row per prompt."""
+        pictures = [Image.fromarray(picture) for picture in self.images]
+        columns = len(pictures) // len(prompts)
+        for i, picture in enumerate(pictures):
+            picture.save(folder / f"p{i // columns:02d}-s{i % columns:02d}.png")
+        return _saved(_grid(pictures, columns), folder / "grid.png")
+
+    def lines(self) -> list[str]:
+        """Nothing: a console shows no pictures."""
+        return []
+
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """The page, and the first pictures by themselves."""
         files = [(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in rows[:MAX_PREVIEWS]]
@@ -73,6 +87,16 @@ def pixels(images: Tensor) -> np.ndarray:
     """[B, H, W, 3] uint8 of images [B, 3, H, W], uint8 or float in [0, 1]."""
     levels = images if not images.is_floating_point() else (images.clamp(0, 1) * 255).round()
     return levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+def _grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
+    scale = max(1, SIDE // max(pictures[0].size))
+    width, height = (side * scale for side in pictures[0].size)
+    grid = Image.new("RGB", (columns * width, -(-len(pictures) // columns) * height))
+    for i, picture in enumerate(pictures):
+        tile = picture.resize((width, height), Image.Resampling.NEAREST)
+        grid.paste(tile, (i % columns * width, i // columns * height))
+    return grid
 
 
 def _saved(sheet: Image.Image, path: Path) -> Path:

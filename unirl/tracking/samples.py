@@ -98,6 +98,17 @@ class Media(Protocol):
         """The samples of two evaluations on one page; `after` is the table whose media these are."""
         ...
 
+    def album(self, prompts: Sequence[str], folder: Path) -> Path:
+        """The media as files that any program opens, equally many for each prompt, and one page of all.
+
+        Gives back the page. Nothing else is known of the samples.
+        """
+        ...
+
+    def lines(self) -> list[str]:
+        """What of them a console can show."""
+        ...
+
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Show the samples, whose page has been written, where mirrors show such media."""
         ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from unirl.tracking.lines import printable
 from unirl.tracking.markdown import block, inline
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import (
@@ -31,6 +33,8 @@ MAX_PER_GROUP = 16
 MAX_PAIRS = 4
 """Samples of a prompt that stand before and after."""
 MIRRORED_CHARACTERS = 50_000
+MAX_LINES, LINE = 32, 160
+"""Texts that a console shows, and the characters of each."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,26 @@ class TextMedia:
         path = folder / "before_after.md"
         replace_text(path, before_after_page(before, after, sides))
         return path
+
+    def album(self, prompts: Sequence[str], folder: Path) -> Path:
+        """Every text as a line of JSON with its prompt, and a page."""
+        columns = len(self.texts) // len(prompts)
+        rows = [{"prompt": prompts[i // columns], "response": text} for i, text in enumerate(self.texts)]
+        replace_text(folder / "responses.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        limit = _room(len(prompts) + len(rows))
+        parts = ["# Responses\n\n"]
+        for number, row in enumerate(rows):
+            if number % columns == 0:
+                parts.append(f"## Prompt {number // columns + 1}\n\n{block(row['prompt'], limit)}")
+            parts.append(f"### Response {number % columns + 1}\n\n{block(row['response'], limit)}")
+        path = folder / "responses.md"
+        replace_text(path, "".join(parts))
+        return path
+
+    def lines(self) -> list[str]:
+        """The beginning of each of the first texts, on a line of its own."""
+        said = [" ".join(printable(text).split()) for text in self.texts[:MAX_LINES]]
+        return [text if len(text) <= LINE else f"{text[:LINE]} ..." for text in said]
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """The beginning of the page."""

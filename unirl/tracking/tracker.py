@@ -23,6 +23,8 @@ from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
 
+BEFORE_AFTER = "eval/step-*/before_after.*"
+
 
 class Tracker:
     """Everything a run reports. `step` is the number of finished steps, so the first row is step 1."""
@@ -149,10 +151,16 @@ class Tracker:
 
     def summary(self, title: str, lines: Sequence[tuple[str, str]] = ()) -> Summary:
         """Says what became of the metrics that matter, from the files of the whole run; gives it back."""
-        summary = Summary(title=title, changes=self.changes(), lines=lines)
+        summary = Summary(title=title, changes=self.changes(), lines=[*lines, *self.pages()])
         if self.console:
             self.console.summary(summary)
         return summary
+
+    def pages(self) -> list[tuple[str, str]]:
+        """Where the samples of the newest step and evaluation are, for people to look at."""
+        patterns = (("samples", "samples/step-*"), ("evaluation", "eval/step-*"), ("before/after", BEFORE_AFTER))
+        found = [(label, max(self.run.root.glob(pattern), default=None)) for label, pattern in patterns]
+        return [(label, str(path)) for label, path in found if path is not None]
 
     def changes(self) -> list[Change]:
         """First and last value of the rewards: of the steps, and of the evaluations if there were two."""

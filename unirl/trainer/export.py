@@ -1,11 +1,11 @@
-"""Trained weights as files that other tools load, proven by loading them there and comparing what is drawn."""
+"""Trained weights as files that other tools load, proven by loading them there and comparing with our sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,10 @@ from unirl.models.export import Adapter, write_diffusers_lora, write_peft_adapte
 from unirl.train.backend.base import TrainBackend
 from unirl.train.configs import LoraConfig
 from unirl.types.facts import ModelFacts
-from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.sampling import Sampling
 
-ExportFormat = Literal["diffusers-lora", "peft", "full"]
 TOLERANCE = 1e-4
-"""Largest difference that float32 arithmetic explains, in pixel or latent units."""
+"""Largest difference that float32 arithmetic explains, in pixel or latent units, or nats of a token's log-prob."""
 
 
 class ExportableBundle(Protocol):
@@ -39,14 +38,20 @@ class ExportablePipeline(Protocol):
     """What exporting asks of a pipeline."""
 
     bundle: ExportableBundle
+    lora_formats: ClassVar[tuple[str, ...]]
+    """How adapters are written for other libraries; the first is what `verify_lora` loads."""
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """The whole model with these parameters, in the layout of its home library."""
         ...
 
-    def verify_lora(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float: ...
+    def verify_lora(self, folder: Path, texts: Sequence[str], params: Any) -> float:
+        """Max abs difference between our sampler and the home library with the adapter in `folder`."""
+        ...
 
-    def verify_model(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float: ...
+    def verify_model(self, folder: Path, texts: Sequence[str], params: Any) -> float:
+        """The same with the whole model in `folder`."""
+        ...
 
 
 class Exporter:
@@ -56,20 +61,29 @@ class Exporter:
         self.pipeline = pipeline
         self.backend = backend
         self.lora = lora
-        self.writers: dict[ExportFormat, Callable[[Path, Mapping[str, Tensor]], Path]] = {
+        writers: dict[str, Callable[[Path, Mapping[str, Tensor]], Path]] = {
             "diffusers-lora": lambda folder, tensors: write_diffusers_lora(folder, self._adapter(tensors)),
             "peft": lambda folder, tensors: write_peft_adapter(
                 folder, self._adapter(tensors), self.pipeline.bundle.path
             ),
             "full": self._write_full,
         }
+        self.writers = {name: writers[name] for name in (*pipeline.lora_formats, "full")}
+        """By format: those that the model's home library has."""
+
+    @property
+    def usual_formats(self) -> tuple[str, ...]:
+        """The formats of what was trained: adapters in all that there are, or the whole model."""
+        return self.pipeline.lora_formats if self.lora else ("full",)
 
     @rank0
-    def write(self, folder: str, format: ExportFormat, weights: str = "live") -> Path:
+    def write(self, folder: str, format: str, weights: str = "live") -> Path:
         """The weights `live` or of a snapshot, in `format`; gives back what was written."""
         if format not in self.writers:
             raise ConfigError(
-                f"no export format {format!r}: choose one of {', '.join(get_args(ExportFormat))}", code=2004
+                f"no export format {format!r} for a model of {type(self.pipeline).__name__}: choose one of "
+                f"{', '.join(self.writers)}",
+                code=2004,
             )
         return self.writers[format](Path(folder), self.backend.gather(weights))
 
@@ -77,23 +91,24 @@ class Exporter:
     def verify(
         self,
         folder: str,
-        format: ExportFormat,
+        format: str,
         texts: Sequence[str],
-        params: DiffusionSamplingParams,
+        params: Sampling,
         weights: str = "live",
     ) -> float | None:
         """Largest difference between our sampler and the home library with the file; None where that has no loader.
 
         Raises CheckpointError (7001) when float32 arithmetic cannot explain the difference.
         """
-        if format == "peft":
+        checks = {self.pipeline.lora_formats[0]: self.pipeline.verify_lora, "full": self.pipeline.verify_model}
+        if format not in checks:
             return None
-        check = self.pipeline.verify_lora if format == "diffusers-lora" else self.pipeline.verify_model
+        check = checks[format]
         with torch.no_grad(), nullcontext() if weights == "live" else self.backend.weights(weights):
             difference = check(Path(folder), texts, params)
         if self.pipeline.bundle.dtype == torch.float32 and not difference <= TOLERANCE:
             raise CheckpointError(
-                f"{folder} was written, but what it draws differs from our sampler by {difference:.2g} "
+                f"{folder} was written, but what it makes differs from our sampler by {difference:.2g} "
                 f"(at most {TOLERANCE:g} is arithmetic): do not use the file, and report it",
                 code=7001,
             )

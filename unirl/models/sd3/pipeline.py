@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 class SD3Pipeline(DiffusionPipeline[SD3Bundle]):
     """SD3's guidance, schedule and conditioning are the general ones."""
+
+    lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """A diffusers directory of the model whose transformer has `tensors` in place of its own."""

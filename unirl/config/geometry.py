@@ -16,6 +16,7 @@ from unirl.config.errors import ConfigError
 from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
 from unirl.types.protocols import Needs
+from unirl.types.sampling import Sampling
 
 ILLEGAL = 2010
 REACH = 20_000
@@ -137,17 +138,14 @@ def geometry_table(config: RecipeConfig) -> str:
     """What a run prints when it starts: the counts of a step, and of the whole run."""
     geometry = geometry_of(config, plan_of(config), build(config.algorithm).needs)
     check_geometry(geometry)
-    sampling = config.sampling.values
+    sampling: Sampling = build(config.sampling)
     updates = config.num_rollouts * geometry.num_updates
-    frames = f" x {sampling['num_frames']} frames" if sampling["num_frames"] > 1 else ""
     return (
         f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
         f"= {_count(geometry.num_samples, 'sample')} per step{_paired(geometry)}; "
         f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
         f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
-        f"           {_count(sampling['num_inference_steps'], 'denoising step')} at "
-        f"{sampling['height']} x {sampling['width']}{frames}; "
-        f"{_count(config.num_rollouts, 'step')}, {_count(updates, 'update')} in all"
+        f"           {sampling.describe()}; {_count(config.num_rollouts, 'step')}, {_count(updates, 'update')} in all"
     )
 
 

@@ -27,6 +27,10 @@ class Sampling(Protocol):
         """Seeds all randomness of the run."""
         ...
 
+    def describe(self) -> str:
+        """How large a sample is, for people."""
+        ...
+
     def density_problem(self, step: int) -> str | None:
         """Why a loss on log-probs has nothing to train in loop step `step`, and the way out; None where it has."""
         ...
@@ -201,6 +205,11 @@ class DiffusionSamplingParams:
         """The same settings without any stochastic step."""
         return dataclasses.replace(self, sde_indices=(), sde_steps=None, tail_fraction=None)
 
+    def describe(self) -> str:
+        """`8 denoising steps at 512 x 512 x 5 frames`."""
+        steps = f"{self.num_inference_steps} denoising step{'' if self.num_inference_steps == 1 else 's'}"
+        return f"{steps} at {self.height} x {self.width}{f' x {self.num_frames} frames' if self.num_frames > 1 else ''}"
+
     def density_problem(self, step: int) -> str | None:
         """No step has a log-prob. Raises ValueError where the stochastic steps cannot be chosen."""
         try:
@@ -266,6 +275,10 @@ class ARSamplingParams:
             )
         if "" in self.stop:
             raise ValueError(f"sampling.stop={list(self.stop)} holds the empty string, which stands everywhere")
+
+    def describe(self) -> str:
+        """`prompts of at most 1024 tokens, responses of at most 512`."""
+        return f"prompts of at most {self.max_prompt_tokens} tokens, responses of at most {self.max_new_tokens}"
 
     def density_problem(self, step: int) -> str | None:
         """Greedy decoding draws nothing."""

@@ -3,22 +3,25 @@
 import math
 
 import pytest
+import torch
 
+from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import DivergenceError
 from unirl.config.recipe import ParityConfig
+from unirl.testing.tokens import token_stage, token_track
 from unirl.testing.toy import toy_stage, toy_track
-from unirl.train.parity import StepParity, parity_of, parity_table
+from unirl.train.parity import Parity, parity_of, parity_table
 from unirl.trainer.parity import ParityGate
 from unirl.types.results import merge
 
 LOSS = DiffusionGRPO(clip_range=1e-3)
 
 
-def table_of(track, stage, sizes):
+def table_of(track, stage, sizes, loss=LOSS):
     rows, start = [], 0
     for size in sizes:
-        rows.append(parity_of(LOSS, stage, track.slice(start, start + size)))
+        rows.append(parity_of(loss, stage, track.slice(start, start + size)))
         start += size
     return parity_table(merge(rows))
 
@@ -39,7 +42,8 @@ def test_a_shift_of_one_step_is_found_there_and_nowhere_else() -> None:
     stage = toy_stage()
     track = shifted(toy_track(stage), 0.25, 1)
     first, second, third = table_of(track, stage, [8])
-    assert [first.step, second.step, third.step] == list(track.segment.sde_indices)
+    steps = [f"denoising step {i}" for i in track.segment.sde_indices]
+    assert [first.place, second.place, third.place] == steps
     assert first.absdiff_max == third.absdiff_max == 0.0
     assert second.ratio_mean == pytest.approx(math.exp(0.25), rel=1e-5)
     assert second.ratio_std == pytest.approx(0.0, abs=1e-4) and second.absdiff_max == pytest.approx(0.25, rel=1e-5)
@@ -50,7 +54,7 @@ def test_statistics_do_not_depend_on_how_rows_are_cut() -> None:
     track = toy_track(sampler)
     whole, cut = table_of(track, trainer, [8]), table_of(track, trainer, [1, 3, 4])
     for a, b in zip(whole, cut, strict=True):
-        assert (a.step, a.absdiff_max) == (b.step, pytest.approx(b.absdiff_max, rel=1e-5))
+        assert (a.place, a.absdiff_max) == (b.place, pytest.approx(b.absdiff_max, rel=1e-5))
         assert a.ratio_mean == pytest.approx(b.ratio_mean, rel=1e-5)
         assert a.ratio_std == pytest.approx(b.ratio_std, rel=1e-4)
 
@@ -66,8 +70,32 @@ def test_rows_of_weight_zero_do_not_count() -> None:
     assert all(line.absdiff_max == 0.0 and line.ratio_mean == 1.0 for line in table_of(track, stage, [1, 7]))
 
 
-def line(gap: float, step: int = 3) -> StepParity:
-    return StepParity(step, math.exp(gap), 0.0, gap)
+def test_tokens_are_one_place_and_context_and_dropped_rows_do_not_count() -> None:
+    stage = token_stage()
+    track = token_track(stage)
+    context, dropped = ~track.segment.loss_mask, torch.zeros(len(track.segment.tokens), dtype=torch.bool)
+    dropped[: int(track.segment.lengths[0])] = True
+    nothing = torch.where(context | dropped, math.nan, track.segment.logp)
+    track = track.replace(
+        segment=track.segment.replace(logp=nothing), weight=track.weight.index_fill(0, torch.tensor([0]), 0.0)
+    )
+    assert table_of(track, stage, [8], ARGRPO()) == [Parity("tokens", 1.0, 0.0, 0.0)]
+
+
+def test_a_shift_of_one_token_is_found_and_weighed_as_one_of_all() -> None:
+    stage = token_stage()
+    track = token_track(stage, context=None)
+    logp = track.segment.logp.clone()
+    logp[3] -= math.log(2.0)
+    track = track.replace(segment=track.segment.replace(logp=logp))
+    for sizes in ([8], [1, 3, 4]):
+        [line] = table_of(track, stage, sizes, ARGRPO())
+        assert line.absdiff_max == pytest.approx(math.log(2.0), rel=1e-5)
+        assert line.ratio_mean == pytest.approx(1.0 + 1.0 / len(logp), rel=1e-5)
+
+
+def line(gap: float, step: int = 3) -> Parity:
+    return Parity(f"denoising step {step}", math.exp(gap), 0.0, gap)
 
 
 @pytest.mark.parametrize(("gap", "warns"), [(0.0, False), (0.9e-4, False), (1.1e-4, True)])

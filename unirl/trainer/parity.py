@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from unirl.config.errors import DivergenceError
 from unirl.config.recipe import ParityConfig
-from unirl.train.parity import StepParity
+from unirl.train.parity import Parity
 
 CAUSES = (
     "the engine samples from other weights (another checkpoint, an adapter that is not bound), in another dtype "
-    "(rollout.dtype, trajectory_dtype), with another schedule or guidance, or in batches of other sizes on kernels "
-    "whose bits depend on them"
+    "(rollout.dtype, trajectory_dtype), with another schedule, guidance, temperature or tokenizer, records log-probs "
+    "of what was left after truncation (top_p, top_k), or it forwards batches of other sizes on kernels whose bits "
+    "depend on them"
 )
 
 
@@ -28,18 +29,18 @@ class ParityGate:
     clip_range: float
     """The smaller half width of the loss's trust region."""
 
-    def judge(self, table: Sequence[StepParity]) -> str | None:
+    def judge(self, table: Sequence[Parity]) -> str | None:
         """A warning, or None where all is well. Raises DivergenceError (9002) at or beyond `parity.stop`."""
         # A gap that is not a number is the worst of all, and compares as false with everything.
         worst = max(table, key=lambda line: (math.isnan(line.absdiff_max), line.absdiff_max), default=None)
         if worst is None or not self.is_suspicious(worst.absdiff_max):
             return None
         text = (
-            f"before the first update the importance ratio should be 1, but at denoising step {worst.step} the "
+            f"before the first update the importance ratio should be 1, but at {worst.place} the "
             f"engine's log-probs differ from the trainer's replay by up to {worst.absdiff_max:.3g} nats "
             f"({worst.absdiff_max / self.clip_range:.3g} clip ranges of {self.clip_range:g}; ratio "
-            f"{worst.ratio_mean:.6f} +- {worst.ratio_std:.2g}). By step: "
-            f"{', '.join(f'{line.step}: {line.absdiff_max:.2g}' for line in table)}. Probable causes: {CAUSES}"
+            f"{worst.ratio_mean:.6f} +- {worst.ratio_std:.2g}). All: "
+            f"{', '.join(f'{line.place} {line.absdiff_max:.2g}' for line in table)}. Probable causes: {CAUSES}"
         )
         if self.config.stop and not worst.absdiff_max < self.config.stop * self.clip_range:
             raise DivergenceError(f"{text}. Mend it, or set parity.stop=0 to train nevertheless", code=9002)

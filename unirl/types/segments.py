@@ -12,6 +12,9 @@ from torch import Tensor
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 from unirl.types.protocols import Kernel
 
+LogRatio = tuple[Tensor, Tensor]
+"""log r = log-prob measured - recorded, [K] nats, 0 where nothing counts; and the weights [K]."""
+
 
 @dataclass(kw_only=True, eq=False)
 class LatentSegment(Batch):
@@ -50,6 +53,11 @@ class LatentSegment(Batch):
     def columns_of(self, steps: Sequence[int]) -> list[int]:
         """Where the stochastic `steps` stand along S."""
         return [self.sde_indices.index(step) for step in steps]
+
+    def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
+        """By denoising step, how far log-probs [B, len(part)] that were measured again are from the recorded ones."""
+        gaps = torch.where(weights[:, None] > 0, logp - self.logp[:, self.columns_of(part)], 0.0)
+        return {f"denoising step {step}": (gaps[:, i], weights) for i, step in enumerate(part)}
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log about what was sampled: none, trajectories are all alike."""
@@ -90,6 +98,12 @@ class TextSegment(Batch):
     def lengths(self) -> Tensor:
         """[B] number of tokens per row."""
         return torch.diff(self.offsets)
+
+    def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
+        """Over all tokens, how far log-probs [sum L] that were measured again are from the recorded ones."""
+        lengths = self.lengths.to(logp.device)
+        counts = torch.where(self.loss_mask, weights.repeat_interleave(lengths), 0.0)
+        return {"tokens": (torch.where(counts > 0, logp - self.logp, 0.0), counts)}
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log about what was sampled: lengths in tokens, and the share that was cut."""

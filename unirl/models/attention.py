@@ -95,7 +95,8 @@ def attention(
     if sliding_window is not None:
         raise ValueError(f"{type(module).__name__} sees {sliding_window} tokens back; only full attention is written")
     layer: Any = module.layer_idx
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # Under autocast, normed queries and keys are wider than values; attention computes in the narrow type.
+    q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     return attend(layer, q, k, v, scaling)[None], None
 
 

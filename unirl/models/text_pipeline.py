@@ -32,6 +32,7 @@ class TextPipeline(Generic[BundleT]):
     """Text to text with one bundle. An empty response is a response: the token that ends it, and the text ""."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",))
+    lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class TextPipeline(Generic[BundleT]):
             chat: prompts are put into the model's chat template; False feeds them as they are.
             system_instruction: what stands before every chat.
             enable_thinking: lets models think aloud whose chat template has such a switch.
-            tools: what answers in the middle of a response; absent = nothing does.
+            tools: what answers in the middle of a response, of which a chat is told; absent = nothing does.
         """
         self.bundle = bundle
         self.facts = bundle.facts
         self.stage = bundle.stage(tools)
-        self.format = ChatFormat(bundle.codec, chat, system_instruction, enable_thinking)
+        told = [system_instruction, tools.instruction if chat and tools is not None else None]
+        system = "\n\n".join(text for text in told if text is not None) or None
+        self.format = ChatFormat(bundle.codec, chat, system, enable_thinking)
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """The rollout of a request, `chunk_size` responses in the making at a time."""

@@ -1,0 +1,97 @@
+"""Who sees whom among packed tokens: against masks written out, and by whom a value does not change."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unirl.models.attention import PackedRows
+from unirl.models.slots import BLOCK, Prefill, SlotCache, Step
+
+HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
+
+
+def qkv(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, KEY_HEADS, KEY_HEADS)
+    q, k, v = (torch.randn(count, h, WIDTH, generator=generator) for h in heads)
+    return q, k, v
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """The definition: softmax over what is seen [N, M]; each key head serves adjacent query heads."""
+    key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, 1) for tensor in (key, value))
+    scores = torch.einsum("nhd,mhd->hnm", query.double(), key.double()) * SCALE
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hnm,mhd->nhd", weights, value.double())
+
+
+def test_packed_rows_see_their_own_past_only() -> None:
+    lengths = [5, 1, 70, 3]
+    q, k, v = qkv(sum(lengths))
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    seen = (row[:, None] == row) & (torch.arange(len(row))[:, None] >= torch.arange(len(row)))
+    assert torch.allclose(PackedRows(lengths)(0, q, k, v, SCALE).double(), masked(q, k, v, seen), atol=1e-6)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    q, k, v = qkv(30)
+    together = PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE)
+    alone = PackedRows([20])(0, q[7:27], k[7:27], v[7:27], SCALE)
+    assert torch.equal(together[7:27], alone)
+
+
+def steps(cache: SlotCache, first: list[int], count: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
+    """`count` steps of slots that hold `first` tokens: what each gave, and what it was fed."""
+    found, fed = [], []
+    for i in range(count):
+        fed.append(qkv(len(first), seed=100 + i))
+        lengths = [length + i + 1 for length in first]
+        cache.reserve(max(lengths))
+        found.append(Step(cache, lengths, torch.device("cpu"))(0, *fed[-1], SCALE))
+    return found, fed
+
+
+def filled_cache(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> SlotCache:
+    cache = SlotCache(len(lengths))
+    cache.reserve(max(lengths))
+    places = torch.cat([torch.arange(n) + slot * cache.capacity for slot, n in enumerate(lengths)])
+    Prefill(cache, lengths, torch.arange(len(q)), places)(0, q, k, v, SCALE)
+    return cache
+
+
+def test_a_step_sees_the_prompt_and_all_earlier_steps_of_its_slot() -> None:
+    lengths = [5, BLOCK - 1, 2, 2 * BLOCK + 3]  # one crosses into the next block, and the room grows on the way
+    q, k, v = qkv(sum(lengths))
+    found, fed = steps(filled_cache(lengths, q, k, v), lengths, 5)
+    prompts = list(zip(k.split(lengths), v.split(lengths), strict=True))
+    for i, out in enumerate(found):
+        for slot, (keys, values) in enumerate(prompts):
+            keys = torch.cat([keys, *(step[1][slot][None] for step in fed[: i + 1])])
+            values = torch.cat([values, *(step[2][slot][None] for step in fed[: i + 1])])
+            wanted = masked(fed[i][0][slot][None], keys, values, torch.ones(1, len(keys), dtype=torch.bool))
+            assert torch.allclose(out[slot].double(), wanted[0], atol=1e-6)
+
+
+def test_a_slot_has_the_same_bits_whoever_sits_beside_it() -> None:
+    q, k, v = qkv(300)
+    few = filled_cache([40, 10, 10, 10], q[:70], k[:70], v[:70])
+    many = filled_cache([40, 200, 60], q[:300], k[:300], v[:300])
+    for i in range(30):
+        fed = qkv(4, seed=i)
+        few.reserve(41 + i)
+        a = Step(few, [41 + i, 11 + i, 11 + i, 11 + i], torch.device("cpu"))
+        many.reserve(201 + i)
+        b = Step(many, [41 + i, 201 + i, 61 + i], torch.device("cpu"))
+        assert torch.equal(a(0, *fed, SCALE)[0], b(0, *(t[[0, 2, 3]] for t in fed), SCALE)[0])
+
+
+def test_slots_that_are_given_up_leave_the_others_as_they_were() -> None:
+    lengths = [6, 9, 4]
+    q, k, v = qkv(sum(lengths))
+    whole, cut = filled_cache(lengths, q, k, v), filled_cache(lengths, q, k, v)
+    cut.keep([0, 2])
+    fed = qkv(3, seed=9)
+    all_slots = Step(whole, [7, 10, 5], torch.device("cpu"))(0, *fed, SCALE)
+    two_slots = Step(cut, [7, 5], torch.device("cpu"))(0, *(t[[0, 2]] for t in fed), SCALE)
+    assert torch.equal(all_slots[[0, 2]], two_slots)

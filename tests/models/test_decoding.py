@@ -1,0 +1,137 @@
+"""What is drawn by which number, how responses end, and what tools write into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_lowercase
+
+import pytest
+import torch
+
+from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
+from unirl.models.chat import TextCodec
+from unirl.models.drawing import draw, inverse_cdf, truncated
+from unirl.models.endings import Endings, Response
+from unirl.models.qwen3.toy import toy_tokenizer
+from unirl.models.tools import Calculator
+from unirl.types.sampling import ARSamplingParams
+
+# Drawing
+
+
+def test_a_uniform_picks_the_token_whose_share_of_the_unit_it_falls_into() -> None:
+    weights = torch.tensor([[0.0, 2.0, 0.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    uniforms = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 2**-24])
+    drawn = inverse_cdf(weights.expand(6, -1), uniforms)
+    assert drawn.tolist() == [1, 1, 3, 3, 4, 4], "the ends are exact, and weight 0 is never drawn"
+
+
+def test_draws_follow_the_distribution_over_a_large_vocabulary() -> None:
+    """150000 tokens of probability 1/150000: each uniform finds its own token, where float32 sums lose count."""
+    count = 150_000
+    weights = torch.full((1, count), 1 / count, dtype=torch.float64)
+    uniforms = torch.arange(0.5, 2**24, 2**24 / 100, dtype=torch.float64) / 2**24
+    drawn = torch.cat([inverse_cdf(weights, u[None]) for u in uniforms])
+    assert torch.equal(drawn, (uniforms * count).long())
+
+
+def test_truncation_keeps_the_likeliest_then_those_that_reach_the_mass() -> None:
+    probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
+    assert truncated(probabilities, 0, 1.0).tolist() == probabilities.tolist()
+    assert truncated(probabilities, 2, 1.0).tolist() == [[0.0, 0.4, 0.0, 0.3]]
+    assert truncated(probabilities, 0, 0.65).tolist() == [[0.0, 0.4, 0.0, 0.3]]
+    assert truncated(probabilities, 2, 0.5).tolist() == [[0.0, 0.4, 0.0, 0.0]], "shares are of what top_k left"
+    assert truncated(probabilities, 99, 1e-9).tolist() == [[0.0, 0.4, 0.0, 0.0]], "one token always stays"
+
+
+def test_temperature_zero_takes_the_likeliest_whatever_is_drawn() -> None:
+    logps = torch.tensor([[-3.0, -0.1, -2.5]])
+    params = ARSamplingParams(temperature=0.0)
+    assert [draw(logps, torch.tensor([u]), params).item() for u in (0.0, 0.5, 0.999)] == [1, 1, 1]
+
+
+# Endings
+
+CODEC = TextCodec(toy_tokenizer(), (258,))
+
+
+def written(text: str, params: ARSamplingParams | None = None, tools: Calculator | None = None) -> Response:
+    """The response that grows while the model writes `text` wherever it is let."""
+    endings = Endings(CODEC, params or ARSamplingParams(), tools)
+    response, rest = Response(0, "row0"), CODEC.encode(text)
+    while (rest or response.forced) and not response.is_over:
+        token = rest[0] if response.forced else rest.pop(0)
+        endings.extend(response, token, -1.0)
+    return response
+
+
+def spelled(response: Response, sampled: bool = True) -> str:
+    return CODEC.spell([t for t, own in zip(response.tokens, response.sampled, strict=True) if own == sampled])
+
+
+@pytest.mark.parametrize(
+    ("stop", "wanted"), [(("\n\n",), "a\n\n"), (("x", "b"), "a\n\nb"), (("absent",), "a\n\nb\n\nc")]
+)
+def test_a_response_ends_with_the_first_stop_string(stop: Sequence[str], wanted: str) -> None:
+    response = written("a\n\nb\n\nc", ARSamplingParams(stop=tuple(stop)))
+    assert spelled(response) == wanted and response.finished == (stop != ("absent",))
+
+
+def test_a_stop_string_counts_from_the_shortest_length_on() -> None:
+    assert spelled(written("a.b.c.d", ARSamplingParams(stop=(".",), min_new_tokens=3))) == "a.b."
+
+
+def test_a_stop_string_of_several_bytes_to_a_letter_is_found() -> None:
+    letters = "\u00e4\u6f22\u5b57"
+    assert spelled(written(f"abc{letters}def", ARSamplingParams(stop=(letters,)))) == f"abc{letters}"
+
+
+def test_an_end_token_finishes_at_the_longest_length_too() -> None:
+    at_limit = written("abc<|im_end|>", ARSamplingParams(max_new_tokens=4))
+    assert (at_limit.finished, at_limit.cut) == (True, False)
+    beyond = written("abcd<|im_end|>", ARSamplingParams(max_new_tokens=4))
+    assert (beyond.finished, beyond.cut) == (False, True)
+
+
+def test_a_tool_answers_behind_its_call_and_its_words_are_not_sampled() -> None:
+    response = written("it is <calculator>6 * 7</calculator>, so.<|im_end|>", tools=Calculator())
+    assert CODEC.spell(response.tokens) == "it is <calculator>6 * 7</calculator><result>42</result>, so.<|im_end|>"
+    assert spelled(response, sampled=False) == "<result>42</result>"
+
+
+def test_an_answer_is_cut_at_the_longest_length() -> None:
+    response = written("<calculator>1</calculator>", ARSamplingParams(max_new_tokens=30), Calculator())
+    assert len(response.tokens) == 30 and response.cut and spelled(response, sampled=False) == "<res"
+
+
+def test_tools_in_a_rollout_leave_other_rows_as_they_are() -> None:
+    """A tool that answers every small letter."""
+
+    class Echo:
+        closings = tuple(ascii_lowercase)
+        instruction = ""
+
+        def answer(self, text: str) -> str | None:
+            return "123"
+
+    network, conditions = networks()[0], prompts_of_lengths([5, 40, 3, 12])
+    params = ARSamplingParams(max_new_tokens=60)
+    free, told = (sampled(stage_of(network, tools), conditions, params) for tools in (None, Echo()))
+    assert bool(free.loss_mask.all())
+    answered = 0
+    rows = zip(*(s.tokens.split(s.lengths.tolist()) for s in (free, told)), strict=True)
+    for (plain, row), mask in zip(rows, told.loss_mask.split(told.lengths.tolist()), strict=True):
+        calls = ((plain >= 97) & (plain < 123)).nonzero().flatten()
+        if len(calls) == 0 or int(calls[0]) + 1 >= 60:
+            assert torch.equal(plain, row) and bool(mask.all())
+            continue
+        answered += 1
+        first = int(calls[0]) + 1
+        assert torch.equal(plain[:first], row[:first])
+        assert CODEC.spell(row[first : first + 3].tolist()) == "123"[: 60 - first]
+        assert not mask[first : first + 3].any() and bool(mask[:first].all())
+    assert answered
+    stage = stage_of(network)
+    with torch.no_grad():
+        replayed = stage.replay(conditions, told).logp
+    assert float((replayed - told.logp).abs().max()) < 1e-5, "context is part of what replay reads"

@@ -22,6 +22,8 @@ class WeightedRewards(RewardScorer):
     answer is said by the first scorer that says it, watched ones last.
     """
 
+    capabilities = Capabilities()  # the class's; its objects have those of their scorers
+
     def __init__(self, *, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
         """One weight per scorer, by name."""
         for name in weights.keys() - scorers.keys():

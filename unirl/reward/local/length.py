@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.reward.base import RewardScorer
 from unirl.reward.overlong import overlong_penalty
 from unirl.reward.scoring import answer_of, check_prompt, check_start, name_of
-from unirl.types.protocols import Scorer
+from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
 
@@ -40,6 +40,8 @@ class LengthRewardScorer(RewardScorer):
     Further components: `truncated`, 1 for a response that was cut off at its limit; `length_penalty`, what the length
     changed.
     """
+
+    capabilities = Capabilities(modalities=("text",))
 
     def __init__(self, *, scorer: Scorer, config: LengthSpec = LengthSpec()) -> None:
         self.scorer, self.config = scorer, config

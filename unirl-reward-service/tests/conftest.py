@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from reward_service.damage import noise
 from reward_service.running import RunningService
 
 from tests.processes import is_running
+
+from .warm import warm_python
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # faulty_scorers is a package as a user's is, here and in the workers
@@ -26,7 +29,15 @@ def media_root(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service(media_root) -> Iterator[RunningService]:
+def python() -> Iterator[str]:
+    """An interpreter that starts workers at once."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_python(Path(folder)) as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="session")
+def service(media_root, python) -> Iterator[RunningService]:
+    each = {"num_threads": 1, "python": python}
     config = {
         "server": {
             "score_timeout_s": TIMEOUT_S,
@@ -34,8 +45,8 @@ def service(media_root) -> Iterator[RunningService]:
         },
         "plugins": ["faulty_scorers"],
         "rewards": [
-            {"name": "bright", "scorer": "brightness", "num_threads": 1},
-            {"name": "odd", "scorer": "faulty_scorers.Obedient", "max_queue": 64, "batch_size": 8, "num_threads": 1},
+            {"name": "bright", "scorer": "brightness"} | each,
+            {"name": "odd", "scorer": "faulty_scorers.Obedient", "max_queue": 64, "batch_size": 8} | each,
         ],
     }
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

@@ -15,7 +15,7 @@ from unirl.trainer.build import build_trainer
 
 from .conftest import children
 
-COMMON = ("scale=toy", "num_rollouts=4", "tracking.sample_steps=0", "evaluation.eval_steps=0", "save_interval=0")
+COMMON = ("scale=toy", "num_rollouts=3", "tracking.sample_steps=0", "evaluation.eval_steps=0", "save_interval=0")
 
 
 def run(folder: Path, reward: str) -> None:
@@ -26,9 +26,10 @@ def run(folder: Path, reward: str) -> None:
         trainer.train()
 
 
-def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_locally(tmp_path):
+def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_locally(tmp_path, python):
     run(tmp_path / "local", "{_target_: unirl.reward.local.image_statistics.BrightnessRewardScorer}")
-    service = RunningService({"rewards": [{"name": "brightness", "scorer": "brightness", "num_threads": 1}]})
+    reward = {"name": "brightness", "scorer": "brightness", "num_threads": 1, "python": python}
+    service = RunningService({"rewards": [reward]})
     killed = []
 
     def kill_after_steps() -> None:

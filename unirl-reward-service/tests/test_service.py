@@ -195,9 +195,10 @@ def test_what_is_no_http_is_answered_400(service):
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
-def test_a_scorer_that_cannot_be_built_ends_the_start_with_its_error(tmp_path, capsys):
+def test_a_scorer_that_cannot_be_built_ends_the_start_with_its_error(tmp_path, capsys, python):
     file = tmp_path / "service.yaml"
-    file.write_text(json.dumps({"server": {"port": 0}, "rewards": [{"name": "a", "scorer": "pickscor"}]}))
+    reward = {"name": "a", "scorer": "pickscor", "python": python}
+    file.write_text(json.dumps({"server": {"port": 0}, "rewards": [reward]}))
     assert main([str(file)]) == 2
     assert "Did you mean 'pickscore'?" in capsys.readouterr().err
 

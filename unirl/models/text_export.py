@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def load_adapted(bundle: LanguageBundle, folder: Path) -> nn.Module:
     """The untrained model with the adapter in `folder`, by peft."""
     from peft import PeftModel
 
-    with quiet_libraries():
+    with quiet_libraries(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is about to go
         adapted: nn.Module = PeftModel.from_pretrained(bundle.untrained(), str(folder))
     return adapted.eval()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from unirl.config.errors import DataError
@@ -91,8 +92,8 @@ class Qwen3Bundle(LanguageBundle):
         root = directory_of(self.path, self.revision)
         try:
             network: nn.Module = kind.from_pretrained(root, dtype=dtype, local_files_only=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            # The library raises these three for missing, cut and foreign weight files.
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            # The libraries raise these four for missing, cut and foreign weight files.
             reason = str(error).strip().splitlines()[0]
             raise DataError(f"cannot load the model in {root}: {reason}. Download it again", NOT_FOUND) from error
         return network

@@ -23,10 +23,21 @@ def is_deferred(module: nn.Module) -> bool:
 def give_storage(module: nn.Module, device: torch.device) -> None:
     """Uninitialised storage for every parameter; buffers that were computed keep their values."""
     computed = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    tied = tied_names(module)
     module.to_empty(device=device)
+    for name, first in tied.items():  # storage was given to each by itself
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
     for name, buffer in module.named_buffers():
         if name in computed:
             buffer.copy_(computed[name])
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several, each with the first one: a head tied to the embedding."""
+    first: dict[int, str] = {}
+    names = [(name, id(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
+    return {name: first[key] for name, key in names if first.setdefault(key, name) != name}
 
 
 @torch.no_grad()

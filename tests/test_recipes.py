@@ -84,7 +84,51 @@ CLEAN_SAMPLES = {key: value for key, value in SD3.items() if key.partition(".")[
 }
 """What runs have in common that need no trajectory."""
 
+DAPO = {
+    "batch_size": 64,
+    "num_rollouts": 800,
+    "stack.num_updates_per_batch": 4,
+    "stack.max_grad_norm": 1.0,
+    "backend.optimizer_cfg.learning_rate": 1e-6,
+    "backend.optimizer_cfg.weight_decay": 0.01,
+    "backend.optimizer_cfg.adam_beta1": 0.9,
+    "backend.optimizer_cfg.adam_beta2": 0.999,
+    "backend.lora_cfg": None,
+    "backend.fsdp_cfg.activation_checkpointing": True,
+    "bundle.dtype": "bf16",
+    "pipeline.system_instruction": None,
+    "pipeline.enable_thinking": False,
+    "sampling.samples_per_prompt": 8,
+    "sampling.max_new_tokens": 8192,
+    "sampling.temperature": 1.0,
+    "sampling.top_p": 1.0,
+    "sampling.top_k": 0,
+    "sampling.seed": 42,
+    "evaluation.samples_per_prompt": 16,
+    "reward.backend.scorer._target_": "unirl.reward.local.math_verify.MathVerifyRewardScorer",
+    "advantage.clip": None,
+}
+"""What the published runs on DAPO-Math share."""
+CENTRED = DAPO | {"advantage.std": "none", "advantage.leave_one_out": False}
+
 PUBLISHED = {
+    "llm/qwen3_ar_drpo_4b_base_dapo": CENTRED
+    | {"algorithm._target_": "unirl.algorithms.ar_drpo.DRPO", "algorithm.drpo_epsilon": 12.5}
+    | {"algorithm.penalty_mu_weighted": True, "algorithm.old_logp_source": "rollout"}
+    | {"algorithm.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.horizon": 8192},
+    "llm/qwen3_grpo_4b_base_dapo": CENTRED
+    | {"algorithm._target_": "unirl.algorithms.ar_grpo.ARGRPO", "algorithm.old_logp_source": "rollout"}
+    | {"algorithm.clip_range": 0.2, "algorithm.clip_range_high": 0.28, "algorithm.loss_agg_mode": "token-mean"},
+    "llm/qwen3_gspo_4b_base_dapo": DAPO
+    | {"algorithm._target_": "unirl.algorithms.ar_gspo.GSPO", "advantage.std": "group"}
+    | {"algorithm.clip_range": 3e-4, "algorithm.clip_range_high": 4e-4},
+    "llm/qwen3_ppo_4b_base_dapo": DAPO
+    | {"algorithm._target_": "unirl.algorithms.ar_ppo.ARPPO", "algorithm.loss_agg_mode": "seq-mean-token-mean"}
+    | {"algorithm.clip_range": 0.2, "algorithm.value_clip": 0.2, "algorithm.vf_coef": 0.5}
+    | {"algorithm.gamma": 1.0, "algorithm.lam": 0.95, "algorithm.outcome": "rewards"},
+    "llm/qwen3_rloo_4b_base_dapo": DAPO
+    | {"algorithm._target_": "unirl.algorithms.ar_grpo.ARGRPO", "algorithm.loss_agg_mode": "seq-mean-token-sum"}
+    | {"advantage.std": "none", "advantage.leave_one_out": True},
     "diffusion/sd3_replica_lora_colocate": SD3 | LAYOUT | {"placement": None},
     "diffusion/sd3_replica_lora_separate": SD3 | LAYOUT | APART,
     "diffusion/sd3_replica_full_colocate": SD3 | LAYOUT | ALL_WEIGHTS | {"placement": None},

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from wait_for_nodes import wait_for_port
+
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 OBJECT_STORE_BYTES = 256 * 1024**2
 PATIENCE = {
@@ -57,6 +59,10 @@ class Node:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def refusal(self) -> str:
+        """What is said when it did not start."""
+        return f"two_nodes: a node did not start:\n{self.log.read_text()[-2000:]}"
 
     def kill(self) -> None:
         """End it at once, as a machine that loses power."""
@@ -93,7 +99,8 @@ def two_nodes(num_cpus: int) -> Iterator[tuple[dict[str, str], Node]]:
     nodes = []
     try:
         nodes.append(Node([*head, f"--temp-dir={folder}"], num_cpus, starting, folder / "head.log"))
-        wait_for_nodes(1, environment, nodes)
+        if not wait_for_port(address, time.monotonic() + JOIN_S):
+            raise SystemExit(nodes[-1].refusal())
         nodes.append(
             Node([f"--address={address}", f"--node-ip-address={SECOND}"], num_cpus, starting, folder / "second.log")
         )
@@ -110,7 +117,7 @@ def wait_for_nodes(number: int, environment: Mapping[str, str], nodes: list[Node
     script = Path(__file__).with_name("wait_for_nodes.py")
     command = [sys.executable, str(script), str(number), str(JOIN_S)]
     if subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode:
-        raise SystemExit(f"two_nodes: a node did not start:\n{nodes[-1].log.read_text()[-2000:]}")
+        raise SystemExit(nodes[-1].refusal())
 
 
 def run(command: list[str], environment: Mapping[str, str], second: Node, is_due: Callable[[float], bool]) -> int:

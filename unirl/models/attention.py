@@ -39,8 +39,7 @@ class PackedRows:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if has_varlen(query):
-            bounds, longest = self._row_bounds(query.device), max(self.lengths)
-            return varlen(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
+            return causal_rows(query, key, value, self._row_bounds(query.device), max(self.lengths), scale)
         rows = zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), strict=True)
         return torch.cat([causal_row(q, k, v, scale) for q, k, v in rows])
 
@@ -53,10 +52,8 @@ class PackedRows:
 
 def causal_row(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[L, H, d] of one row."""
-    groups = query.shape[1] // key.shape[1]
-    q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)
     return out[0].transpose(0, 1)
 
@@ -70,13 +67,20 @@ def has_varlen(query: Tensor) -> bool:
     )
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **options: Any) -> Tensor:
-    """torch's attention over ragged rows; fewer key heads than query heads are allowed."""
+def causal_rows(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    """[N, H, d] of rows that begin and end at `bounds` [B + 1] int32."""
     from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(query, key, value, *bounds, enable_gqa=query.shape[1] != key.shape[1], **options)
+    key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out
+
+
+def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [N, K, d] as [N, H, d]: a key head serves adjacent query heads."""
+    groups = query.shape[1] // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 
 
 def attention(

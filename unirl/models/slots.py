@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from unirl.models.attention import PackedRows, has_varlen, varlen
+from unirl.models.attention import PackedRows
 from unirl.models.chunks import round_up
 
 BLOCK = 64
@@ -78,13 +78,11 @@ class Step:
         self.cache = cache
         self.lengths = torch.tensor(lengths, device=device)
         self.places = torch.arange(len(lengths), device=device) * cache.capacity + self.lengths - 1
-        self.longest = max(lengths)
-        self.groups = _by_blocks(lengths)
+        # On an accelerator one kernel for all is worth more than bits that do not depend on neighbours.
+        self.groups = _by_blocks(lengths if device.type == "cpu" else [max(lengths)] * len(lengths))
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.write(layer, self.places, key, value)
-        if has_varlen(query):
-            return self._ragged(query, keys, values, scale)
         if len(self.groups) == 1:
             [width] = self.groups
             return self._padded(query, keys[:, :width], values[:, :width], self.lengths, scale)
@@ -93,20 +91,6 @@ class Step:
             lengths = self.lengths[slots]
             out[slots] = self._padded(query[slots], keys[slots, :width], values[slots, :width], lengths, scale)
         return out
-
-    def _ragged(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
-        return varlen(
-            query,
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            starts,
-            starts * self.cache.capacity,
-            1,
-            self.longest,
-            scale=scale,
-            seqused_k=self.lengths.int(),
-        )
 
     def _padded(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
         """[S, H, d]: the query heads of one key head are its queries, so keys are not copied for them."""

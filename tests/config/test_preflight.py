@@ -43,6 +43,11 @@ def test_the_shipped_recipe_may_start():
         (["evaluation.temperature=0.5"], 2020, "Write ~evaluation.temperature, and set of these"),
         (["sampling={_target_: unirl.types.sampling.ARSamplingParams}"], 2004, "sd3 samples by Diffusion"),
         (["algorithm={_target_: unirl.algorithms.ar_grpo.ARGRPO}"], 2020, "trains what is sampled by ARSamplingParams"),
+        (
+            ["trainer={_target_: unirl.trainer.text.TextTrainer}"],
+            2020,
+            "TextTrainer is for text, and SD3Pipeline makes",
+        ),
         (["bundle.path=/no/such/folder"], 4001, "there is no such directory"),
         (["bundle.path=toy2"], 4001, "toy2"),
         (["data_source.data_path=nowhere.txt"], 4002, "DATA_PATH"),

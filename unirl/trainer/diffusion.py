@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from unirl.data.datasets import Prompt, require_text_only
 from unirl.trainer.base import Trainer
 from unirl.types.batch import Batch
 from unirl.types.facts import LatentFacts
 from unirl.types.primitives import Texts
+from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams
 
 
 class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
     """Trains one denoising model."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image", "video"))
 
     track = "image"
     facts: LatentFacts

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from unirl.data.datasets import Prompt, require_text_only
 from unirl.trainer.base import Trainer
 from unirl.types.batch import Batch
 from unirl.types.facts import LanguageFacts
 from unirl.types.primitives import PromptImages, Texts
+from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams
 
 
 class TextTrainer(Trainer[ARSamplingParams]):
     """Trains one language model."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",))
 
     track = "text"
     facts: LanguageFacts

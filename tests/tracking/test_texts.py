@@ -112,8 +112,8 @@ def test_a_page_says_what_is_known_best_first_and_is_a_file_that_any_program_rea
         "### Sample 1 of 2: reward 0.260",
         "### Sample 2 of 2: reward 0.250",
     ]
-    assert "`p0@0:1`, advantage -0.500, tokens 17, not finished, answer `7`, `exact` 1.000, `` `odd` `` nan" in page
-    assert "`p0@0:0`, advantage -0.500, tokens 17, finished" in page
+    assert "`p0@0:1`, advantage -0.500, answer `7`, not finished, tokens 17, `exact` 1.000, `` `odd` `` nan" in page
+    assert "`p0@0:0`, advantage -0.500, answer `7`, finished, tokens 17" in page
     assert {token.tag for token in tokens_of(page) if token.type == "heading_open"} == {"h1", "h2", "h3"}
     assert not any(token.type == "html_block" for token in tokens_of(page))
 

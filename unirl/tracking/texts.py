@@ -128,7 +128,7 @@ def known_of(row: SampleRow) -> str:
     known = [inline(row.sample_id)]
     known += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     known += [] if row.weight else ["not trained"]
-    known += [_said(name, fact) for name, fact in row.facts.items()]
+    known += [_said(name, fact) for name, fact in sorted(row.facts.items())]
     known += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
     return ", ".join(known)
 

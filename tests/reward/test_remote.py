@@ -20,6 +20,7 @@ from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.local.length import LengthRewardScorer
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 from unirl.reward.scoring import check_start
+from unirl.reward.service import RewardService
 from unirl.reward.wire import JSON, Item, ItemError, ScoreResponse, Turn, encode
 from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest
@@ -414,6 +415,12 @@ def test_what_never_answers_is_given_up_at_the_start_within_seconds():
                 config=RemoteRewardSpec(base_url=f"http://127.0.0.1:{port}", required_rewards=("odd",))
             ).check_start()
         assert time.monotonic() - begun < 4.0
+
+
+def test_the_process_that_scores_asks_too_before_anything_is_drawn():
+    service = RewardService(backend=backend(f"http://127.0.0.1:{free_port()}"))
+    with pytest.raises(RewardError, match="cannot be reached"):
+        service.check_prompts(["a cat"], [{}], ["p:1"])
 
 
 def test_a_scorer_that_is_only_watched_may_be_absent_at_the_start():

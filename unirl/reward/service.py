@@ -14,7 +14,7 @@ from unirl.config.errors import ConfigError, DataError, RewardError, did_you_mea
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import check_prompt, checked_score, joined_answers, name_of, objective_of
+from unirl.reward.scoring import check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
@@ -136,11 +136,13 @@ class RewardService:
 
     @rank0
     def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> None:
-        """Before anything is drawn: whether the samples of every prompt could be scored, as far as its text says.
+        """Before anything is drawn: whether what the scorer asks is there, and every prompt has what it needs.
 
         Raises:
-            DataError: 4002 naming the prompt that lacks something.
+            RewardError, ConfigError: from this process, what the scorer asks elsewhere is not there.
+            DataError: 4002 naming the prompt of which no sample could be scored, as far as its text says.
         """
+        check_start(self.backend)
         for prompt, about, prompt_id in zip(prompts, metadata, ids, strict=True):
             try:
                 check_prompt(self.backend, prompt, about)

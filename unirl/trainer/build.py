@@ -57,7 +57,12 @@ def data_of(recipe: Recipe) -> DataSource:
 
 
 def check_reward(config: RecipeConfig) -> None:
-    """Whether what a scorer asks elsewhere is there. Raises RewardError or ConfigError, before anything is loaded."""
+    """Whether what a scorer asks elsewhere is there. Raises RewardError or ConfigError, before anything is loaded.
+
+    On several nodes, only the reward's own process can tell, which is asked when it runs (`check_prompts`).
+    """
+    if config.devices_per_node not in (None, config.num_devices):
+        return
     backend = config.reward.values.get("backend")
     if isinstance(backend, Node) and any(issubclass(node.schema.owner, StartChecker) for node in nodes_below(backend)):
         check_start(build(backend))

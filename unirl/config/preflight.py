@@ -107,10 +107,17 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
     rewards = {node.path: capabilities_of(node) for node in nodes_below(config.reward) if _declares(node)}
     updates = config.stack.values["num_updates_per_batch"]
     yield from _recorded_problems(config, needs, loss, name)
+    yield from _refill_problems(config, needs, loss, name)
     if needs.behaviour_logp and not engine.behaviour_logp:
         yield f"{loss} reads the log-probs of the engine, and {name} records none. Set algorithm.old_logp_source=replay"
     if needs.ema_rollout and not engine.snapshots:
         yield f"{loss} samples from a snapshot of the weights, which {name} cannot. Use the trainside engine"
+    tokens = config.stack.values.get("micro_batch_tokens")
+    if tokens is not None and not build(config.algorithm).trains_tokens:
+        yield (
+            f"stack.micro_batch_tokens={tokens}: {loss} trains no tokens, and every row costs the same. Write "
+            "stack.micro_batch_size instead"
+        )
     if updates > 1 and not needs.multi_update:
         yield f"{loss} is valid for one update per step. Set stack.num_updates_per_batch=1 (now {updates})"
     yield from _snapshot_problems(config, needs, loss)
@@ -164,6 +171,24 @@ def _recorded_problems(config: RecipeConfig, needs: Needs, loss: str, engine: st
                 f"{node.path} ({node.schema.owner.__name__}) tells what was recorded of samples, and {engine} draws "
                 f"them. Choose a scorer of pictures, or write rollout._target_={RECORDED_ENGINE}"
             )
+
+
+def _refill_problems(config: RecipeConfig, needs: Needs, loss: str, engine: str) -> Iterator[str]:
+    """Drawing on is for groups whose rewards could differ, in a loss that is taught by how they do."""
+    if config.refill is None:
+        return
+    if capabilities_of(config.rollout).recorded:
+        yield (
+            f"refill draws further samples, and {engine} gives back recorded ones, the same at every draw. "
+            "Write ~refill"
+        )
+    if not needs.advantages:
+        yield f"refill looks for groups whose rewards differ, and {loss} is not taught by differences. Write ~refill"
+    if config.sampling.values["samples_per_prompt"] == 1:
+        yield (
+            "refill looks for groups whose rewards differ, and sampling.samples_per_prompt=1 makes groups of one. "
+            "Set sampling.samples_per_prompt to 2 or more, or write ~refill"
+        )
 
 
 def _snapshot_problems(config: RecipeConfig, needs: Needs, loss: str) -> Iterator[str]:
@@ -355,6 +380,10 @@ def notices(recipe: Recipe, plan: Plan, geometry: Geometry) -> Iterator[str]:
     alone = geometry.samples_per_prompt == 1 and config.advantage.values.get("scope") == "group"
     if alone and needs_of(config).advantages:
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
+    if geometry.micro_batch_tokens is not None and config.scale == "full" and geometry.micro_batch_size != 1:
+        yield (
+            f"stack.micro_batch_size={geometry.micro_batch_size} has no effect: stack.micro_batch_tokens cuts the rows"
+        )
     if config.backend.values.get("value_cfg") is not None and not needs_of(config).value:
         yield f"backend.value_cfg has no effect: {config.algorithm.schema.owner.__name__} trains no value head"
     for layer in recipe.composed.layers:

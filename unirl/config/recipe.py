@@ -114,6 +114,24 @@ class ParityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RefillConfig:
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a step draws on until `batch_size` groups can teach it.
+
+    A group whose rewards are all equal teaches nothing; further draws of batch_size prompts replace it.
+    """
+
+    max_draws: int = 10
+    """Draws that a step may make. Places that are empty then are filled with groups of equal rewards, at weight 0."""
+
+    def __post_init__(self) -> None:
+        if self.max_draws < 2:
+            raise ValueError(
+                f"max_draws must be >= 2, got {self.max_draws}: one draw refills nothing. Leave refill out, or set "
+                "advantage.select.drop_dead=true to train the groups that differ, however few"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """A whole recipe. Blocks are nodes (a class by `_target_`, and its keys); the trainer builds them."""
 
@@ -142,6 +160,8 @@ class RecipeConfig:
     sync: Node | None = None
     """Weights to an engine that holds its own; absent = the engine borrows the trained ones."""
     parity: ParityConfig = ParityConfig()
+    refill: RefillConfig | None = None
+    """Draw on where groups of a step have equal rewards; absent = a step is one draw."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()

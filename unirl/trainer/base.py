@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
+from unirl.algorithms.gae import explained_variance
 from unirl.algorithms.kl import KLController
 from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
@@ -26,8 +27,10 @@ from unirl.tracking.samples import SampleTable
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
 from unirl.train.parity import GAP_METRIC, parity_table
+from unirl.trainer.balance import balanced_track
 from unirl.trainer.overlap import Overlap
 from unirl.trainer.parity import ParityGate
+from unirl.trainer.refill import Draws, Settled
 from unirl.trainer.report import (
     constant_reward,
     eval_result,
@@ -117,9 +120,11 @@ class Trainer(ABC, Generic[SamplingT]):
         self.published_version = 0
         """Of the snapshot `rollout`, when weights are published less often than every step."""
         self.parity_known = False
+        self.fill_known = False
         self.stop_signal: int | None = None
         self.overlap = Overlap(roles.rollout, roles.reward, parts.config.reward_parts)
         self.needs = needs_of(parts.config)
+        self.num_updates: int = parts.config.stack.values["num_updates_per_batch"]
         self.sampled_weights = BEHAVIOUR if self.needs.ema_rollout else "live"
         """What training samples come from."""
 
@@ -192,18 +197,31 @@ class Trainer(ABC, Generic[SamplingT]):
         req = self.make_request(self.parts.data.draw(self.config.batch_size), step)
         with self.phase("sync"):
             report = self.publish(step)
-            req = req.replace(weights=report.weights, weight_version=report.version)
-        with self.phase("generate"):
-            self.overlap.draw(req)
-        with self.phase("reward"):
-            resp, waits = self.overlap.collect()
-        self.tracker.record(sync_metrics(report) | waits)
+        draws = self._draws(step, report)
+        self.tracker.record(sync_metrics(report) | draws.waits)
+        req, resp = draws.everything()
         for name, track in resp.tracks.items():
             self._record(resp, name, track.segment.statistics())
-        self._check_version(req, resp.tracks[self.track])
-        resp = self.credit(step, self._admit(step + 1, resp))
-        self._keep_samples(step + 1, req, resp.tracks[self.track])
-        return resp
+        resp = self.parts.drops.admit(resp)
+        settled = draws.settle(req, resp, self.track)
+        self._account(step + 1, resp, settled)
+        credited = self.credit(step, settled.resp, resp)
+        self._keep_samples(step + 1, settled.req, credited.tracks[self.track])
+        return credited
+
+    def _draws(self, step: int, report: SyncReport) -> Draws:
+        """The samples of one step, scored: those of one draw, or of as many as `refill` needs."""
+        draws = Draws(self.config.refill, self.config.batch_size)
+        while not draws.is_complete:
+            req = self.make_request(self.parts.data.draw(self.config.batch_size), step)
+            req = req.replace(weights=report.weights, weight_version=report.version)
+            with self.phase("generate"):
+                self.overlap.draw(req)
+            with self.phase("reward"):
+                resp, waits = self.overlap.collect()
+            self._check_version(req, resp.tracks[self.track])
+            draws.add(req, resp, waits)
+        return draws
 
     def publish(self, step: int) -> SyncReport:
         """Bring the weights that this step samples from to the engine: live, or the snapshot that the loss asks for.
@@ -218,8 +236,13 @@ class Trainer(ABC, Generic[SamplingT]):
             self.published_version = self.version
         return self.parts.sync.push(self.published_version, PUBLISHED)
 
-    def credit(self, step: int, resp: RolloutResp) -> RolloutResp:
-        """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages."""
+    def credit(self, step: int, resp: RolloutResp, scored: RolloutResp | None = None) -> RolloutResp:
+        """Rewards up the tree and one advantage per row; a track without rewards takes its parent's advantages.
+
+        Args:
+            scored: all that was drawn, of which the rewards are reported; absent = `resp`.
+        """
+        scored = (resp if scored is None else scored).propagate_rewards()
         resp = resp.propagate_rewards()
         for name in resp.by_depth():
             track = resp.tracks[name]
@@ -228,8 +251,7 @@ class Trainer(ABC, Generic[SamplingT]):
                 continue
             credited, metrics = track.compute_advantages(self.parts.advantage, self.moment(step).progress, name)
             resp = resp.with_track(name, credited)
-            found = values(metrics) | reward_metrics(track)  # of all scored rows, also those that are not trained
-            self._record(resp, name, found)
+            self._record(resp, name, values(metrics) | reward_metrics(scored.tracks[name]))
         return resp
 
     def _record(self, resp: RolloutResp, name: str, metrics: Mapping[str, float]) -> None:
@@ -247,12 +269,14 @@ class Trainer(ABC, Generic[SamplingT]):
         track = resp.tracks[self.track]
         if self.needs.pairs:
             track = in_pairs(track, self.needs.pairs)
+        stack = self.roles.stack
+        track = balanced_track(track, self.num_updates, stack.num_ranks, self.needs.rows_together)
         with self.phase("train"):
             self._pass_parity_gate(track)
-            result = self.roles.stack.train_track(track, self.moment(step))
+            result = stack.train_track(track, self.moment(step))
         self.version = self.roles.backend.version()
         metrics = values(result.metrics)
-        self.tracker.record(metrics)
+        self.tracker.record(metrics | explained_variance(metrics))
         self._watch_parity(metrics)
         if self.parts.kl is not None and "train/kl" in metrics:  # a step whose updates were all skipped has none
             self.parts.kl.observe(metrics["train/kl"], int((track.weight > 0).sum()))
@@ -282,17 +306,30 @@ class Trainer(ABC, Generic[SamplingT]):
         if gate is not None and self.parts.sync_interval == 1 and gate.is_suspicious(gap):
             self.tracker.event("alarm.raise", alarm="parity", value=gap)
 
-    def _admit(self, done: int, resp: RolloutResp) -> RolloutResp:
-        """The step's samples, those without a reward dropped with their groups; and the ledger."""
-        resp = self.parts.drops.admit(resp)
+    def _account(self, done: int, resp: RolloutResp, settled: Settled) -> None:
+        """Where all samples of a step went: the ledger, and what is worth an event."""
         track = resp.tracks[self.track]
-        reasons = drop_reasons(track)
+        reasons = {**drop_reasons(track), **settled.reasons}
         dropped = sum(reasons.values())
         self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
+        self.tracker.record(settled.metrics)
         for event, about in reward_events(resp):
             self.tracker.event(event, **about)
         self._watch_rewards(done, track)
-        return resp
+        if settled.missing:
+            self._tell_of_fill(settled.missing)
+
+    def _tell_of_fill(self, missing: int) -> None:
+        """Loudly the first time in this process, and as an event every time."""
+        self.tracker.event("alarm.raise", alarm="refill.short", value=missing)
+        if not self.fill_known:
+            self.tracker.warn(
+                f"{missing} of the {self.config.batch_size} groups of a step have equal rewards after "
+                f"refill.max_draws={self.config.refill and self.config.refill.max_draws} draws: their samples count "
+                "nowhere, and the update is made of the others. Prompts may be too easy or too hard for the policy: "
+                "look at rollout/teaching_group_ratio and samples/fill"
+            )
+        self.fill_known = True
 
     def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
         """Equal rewards teach nothing; at the very start they are rather a mistake than a policy that is done."""

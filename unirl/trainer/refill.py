@@ -1,0 +1,124 @@
+"""Dynamic sampling: a step draws on until enough of its groups can teach something (DAPO, arXiv:2503.14476, 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unirl.algorithms.groups import Groups
+from unirl.config.recipe import RefillConfig
+from unirl.reward.service import concat_scored
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp
+
+EQUAL = "equal_rewards"
+"""Why a sample is not trained: all of its group have one reward."""
+SURPLUS = "surplus"
+"""Why not: the last draw brought more groups than the step had room for."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a step trains on, of all that it drew."""
+
+    req: RolloutReq
+    resp: RolloutResp
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """How many scored samples of the track are left out, by reason; those that fill counted with the others."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    missing: int = 0
+    """Groups that fill, at weight 0."""
+
+
+class Draws:
+    """The draws of one step. Nothing outlives it: what it leaves over is dropped, and the data's cursor is past it."""
+
+    def __init__(self, config: RefillConfig | None, batch_size: int) -> None:
+        """
+        Args:
+            config: absent = the step is its first draw, whatever that is worth.
+            batch_size: groups that the step trains, and prompts of one draw.
+        """
+        self.config = config
+        self.batch_size = batch_size
+        self.reqs: list[RolloutReq] = []
+        self.resps: list[RolloutResp] = []
+        self.waits: dict[str, float] = {}
+        """Of the draw that waited longest, by metric."""
+        self.found = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step needs no further draw, or may make none."""
+        if self.config is None:
+            return bool(self.resps)
+        return self.found >= self.batch_size or len(self.resps) >= self.config.max_draws
+
+    def add(self, req: RolloutReq, resp: RolloutResp, waits: Mapping[str, float]) -> None:
+        """Take the scored samples of one draw."""
+        self.reqs.append(req)
+        self.resps.append(resp)
+        self.found += len(teaching_groups(resp)) if self.config is not None else 0
+        self.waits = {name: max(value, self.waits.get(name, value)) for name, value in waits.items()}
+
+    def everything(self) -> tuple[RolloutReq, RolloutResp]:
+        """All samples of the step, in the order in which they were drawn."""
+        if len(self.resps) == 1:
+            return self.reqs[0], self.resps[0]
+        return RolloutReq.concat(self.reqs), concat_scored(self.resps)
+
+    def settle(self, req: RolloutReq, resp: RolloutResp, track: str) -> Settled:
+        """The first `batch_size` groups that can teach; where there are fewer, the first others after them.
+
+        Args:
+            req, resp: everything, with weight 0 where a sample has no reward.
+            track: whose samples are counted.
+        """
+        if self.config is None:
+            return Settled(req, resp)
+        rows = rows_of_groups(resp.root_track().group_ids)
+        teaching = teaching_groups(resp)
+        chosen = teaching[: self.batch_size]
+        others = [group for group in rows if group not in set(teaching)]
+        fill = others[: self.batch_size - len(chosen)]
+        kept = [row for group in chosen + fill for row in rows[group]]
+        metrics = {
+            "samples/draws": float(len(self.resps)),
+            "samples/fill": float(sum(len(rows[group]) for group in fill)),
+            "rollout/teaching_group_ratio": len(teaching) / len(rows),
+        }
+        reasons = left_out(resp, track, teaching, chosen)
+        settled = resp.select(kept).drop(fill)
+        return Settled(req.select(kept), settled, reasons, metrics, len(fill))
+
+
+def teaching_groups(resp: RolloutResp) -> list[str]:
+    """The groups of root samples below which rewards differ, in order; of those in which none is missing."""
+    differing: set[str] = set()
+    failed: set[str] = set()
+    for name, track in resp.tracks.items():
+        if track.rewards is None:
+            continue
+        above = resp.root_groups(name)
+        dead = Groups.of(above, track.weight.double()).dead(track.rewards.double()).tolist()
+        differing |= {group for group, equal in zip(dict.fromkeys(above), dead, strict=True) if not equal}
+        failed |= {group for group, known in zip(above, track.rewards.isfinite().tolist(), strict=True) if not known}
+    return [group for group in dict.fromkeys(resp.root_track().group_ids) if group in differing - failed]
+
+
+def rows_of_groups(group_ids: Sequence[str]) -> dict[str, list[int]]:
+    """The rows of each group, groups in order of appearance."""
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        rows.setdefault(group, []).append(row)
+    return rows
+
+
+def left_out(resp: RolloutResp, track: str, teaching: Sequence[str], chosen: Sequence[str]) -> dict[str, int]:
+    """How many samples of a track, of those that are not dropped for other reasons, are not trained and why."""
+    groups = zip(resp.root_groups(track), resp.tracks[track].weight.tolist(), strict=True)
+    alive = [group for group, weight in groups if weight > 0]
+    able, taken = set(teaching), set(chosen)
+    equal = sum(group not in able for group in alive)
+    surplus = sum(group in able - taken for group in alive)
+    return {reason: count for reason, count in ((EQUAL, equal), (SURPLUS, surplus)) if count}

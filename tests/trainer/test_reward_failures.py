@@ -9,9 +9,11 @@ import torch
 
 from tests.run_files import lines_of, metrics_of
 from tests.trainer.test_loop import run, trainer_of, weights_of
+from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError, RewardError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
+from unirl.trainer.build import build_trainer
 from unirl.trainer.overlap import in_parts, queue_metrics
 
 FAULTY = "tests.trainer.faulty"
@@ -61,12 +63,15 @@ def test_a_prompt_that_no_sample_of_could_be_scored_is_found_before_anything_is_
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_a_service_that_is_not_there_ends_the_run_before_a_folder_is_made(tmp_path) -> None:
+def test_a_service_that_is_not_there_ends_the_run_before_a_folder_is_made(tmp_path, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    remote = f"reward.backend={{_target_: unirl.reward.remote.RemoteRewardBackend, config: {{base_url: '{url}', "
+    words = ["scale=toy", f"run.dir={tmp_path / 'run'}", f"reward.backend.config.base_url={url}"]
+    words.append("reward.backend.config.startup_s=0.1")
     with pytest.raises(RewardError, match=f"{url} cannot be reached.*Start it, or mend base_url"):
-        trainer_of(tmp_path / "run", remote + "required_rewards: [brightness], startup_s: 0.1}}")
+        build_trainer(load("diffusion/sd3_nft_reward_service", words))
+    assert main(["train", "diffusion/sd3_nft_reward_service", *words]) == RewardError.exit_status
+    assert f"error[6001]: the reward service at {url} cannot be reached" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 @contextmanager
 def open_run(recipe: Recipe, session: Session) -> Iterator[Trainer]:
     """The trainer of a recipe, in its run directory."""
-    from unirl.trainer.build import data_of
+    from unirl.trainer.build import check_reward, data_of
     from unirl.trainer.run import open_tracker
 
     data = data_of(recipe)
+    check_reward(recipe.config)
     with _trainer(recipe, data, open_tracker(recipe, session.argv), session) as trainer:
         yield trainer
 

@@ -9,20 +9,28 @@ import torch
 
 from tests.models.rollouts import request_for, sampling
 from tests.rollout.test_replica import sd3_pipeline
+from tests.rollout.test_replica_text import qwen_pipeline
 from tests.sync_ends import LORA, toy_pipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.engine import check_engine
+from unirl.testing.text import text_request
 from unirl.testing.toy import toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
+REQUESTS = {
+    toy_pipeline: lambda trained: toy_request(2),
+    qwen_pipeline: lambda trained: text_request(2),
+    sd3_pipeline: lambda trained: request_for(sampling(trained)),
+}
+
 
 def check(engine: type[ReplicaRolloutEngine], make: Any = toy_pipeline, lora: Any = LORA, **keys: Any) -> None:
     trained = make()
     backend = FSDPBackend(trained.bundle, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
-    req = toy_request(2) if make is toy_pipeline else request_for(sampling(trained))
+    req = REQUESTS[make](trained)
     check_engine(engine(make()), trained, backend, req, **keys)
 
 
@@ -34,6 +42,11 @@ def test_the_replica_passes(lora: Any) -> None:
 @pytest.mark.slow
 def test_the_replica_of_an_sd3_passes() -> None:
     check(ReplicaRolloutEngine, sd3_pipeline)
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_the_replica_of_a_language_model_passes(lora: Any) -> None:
+    check(ReplicaRolloutEngine, qwen_pipeline, lora)
 
 
 def test_merged_adapters_pass_within_rounding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
-from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.base import Pipeline
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.train.backend.base import TrainBackend
+from unirl.types.batch import Batch, Kind, same
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -25,7 +27,7 @@ SNAPSHOT = "check"
 
 def check_engine(
     engine: DedicatedEngine,
-    pipeline: DiffusionPipeline[Any],
+    pipeline: Pipeline,
     backend: TrainBackend,
     req: RolloutReq,
     *,
@@ -34,10 +36,10 @@ def check_engine(
 ) -> None:
     """Raises AssertionError, in a sentence, unless `engine` samples as the trainer would from the same weights.
 
-    Promises: it refuses to sample from weights that it was not given; after a push its trajectories, log-probs and
-    pictures are trainside's within `atol`, before and after an update and from a snapshot; rows carry the version that
-    was asked for; the pinned sigmas are echoed; a row's bits depend neither on order nor on neighbours; sleep and
-    wake_up change nothing.
+    Promises: it refuses to sample from weights that it was not given; after a push its trajectories or tokens, its
+    log-probs and what it decodes are trainside's within `atol`, before and after an update and from a snapshot; rows
+    carry the version that was asked for; how was sampled is echoed; a row's bits depend neither on order nor on
+    neighbours; sleep and wake_up change nothing.
 
     Args:
         engine: fresh, in this process.
@@ -57,9 +59,7 @@ def check_engine(
         pool.close()
 
 
-def join(
-    pool: Pool, engine: DedicatedEngine, pipeline: DiffusionPipeline[Any], backend: TrainBackend, **keys: Any
-) -> EngineSync:
+def join(pool: Pool, engine: DedicatedEngine, pipeline: Pipeline, backend: TrainBackend, **keys: Any) -> EngineSync:
     """The sync between a trainer and an engine of this process, on two devices of a local pool."""
     sender = WeightSender(backend, pipeline.stage, engine)
     return EngineSync(_placed(pool, 0, "sender", sender), _placed(pool, 1, "rollout", engine), **keys)
@@ -74,7 +74,7 @@ class _Check:
     def __init__(
         self,
         engine: DedicatedEngine,
-        pipeline: DiffusionPipeline[Any],
+        pipeline: Pipeline,
         backend: TrainBackend,
         req: RolloutReq,
         atol: float,
@@ -134,29 +134,44 @@ class _Check:
         assert ours.sample_ids == list(req.sample_ids), f"{self.name}: rows are not in the order of the request {when}"
         versions = set(ours.weight_version.tolist())
         assert versions == {req.weight_version}, f"{self.name}: rows say versions {versions}, not {req.weight_version}"
-        assert torch.equal(ours.segment.sigmas, theirs.segment.sigmas), f"{self.name}: the pinned sigmas are not echoed"
-        pairs = {"latents": (ours.segment.latents, theirs.segment.latents)}
-        pairs["pixels"] = (ours.decoded.pixels, theirs.decoded.pixels)
-        if self.engine.capabilities.behaviour_logp:
-            pairs["log-probs"] = (ours.segment.logp, theirs.segment.logp)
-        for what, (a, b) in pairs.items():
-            self.assert_close(what, a, b, f"from trainside's {when}")
+        for batch, other in ((ours.segment, theirs.segment), (ours.decoded, theirs.decoded)):
+            for field, kind, a, b in values_of(batch, other):
+                self.assert_close(field, kind, a, b, f"from trainside's {when}")
 
     def keeps_row_bits(self) -> None:
         req = self.asking("live")
-        whole = self.sampled(req).segment.latents
+        whole = self.sampled(req).segment
         backwards = list(reversed(range(len(req))))
         for rows in (backwards, backwards[:1]):
-            part = self.sampled(req.select(rows)).segment.latents
-            assert torch.equal(part, whole[rows]), f"{self.name}: a row's bits depend on its place or its neighbours"
+            part = self.sampled(req.select(rows)).segment
+            assert equal(part, whole.select(rows)), f"{self.name}: a row's bits depend on its place or its neighbours"
 
     def survives_sleep(self) -> None:
         req = self.asking("live")
-        before = self.sampled(req).segment.latents
+        before = self.sampled(req).segment
         self.engine.sleep()
         self.engine.wake_up()
-        assert torch.equal(self.sampled(req).segment.latents, before), f"{self.name}: other samples after a sleep"
+        assert equal(self.sampled(req).segment, before), f"{self.name}: other samples after a sleep"
 
-    def assert_close(self, what: str, ours: Tensor, theirs: Tensor, when: str) -> None:
+    def assert_close(self, field: str, kind: Kind, ours: Any, theirs: Any, when: str) -> None:
+        """Numbers of rows agree within the tolerance; everything else is equal."""
+        if field == "logp" and not self.engine.capabilities.behaviour_logp:
+            return
+        what = {"logp": "log-probs"}.get(field, field)
+        if kind in (Kind.SHARED, Kind.OFFSETS) or not isinstance(ours, Tensor):
+            assert same(ours, theirs), f"{self.name}: {what} of the request are not echoed, or differ {when}"
+            return
+        assert ours.shape == theirs.shape, f"{self.name}: {what} of {list(ours.shape)} {when}, not {list(theirs.shape)}"
         gap = float((ours.float() - theirs.to(ours.device).float()).abs().max())
         assert gap <= self.atol, f"{self.name}: {what} differ by {gap:.3g} {when} ({self.atol:g} is allowed)"
+
+
+def values_of(batch: Batch, other: Batch) -> Iterator[tuple[str, Kind, Any, Any]]:
+    """Name, kind, and value in both, of every field."""
+    for name, kind in batch.kinds().items():
+        yield name, kind, vars(batch)[name], vars(other)[name]
+
+
+def equal(batch: Batch, other: Batch) -> bool:
+    """Whether all fields are, bit for bit."""
+    return all(same(a, b) for _, _, a, b in values_of(batch, other))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_files import metrics_of
 from tests.source_tree import ROOT
 from unirl.cli.main import main
 from unirl.config.errors import ConfigError, Preempted
@@ -20,7 +21,6 @@ from unirl.trainer.build import build_trainer
 from unirl.trainer.text import TextTrainer
 
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
-CLOCKS = ("time/", "mem/", "throughput/")
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,6 @@ def run(folder: Path, *overrides: str):
     with trainer.tracker:
         trainer.train()
     return trainer
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows]
 
 
 def scores_of(folder: Path, step: int) -> dict:

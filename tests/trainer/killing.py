@@ -1,0 +1,118 @@
+"""Runs that are killed by SIGKILL at chosen moments, and what must be equal after they were resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from tests.run_files import metrics_of, reproducible
+from tests.trainer.child import begin, said
+
+SEED = 20261120
+Outcome = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe that is run to its end, over and over."""
+
+    recipe: str
+    num_steps: int
+    overrides: tuple[str, ...]
+
+    def finish(self, folder: Path) -> Outcome:
+        """Begin the run, or continue it, and see it to its end."""
+        child = begin(self.recipe, folder, *self._settings())
+        child.join(120)
+        assert child.exitcode == 0, said(folder)
+        return outcome(folder, self.num_steps)
+
+    def kill_once(self, folder: Path, when: Callable[[], bool]) -> bool:
+        """Start the run and SIGKILL it as soon as `when()` holds; False when it finished first."""
+        child = begin(self.recipe, folder, *self._settings())
+        while child.is_alive() and not when():
+            time.sleep(0.002)
+        killed = child.is_alive()
+        if killed:
+            os.kill(child.pid, signal.SIGKILL)
+        child.join(30)
+        return killed
+
+    def _settings(self) -> tuple[str, ...]:
+        return (*self.overrides, f"num_rollouts={self.num_steps}")
+
+
+@dataclass(frozen=True)
+class Unkilled:
+    """A run that was never disturbed."""
+
+    run: Run
+    outcome: Outcome
+    duration: float
+
+    @classmethod
+    def of(cls, run: Run, folder: Path) -> Unkilled:
+        start = time.monotonic()
+        return cls(run, run.finish(folder), time.monotonic() - start)
+
+    def broken_cases(self, cases: range, folder: Path) -> list[int]:
+        """The cases whose outcome differs from that of the unkilled run; two run at a time."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            outcomes = list(pool.map(lambda case: self.killed_then_resumed(case, folder / f"run{case}"), cases))
+        return [case for case, found in zip(cases, outcomes, strict=True) if found != self.outcome]
+
+    def killed_then_resumed(self, case: int, folder: Path) -> Outcome:
+        """A run that was killed once: before the first checkpoint, while saving, or at a random time."""
+        rng = random.Random(SEED + case)
+        if case % 10 == 0:
+            when = in_first_steps(folder)
+        elif case % 3 == 1:
+            when = while_saving(folder, rng.randint(1, 6))
+        else:
+            when = after_seconds(rng.uniform(0.05, 0.95) * self.duration)
+        self.run.kill_once(folder, when)
+        return self.run.finish(folder)
+
+
+def outcome(folder: Path, num_steps: int) -> Outcome:
+    """Everything that must be equal: all files of metrics without their clocks, and the final state."""
+    final = folder / "checkpoints" / f"checkpoint-{num_steps:06d}"
+    return {
+        "metrics": metrics_of(folder),
+        "ledger": (folder / "ledger.jsonl").read_text(),
+        "eval": [reproducible(json.loads(p.read_text())) for p in sorted(folder.glob("eval/*/scores.json"))],
+        "pages": {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.glob("*/*/*.md"))},
+        "samples": sorted(p.relative_to(folder).as_posix() for p in folder.glob("samples/*/*")),
+        "weights": {p.name: sha256(p.read_bytes()).hexdigest() for p in sorted((final / "policy").iterdir())},
+        "trainer": {k: v for k, v in json.loads((final / "trainer.json").read_text()).items() if k != "recipe"},
+    }
+
+
+def after_seconds(seconds: float) -> Callable[[], bool]:
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() >= deadline
+
+
+def while_saving(folder: Path, nth: int) -> Callable[[], bool]:
+    """The n-th moment at which a checkpoint is being staged."""
+    seen: set[str] = set()
+
+    def now() -> bool:
+        staging = {p.name for p in (folder / "checkpoints").glob(".staging-*")} if folder.exists() else set()
+        seen.update(staging)
+        return bool(staging) and len(seen) >= nth
+
+    return now
+
+
+def in_first_steps(folder: Path) -> Callable[[], bool]:
+    """After the first metrics, before the first checkpoint."""
+    return lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 0

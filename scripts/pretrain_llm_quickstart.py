@@ -1,0 +1,274 @@
+"""Makes the weights of the language quick start: a small Qwen3 that adds in columns, and often forgets to carry.
+
+The corpus is homework, written here, so nothing is downloaded. Pupils know the columns and often drop the one that is
+carried or borrowed, and so do these: each with probability `--forgets`. So the model learns how a sum is written and
+that a one may be dropped. Making it get sums right is left to RL.
+
+    python scripts/pretrain_llm_quickstart.py --out unirl/models/qwen3/quickstart    # about two minutes on two cores
+    python scripts/pretrain_llm_quickstart.py --prompts datasets/columns             # the prompt files, at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.pretrain_quickstart import merged
+from unirl.models.qwen3.toy import END, END_OF_TEXT, SPECIALS, byte_letters
+
+WORDINGS = {
+    "+": ("What is {a} + {b}?", "Compute {a} + {b}.", "{a} + {b} = ?"),
+    "-": ("What is {a} - {b}?", "Compute {a} - {b}.", "{a} - {b} = ?"),
+}
+SIZES = {"train": 1200, "test": 120}
+TEST_SHARE = 6
+"""One of so many pairs of numbers is for the test."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = ("system", "user", "assistant", "What", " is", "Compute", "####")
+"""One token each; digits stay single."""
+CONTEXT = 256
+IGNORED = -100
+"""The label of a token that is not to be predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The training run."""
+
+    steps: int = 900
+    batch_size: int = 32
+    learning_rate: float = 4e-3
+    forgets: float = 0.6
+    """How often a one that should be carried or borrowed is dropped."""
+    seed: int = 0
+
+
+# What is asked, and how it is worked out
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Two numbers of two or three digits to be added or subtracted."""
+
+    a: int
+    sign: str
+    b: int
+
+    @staticmethod
+    def drawn(rng: random.Random) -> Sum:
+        a, b = (rng.randrange(10, 100) if rng.random() < 0.3 else rng.randrange(100, 1000) for _ in range(2))
+        sign = rng.choice("+-")
+        return Sum(max(a, b), sign, min(a, b)) if sign == "-" else Sum(a, sign, b)
+
+    @property
+    def answer(self) -> int:
+        return self.a + self.b if self.sign == "+" else self.a - self.b
+
+    @property
+    def tested(self) -> bool:
+        """Whether these two numbers, in any order and with any sign, are held out."""
+        pair = f"{min(self.a, self.b)} {max(self.a, self.b)}".encode()
+        return hashlib.blake2b(pair, digest_size=8).digest()[0] % TEST_SHARE == 0
+
+    def prompt(self, style: int) -> str:
+        """One of the wordings."""
+        return WORDINGS[self.sign][style].format(a=self.a, b=self.b)
+
+
+def worked_out(sum_: Sum, forgets: float, rng: random.Random) -> str:
+    """The columns from the right, a line each, and the answer that they give; each one is dropped with `forgets`."""
+    lines, digits, carried = [], "", False
+    columns = list(itertools.zip_longest(str(sum_.a)[::-1], str(sum_.b)[::-1]))
+    for place, (top, bottom) in enumerate(columns):
+        line, found, carries = column(int(top or 0), sum_.sign, bottom, carried)
+        last = place == len(columns) - 1
+        digits = str(found if last else found % 10) + digits
+        lines.append(line)
+        carried = carries and rng.random() >= forgets
+    return "\n".join([*lines, f"#### {int(digits)}"])
+
+
+def column(top: int, sign: str, bottom: str | None, carried: bool) -> tuple[str, int, bool]:
+    """One line, what it gives, and whether a one goes on to the next column."""
+    terms = [int(bottom or 0), int(carried)]
+    said = "".join(f"{sign}{term}" for term, there in zip(terms, (bottom, carried), strict=True) if there)
+    if sign == "+":
+        found = top + sum(terms)
+        return f"{top}{said}={found}", found, found >= 10
+    borrows = top < sum(terms)
+    top += 10 * borrows
+    found = top - sum(terms)
+    return f"{top}{said}={found}", found, borrows
+
+
+def write_prompts(folder: Path) -> None:
+    """train.jsonl and test.jsonl: a prompt and its answer per line, no pair of numbers in both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    rows: dict[str, dict[Sum, str]] = {name: {} for name in SIZES}
+    while any(len(rows[name]) < size for name, size in SIZES.items()):
+        sum_ = Sum.drawn(rng)
+        row = {"prompt": sum_.prompt(rng.randrange(3)), "metadata": {"answer": str(sum_.answer)}}
+        split = rows["test" if sum_.tested else "train"]
+        if len(split) < SIZES["test" if sum_.tested else "train"]:
+            split.setdefault(sum_, json.dumps(row) + "\n")
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(lines.values()))
+
+
+# The model
+
+
+def build_tokenizer() -> Any:
+    """Qwen's tokenizer over all bytes, with merges that make one token of each of our words."""
+    from transformers import Qwen2Tokenizer
+
+    letters = byte_letters()
+    pieces, merges = list(letters), []
+    for word in WORDS:
+        parts = merged([letters[byte] for byte in word.encode()], merges)
+        while len(parts) > 1:
+            merges.append((parts[0], parts[1]))
+            pieces.append(parts[0] + parts[1])
+            parts = merged(parts, merges)
+    vocab = {piece: i for i, piece in enumerate((*pieces, *SPECIALS))}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab, merges=merges, pad_token=END_OF_TEXT, eos_token=END, extra_special_tokens=list(SPECIALS)
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.model_max_length = CONTEXT
+    return tokenizer
+
+
+def build_model(tokenizer: Any, width: int = 128, layers: int = 2) -> Any:
+    """A Qwen3 of 0.4 million parameters with a tied head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 64,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """The folder layout of transformers, in bfloat16."""
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Homework, padded on the right."""
+
+    tokens: Tensor  # [B, L]
+    labels: Tensor  # [B, L] the tokens of the response; IGNORED elsewhere
+
+    @staticmethod
+    def of(texts: Sequence[tuple[str, str]], tokenizer: Any) -> Batch:
+        """Prompts and responses as a chat."""
+        prompts = [chat(tokenizer, prompt) for prompt, _ in texts]
+        read = tokenizer(prompts).input_ids
+        said = tokenizer([response + tokenizer.eos_token for _, response in texts]).input_ids
+        longest = max(len(p) + len(r) for p, r in zip(read, said, strict=True))
+        tokens = torch.full((len(texts), longest), tokenizer.pad_token_id)
+        labels = torch.full_like(tokens, IGNORED)
+        for row, (p, r) in enumerate(zip(read, said, strict=True)):
+            tokens[row, : len(p) + len(r)] = torch.tensor(p + r)
+            labels[row, len(p) : len(p) + len(r)] = torch.tensor(r)
+        return Batch(tokens, labels)
+
+
+def chat(tokenizer: Any, prompt: str) -> str:
+    """A prompt as the model reads it, up to where the response begins."""
+    messages = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def homework(settings: Settings, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Prompts and what pupils write, without end; no pair of numbers of the test."""
+    while True:
+        sum_ = Sum.drawn(rng)
+        if not sum_.tested:
+            yield sum_.prompt(rng.randrange(3)), worked_out(sum_, settings.forgets, rng)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """A hundred steps of warm-up, then a cosine to a fiftieth."""
+    decay = 0.51 + 0.49 * math.cos(math.pi * step / settings.steps)
+    return settings.learning_rate * min(1.0, (step + 1) / 100) * decay
+
+
+def train(model: Any, tokenizer: Any, settings: Settings) -> None:
+    """Next-token prediction of the responses."""
+    corpus = homework(settings, random.Random(settings.seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
+    start = time.time()
+    for step in range(settings.steps):
+        batch = Batch.of(list(itertools.islice(corpus, settings.batch_size)), tokenizer)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
+        loss = model(input_ids=batch.tokens, labels=batch.labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}/{settings.steps}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder to write the model to")
+    parser.add_argument("--prompts", type=Path, help="folder to write train.jsonl and test.jsonl to")
+    for name, default in vars(Settings()).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    args = vars(parser.parse_args())
+    out, prompts = args.pop("out"), args.pop("prompts")
+    if prompts:
+        write_prompts(prompts)
+    if out:
+        settings = Settings(**args)
+        torch.manual_seed(settings.seed)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+        train(model, tokenizer, settings)
+        save(model, tokenizer, out)
+
+
+if __name__ == "__main__":
+    main()

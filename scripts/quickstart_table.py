@@ -1,0 +1,103 @@
+"""Runs a quick start for several seeds, as anybody would, and writes what its held-out prompts were worth.
+
+    python scripts/quickstart_table.py llm/quickstart --out benchmarks/llm_quickstart.json    # minutes a seed
+
+Each seed is a process of its own, `unirl train RECIPE sampling.seed=SEED`; its seconds are of the whole command. Exit
+status 1: a seed rose by less than --rise, or took longer than --minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+SHOWN = ("eval/reward_mean", "eval/reward_stderr", "eval/pass@k", "eval/maj@k")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One seed."""
+
+    seed: int
+    steps: int
+    seconds: float
+    evaluations: list[dict[str, float]]
+    """By step: those of the metrics shown that the run has."""
+
+    @property
+    def rise(self) -> float:
+        first, last = (self.evaluations[i]["eval/reward_mean"] for i in (0, -1))
+        return last - first
+
+    def __str__(self) -> str:
+        path = " -> ".join(f"{found['eval/reward_mean']:.3f}" for found in self.evaluations)
+        return f"| {self.seed} | {path} | {self.steps} | {self.seconds:.0f} |"
+
+
+def run(recipe: str, seed: int, settings: list[str], folder: Path) -> Trial:
+    """Train once and read the files of the run."""
+    command = [sys.executable, "-m", "unirl.cli", "train", recipe, f"sampling.seed={seed}", f"run.dir={folder}"]
+    began = time.perf_counter()
+    done = subprocess.run([*command, *settings], capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(
+            f"seed {seed} failed with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    return Trial(seed, steps, round(seconds, 1), [scores(path) for path in sorted(folder.glob("eval/step-*"))])
+
+
+def scores(folder: Path) -> dict[str, float]:
+    """What one evaluation found."""
+    metrics = json.loads((folder / "scores.json").read_text())["metrics"]
+    return {"step": int(folder.name.rpartition("-")[2])} | {name: metrics[name] for name in SHOWN if name in metrics}
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and of what these numbers are."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return {
+        "date": str(date.today()),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("settings", nargs="*", help="key=value, as for unirl train")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2])
+    parser.add_argument("--rise", type=float, default=0.2)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = {"recipe": args.recipe, "settings": args.settings} | circumstances()
+    trials = []
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as scratch:
+            trials.append(run(args.recipe, seed, args.settings, Path(scratch, "run")))
+        print(trials[-1], flush=True)
+    found["trials"] = [asdict(trial) | {"rise": round(trial.rise, 4)} for trial in trials]
+    found["claim"] = {"rise": args.rise, "minutes": args.minutes}
+    found["holds"] = all(trial.rise >= args.rise and trial.seconds <= 60 * args.minutes for trial in trials)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if found["holds"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

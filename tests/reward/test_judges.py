@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.reward.judges import JudgeServer, Said
 from unirl.config.errors import ConfigError, RewardError
-from unirl.reward.judge import Endpoint, Reply, read_scores
+from unirl.reward.endpoint import Endpoint, Reply
+from unirl.reward.judge import read_scores
 from unirl.reward.local.geneval2 import GenEval2RewardScorer, GenEval2Spec, geometric_mean, probability
 from unirl.reward.local.unified_reward import UnifiedRewardRewardScorer, UnifiedRewardSpec
 from unirl.reward.local.wise import WiseRewardScorer, WiseSpec

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from unirl.models.base import Pipeline
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.batch import Batch
@@ -27,7 +28,9 @@ def check_bundle(pipeline: DiffusionPipeline, height: int, width: int, guidance_
     what is cached.
     """
     rollout = _Rollouts(pipeline, height, width, guidance_scale)
-    for check in (_facts, _gradient_flags, _shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
+    check_facts(pipeline)
+    check_gradient_flags(pipeline)
+    for check in (_shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
         check(pipeline, rollout)
 
 
@@ -63,43 +66,46 @@ class _Rollouts:
             return self.pipeline.generate(order(req), chunk_size).tracks["image"]
 
 
-def _expect(holds: bool, claim: str) -> None:
+def expect(holds: bool, claim: str) -> None:
+    """Raises AssertionError with the claim unless it holds."""
     if not holds:
         raise AssertionError(claim)
 
 
-def _facts(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+def check_facts(pipeline: Pipeline) -> None:
+    """The blocks and layers that the facts name are there."""
     facts, module = pipeline.facts, pipeline.bundle.trainable()
     classes = {type(child).__name__ for child in module.modules()}
     for name in facts.block_class_names:
-        _expect(name in classes, f"facts.block_class_names: the trained module has no {name}")
+        expect(name in classes, f"facts.block_class_names: the trained module has no {name}")
     linears = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
     for suffix in facts.lora_targets:
         found = any(name == suffix or name.endswith("." + suffix) for name in linears)
-        _expect(found, f"facts.lora_targets: the trained module has no linear layer named {suffix}")
+        expect(found, f"facts.lora_targets: the trained module has no linear layer named {suffix}")
 
 
-def _gradient_flags(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+def check_gradient_flags(pipeline: Pipeline) -> None:
+    """Only the trained module wants gradients, and nothing is in train mode."""
     for name, module in pipeline.bundle.modules.items():
         trained = name == pipeline.facts.trainable_attr
         wanted = any(parameter.requires_grad for parameter in module.parameters())
-        _expect(wanted == trained, f"component {name}: requires_grad is {wanted}, trained is {trained}")
-        _expect(not module.training, f"component {name} is not in eval mode")
+        expect(wanted == trained, f"component {name}: requires_grad is {wanted}, trained is {trained}")
+        expect(not module.training, f"component {name} is not in eval mode")
 
 
 def _shapes(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     shape = pipeline.facts.latent_shape(rollout.params.height, rollout.params.width)
     found = tuple(rollout(8).segment.final.shape[1:])
-    _expect(found == shape, f"facts.latent_shape says {shape}, sampling gives {found}")
+    expect(found == shape, f"facts.latent_shape says {shape}, sampling gives {found}")
 
 
 def _pixels(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     pixels = _images(rollout(8))
     size = (3, rollout.params.height, rollout.params.width)
-    _expect(tuple(pixels.shape[1:]) == size, f"decoding gives {tuple(pixels.shape[1:])} instead of {size}")
-    _expect(bool(((pixels >= 0) & (pixels <= 1)).all()), "decoding leaves [0, 1]")
+    expect(tuple(pixels.shape[1:]) == size, f"decoding gives {tuple(pixels.shape[1:])} instead of {size}")
+    expect(bool(((pixels >= 0) & (pixels <= 1)).all()), "decoding leaves [0, 1]")
     levels = (pixels * 255).round() / 255
-    _expect(torch.equal(levels, pixels), "decoded pixels are not on the 256 levels of uint8")
+    expect(torch.equal(levels, pixels), "decoded pixels are not on the 256 levels of uint8")
 
 
 def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
@@ -114,7 +120,7 @@ def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
 def _expect_equal(found: RolloutTrack, wanted: RolloutTrack, claim: str) -> None:
     same = torch.equal(found.segment.latents, wanted.segment.latents)
     same = same and torch.equal(found.segment.logp, wanted.segment.logp)
-    _expect(same and torch.equal(_images(found), _images(wanted)), claim)
+    expect(same and torch.equal(_images(found), _images(wanted)), claim)
 
 
 def _replay(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
@@ -123,9 +129,9 @@ def _replay(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     with torch.no_grad():
         together = pipeline.stage.replay(track.conditions, segment, segment.sde_indices)
         alone = [pipeline.stage.replay(track.conditions, segment, [step]) for step in segment.sde_indices]
-    _expect(torch.equal(together.logp, segment.logp), "replay of all steps differs from the rollout's log-prob")
+    expect(torch.equal(together.logp, segment.logp), "replay of all steps differs from the rollout's log-prob")
     singly = torch.cat([replay.logp for replay in alone], dim=1)
-    _expect(torch.equal(singly, segment.logp), "replay step by step differs from the rollout's log-prob")
+    expect(torch.equal(singly, segment.logp), "replay step by step differs from the rollout's log-prob")
 
 
 def _gradients(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
@@ -138,7 +144,7 @@ def _gradients(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
         name for name, child in module.named_modules() if type(child).__name__ in pipeline.facts.block_class_names
     ]
     for block in blocks:
-        _expect(any(name.startswith(block + ".") for name in moved), f"no gradient reaches block {block}")
+        expect(any(name.startswith(block + ".") for name in moved), f"no gradient reaches block {block}")
 
 
 def _embeddings(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
@@ -147,7 +153,7 @@ def _embeddings(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     alone = [pipeline.encode([text], rollout.params)["text"] for text in reversed(PROMPTS)]
     again = type(together).concat(alone[::-1])
     same = all(torch.equal(a, b) for a, b in zip(_tensors(together), _tensors(again), strict=True))
-    _expect(same, "embeddings depend on what else is encoded")
+    expect(same, "embeddings depend on what else is encoded")
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

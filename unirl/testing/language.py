@@ -1,0 +1,130 @@
+"""The check of a language model: what sampling, training and weight synchronisation ask of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.models.text_pipeline import TextPipeline
+from unirl.testing.bundle import check_facts, check_gradient_flags, expect
+from unirl.testing.engine import equal
+from unirl.testing.text import TRACK, text_params, text_request
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+NUM_PROMPTS = 3
+
+
+def check_language_model(pipeline: TextPipeline[Any], *, atol: float = 1e-5) -> None:
+    """Raises AssertionError, in a sentence, unless the model behind `pipeline` keeps what every family promises.
+
+    Promises: facts that name real blocks and layers, and the vocabulary's size; only the trained module wants
+    gradients; the bits of a response independent of how many are made at once, of order and of neighbours; replay on
+    unchanged weights equal to sampling within `atol`, and bit for bit independent of what is packed together; log-probs
+    of the tempered distribution before top_k and top_p; gradients in every trained block; a canary that every block
+    has a say in.
+    """
+    rollout = _Rollouts(pipeline)
+    check_facts(pipeline)
+    check_gradient_flags(pipeline)
+    for check in (_vocabulary, _row_bits, _replay, _packing, _truncation, _gradients, _canary):
+        check(pipeline, rollout, atol)
+
+
+class _Rollouts:
+    """Small rollouts of one pipeline."""
+
+    def __init__(self, pipeline: TextPipeline[Any]) -> None:
+        self.pipeline = pipeline
+
+    def __call__(
+        self,
+        slots: int = 4,
+        order: Callable[[RolloutReq], RolloutReq] = lambda req: req,
+        params: ARSamplingParams | None = None,
+    ) -> RolloutTrack:
+        with torch.no_grad():
+            req = text_request(NUM_PROMPTS, params or text_params(samples_per_prompt=2))
+            return self.pipeline.generate(order(req), slots).tracks[TRACK]
+
+
+def _segment(track: RolloutTrack) -> TextSegment:
+    assert isinstance(track.segment, TextSegment)
+    return track.segment
+
+
+def _replayed(pipeline: TextPipeline[Any], track: RolloutTrack) -> Tensor:
+    with torch.no_grad():
+        return pipeline.stage.replay(track.conditions, _segment(track)).logp
+
+
+def _vocabulary(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    found = pipeline.stage.canary(pipeline.canary_inputs()).values.shape[-1]
+    expect(found == pipeline.facts.vocab_size, f"facts.vocab_size={pipeline.facts.vocab_size}, the logits are {found}")
+    highest = int(_segment(rollout()).tokens.max())
+    expect(highest < pipeline.facts.vocab_size, f"token {highest} was sampled, which the network has no row for")
+
+
+def _row_bits(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    whole = _segment(rollout(6))
+    for slots in (1, 2, 3, 8):
+        expect(equal(_segment(rollout(slots)), whole), f"{slots} responses at a time give other bits than 6")
+    order = [3, 0, 5, 1, 4, 2]
+    permuted = _segment(rollout(4, lambda req: req.select(order)))
+    expect(equal(permuted, whole.select(order)), "a permuted request gives other bits")
+    alone = _segment(rollout(4, lambda req: req.slice(2, 3)))
+    expect(equal(alone, whole.slice(2, 3)), "a response alone has other bits")
+
+
+def _replay(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    track = rollout()
+    gap = float((_replayed(pipeline, track) - _segment(track).logp).abs().max())
+    expect(gap <= atol, f"replay differs from the log-probs of sampling by {gap:.3g} ({atol:g} is allowed)")
+
+
+def _packing(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    track = rollout()
+    together = _replayed(pipeline, track)
+    alone = torch.cat([_replayed(pipeline, row) for row in track.chunk(1)])
+    expect(torch.equal(together, alone), "replay of packed rows differs from that of each row alone")
+
+
+def _truncation(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    for change in ({"top_k": 1}, {"top_p": 0.1}, {"temperature": 0.7, "top_k": 3}):
+        track = rollout(params=text_params(samples_per_prompt=2, **change))
+        gap = float((_replayed(pipeline, track) - _segment(track).logp).abs().max())
+        said = ", ".join(f"{name}={value}" for name, value in change.items())
+        expect(gap <= atol, f"with {said}, log-probs are not those of the tempered distribution before truncation")
+
+
+def _gradients(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    track, module = rollout(), pipeline.bundle.trainable()
+    logp = pipeline.stage.replay(track.conditions, _segment(track)).logp
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(logp.sum(), list(parameters.values()), allow_unused=True)
+    moved = {name for name, g in zip(parameters, gradients, strict=True) if g is not None and bool(g.abs().sum() > 0)}
+    for block in _blocks(pipeline):
+        expect(any(name.startswith(block + ".") for name in moved), f"no gradient reaches block {block}")
+
+
+@torch.no_grad()
+def _canary(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
+    inputs, module = pipeline.canary_inputs(), pipeline.bundle.trainable()
+    before = pipeline.stage.canary(inputs).values
+    for block in _blocks(pipeline):
+        weight = max(module.get_submodule(block).parameters(), key=torch.numel)
+        kept = weight.clone()
+        weight.mul_(1.5)
+        changed = not torch.equal(pipeline.stage.canary(inputs).values, before)
+        weight.copy_(kept)
+        expect(changed, f"the canary does not notice other weights in block {block}")
+
+
+def _blocks(pipeline: TextPipeline[Any]) -> list[str]:
+    names = pipeline.facts.block_class_names
+    return [name for name, child in pipeline.bundle.trainable().named_modules() if type(child).__name__ in names]

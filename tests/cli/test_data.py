@@ -178,7 +178,11 @@ GEOMETRY = [
     }
     for color in ("red", "blue")
 ]
+DAPO = [{"prompt": "What is 1 + 1?", "solution": "2", "ability": "math"}]
+AIME = [{"id": 60, "problem": "Find $m+n$.", "solution": "Long.", "answer": "204", "url": "none", "year": "2024"}]
 FILES = {
+    "open-r1/DAPO-Math-17k-Processed/resolve/main/en/train-00000-of-00001.parquet": parquet(DAPO),
+    "HuggingFaceH4/aime_2024/resolve/main/data/train-00000-of-00001.parquet": parquet(AIME),
     "nateraw/parti-prompts/resolve/main/PartiPrompts.tsv": tsv(PARTI),
     "openai/gsm8k/resolve/main/main/train-00000-of-00001.parquet": parquet(GSM8K),
     "openai/gsm8k/resolve/main/main/test-00000-of-00001.parquet": parquet(GSM8K[:1]),
@@ -242,6 +246,13 @@ def test_sets_of_mathematics_fit_their_rewards(capsys, hub, tmp_path):
     assert run(capsys, "populate", "math_500", "--endpoint", hub[0], "--out", str(tmp_path / "m"))[0] == 0
     (prompt,) = load_prompts(tmp_path / "m" / "test.jsonl")
     assert prompt.metadata["answer"] == r"\frac{1}{2}" and prompt.text.endswith(r"\boxed{}.")
+
+
+@pytest.mark.parametrize(("name", "split", "answer"), [("dapo_math", "train", "2"), ("aime_2024", "test", "204")])
+def test_competition_problems_ask_for_a_boxed_answer(capsys, hub, tmp_path, name, split, answer):
+    assert run(capsys, "populate", name, "--endpoint", hub[0], "--out", str(tmp_path))[0] == 0
+    (prompt,) = load_prompts(tmp_path / f"{split}.jsonl")
+    assert prompt.metadata["answer"] == answer and prompt.text.endswith(r"\boxed{}.")
 
 
 def test_a_set_with_pictures_becomes_prompts_and_files(capsys, hub, tmp_path):

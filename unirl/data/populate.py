@@ -53,6 +53,14 @@ def _gsm8k(row: Row) -> dict[str, Any]:
     return {"prompt": f"{row['question']} {MARKED}", "metadata": {"answer": row["answer"]}}
 
 
+def _dapo(row: Row) -> dict[str, Any]:
+    return {"prompt": f"{row['prompt']} {BOXED}", "metadata": {"answer": row["solution"]}}
+
+
+def _aime(row: Row) -> dict[str, Any]:
+    return {"prompt": f"{row['problem']} {BOXED}", "metadata": {"answer": row["answer"], "year": row["year"]}}
+
+
 def _geometry(row: Row) -> dict[str, Any]:
     problem = row["problem"].replace(IMAGE_MARK, "").strip()
     choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
@@ -80,6 +88,20 @@ SETS: Mapping[str, PublicSet] = {
         about="500 competition problems; for math_boxed and math_verify",
         licence="MIT (the MATH data set)",
         line_of=_math,
+    ),
+    "dapo_math": PublicSet(
+        repo="open-r1/DAPO-Math-17k-Processed",
+        files={"train": "en/train-00000-of-00001.parquet"},
+        about="14,116 competition problems in English; for math_verify",
+        licence="Apache-2.0 (DAPO-Math-17k)",
+        line_of=_dapo,
+    ),
+    "aime_2024": PublicSet(
+        repo="HuggingFaceH4/aime_2024",
+        files={"test": "data/train-00000-of-00001.parquet"},
+        about="30 problems of AIME 2024, which DAPO-Math recipes are evaluated on; for math_verify",
+        licence="of the Mathematical Association of America",
+        line_of=_aime,
     ),
     "geometry3k": PublicSet(
         repo="xyliu6/geometry3k",

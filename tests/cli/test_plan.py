@@ -1,5 +1,6 @@
 """`unirl plan` and `unirl check` say who sits where, what travels, and what memory each phase takes."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -140,3 +141,25 @@ def test_a_ray_that_does_not_answer_has_the_exit_status_of_a_missing_part(capsys
     assert main(["doctor", "--json"]) == 3
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert not rows["ray"]["ok"]
+
+
+@pytest.mark.parametrize(
+    ("bundle", "path"),
+    [("unirl.models.qwen3.bundle.Qwen3Bundle", "toy"), ("unirl.models.qwen_vl.bundle.QwenVLBundle", "toy")],
+)
+def test_a_language_model_is_counted_as_it_would_be_loaded(bundle, path):
+    module, _, name = bundle.rpartition(".")
+    owner = getattr(importlib.import_module(module), name)
+    found, loaded = owner.estimate(path), owner(path=path, dtype="fp32").trainable()
+    assert found.parameters == {"lm": sum(parameter.numel() for parameter in loaded.parameters())}
+    config = loaded.config.get_text_config()
+    assert found.num_blocks == config.num_hidden_layers
+    assert found.cache_width == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def test_the_plan_of_text_holds_the_keys_and_values_of_all_responses_in_the_making(capsys):
+    facts = planned(capsys, "llm/quickstart", "scale=toy", "rollout.forward_batch_size=10")
+    sizes = facts["sizes"]
+    rows = {row["role"]: row["gib"]["generate"] * memory.GIB for row in facts["memory_gib"]}
+    assert rows["keys and values"] == pytest.approx(10 * sizes["tokens"] * sizes["cache_width"] * 4)
+    assert sizes["trainable_parameters"] == facts["parameters"]["lm"]

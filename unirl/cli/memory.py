@@ -27,9 +27,10 @@ class Sizes:
     dtype_bytes: int
     full_training: bool
     num_snapshots: int
-    tokens: int  # image and text tokens of one sample
+    tokens: int  # of one sample, at most
     width: int
     num_blocks: int
+    cache_width: int = 0  # numbers that sampling keeps of every token
     rollout_rows: int  # rows of one forward in rollout, guidance included
     train_rows: int  # rows of one forward in training, guidance and steps per forward included
     recompute: bool
@@ -93,6 +94,7 @@ def _sampling(sizes: Sizes, policy: int) -> Iterator[Piece]:
     in_use = PHASES if sizes.keep_resident else ("generate",)
     yield "encoders and VAE", frozen, sizes.other_parameters * sizes.dtype_bytes, in_use
     yield "activations of sampling", part, _live_bytes(sizes), ("generate",)
+    yield "keys and values", part, _cache_bytes(sizes), ("generate",)
 
 
 def _policy_bytes(sizes: Sizes) -> int:
@@ -101,6 +103,10 @@ def _policy_bytes(sizes: Sizes) -> int:
 
 def _live_bytes(sizes: Sizes) -> int:
     return sizes.rollout_rows * sizes.tokens * sizes.width * sizes.dtype_bytes * LIVE_BYTES_WITHOUT_GRAD
+
+
+def _cache_bytes(sizes: Sizes) -> int:
+    return sizes.rollout_rows * sizes.tokens * sizes.cache_width * sizes.dtype_bytes
 
 
 def _stored_bytes(sizes: Sizes) -> int:

@@ -137,14 +137,15 @@ def _estimate(recipe):
 
 
 def _sizes(recipe, plan, estimate) -> memory.Sizes:
+    from unirl.config.build import build
     from unirl.config.preflight import needs_of
     from unirl.types.protocols import REFERENCE
 
     policy = estimate.parameters[estimate.facts.trainable_attr]
     lora = recipe.value("backend.lora_cfg")
     targets = None if lora is None or lora["target_modules"] == "model" else lora["target_modules"]
-    sampling = recipe.value("sampling")
-    guidance_rows = 2 if sampling["guidance_scale"] != 1 and sampling["guidance_passes"] == 1 else 1
+    sampling = build(recipe.config.sampling)
+    tokens = estimate.facts.tokens_of(sampling)
     fsdp = recipe.value("backend.fsdp_cfg") or {}
     averages = [recipe.value(f"backend.{name}") for name in ("ema_cfg", "ema_lora_cfg")]
     reads_reference = REFERENCE in needs_of(recipe.config).snapshots
@@ -155,13 +156,14 @@ def _sizes(recipe, plan, estimate) -> memory.Sizes:
         dtype_bytes=DTYPE_BYTES[recipe.value("bundle.dtype")],
         full_training=lora is None,
         num_snapshots=sum(average is not None for average in averages) + reads_reference,
-        tokens=_tokens(estimate, sampling),
+        tokens=tokens,
         width=estimate.width,
         num_blocks=estimate.num_blocks,
-        rollout_rows=recipe.value("rollout.forward_batch_size") * guidance_rows,
-        train_rows=recipe.value("stack.micro_batch_size") * guidance_rows,
+        cache_width=estimate.cache_width,
+        rollout_rows=recipe.value("rollout.forward_batch_size") * sampling.rows_per_sample,
+        train_rows=_micro_rows(recipe, tokens) * sampling.rows_per_sample,
         recompute=fsdp.get("activation_checkpointing", False),
-        keep_resident=recipe.value("pipeline.keep_resident"),
+        keep_resident=recipe.config.pipeline.values.get("keep_resident", True),
         num_shards=fsdp.get("shard_size") or len(plan.train),
         engine_dtype_bytes=DTYPE_BYTES[_engine_dtype(recipe)] if plan.is_dedicated else 0,
     )
@@ -172,9 +174,10 @@ def _engine_dtype(recipe) -> str:
     return recipe.value("bundle.dtype") if own is None else own
 
 
-def _tokens(estimate, sampling: Mapping[str, int]) -> int:
-    image = estimate.facts.image_seq_len(sampling["height"], sampling["width"])
-    return image + sampling["max_sequence_length"]
+def _micro_rows(recipe, tokens: int) -> int:
+    """Rows of the longest kind in one micro-batch."""
+    budget = recipe.value("stack.micro_batch_tokens")
+    return recipe.value("stack.micro_batch_size") if budget is None else max(budget // tokens, 1)
 
 
 def _parameters_text(parameters: Mapping[str, int], sizes: memory.Sizes) -> str:

@@ -24,6 +24,10 @@ class ModelFacts(ABC):
     """Forward batches are filled to a multiple of this, so that a row's bits do not depend on its neighbours."""
 
     @abstractmethod
+    def tokens_of(self, sampling: Sampling) -> int:
+        """The most tokens that the trained network reads of one sample."""
+
+    @abstractmethod
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError, naming the key and the nearest value that works, where this model cannot sample so."""
 
@@ -42,6 +46,11 @@ class LatentFacts(ModelFacts):
     """The network is fed timestep_scale * sigma."""
     text_width: int | None = None
     """Width of a prompt's pooled text (per token: their mean), which a value head reads; None: no text."""
+
+    def tokens_of(self, sampling: Sampling) -> int:
+        """Those of the picture, and of the prompt."""
+        params = sampling_as(DiffusionSamplingParams, sampling, self.family)
+        return self.image_seq_len(params.height, params.width) + params.max_sequence_length
 
     def check(self, sampling: Sampling) -> None:
         """The size of the pictures divides."""
@@ -79,6 +88,11 @@ class LanguageFacts(ModelFacts):
     """Tokens of a prompt and its response that the positions are good for."""
     sees: bool = False
     """Prompts may bring pictures."""
+
+    def tokens_of(self, sampling: Sampling) -> int:
+        """The longest prompt and the longest response."""
+        params = sampling_as(ARSamplingParams, sampling, self.family)
+        return params.max_prompt_tokens + params.max_new_tokens
 
     def check(self, sampling: Sampling) -> None:
         """The longest prompt and the longest response fit the context together."""

@@ -75,7 +75,7 @@ class RolloutTrack(Batch):
     weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
 
     def costs(self) -> Tensor | None:
-        """[B] int64 how much work each row is: the tokens of its segment and its conditions; None where all are equal."""
+        """[B] int64 how much work each row is: tokens of its segment and its conditions; None where all are equal."""
         parts = [part.costs() for part in (self.segment, *self.conditions.values())]
         found = [costs for costs in parts if costs is not None]
         return torch.stack(found).sum(0) if found else None

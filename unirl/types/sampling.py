@@ -27,6 +27,11 @@ class Sampling(Protocol):
         """Seeds all randomness of the run."""
         ...
 
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of a forward that one sample takes."""
+        ...
+
     def describe(self) -> str:
         """How large a sample is, for people."""
         ...
@@ -205,6 +210,11 @@ class DiffusionSamplingParams:
         """The same settings without any stochastic step."""
         return dataclasses.replace(self, sde_indices=(), sde_steps=None, tail_fraction=None)
 
+    @property
+    def rows_per_sample(self) -> int:
+        """2 with guidance in one pass."""
+        return 2 if self.guidance_scale != 1 and self.guidance_passes == 1 else 1
+
     def describe(self) -> str:
         """`8 denoising steps at 512 x 512 x 5 frames`."""
         steps = f"{self.num_inference_steps} denoising step{'' if self.num_inference_steps == 1 else 's'}"
@@ -275,6 +285,10 @@ class ARSamplingParams:
             )
         if "" in self.stop:
             raise ValueError(f"sampling.stop={list(self.stop)} holds the empty string, which stands everywhere")
+
+    @property
+    def rows_per_sample(self) -> int:
+        return 1
 
     def describe(self) -> str:
         """`prompts of at most 1024 tokens, responses of at most 512`."""

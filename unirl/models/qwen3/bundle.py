@@ -13,6 +13,7 @@ from torch import nn
 from unirl.config.errors import DataError
 from unirl.models.base import chosen
 from unirl.models.chat import TextCodec
+from unirl.models.estimate import ModelEstimate, language_estimate
 from unirl.models.hub import NOT_FOUND, language_directory, read_json
 from unirl.models.language import LanguageBundle, end_tokens, require_vocabulary
 from unirl.models.quiet import quiet_libraries
@@ -66,6 +67,16 @@ class Qwen3Bundle(LanguageBundle):
     def facts_of(path: str, revision: str | None = None, device: torch.device = CPU) -> LanguageFacts:
         """The facts of a model that is not loaded, from its configuration file."""
         return facts_of(config_of(path, revision), path, device)
+
+    @staticmethod
+    def estimate(path: str, revision: str | None = None) -> ModelEstimate:
+        """Sizes of a model that is not loaded."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = config_of(path, revision)
+        with quiet_libraries(), torch.device("meta"):
+            network = Qwen3ForCausalLM(Qwen3Config(**config))
+        return language_estimate(facts_of(config, path, CPU), network)
 
     def saved(self) -> SavedWeights:
         """The network's weights in the checkpoint."""

@@ -12,6 +12,7 @@ from torch import nn
 from unirl.config.errors import DataError
 from unirl.models.base import chosen
 from unirl.models.chat import TextCodec
+from unirl.models.estimate import ModelEstimate, language_estimate
 from unirl.models.hub import NOT_FOUND, language_directory, read_json
 from unirl.models.language import LanguageBundle, end_tokens, require_vocabulary
 from unirl.models.quiet import quiet_libraries
@@ -94,6 +95,15 @@ class QwenVLBundle(LanguageBundle):
         """A second network on the CPU, of transformers' own class, with the checkpoint's weights."""
         with quiet_libraries():
             return self._plain(self.dtype).requires_grad_(False).eval()
+
+    @staticmethod
+    def estimate(path: str, revision: str | None = None) -> ModelEstimate:
+        """Sizes of a model that is not loaded; the vision tower is part of the network."""
+        config = config_of(path, revision)
+        family, load = FAMILIES[config["model_type"]], QwenVLBundle._transformers
+        with quiet_libraries(), torch.device("meta"):
+            network = load(family.model_class)(load(family.config_class).from_dict(dict(config)))
+        return language_estimate(facts_of(config, family, CPU), network)
 
     @staticmethod
     def _transformers(name: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unirl.config.errors import DataError
+from unirl.models.estimate import ModelEstimate, linears_of, parameters_of
 from unirl.models.hub import NOT_FOUND, components, model_directory, read_json
 from unirl.models.sd3.published import PUBLISHED
 from unirl.models.sd3.toy import TOY
@@ -126,45 +127,17 @@ def _public(config: Config) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
-@dataclass(frozen=True)
-class ModelEstimate:
-    """Sizes of a model that has not been loaded."""
-
-    facts: LatentFacts
-    parameters: Mapping[str, int]
-    """By component."""
-    linears: Mapping[str, tuple[int, int]]
-    """(inputs, outputs) of every linear layer of the trained module, by name."""
-    num_blocks: int
-    width: int
-    """Of a token in the trained module."""
-
-    def lora_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
-        """Parameters of adapters of `rank` on `targets` (name suffixes; absent = the model's own)."""
-        suffixes = tuple(targets or self.facts.lora_targets)
-        chosen = [
-            shape for name, shape in self.linears.items() if any(name == s or name.endswith("." + s) for s in suffixes)
-        ]
-        return sum(rank * (inputs + outputs) for inputs, outputs in chosen)
-
-
 def estimate(architecture: Architecture) -> ModelEstimate:
     """Parameter counts by component, from modules that are built without storage."""
     import torch
 
     with torch.device("meta"):
         modules = {name: architecture.build(name) for name in architecture.component_names}
-    transformer = modules["transformer"]
-    linears = {
-        name: (module.in_features, module.out_features)
-        for name, module in transformer.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
     config = architecture.transformer
     return ModelEstimate(
         facts=architecture.facts(batch_multiple=1),
-        parameters={name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()},
-        linears=linears,
+        parameters={name: parameters_of(module) for name, module in modules.items()},
+        linears=linears_of(modules["transformer"]),
         num_blocks=config["num_layers"],
         width=config["num_attention_heads"] * config["attention_head_dim"],
     )

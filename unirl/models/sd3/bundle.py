@@ -11,10 +11,11 @@ from torch import nn
 
 from unirl.config.errors import DataError
 from unirl.models.base import Decoder, DiffusionBundle, Encoder, TextEncoder, chosen
+from unirl.models.estimate import ModelEstimate
 from unirl.models.hub import NOT_FOUND, components
 from unirl.models.quiet import quiet_libraries
 from unirl.models.saved import ModuleWeights, SafetensorsWeights, SavedWeights
-from unirl.models.sd3.architecture import ENCODERS, Architecture, ModelEstimate, directory_of, estimate
+from unirl.models.sd3.architecture import ENCODERS, Architecture, directory_of, estimate
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.text import SD3TextEncoder
 from unirl.models.sd3.toy import SEED, toy_tokenizers

@@ -2,8 +2,9 @@
 
     python scripts/quickstart_table.py llm/quickstart --out benchmarks/llm_quickstart.json    # minutes a seed
 
-Each seed is a process of its own, `unirl train RECIPE sampling.seed=SEED`; its seconds are of the whole command. Exit
-status 1: a seed rose by less than --rise, or took longer than --minutes.
+Each seed is a process of its own, `unirl train RECIPE sampling.seed=SEED`; its seconds are of the whole command. Rows:
+seed, held-out reward at each evaluation, steps, seconds, CPU seconds. Exit status 1: a seed rose by less than --rise,
+or took longer than --minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-SHOWN = ("eval/reward_mean", "eval/reward_stderr", "eval/pass@k", "eval/maj@k")
+SHOWN = ("eval/reward_", "eval/avg@", "eval/pass@", "eval/maj@")
+"""How the metrics of an evaluation begin that are kept."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,10 @@ class Trial:
     seed: int
     steps: int
     seconds: float
+    cpu_seconds: float
+    """Of all its processes and threads: what the machine did, whatever else ran on it."""
     evaluations: list[dict[str, float]]
-    """By step: those of the metrics shown that the run has."""
+    """First to last."""
 
     @property
     def rise(self) -> float:
@@ -41,27 +46,37 @@ class Trial:
 
     def __str__(self) -> str:
         path = " -> ".join(f"{found['eval/reward_mean']:.3f}" for found in self.evaluations)
-        return f"| {self.seed} | {path} | {self.steps} | {self.seconds:.0f} |"
+        return f"| {self.seed} | {path} | {self.steps} | {self.seconds:.0f} | {self.cpu_seconds:.0f} |"
 
 
 def run(recipe: str, seed: int, settings: list[str], folder: Path) -> Trial:
     """Train once and read the files of the run."""
     command = [sys.executable, "-m", "unirl.cli", "train", recipe, f"sampling.seed={seed}", f"run.dir={folder}"]
-    began = time.perf_counter()
+    began, used = time.perf_counter(), cpu_seconds()
     done = subprocess.run([*command, *settings], capture_output=True, text=True)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, cpu_seconds() - used
     if done.returncode:
         raise SystemExit(
             f"seed {seed} failed with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     steps = len((folder / "metrics.jsonl").read_text().splitlines())
-    return Trial(seed, steps, round(seconds, 1), [scores(path) for path in sorted(folder.glob("eval/step-*"))])
+    return Trial(
+        seed, steps, round(seconds, 1), round(cpu, 1), [scores(path) for path in sorted(folder.glob("eval/step-*"))]
+    )
+
+
+def cpu_seconds() -> float:
+    """Of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def scores(folder: Path) -> dict[str, float]:
     """What one evaluation found."""
     metrics = json.loads((folder / "scores.json").read_text())["metrics"]
-    return {"step": int(folder.name.rpartition("-")[2])} | {name: metrics[name] for name in SHOWN if name in metrics}
+    return {"step": int(folder.name.rpartition("-")[2])} | {
+        name: round(value, 4) for name, value in metrics.items() if name.startswith(SHOWN)
+    }
 
 
 def circumstances() -> dict[str, Any]:
@@ -72,6 +87,7 @@ def circumstances() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "torch's own"),
         "load_before": round(os.getloadavg()[0], 2),
     }
 

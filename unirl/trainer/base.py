@@ -194,7 +194,6 @@ class Trainer(ABC, Generic[SamplingT]):
     def produce(self, step: int) -> RolloutResp:
         """Samples of one step, scored and credited."""
         self.parts.pool.begin(step)
-        req = self.make_request(self.parts.data.draw(self.config.batch_size), step)
         with self.phase("sync"):
             report = self.publish(step)
         draws = self._draws(step, report)

@@ -173,19 +173,22 @@ def scenes(split: str) -> Iterator[tuple[int, Scene]]:
 
 
 def write(folder: Path) -> None:
-    """pictures/*.png, {train,test}.jsonl, and of these the questions with choices alone."""
+    """pictures/*.png, {train,test}.jsonl, and of these the questions of one form alone."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for split in PICTURES:
-        lines, choices = [], []
+        lines: dict[str, list[str]] = {"choice": [], "short": []}
+        both = []
         for index, (number, shown) in enumerate(scenes(split)):
             uri = f"pictures/{split}-{index:03d}.png"
             Image.fromarray(draw(shown, SIZE, number)).save(folder / uri, optimize=True)
             asked = questions(shown, number)
-            lines += [line_of(question, uri) for question in asked]
-            choices += [line_of(question, uri) for question in asked if question.form == "choice"]
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-        (folder / f"{split}_choices.jsonl").write_text("".join(choices), encoding="utf-8")
-        print(f"{folder / split}.jsonl: {len(lines)} questions about {PICTURES[split]} pictures")
+            both += [line_of(question, uri) for question in asked]
+            for question in asked:
+                lines[question.form].append(line_of(question, uri))
+        (folder / f"{split}.jsonl").write_text("".join(both), encoding="utf-8")
+        (folder / f"{split}_choices.jsonl").write_text("".join(lines["choice"]), encoding="utf-8")
+        (folder / f"{split}_short.jsonl").write_text("".join(lines["short"]), encoding="utf-8")
+        print(f"{folder / split}.jsonl: {len(both)} questions about {PICTURES[split]} pictures")
 
 
 def line_of(question: Question, uri: str) -> str:

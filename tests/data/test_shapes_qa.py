@@ -19,7 +19,7 @@ from unirl.reward.local.shapes import GROUND, ShapesSpec, sight
 
 SHIPPED = ROOT / "datasets" / "shapes_qa"
 PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
-FILES = ("train.jsonl", "test.jsonl", "train_choices.jsonl", "test_choices.jsonl")
+FILES = tuple(f"{split}{form}.jsonl" for split in ("train", "test") for form in ("", "_choices", "_short"))
 Seen = tuple[tuple[str, str, str], ...]
 
 
@@ -94,11 +94,12 @@ def test_kinds_of_questions_and_letters_are_balanced(data) -> None:
     assert 260 < sum(letters.values()) < 380
 
 
-def test_questions_with_choices_also_stand_alone() -> None:
+@pytest.mark.parametrize(("form", "name"), [("choice", "choices"), ("short", "short")])
+def test_questions_of_one_form_also_stand_alone(form, name) -> None:
     for split in ("train", "test"):
         lines = (SHIPPED / f"{split}.jsonl").read_text().splitlines()
-        alone = (SHIPPED / f"{split}_choices.jsonl").read_text().splitlines()
-        assert alone == [line for line in lines if json.loads(line)["metadata"]["form"] == "choice"]
+        alone = (SHIPPED / f"{split}_{name}.jsonl").read_text().splitlines()
+        assert alone == [line for line in lines if json.loads(line)["metadata"]["form"] == form]
 
 
 def test_the_script_draws_the_same_set_anew(data, tmp_path: Path) -> None:

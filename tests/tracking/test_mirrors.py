@@ -17,6 +17,7 @@ from unirl.tracking.backends.base import Preview, RunAbout
 
 METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
 CAPTION = "0.500  a [b]red[/b] circle"
+PAGE = "# evaluation after step 2\n\n    <script>alert(1)</script> \u732b 3 < 4\n"
 
 
 def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: int | None = None) -> None:
@@ -30,6 +31,7 @@ def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: i
     for step in steps:
         mirror.log(step, METRICS[step])
     mirror.images(steps[-1], "samples", [Preview(root / "p00-s00.webp", CAPTION)])
+    mirror.text(steps[-1], "eval", PAGE)
     mirror.finish(0)
 
 
@@ -57,6 +59,8 @@ def test_tensorboard_reads_back_scalars_and_pictures_and_purges_after_a_resume(t
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("rollout/reward_mean")] == [(1, 0.5), (2, 0.75)]
     assert [event.step for event in found.Images("samples/0")] == [2]
+    text = found.Tensors("eval/text_summary")[-1]  # TensorBoard itself purges no texts
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, PAGE)
 
 
 def test_wandb_offline_keeps_metrics_on_our_own_step_and_pictures_with_captions(tmp_path, monkeypatch):
@@ -73,6 +77,9 @@ def test_wandb_offline_keeps_metrics_on_our_own_step_and_pictures_with_captions(
     assert [(row["step"], row["rollout/reward_mean"]) for row in rows[:2]] == [("1", "0.5"), ("2", "0.75")]
     assert json.loads(rows[2]["media/samples/captions"]) == [CAPTION]
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.webp")) != []
+    (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/**/*.html")
+    shown = page.read_text(encoding="utf-8")
+    assert "&lt;script&gt;" in shown and "<script>" not in shown and "\u732b" in shown
 
 
 def test_swanlab_offline_keeps_metrics_and_pictures(tmp_path, monkeypatch):
@@ -83,7 +90,9 @@ def test_swanlab_offline_keeps_metrics_and_pictures(tmp_path, monkeypatch):
     kept = path.read_bytes()
     assert b"rollout/reward_mean" in kept
     assert CAPTION.encode() in kept
-    assert [file for file in tmp_path.glob("swanlab/run-*/media/**/*") if file.is_file()] != []
+    files = [file for file in tmp_path.glob("swanlab/run-*/media/**/*") if file.is_file()]
+    assert any(file.suffix == ".webp" or file.suffix == ".png" for file in files)
+    assert PAGE in [file.read_text(encoding="utf-8") for file in files if file.suffix == ".txt"]
 
 
 def test_mirror_without_its_library_is_refused_with_the_install_line(monkeypatch):

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from unirl.tracking.console import Banner, Change, Console, Pace, Summary, is_live
-from unirl.tracking.lines import Glyphs, duration, sparkline, step_line
+from unirl.tracking.lines import Glyphs, duration, evaluation, sparkline, step_line
 
 UNICODE, ASCII = Glyphs.of("utf-8"), Glyphs.of("ascii")
 METRICS = {
@@ -48,6 +48,23 @@ def test_plain_line_has_the_documented_form():
         " | ratio=1.0000\u00b10.0004 clip=0.00 kl=0.003 zstd=0.06"
         " | 3.1s gen=1.9 rwd=0.4 trn=0.7 syn=0.1 20.6/s | drop=0 mem=1.2G | eta 2m29s"
     )
+
+
+def test_a_line_of_text_says_how_long_responses_are_and_tokens_per_second():
+    text = METRICS | {
+        "rollout/response_len_mean": 24.6,
+        "rollout/truncated_fraction": 0.125,
+        "throughput/tokens_per_s": 1761.4,
+    }
+    line = step_line("11:21:52", 12, 60, text, 149.0, UNICODE)
+    assert " zstd=0.06 len=25 cut=0.12 | " in line and " 20.6/s 1761tok/s | " in line
+
+
+def test_an_evaluation_says_the_largest_number_of_each_share_of_right_answers():
+    found = {"eval/reward_mean": 0.5, "eval/reward_stderr": 0.031, "eval/avg@16": 0.41, "eval/maj@16": 0.5}
+    found |= {"eval/pass@1": 0.41, "eval/pass@16": 0.9, "eval/pass@2": 0.6}
+    assert evaluation(found) == "reward 0.500 (standard error 0.031), avg@16 0.41, pass@16 0.90, maj@16 0.50"
+    assert evaluation(dict(list(found.items())[:2])) == "reward 0.500 (standard error 0.031)"
 
 
 def test_any_subset_of_metrics_gives_one_line_of_bounded_width():

@@ -20,10 +20,12 @@ from unirl.tracking.pictures import PictureMedia
 from unirl.tracking.run import RunDirectory, RunIdentity, status_of
 from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows
 from unirl.tracking.tables import read_rows
+from unirl.tracking.texts import TextMedia
 from unirl.tracking.tracker import Tracker
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Pictures
+from unirl.types.primitives import Pictures, Texts
 from unirl.types.protocols import Stateful
+from unirl.types.reward import Answer
 
 CLOCKS = ("time/", "mem/", "throughput/")
 
@@ -280,3 +282,67 @@ def test_mirror_learns_where_a_resumed_run_continues_and_no_secret(tmp_path):
         run_steps(target, 4, 4)
     assert mirror.about.resumed_step == 3
     assert "canary" not in str(mirror.about)
+
+
+def evaluation_of_texts(right: int) -> EvalResult:
+    """Two prompts of two samples each, of which the first `right` are right."""
+    answers = tuple(Answer(i < right, "7" if i < right else "8") for i in range(4))
+    pictures = {name: value for name, value in vars(evaluation(0.0)).items() if name != "media"}
+    return EvalResult(
+        **{**pictures, "answers": answers, "facts": tuple({"tokens": i} for i in range(4))},
+        media=Texts(texts=[f"so it is {answer.text}\n```" for answer in answers]),
+    )
+
+
+def steps_of_texts(target: Tracker, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        target.record({"rollout/reward_mean": 0.5, "samples/tokens": 40.0})
+        rows = tuple(SampleRow(sample_id=f"a:{i}", group_id="a", prompt="?", reward=i / 2) for i in range(2))
+        target.samples(step, SampleTable(rows, TextMedia(("one", "two \ud800"))))
+        with target.timers.phase("step"), target.timers.phase("generate"):
+            pass
+        target.log_step(step)
+        target.eval(step, evaluation_of_texts(step))
+        target.flush()
+
+
+def test_samples_and_evaluations_of_text_have_their_pages_and_come_back_after_a_kill(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    stream = io.StringIO()
+    with tracker(whole, console=Console(3, stream, {})) as target:
+        target.eval(0, evaluation_of_texts(0))
+        steps_of_texts(target, 1, 3)
+        changes = {change.name: (change.start, change.end) for change in target.changes()}
+        pages = dict(target.pages())
+    assert changes["eval/avg@2"] == (0.0, 0.75) and changes["eval/pass@2"] == (0.0, 1.0)
+    assert "eval after step 3: reward 0.250 (standard error 0.100), avg@2 0.75, pass@2 1.00, maj@2 0.75" in (
+        stream.getvalue()
+    )
+    assert pages["before/after"] == str(whole / "eval/step-000003/before_after.md")
+    assert pages["samples"] == str(whole / "samples/step-000003")
+    names = {name for name in content(whole) if "step-000003" in name}
+    assert names == {
+        *(f"eval/step-000003/{name}" for name in ("scores.json", "samples.md", "before_after.md")),
+        *(f"samples/step-000003/{name}" for name in ("manifest.jsonl", "samples.md")),
+    }
+    row = next(read_rows(whole / "metrics.jsonl"))
+    assert row["throughput/tokens_per_s"] == 40.0 / row["time/step"]
+    assert row["throughput/generated_tokens_per_s"] == 40.0 / row["time/generate"]
+
+    first = tracker(killed)
+    first.eval(0, evaluation_of_texts(0))
+    steps_of_texts(first, 1, 2)
+    abandon(first, HALF_JSON)
+    with tracker(killed) as second:
+        second.truncate(1)
+        steps_of_texts(second, 2, 3)
+    assert content(killed) == content(whole)
+
+
+def test_pictures_before_and_texts_after_are_not_set_side_by_side(tmp_path):
+    stream = io.StringIO()
+    with tracker(tmp_path / "r", console=Console(1, stream, {})) as target:
+        target.eval(0, evaluation(0.0))
+        target.eval(1, evaluation_of_texts(1))
+    assert "warning: no before/after page" in stream.getvalue()
+    assert not list(tmp_path.glob("r/eval/*/before_after.*"))

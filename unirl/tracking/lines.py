@@ -93,8 +93,9 @@ def keeping(metrics: Mapping[str, float]) -> str:
 def evaluation(metrics: Mapping[str, float]) -> str:
     """`reward 0.412 (standard error 0.031), avg@4 0.41, pass@4 0.72, maj@4 0.50`: of each the largest number."""
     found = f"reward {metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
-    shares = {start: name for start in ACCURACIES for name in metrics if name.startswith(start)}
-    return ", ".join([found, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in shares.values())])
+    of_each = [[name for name in metrics if name.startswith(start)] for start in ACCURACIES]
+    shares = [max(names, key=lambda name: int(name.rpartition("@")[2])) for names in of_each if names]
+    return ", ".join([found, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in shares)])
 
 
 def duration(seconds: float) -> str:

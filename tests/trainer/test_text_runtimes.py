@@ -1,0 +1,126 @@
+"""A run of text, however it is placed: the same tokens from the first rollout on, the same weights at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.source_tree import ROOT
+from unirl.config.load import load
+from unirl.config.preflight import preflight
+from unirl.trainer import build
+
+STEPS = 2
+RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
+COMMON = (
+    f"num_rollouts={STEPS}",
+    "save_interval=0",
+    "tracking.sample_steps=0",
+    "evaluation.eval_steps=0",
+    "stack.num_updates_per_batch=2",
+    "stack.micro_batch_size=1",
+)
+LORA = "backend.lora_cfg={rank: 4, alpha: 8}"
+REPLICA = (
+    "rollout={_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine, forward_batch_size: 6}",
+    "sync={_target_: unirl.distributed.weight_sync.sync.EngineSync}",
+)
+SEPARATE = (*REPLICA, "placement={train: 0, rollout: 1}", "num_devices=2")
+LOCAL = {"colocate": (*REPLICA, "runtime=local"), "separate": (*SEPARATE, "runtime=local")}
+ON_RAY = {
+    "trainside": ("num_devices=2",),
+    "colocate": (*REPLICA, "num_devices=2"),
+    "shared_buffer": (*REPLICA, "num_devices=1", "sync.transport=cuda_ipc"),
+    "broadcast": (*SEPARATE, "sync.transport=broadcast"),
+    "object_store": (*SEPARATE, "sync.transport=ray"),
+}
+
+
+@dataclass
+class Outcome:
+    """What a run made: of every step the responses, their log-probs and rewards; and the final weights."""
+
+    texts: list[list[str]]
+    logp: list[Tensor]
+    rewards: list[Tensor]
+    weights: dict[str, Tensor]
+
+
+def run(folder: Path, *overrides: str) -> Outcome:
+    loaded = load(RECIPE, [*COMMON, f"run.dir={folder}", *overrides])
+    preflight(loaded)
+    trainer = build.build_trainer(loaded)
+    made = Outcome([], [], [], {})
+    produce = trainer.produce
+
+    def watched(step: int):
+        resp = produce(step)
+        track = resp.tracks["text"]
+        made.texts.append(list(track.decoded.texts))
+        made.logp.append(track.segment.logp)
+        made.rewards.append(track.rewards)
+        return resp
+
+    trainer.produce = watched
+    try:
+        with trainer.tracker:
+            trainer.train()
+            made.weights = dict(trainer.roles.backend.gather())
+    finally:
+        trainer.parts.pool.clear()
+    return made
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    for step in range(STEPS):
+        assert found.texts[step] == expected.texts[step], f"responses of step {step}"
+        assert torch.equal(found.rewards[step], expected.rewards[step]), f"rewards of step {step}"
+    assert torch.equal(found.logp[0], expected.logp[0])
+    assert torch.allclose(found.logp[-1], expected.logp[-1], atol=1e-4, rtol=0)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        gap = (found.weights[name] - weight).abs().max() / weight.abs().max().clamp(min=1e-12)
+        assert gap <= 1e-4, f"{name}: {gap:.2g}"
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trainside(tmp_path_factory) -> dict[str, Outcome]:
+    """The runs in this process on the trained weights themselves, which all others must equal."""
+    folder = tmp_path_factory.mktemp("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        torch.set_num_threads(1)
+        return {"lora": run(folder / "lora", LORA), "full": run(folder / "full")}
+
+
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("layout", LOCAL)
+def test_an_engine_of_its_own_changes_no_token_in_one_process(layout, tune, trainside, tmp_path) -> None:
+    assert_same(run(tmp_path, *LOCAL[layout], *([LORA] if tune == "lora" else [])), trainside[tune])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("layout", ON_RAY)
+def test_workers_and_the_way_that_weights_take_change_no_token(layout, tune, trainside, workers, tmp_path) -> None:
+    settings = (*ON_RAY[layout], "runtime=ray", *([LORA] if tune == "lora" else []))
+    assert_same(run(tmp_path, *settings), trainside[tune])
+
+
+def test_training_moved_the_weights(trainside) -> None:
+    for made in trainside.values():
+        assert made.texts[0] != made.texts[-1]
+        assert not torch.equal(made.logp[0][:4], made.logp[-1][:4])

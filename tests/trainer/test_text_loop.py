@@ -166,6 +166,19 @@ def test_settings_of_another_domain_are_refused_by_name(recipe, overrides, said)
         checked(*overrides, recipe=recipe)
 
 
+@pytest.mark.slow
+def test_two_workers_say_the_same_and_learn_the_same_to_rounding(finished, tmp_path, workers) -> None:
+    run(tmp_path, "runtime=ray", "num_devices=2", "evaluation.eval_steps=2")
+    for step in (0, 2):
+        ours, theirs = (
+            [(row["sample_id"], row["text"]) for row in scores_of(folder, step)["samples"]]
+            for folder in (finished, tmp_path)
+        )
+        assert ours == theirs
+    for one, two in zip(metrics_of(finished), metrics_of(tmp_path), strict=True):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
 # The commands
 
 

@@ -22,6 +22,8 @@ from tests.models.texts import (
     textbook_logp,
 )
 from unirl.config.errors import DivergenceError
+from unirl.models import decoding
+from unirl.models import slots as slots_module
 from unirl.models.autoregressive import ARStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import ARSamplingParams
@@ -163,6 +165,46 @@ def test_weights_that_are_not_finite_stop_the_rollout_by_name(stage: ARStage) ->
         broken.network.get_submodule("model").norm.weight[0] = torch.nan  # type: ignore[union-attr, index]
     with pytest.raises(DivergenceError, match=r"token 0 of row0 the log-prob nan"):
         sampled(broken, prompts_of_lengths([5]), PARAMS)
+
+
+def test_prompts_that_are_read_in_several_forwards_change_no_bit(
+    stage: ARStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conditions = prompts_of_lengths(PROMPTS)
+    whole = sampled(stage, conditions, PARAMS, 6)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 42)
+    assert_same(sampled(stage, conditions, PARAMS, 6), whole)
+
+
+@pytest.mark.parametrize("slots", [2, 6])
+def test_drawing_ahead_of_the_driver_changes_no_bit(
+    stage: ARStage, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """As on an accelerator: several tokens are drawn before it is seen that a row has ended."""
+    conditions = prompts_of_lengths(PROMPTS)
+    params = replace(PARAMS, min_new_tokens=3)
+    whole = sampled(stage, conditions, params, slots)
+    looks: list[int] = []
+
+    def ahead(self: decoding.Decoding) -> int:
+        looks.append(min(8, *(40 - len(r.tokens) for r in self.seats if r is not None)))
+        return looks[-1]
+
+    monkeypatch.setattr(decoding.Decoding, "_tokens_ahead", ahead)
+    assert_same(sampled(stage, conditions, params, slots), whole)
+    assert max(looks) == 8
+
+
+def test_one_kernel_for_slots_of_all_lengths_gives_the_same_response(
+    stage: ARStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, to rounding."""
+    conditions = prompts_of_lengths((5, 200, 70, 3))
+    apart = sampled(stage, conditions, PARAMS)
+    by_blocks = slots_module._by_blocks
+    monkeypatch.setattr(slots_module, "_by_blocks", lambda lengths: by_blocks([max(lengths)] * len(lengths)))
+    together = sampled(stage, conditions, PARAMS)
+    assert torch.equal(together.tokens, apart.tokens) and torch.allclose(together.logp, apart.logp, atol=1e-5)
 
 
 # Replay

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from unirl.models import attention
 from unirl.models.attention import PackedRows
 from unirl.models.slots import BLOCK, Prefill, SlotCache, Step
 
@@ -39,6 +41,25 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     together = PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE)
     alone = PackedRows([20])(0, q[7:27], k[7:27], v[7:27], SCALE)
     assert torch.equal(together[7:27], alone)
+
+
+def test_the_kernel_for_ragged_rows_is_told_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator one kernel runs all rows: here a stand-in that does what its documentation says."""
+    import torch.nn.attention.varlen as ragged
+
+    def varlen_attn(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_size):  # type: ignore[no-untyped-def]
+        assert torch.equal(bounds_q, bounds_k) and bounds_q.dtype == torch.int32 and window_size == (-1, 0)
+        assert q.shape == k.shape == v.shape and max_q == max_k == int(bounds_q.diff().max())
+        row = torch.bucketize(torch.arange(len(q)), bounds_q[1:], right=True)
+        seen = (row[:, None] == row) & (torch.arange(len(q))[:, None] >= torch.arange(len(q)))
+        scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+        return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    q, k, v = qkv(30)
+    plain = PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE)
+    monkeypatch.setattr(ragged, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "has_varlen", lambda query: True)
+    assert torch.allclose(PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE), plain, atol=1e-6)
 
 
 def steps(cache: SlotCache, first: list[int], count: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:

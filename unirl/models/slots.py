@@ -28,12 +28,14 @@ class SlotCache:
         if tokens <= self.capacity:
             return
         capacity = round_up(max(tokens, self.capacity * 3 // 2), BLOCK)
-        self.layers = {i: (_wider(k, capacity), _wider(v, capacity)) for i, (k, v) in self.layers.items()}
+        for layer, (keys, values) in self.layers.items():  # one after another: twice the memory of a layer, not of all
+            self.layers[layer] = (_wider(keys, capacity), _wider(values, capacity))
         self.capacity = capacity
 
     def keep(self, slots: Sequence[int]) -> None:
         """Give up all but `slots`."""
-        self.layers = {i: (k[list(slots)], v[list(slots)]) for i, (k, v) in self.layers.items()}
+        for layer, (keys, values) in self.layers.items():
+            self.layers[layer] = (keys[list(slots)], values[list(slots)])
         self.slots = len(slots)
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import unirl
+from tests.source_tree import ROOT
 from unirl.tracking.events import EVENTS, check_event
-from unirl.tracking.metrics import METRICS, check_names, markdown
+from unirl.tracking.metrics import METRICS, check_names, markdown, page
 
 NAMESPACES = {"rollout", "reward", "train", "eval", "env", "time", "sync", "samples", "throughput", "mem", "queue"}
 SOURCES = sorted(Path(unirl.__file__).parent.rglob("*.py"))
@@ -72,3 +73,7 @@ def test_unknown_events_are_refused_with_the_nearest():
         check_event(name)
     with pytest.raises(ValueError, match=r"unknown event 'ckpt.comit'\. Did you mean 'ckpt.commit'"):
         check_event("ckpt.comit")
+
+
+def test_the_page_of_the_documents_is_the_table_as_it_is():
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page()

@@ -144,8 +144,26 @@ def check_names(names: Iterable[str], tracks: tuple[str, ...] = ()) -> None:
             raise ValueError(f"unknown metric {name!r}.{_nearest(name)} Add it with its meaning to tracking/metrics.py")
 
 
+PAGE = """\
+<!-- Written by a program, not by hand: .venv/bin/python -m unirl.tracking.metrics > docs/metrics.md -->
+# What a run writes down, by name
+
+A step's numbers are a line of `metrics.jsonl` and `metrics.csv`, an evaluation's a line of `eval_metrics.csv`; no other
+name is accepted. `<word>` stands for a word, such as a reward's. Times are seconds, memory is GiB, log-probs are nats.
+All but `time/`, `throughput/`, `mem/` and `queue/` are the same, bit for bit, in a run that was killed and resumed.
+With several tracks, the track's name stands before what belongs to it: `text/rollout/reward_mean`. The other files of a
+run are described in [unirl/tracking](../unirl/tracking/README.md).
+
+"""
+
+
+def page() -> str:
+    """The page of the documents that lists every name."""
+    return PAGE + markdown()
+
+
 def markdown() -> str:
-    """The table, for the documents."""
+    """The table of all names."""
     lines = [f"| `{metric.name}` | {metric.meaning} |" for metric in METRICS]
     return "\n".join(["| metric | meaning |", "|---|---|", *lines]) + "\n"
 
@@ -158,3 +176,7 @@ def _matches(name: str) -> bool:
 def _nearest(name: str) -> str:
     close = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

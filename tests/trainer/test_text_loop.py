@@ -12,7 +12,7 @@ import pytest
 from tests.run_files import metrics_of
 from tests.source_tree import ROOT
 from unirl.cli.main import main
-from unirl.config.errors import ConfigError, Preempted
+from unirl.config.errors import ConfigError, DataError, Preempted
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.tracking.kinds import read_samples
@@ -145,6 +145,13 @@ def test_evaluation_samples_by_its_own_settings(tmp_path) -> None:
     assert texts.media.texts[::2] == texts.media.texts[1::2], "greedy siblings are equal"
     assert all(fact["tokens"] <= 3 for fact in texts.facts)
     assert set(texts.metrics()) >= {"eval/avg@2", "eval/pass@2"} and "eval/pass@4" not in texts.metrics()
+
+
+def test_prompts_about_pictures_are_refused_before_the_first_step_by_a_model_that_does_not_see(tmp_path) -> None:
+    trainer = trainer_of(tmp_path, "data_source.data_path=datasets/shapes_qa/train_choices.jsonl")
+    with pytest.raises(DataError, match="carries an image condition"), trainer.tracker:
+        trainer.train()
+    assert not (tmp_path / "ledger.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,11 @@ class Trainer(ABC, Generic[SamplingT]):
             self.finish_step()
 
     def _check_prompts(self) -> None:
-        """Whether every prompt of this run can be scored, before an hour of it has passed."""
+        """Whether every prompt of this run can be taken and scored, before an hour of it has passed."""
         prompts = [*self.parts.data.prompts]
         if self.config.evaluation.enabled:
             prompts += self.parts.data.eval_prompts(self.config.evaluation.max_prompts)
+        self.primitives(prompts)
         self.roles.reward.check_prompts(
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
@@ -290,7 +291,7 @@ class Trainer(ABC, Generic[SamplingT]):
             )
 
     def _pass_parity_gate(self, track: RolloutTrack) -> None:
-        """Before the first update of this process: the ratio of every denoising step, judged."""
+        """Before the first update of this process: the ratio of every log-prob that was recorded, judged."""
         gate = self.parts.parity
         if gate is None or self.parity_known:
             return

@@ -259,6 +259,32 @@ def test_lambda_zero_is_the_temporal_difference_error() -> None:
         assert credit.advantages[tokens].tolist() == pytest.approx(errors, rel=1e-12, abs=1e-12)
 
 
+def test_a_cut_response_is_followed_by_the_value_of_its_last_state() -> None:
+    """Its last token is where V is read: those before it are credited as if the episode went on from there."""
+    algorithm = ARPPO(gamma=0.9, lam=0.7, outcome="rewards", bootstrap_truncated=True)
+    _, track = judged(1)
+    finished = torch.arange(len(track)) % 2 == 1
+    cut = track.replace(segment=track.segment.replace(finished=finished))
+    credit, counts = credit_of(algorithm, cut)
+    plain, _ = credit_of(replace(algorithm, bootstrap_truncated=False), cut)
+    seen = 0
+    for tokens, rewards, old in alone(algorithm, track):
+        row = int((track.segment.offsets <= tokens[0]).sum()) - 1
+        if finished[row]:
+            assert torch.equal(credit.advantages[tokens], plain.advantages[tokens])
+            continue
+        seen += len(tokens) > 2
+        want, following = 0.0, old[-1]
+        for i in range(len(tokens) - 2, -1, -1):
+            earned = rewards[-1] if i == len(tokens) - 2 else 0.0
+            want = earned + 0.9 * following - old[i] + 0.9 * 0.7 * want
+            following = old[i]
+            assert float(credit.advantages[tokens[i]]) == pytest.approx(want, rel=1e-12, abs=1e-12)
+            assert float(credit.returns[tokens[i]]) == pytest.approx(want + old[i], rel=1e-12, abs=1e-12)
+        assert float(credit.advantages[tokens[-1]]) == 0.0 and float(credit.returns[tokens[-1]]) == old[-1]
+    assert seen >= 2 and not credit.advantages[~counts].any()
+
+
 def test_an_outcome_without_discount_or_price_is_worth_itself_less_each_value() -> None:
     algorithm = ARPPO(lam=1.0, outcome="rewards")
     _, track = judged(2)

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.gae import Moments, Packing, Steps, gae, outcome_rewards, value_loss, value_metrics, whitened
+from unirl.algorithms.gae import (
+    Moments,
+    Packing,
+    Steps,
+    explained_variance,
+    gae,
+    outcome_rewards,
+    value_loss,
+    value_metrics,
+    whitened,
+)
 from unirl.types.results import merge, values
 
 
@@ -203,3 +213,17 @@ def test_explained_variance_follows_from_the_metrics_of_any_cut() -> None:
     share = 1 - (found["train/value_error_std"] / found["train/return_std"]) ** 2
     assert share == pytest.approx(float(explained), abs=1e-4)
     assert found["train/value_loss"] == pytest.approx(float(losses[kept].mean()), rel=1e-5)
+
+
+def test_explained_variance_is_the_textbook_share_and_absent_where_nothing_varies() -> None:
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(50, generator=generator, dtype=torch.float64)
+    said = returns + 0.5 * torch.randn(50, generator=generator, dtype=torch.float64)
+    weights = torch.ones(50, dtype=torch.float64)
+    pieces = zip(said.split(7), returns.split(7), weights.split(7), strict=True)
+    parts = [value_metrics(v, r, r, w) for v, r, w in pieces]
+    found = explained_variance(values(merge(parts)))
+    want = 1 - float((returns - said).var(correction=0) / returns.var(correction=0))
+    assert found == {"train/explained_variance": pytest.approx(want)}
+    flat = value_metrics(said, torch.ones(50, dtype=torch.float64), returns, weights)
+    assert explained_variance(values(flat)) == {} and explained_variance({}) == {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.algorithms.ragged import ragged
+from tests.algorithms.ragged import assert_same_gradient, ragged, sequences, value
 from unirl.algorithms.ar_cispo import CISPO
 from unirl.algorithms.ar_dppo import CPPO, DPPO
 from unirl.algorithms.ar_drpo import DRPO
@@ -16,7 +16,7 @@ from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.mismatch import TokenTIS
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.tokens import TokenAlgorithm, drift_metrics
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError
 from unirl.tracking.metrics import check_names
@@ -97,6 +97,41 @@ def test_parity_is_the_largest_gap_among_tokens_that_count() -> None:
     assert found["rollout/parity_absdiff_max"].value == pytest.approx(0.25)
     empty = rows.select([2])
     assert ARGRPO().parity(empty, (0,), {"logp": torch.zeros(0)})["rollout/parity_absdiff_max"].value == 0.0
+
+
+def test_drift_is_the_mean_gap_and_the_divergence_of_the_engine_from_the_replay() -> None:
+    stage, track = ragged(0)
+    own = stage.logp.detach()
+    metrics = ARGRPO().parity(track, (0,), {"logp": own})
+    gaps = [
+        (row.engine - row.new.detach(), row.weight)
+        for row in sequences(stage, track)
+        if row.weight > 0 and len(row.new)
+    ]
+    tokens = sum(weight * len(gap) for gap, weight in gaps)
+    mean = sum(weight * float(gap.abs().sum()) for gap, weight in gaps) / tokens
+    kl = sum(weight * float((gap.neg().exp() - 1 + gap).sum()) for gap, weight in gaps) / tokens
+    assert metrics["rollout/parity_absdiff_mean"].value == pytest.approx(mean)
+    assert metrics["rollout/parity_kl"].value == pytest.approx(kl) and kl > 0
+
+
+def test_drift_estimates_the_divergence_between_engine_and_trainer() -> None:
+    """On all tokens of two categoricals, each as often as the engine draws it."""
+    engine, trainer = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.4, 0.35, 0.25]))
+    metrics = drift_metrics(engine - trainer, engine.exp())
+    assert metrics["rollout/parity_kl"].value == pytest.approx(float((engine.exp() * (engine - trainer)).sum()))
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_no_token_of_a_cut_response_counts_where_these_are_masked(mode: Any) -> None:
+    stage, track = ragged(0)
+    finished = torch.arange(len(track)) % 2 == 0
+    cut = track.replace(segment=track.segment.replace(finished=finished))
+    blank = track.segment.loss_mask & finished.repeat_interleave(track.segment.lengths)
+    want = track.replace(segment=track.segment.replace(loss_mask=blank))
+    have = value(ARGRPO(mask_truncated=True, loss_agg_mode=mode), stage, cut)
+    assert_same_gradient(stage, have, value(ARGRPO(loss_agg_mode=mode), stage, want))
+    assert not torch.equal(have, value(ARGRPO(loss_agg_mode=mode), stage, cut))
 
 
 def written(options: Mapping[str, Any]) -> Any:

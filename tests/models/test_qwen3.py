@@ -134,6 +134,26 @@ def test_damaged_weights_are_refused(directory: Path, tmp_path: Path) -> None:
         Qwen3Bundle(path=path, dtype="fp32")
 
 
+def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path, tmp_path: Path) -> None:
+    """transformers would draw it at random."""
+    from safetensors.torch import load_file, save_file
+
+    path = broken(directory, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"1 weights of the model in .* are missing: model\.layers\.1\.mlp\.up_proj"):
+        Qwen3Bundle(path=path, dtype="fp32")
+
+
+def test_a_directory_without_a_tokenizer_is_refused(directory: Path, tmp_path: Path) -> None:
+    path = broken(directory, tmp_path)
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"cannot load the tokenizer in"):
+        Qwen3Bundle(path=path, dtype="fp32")
+
+
 # The way out
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from unirl.config.errors import DataError
@@ -16,6 +18,9 @@ from unirl.models.chat import TextCodec
 from unirl.models.hub import NOT_FOUND
 from unirl.models.tools import ToolBox
 from unirl.types.facts import LanguageFacts
+
+VOCABULARIES = ("tokenizer.json", "vocab.json")
+"""Files of which a tokenizer needs one."""
 
 
 class LanguageBundle(Bundle, ABC):
@@ -42,6 +47,42 @@ class LanguageBundle(Bundle, ABC):
     @abstractmethod
     def untrained(self) -> nn.Module:
         """A second network on the CPU, of transformers' own class, with the checkpoint's weights."""
+
+
+def load_network(kind: Any, root: Path, dtype: torch.dtype) -> nn.Module:
+    """The network in `root`, of the class `kind` of transformers. Raises DataError unless every weight is there."""
+    try:
+        network, found = kind.from_pretrained(root, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # The libraries raise these four for missing, cut and foreign weight files.
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"cannot load the model in {root}: {reason}. Download it again", NOT_FOUND) from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise DataError(
+            f"{len(missing)} weights of the model in {root} are missing: {', '.join(missing[:5])}. Download it again",
+            NOT_FOUND,
+        )
+    loaded: nn.Module = network
+    return loaded
+
+
+def load_tokenizer(root: Path) -> Any:
+    """The tokenizer in `root`."""
+    from transformers import AutoTokenizer
+
+    # Without any of these files the library makes a tokenizer that knows no word.
+    if not any((root / name).is_file() for name in VOCABULARIES):
+        raise DataError(
+            f"cannot load the tokenizer in {root}: it has none of {', '.join(VOCABULARIES)}. Give the folder that "
+            "`tokenizer.save_pretrained` wrote, too",
+            NOT_FOUND,
+        )
+    try:
+        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+    except (OSError, ValueError) as error:  # raised for files that are missing or are not what they should be
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"cannot load the tokenizer in {root}: {reason}. Download it again", NOT_FOUND) from error
 
 
 def end_tokens(tokenizer: Any, *configs: Mapping[str, Any]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from unirl.config.errors import DataError
@@ -15,7 +14,7 @@ from unirl.models.base import chosen
 from unirl.models.chat import TextCodec
 from unirl.models.estimate import ModelEstimate, language_estimate
 from unirl.models.hub import NOT_FOUND, language_directory, read_json
-from unirl.models.language import LanguageBundle, end_tokens, require_vocabulary
+from unirl.models.language import LanguageBundle, end_tokens, load_network, load_tokenizer, require_vocabulary
 from unirl.models.quiet import quiet_libraries
 from unirl.models.qwen3.toy import SEED, TOY, toy_tokenizer
 from unirl.models.saved import LANGUAGE_WEIGHTS, ModuleWeights, SafetensorsWeights, SavedWeights
@@ -100,14 +99,7 @@ class Qwen3Bundle(LanguageBundle):
     def _load(self, kind: Any, dtype: torch.dtype) -> nn.Module:
         if self.path == "toy":
             return random_network(kind, self._transformers_config(), SEED).to(dtype)
-        root = directory_of(self.path, self.revision)
-        try:
-            network: nn.Module = kind.from_pretrained(root, dtype=dtype, local_files_only=True)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            # The libraries raise these four for missing, cut and foreign weight files.
-            reason = str(error).strip().splitlines()[0]
-            raise DataError(f"cannot load the model in {root}: {reason}. Download it again", NOT_FOUND) from error
-        return network
+        return load_network(kind, directory_of(self.path, self.revision), dtype)
 
     def _empty(self, dtype: torch.dtype) -> nn.Module:
         """The network whose parameters have no storage; its computed buffers have theirs."""
@@ -129,11 +121,8 @@ class Qwen3Bundle(LanguageBundle):
         if self.path == "toy":
             tokenizer, generation = toy_tokenizer(), {}
         else:
-            from transformers import AutoTokenizer
-
             root = directory_of(self.path, self.revision)
-            tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True)
-            file = root / "generation_config.json"
+            tokenizer, file = load_tokenizer(root), root / "generation_config.json"
             generation = read_json(file) if file.is_file() else {}
         require_vocabulary(tokenizer, facts, self.path)
         return TextCodec(tokenizer, end_tokens(tokenizer, self.config, generation))

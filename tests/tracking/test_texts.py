@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,14 @@ def test_texts_and_their_kind_come_from_what_an_engine_shows() -> None:
     assert media_of(Texts(texts=["a", "b"])) == TextMedia(("a", "b"))
     with pytest.raises(TypeError, match=r"tracking/kinds\.py"):
         media_of(Path("."))  # type: ignore[arg-type]
+
+
+def test_a_prompt_about_pictures_names_them_and_keeps_them(tmp_path) -> None:
+    plain = table(("a", "b"))
+    rows = tuple(replace(row, pictures=("set/p 1.png", "x`y.png")) for row in plain.rows)
+    saved = SampleTable(rows, plain.media).saved(tmp_path)
+    write_manifest(saved, tmp_path / "manifest.jsonl")
+    found = read_samples(list(manifest_rows(tmp_path / "manifest.jsonl")), tmp_path)
+    assert found.rows[0].pictures == ("set/p 1.png", "x`y.png")
+    for page in (samples_page(found, "t"), before_after_page(found, found, ("before", "after"))):
+        assert page.count("About `set/p 1.png`, ``x`y.png``") == 1

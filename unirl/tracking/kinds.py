@@ -41,6 +41,7 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
             sample_id=result.sample_ids[i],
             group_id=result.group_ids[i],
             prompt=result.prompts[i],
+            pictures=result.pictures[i] if result.pictures else (),
             reward=reward,
             rewards={name: values[i] for name, values in scores.items()},
             facts=result.facts_of(i),
@@ -59,4 +60,5 @@ def read_samples(rows: Sequence[Mapping[str, Any]], folder: Path) -> SampleTable
 def _row(entry: Mapping[str, Any]) -> SampleRow:
     """A number that JSON has no word for is kept as a text."""
     scores = {name: float(score) for name, score in entry["rewards"].items()}
-    return SampleRow(**{**entry, "reward": float(entry["reward"]), "rewards": scores})
+    pictures = tuple(entry.get("pictures", ()))
+    return SampleRow(**{**entry, "reward": float(entry["reward"]), "rewards": scores, "pictures": pictures})

@@ -42,9 +42,9 @@ def visible(text: str) -> str:
     return "".join(c if c in "\n\t" or _has_glyph(c) else f"<U+{ord(c):04X}>" for c in text.replace("\r\n", "\n"))
 
 
-def inline(text: str) -> str:
+def inline(text: str, limit: int = MAX_INLINE) -> str:
     """A short text within a line, as code."""
-    said = printable(text).strip()[:MAX_INLINE]
+    said = printable(text).strip()[:limit]
     longest = max((len(run) for run in re.findall("`+", said)), default=0)
     fence, pad = "`" * (longest + 1), " " if said[:1] == "`" or said[-1:] == "`" else ""
     return f"{fence}{pad}{said}{pad}{fence}" if said else ""

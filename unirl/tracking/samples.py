@@ -22,6 +22,8 @@ class SampleRow:
     sample_id: str
     group_id: str
     prompt: str
+    pictures: tuple[str, ...] = ()
+    """Where the pictures lie that the prompt is about."""
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Component scores by name."""
@@ -45,6 +47,7 @@ class SampleGroup:
 
     group_id: str
     prompt: str
+    pictures: tuple[str, ...]
     rows: tuple[int, ...]
     rewards: tuple[float, ...]
 
@@ -151,7 +154,8 @@ class SampleTable(Generic[MediaT]):
 
     def _group(self, rows: list[int]) -> SampleGroup:
         first = self.rows[rows[0]]
-        return SampleGroup(first.group_id, first.prompt, tuple(rows), tuple(self.rows[row].reward for row in rows))
+        rewards = tuple(self.rows[row].reward for row in rows)
+        return SampleGroup(first.group_id, first.prompt, first.pictures, tuple(rows), rewards)
 
     def saved(self, folder: Path) -> SampleTable[MediaT]:
         """Writes the media as `p03-s05` (prompt 3, sample 5) and so on; gives back the table that says where they are.

@@ -32,6 +32,8 @@ MAX_GROUPS = 64
 MAX_PER_GROUP = 16
 MAX_PAIRS = 4
 """Samples of a prompt that stand before and after."""
+LONGEST_PATH = 500
+"""Characters of the place of a picture."""
 MIRRORED_CHARACTERS = 50_000
 MAX_LINES, LINE = 32, 160
 """Texts that a console shows, and the characters of each."""
@@ -103,7 +105,7 @@ def samples_page(table: SampleTable[TextMedia], title: str) -> str:
     summary = f"Mean reward {table.mean_reward:.3f} of {len(table.rows)} samples for {len(groups)} prompts, best first"
     parts = [f"# {title}\n\n{summary}{_more(len(shown), len(groups))}.\n\n"]
     for number, group in enumerate(shown):
-        parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{block(group.prompt, limit)}")
+        parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{_asked(group, limit)}")
         for place, row in enumerate(group.best_first()[:MAX_PER_GROUP]):
             parts.append(_sample(table, row, f"Sample {place + 1} of {len(group.rows)}", limit))
     return "".join(parts)
@@ -116,11 +118,16 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
     limit = _room(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
     parts = [f"# Before and after training\n\n{_rise(pairs)}{_more(len(shown), len(pairs))}.\n\n"]
     for number, (old, new) in enumerate(shown):
-        parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{block(new.prompt, limit)}")
+        parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{_asked(new, limit)}")
         for place, rows in enumerate(list(zip(old.rows, new.rows, strict=False))[:MAX_PAIRS]):
             for table, row, side in zip((before, after), rows, sides, strict=True):
                 parts.append(_sample(table, row, f"{side[:1].upper()}{side[1:]}, sample {place + 1}", limit))
     return "".join(parts)
+
+
+def _asked(group: SampleGroup, limit: int) -> str:
+    about = ", ".join(inline(picture, LONGEST_PATH) for picture in group.pictures)
+    return block(group.prompt, limit) + (f"About {about}\n\n" if about else "")
 
 
 def known_of(row: SampleRow) -> str:

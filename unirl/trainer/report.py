@@ -56,13 +56,14 @@ def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
 def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[SampleRow, ...]:
     """What is known of each row of `track`, which is called so; the request's rows are the same."""
     assert track.rewards is not None and track.advantages is not None
-    facts = track.segment.facts()
+    facts, prompts, pictures = track.segment.facts(), req.prompts(), req.pictures()
     components = {**(track.component_rewards or {}), **(track.watched_rewards or {})}
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
             group_id=track.group_ids[i],
-            prompt=req.prompts()[i],
+            prompt=prompts[i],
+            pictures=pictures[i],
             reward=float(track.rewards[i]),
             rewards={name: float(scores[i]) for name, scores in components.items()},
             advantage=float(track.advantages[i]),
@@ -106,6 +107,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], P
         sample_ids=tuple(track.sample_ids),
         group_ids=tuple(track.group_ids),
         prompts=tuple(req.prompts()),
+        pictures=tuple(req.pictures()),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
         watched=dict(track.watched_rewards or {}),

@@ -24,6 +24,8 @@ class EvalResult:
     rewards: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
     media: Preview
+    pictures: tuple[tuple[str, ...], ...] = ()
+    """Where the pictures lie that each prompt is about; () = none is about any."""
     watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
     answers: tuple[Answer | None, ...] | None = None
     """What each sample answers, where the reward is about right answers."""

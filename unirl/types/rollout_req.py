@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unirl.types.batch import Batch, row, shared
-from unirl.types.primitives import MediaRef, MediaRefs, Texts
+from unirl.types.primitives import MediaRef, MediaRefs, PromptImages, Texts
 from unirl.types.sampling import Sampling, SamplingT, sampling_as
 
 Purpose = Literal["r", "eval"]
@@ -55,6 +55,13 @@ class RolloutReq(Batch):
         texts = self.primitives["text"]
         assert isinstance(texts, Texts)
         return texts.texts
+
+    def pictures(self) -> list[tuple[str, ...]]:
+        """Where the pictures lie that the prompt of each row is about; () = it is about none."""
+        images = self.primitives.get("images")
+        if not isinstance(images, PromptImages):
+            return [()] * len(self)
+        return [tuple(ref.uri for ref in refs) for refs in images.refs]
 
     def expand(self, times: int) -> RolloutReq:
         """Every row `times` times, siblings adjacent, with sample ids `{group id}:{j}`."""

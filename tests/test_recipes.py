@@ -119,6 +119,11 @@ PUBLISHED = {
     "llm/qwen3_grpo_4b_base_dapo": CENTRED
     | {"algorithm._target_": "unirl.algorithms.ar_grpo.ARGRPO", "algorithm.old_logp_source": "rollout"}
     | {"algorithm.clip_range": 0.2, "algorithm.clip_range_high": 0.28, "algorithm.loss_agg_mode": "token-mean"},
+    "llm/qwen3_dapo_4b_base": DAPO
+    | {"batch_size": 512, "sampling.samples_per_prompt": 16, "stack.num_updates_per_batch": 16}
+    | {"sampling.max_new_tokens": 20480, "refill.max_draws": 10, "advantage.std": "group"}
+    | {"algorithm.clip_range": 0.2, "algorithm.clip_range_high": 0.28, "algorithm.loss_agg_mode": "token-mean"}
+    | {"reward.backend.config.truncated": "soft", "reward.backend.config.buffer": 4096},
     "llm/qwen3_gspo_4b_base_dapo": DAPO
     | {"algorithm._target_": "unirl.algorithms.ar_gspo.GSPO", "advantage.std": "group"}
     | {"algorithm.clip_range": 3e-4, "algorithm.clip_range_high": 4e-4},

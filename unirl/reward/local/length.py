@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class LengthSpec:
     """soft: the penalty begins so many tokens before the limit."""
     factor: float = 1.0
     """soft: the penalty at the limit."""
+
+    toy: ClassVar[Mapping[str, object]] = {"buffer": 4}
 
     def __post_init__(self) -> None:
         if self.buffer < 1:

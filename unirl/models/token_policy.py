@@ -64,7 +64,8 @@ class Logits:
 class Likelihood:
     """logp [M] of `targets` after the tokens `at`, nats, fp32; entropy [M] and hidden [M, D] where these are wanted.
 
-    The head runs over some hidden states at a time, and again in the backward pass: [N, V] never exists.
+    Where not all logits fit at once, the head runs over some hidden states at a time, and again in the backward pass:
+    [N, V] never exists.
     """
 
     at: Tensor  # [M] int64
@@ -79,11 +80,12 @@ class Likelihood:
     def __call__(self, project: Project, hidden: Tensor) -> Answers:
         states = hidden[self.at]
         size = round_up(max(LOGITS_AT_ONCE // self.vocab_size, 1), self.multiple)
-        pieces = [self._piece(project, s, t) for s, t in zip(states.split(size), self.targets.split(size), strict=True)]
+        compute = self._densities if len(states) <= size else self._again_in_backward
+        pieces = [compute(project, s, t) for s, t in zip(states.split(size), self.targets.split(size), strict=True)]
         found = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
         return found | ({"hidden": states} if self.hidden else {})
 
-    def _piece(self, project: Project, states: Tensor, targets: Tensor) -> Answers:
+    def _again_in_backward(self, project: Project, states: Tensor, targets: Tensor) -> Answers:
         found: Answers = checkpoint(
             self._densities, project, states, targets, use_reentrant=False, preserve_rng_state=False
         )

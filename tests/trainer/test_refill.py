@@ -211,6 +211,27 @@ def _has_finished(folder: Path, steps: int) -> bool:
     return file.exists() and len(file.read_text().splitlines()) >= steps
 
 
+ENGINE = (
+    "rollout={_target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine, forward_batch_size: 6}",
+    "sync={_target_: unirl.distributed.weight_sync.sync.EngineSync}",
+)
+
+
+@pytest.mark.slow
+def test_an_engine_that_takes_turns_with_the_trainer_draws_the_same(finished, tmp_path) -> None:
+    run(tmp_path, *ENGINE, "runtime=local")
+    assert (tmp_path / "ledger.jsonl").read_text() == (finished / "ledger.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_and_train_the_same_with_rows_dealt_by_length(finished, workers, tmp_path) -> None:
+    run(tmp_path, "num_devices=2", "stack={micro_batch_tokens: 150}")
+    assert (tmp_path / "ledger.jsonl").read_text() == (finished / "ledger.jsonl").read_text()
+    for row, alone in zip(lines(tmp_path / "metrics.jsonl"), lines(finished / "metrics.jsonl"), strict=True):
+        for name in ("rollout/reward_mean", "train/loss", "train/grad_norm", "samples/draws"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), name
+
+
 def test_prompts_that_never_differ_are_said_loudly_and_change_no_weight(tmp_path) -> None:
     run(tmp_path, "num_rollouts=2", "refill.max_draws=2", "reward.backend.ties=3")
     for row in lines(tmp_path / "metrics.jsonl"):

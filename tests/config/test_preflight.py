@@ -43,11 +43,7 @@ def test_the_shipped_recipe_may_start():
         (["evaluation.temperature=0.5"], 2020, "Write ~evaluation.temperature, and set of these"),
         (["sampling={_target_: unirl.types.sampling.ARSamplingParams}"], 2004, "sd3 samples by Diffusion"),
         (["algorithm={_target_: unirl.algorithms.ar_grpo.ARGRPO}"], 2020, "trains what is sampled by ARSamplingParams"),
-        (
-            ["trainer={_target_: unirl.trainer.text.TextTrainer}"],
-            2020,
-            "TextTrainer is for text, and SD3Pipeline makes",
-        ),
+        (["trainer={_target_: unirl.trainer.text.TextTrainer}"], 2020, "TextTrainer is for text, and SD3"),
         (["bundle.path=/no/such/folder"], 4001, "there is no such directory"),
         (["bundle.path=toy2"], 4001, "toy2"),
         (["data_source.data_path=nowhere.txt"], 4002, "DATA_PATH"),
@@ -58,6 +54,12 @@ def test_what_cannot_work_is_refused_with_rule_and_way_out(overrides, code, says
     error = refused(*overrides)
     assert error.code == code
     assert says in str(error)
+
+
+def test_responses_of_evaluations_fit_the_context_too():
+    settings = ["scale=toy", "evaluation.max_new_tokens=2000"]
+    with pytest.raises(ConfigError, match=r"in evaluations, .* \+ max_new_tokens=2000 is more than the 2048 tokens"):
+        preflight(load("llm/qwen3_grpo_4b_base_dapo", settings))
 
 
 def test_a_missing_data_file_is_answered_with_the_most_similar_one(tmp_path):

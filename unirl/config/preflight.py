@@ -301,7 +301,10 @@ def check_model(config: RecipeConfig) -> None:
     if isinstance(config.bundle.schema.owner, KnownModel):
         facts = _known_facts(config.bundle.schema.owner, path, revision)
         if facts is not None:
-            _check_fit(facts, build(config.sampling))
+            sampling: Sampling = build(config.sampling)
+            evaluated = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))
+            _check_fit(facts, sampling)
+            _check_fit(facts, evaluated, "in evaluations, ")
 
 
 def check_model_path(path: str, key: str) -> None:
@@ -309,8 +312,8 @@ def check_model_path(path: str, key: str) -> None:
     spelled_as_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if spelled_as_path and not Path(path).expanduser().is_dir():
         raise DataError(
-            f"{key}.path={path}: there is no such directory. Give one in the diffusers layout, or a hub id, "
-            f"in {key}.path=... or PRETRAINED_MODEL",
+            f"{key}.path={path}: there is no such directory. Give one as diffusers or transformers saves it, or a hub "
+            f"id, in {key}.path=... or PRETRAINED_MODEL",
             code=4001,
         )
 
@@ -325,11 +328,11 @@ def _known_facts(bundle: KnownModel, path: str, revision: str | None) -> ModelFa
         raise
 
 
-def _check_fit(facts: ModelFacts, sampling: Sampling) -> None:
+def _check_fit(facts: ModelFacts, sampling: Sampling, where: str = "") -> None:
     try:
         facts.check(sampling)
     except ValueError as error:
-        raise ConfigError(str(error), code=2004) from error
+        raise ConfigError(f"{where}{error}", code=2004) from error
 
 
 # Files

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from unirl.config.node import Node
 
@@ -60,6 +61,11 @@ class EvaluationConfig:
     def enabled(self) -> bool:
         """Whether this run evaluates."""
         return self.eval_steps > 0
+
+    def settings(self, known: Sequence[str]) -> dict[str, Any]:
+        """What is set of sampling, of the optional keys those that are `known`; the others stay as in training."""
+        optional = {key: vars(self)[key] for key in known if vars(self)[key] is not None}
+        return {"samples_per_prompt": self.samples_per_prompt, "seed": self.seed, **optional}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ QUANTITIES: Mapping[str, Any] = {
     "evaluation.max_prompts": 4,
     "evaluation.samples_per_prompt": 1,
     "evaluation.num_inference_steps": None,
+    "evaluation.max_new_tokens": None,
     "backend.lora_cfg.rank": 4,
     "backend.fsdp_cfg.shard_size": None,
 }

@@ -16,7 +16,7 @@ from unirl.algorithms.kl import KLController
 from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.preflight import needs_of
-from unirl.config.recipe import EvaluationConfig, RecipeConfig
+from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool
@@ -49,7 +49,7 @@ from unirl.types.protocols import DataSource, Moment, State, Stateful
 from unirl.types.results import values
 from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
-from unirl.types.sampling import Sampling, SamplingT
+from unirl.types.sampling import SamplingT
 
 BEHAVIOUR = "old"
 """The snapshot that samples for a loss whose sampler is not the trained policy itself."""
@@ -111,7 +111,7 @@ class Trainer(ABC, Generic[SamplingT]):
         self.config = parts.config
         self.facts: ModelFacts = roles.rollout.facts()
         self.sampling = sampling
-        self.eval_sampling = sampling.for_evaluation(evaluation_settings(sampling, parts.config.evaluation))
+        self.eval_sampling = sampling.for_evaluation(self.config.evaluation.settings(sampling.evaluation_keys))
         self.tracker = parts.tracker
         self.step = 0
         """Steps finished; the number of the step that runs next."""
@@ -473,12 +473,6 @@ class Trainer(ABC, Generic[SamplingT]):
                 f"{checkpoint.path.name} was written in another environment ({', '.join(changed)}): the run continues, "
                 "but its bits may differ from those of an unbroken run"
             )
-
-
-def evaluation_settings(sampling: Sampling, block: EvaluationConfig) -> dict[str, Any]:
-    """What the evaluation block sets of `sampling`; what it leaves out stays as in training."""
-    optional = {key: vars(block)[key] for key in sampling.evaluation_keys if vars(block)[key] is not None}
-    return {"samples_per_prompt": block.samples_per_prompt, "seed": block.seed, **optional}
 
 
 def write_json(path: Path, state: State) -> None:

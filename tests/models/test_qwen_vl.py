@@ -363,6 +363,16 @@ def test_a_directory_is_the_model_that_was_saved_and_its_files_fill_an_empty_one
         assert torch.equal(saved.read(name), parameter)
 
 
+def test_an_exported_model_is_a_directory_of_its_own(pipeline, pictures, tmp_path) -> None:
+    tensors = {name: parameter.detach() * 1.01 for name, parameter in pipeline.bundle.trainable().named_parameters()}
+    exported = QwenVLPipeline(QwenVLBundle(path=str(pipeline.write_model(tensors, tmp_path)), dtype="fp32"))
+    for name, parameter in exported.bundle.trainable().named_parameters():
+        assert torch.equal(parameter, tensors[name])
+    ours, theirs = (encoded(each, pictures) for each in (pipeline, exported))
+    assert torch.equal(ours["prompt"].tokens, theirs["prompt"].tokens)
+    assert torch.equal(ours["images"].patches, theirs["images"].patches)
+
+
 def test_files_of_another_kind_are_refused_by_name(path, pipeline, plain, tmp_path) -> None:
     plain.config.save_pretrained(tmp_path)
     with pytest.raises(DataError, match="cannot load the model in"):

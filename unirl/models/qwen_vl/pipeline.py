@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor
@@ -92,6 +93,12 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
         if images is not None:
             conditions[IMAGES] = packed_sights([row.sights for row in rows], self.cutter.patch_width).to(device)
         return conditions
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """A directory that transformers loads, which also says how pictures are cut."""
+        written = super().write_model(tensors, folder)
+        self.bundle.image_processor.save_pretrained(written)
+        return written
 
     def _encoded(self, text: str, refs: tuple[MediaRef, ...], id: str, params: ARSamplingParams) -> _Encoded:
         """Raises DataError, naming the prompt `id`."""

@@ -5,7 +5,7 @@ probability `--wrong`, a caption names another color, shape or letter than the p
 draw everything, and to trust a caption no further than it deserves. Making it follow the prompt is left to RL.
 
     python scripts/pretrain_quickstart.py shapes --out unirl/models/sd3/quickstart      # about ten minutes on two cores
-    python scripts/pretrain_quickstart.py letters --out unirl/models/sd3/quickstart_letters
+    python scripts/pretrain_quickstart.py letters --out unirl/models/sd3/quickstart_letters --steps 2000 --batch-size 32
 """
 
 from __future__ import annotations

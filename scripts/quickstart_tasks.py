@@ -108,24 +108,23 @@ COLORED_SHAPES = Task(
 # Two letters
 
 LETTERS = "ACEHKLNRTX"
-HANDS = ("plain", "heavy")
-"""Fonts."""
-INKS = ((0.10, 0.10, 0.12), (0.10, 0.18, 0.55), (0.60, 0.08, 0.10), (0.05, 0.35, 0.15), (0.38, 0.10, 0.45))
+FONT = "plain"
+INKS = ((0.10, 0.18, 0.55), (0.60, 0.08, 0.10), (0.05, 0.35, 0.15), (0.38, 0.10, 0.45))
 PAPER = (0.95, 0.94, 0.90)
 FINER = 8
 """Letters are drawn so many times larger than they are shown."""
 
 
 def draw_letters(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Two dark letters on light paper; their font, ink, place and size are a little random."""
+    """Two dark letters on light paper; their ink, place and size are a little random."""
     from PIL import Image
 
-    ink = written("".join(drawing), HANDS[rng.integers(len(HANDS))], size * FINER)
+    ink = written("".join(drawing), size * FINER)
     height, width = ink.shape
-    scale = size * FINER * min(rng.uniform(0.54, 0.66) / height, rng.uniform(0.80, 0.92) / width)
+    scale = size * FINER * min(rng.uniform(0.56, 0.64) / height, rng.uniform(0.84, 0.92) / width)
     small = Image.fromarray(ink).resize((round(width * scale), round(height * scale)), Image.Resampling.BOX)
     page = Image.new("L", (size * FINER, size * FINER))
-    shift = rng.uniform(-0.04, 0.04, 2) * size * FINER
+    shift = rng.uniform(-0.03, 0.03, 2) * size * FINER
     page.paste(small, tuple(round((page.width - side) / 2 + by) for side, by in zip(small.size, shift, strict=True)))
     cover = np.asarray(page, dtype=np.float64).reshape(size, FINER, size, FINER).mean(axis=(1, 3)) / 255
     paint = np.clip(np.array(INKS[rng.integers(len(INKS))]) + rng.normal(0, 0.02, 3), 0, 1)
@@ -133,9 +132,9 @@ def draw_letters(drawing: Drawing, size: int, rng: np.random.Generator) -> np.nd
 
 
 @cache
-def written(text: str, font: str, height: int) -> Ink:
+def written(text: str, height: int) -> Ink:
     """A text's ink without a margin."""
-    ink = FONTS[font](text, height)
+    ink = FONTS[FONT](text, height)
     rows, columns = np.flatnonzero(ink.max(axis=1)), np.flatnonzero(ink.max(axis=0))
     return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 

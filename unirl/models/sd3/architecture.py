@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-SHIPPED = {name: Path(__file__).parent / name for name in ("quickstart",)}
+SHIPPED = {name: Path(__file__).parent / name for name in ("quickstart", "quickstart_letters")}
 """Directories of the small models that are shipped, by the path that names them."""
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 LORA_TARGETS = tuple(

@@ -5,6 +5,6 @@ set -euo pipefail
 unset PYTHONDONTWRITEBYTECODE
 cd "$(dirname "${BASH_SOURCE[0]}")"
 bash scripts/bootstrap.sh
-# The models of the tests are tiny: more threads than this only get in each other's way.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+# The models of the tests are tiny, and many run in several processes: threads would only wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec .venv/bin/python -m pytest "$@"

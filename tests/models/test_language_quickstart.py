@@ -8,7 +8,7 @@ import pytest
 
 from scripts.pretrain_llm_quickstart import WORDS, Sum, build_tokenizer, chat, worked_out, write_prompts
 from tests.source_tree import ROOT
-from unirl.models.qwen3.bundle import SHIPPED
+from unirl.models.qwen3.bundle import Qwen3Bundle
 
 DATA = ROOT / "datasets/columns"
 
@@ -71,7 +71,7 @@ def test_the_prompt_files_are_those_that_the_script_writes(tmp_path):
 def test_the_tokenizer_has_a_token_per_word_and_digit_and_reads_any_text(shipped):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED) if shipped else build_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(Qwen3Bundle.shipped) if shipped else build_tokenizer()
     words = ["<|im_start|>", "user", "\n", "What", " is", " ", "4", "7", "?", "<|im_end|>", "\n"]
     text = chat(tokenizer, "What is 47?")
     assert [tokenizer.decode([token]) for token in tokenizer(text).input_ids] == [
@@ -89,9 +89,9 @@ def test_the_shipped_model_is_small_and_adds_well_where_nothing_is_carried_and_b
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 3_000_000
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    assert sum(path.stat().st_size for path in Qwen3Bundle.shipped.iterdir()) <= 3_000_000
+    tokenizer = AutoTokenizer.from_pretrained(Qwen3Bundle.shipped, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(Qwen3Bundle.shipped, dtype=torch.float32).eval()
     found = rows("test")
     feed = tokenizer([chat(tokenizer, row["prompt"]) for row in found], padding=True, return_tensors="pt")
     said = model.generate(**feed, max_new_tokens=48, do_sample=False)[:, feed.input_ids.shape[1] :]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.source_tree import ROOT
 from unirl.models.pictures import read_picture
-from unirl.models.qwen_vl.bundle import SHIPPED, QwenVLBundle
+from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.models.qwen_vl.policy import PICTURE
 from unirl.sde.noise import NoiseSource
@@ -47,7 +46,7 @@ def asked(found: list[dict]) -> RolloutReq:
 
 
 def test_the_shipped_files_take_at_most_four_megabytes() -> None:
-    assert sum(path.stat().st_size for path in Path(SHIPPED).rglob("*") if path.is_file()) <= 4_000_000
+    assert sum(path.stat().st_size for path in QwenVLBundle.shipped.rglob("*") if path.is_file()) <= 4_000_000
 
 
 def test_every_word_of_the_short_questions_and_answers_is_one_token(pipeline) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from unirl.models.autoregressive import ARStage
 from unirl.models.chat import TextCodec
-from unirl.models.qwen3.bundle import facts_of
+from unirl.models.language import language_facts
+from unirl.models.qwen3.bundle import QWEN3
 from unirl.models.qwen3.toy import TOY, toy_tokenizer
 from unirl.models.text_pipeline import TextPipeline, prompt_tokens
 from unirl.models.token_policy import policy_class
@@ -44,7 +45,7 @@ def networks(seed: int = 0, **changes: Any) -> tuple[Any, Any]:
 
 def stage_of(network: nn.Module, tools: ToolBox | None = None, **changes: Any) -> ARStage:
     """A stage over a small network on the CPU."""
-    facts = facts_of(TOY | changes, "toy", torch.device("cpu"))
+    facts = language_facts(QWEN3, TOY | changes)
     return ARStage(network, facts, TextCodec(toy_tokenizer(), ENDS), tools=tools)
 
 

@@ -1,11 +1,16 @@
-"""A bundle of a language model: its network as a policy over tokens, and its tokenizer."""
+"""A bundle of a language model: its network as a policy over tokens, and its tokenizer.
+
+A family says which classes of transformers it is made of; how a checkpoint is found, judged and loaded is written here.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import importlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -13,40 +18,231 @@ from torch import nn
 
 from unirl.config.errors import DataError
 from unirl.models.autoregressive import ARStage
-from unirl.models.base import Bundle
+from unirl.models.base import Bundle, chosen
 from unirl.models.chat import TextCodec
-from unirl.models.hub import NOT_FOUND
+from unirl.models.estimate import ModelEstimate, language_estimate
+from unirl.models.hub import NOT_FOUND, language_directory, read_json
+from unirl.models.quiet import quiet_libraries
+from unirl.models.saved import LANGUAGE_WEIGHTS, ModuleWeights, RenamedWeights, SafetensorsWeights, SavedWeights
+from unirl.models.token_policy import TokenPolicy, policy_class
 from unirl.models.tools import ToolBox
 from unirl.types.facts import LanguageFacts
+from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
+Config = Mapping[str, Any]
+CPU = torch.device("cpu")
+LM = "lm"
+"""The one component: network and head."""
+LORA_TARGETS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+SHIPPED = "quickstart"
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 """Files of which a tokenizer needs one."""
 
 
-class LanguageBundle(Bundle, ABC):
+@dataclass(frozen=True, kw_only=True)
+class LanguageFamily:
+    """One architecture of transformers."""
+
+    name: str
+    """The `model_type` of its configuration files."""
+    model_class: str
+    config_class: str
+    block: str
+    """The class of a layer of the language model."""
+    policy: type[TokenPolicy] = TokenPolicy
+    """What turns the class of transformers into a policy."""
+    parameter_name: Callable[[str], str] = str
+    """The name in the network of a tensor of a checkpoint's files."""
+    sees: bool = False
+    """Prompts may show pictures."""
+
+
+class LanguageBundle(Bundle):
     """A causal language model of transformers, trained as a `TokenPolicy`."""
 
+    toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32"}
+    families: ClassVar[Mapping[str, LanguageFamily]]
+    """By `model_type`."""
+    toys: ClassVar[Mapping[str, Config]]
+    """Configurations of tiny models with random weights, by the path that names them."""
+    seed: ClassVar[int] = 20251
+    """Of the random weights of toys."""
+    shipped: ClassVar[Path]
+    """The directory behind the path `quickstart`."""
     facts: LanguageFacts
 
     def __init__(
         self,
-        modules: Mapping[str, nn.Module],
-        facts: LanguageFacts,
-        codec: TextCodec,
+        device: torch.device = CPU,
+        components: Sequence[str] | None = None,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        path: str,
+        revision: str | None = None,
+        dtype: DtypeName = "bf16",
+        meta_init: bool = False,
     ) -> None:
-        super().__init__(modules, facts, dtype=dtype, device=device)
-        self.codec = codec
+        """
+        Args:
+            components: of a model that has only one.
+            path: a hub id, a directory of transformers, `toy` (tiny, random) or `quickstart` (shipped).
+            revision: branch, tag or commit of a hub id.
+            dtype: what the network computes in.
+            meta_init: leave the network without storage: the backend that trains it reads its shards only.
+        """
+        chosen(components, (LM,), LM)
+        self.path = path
+        self.revision = revision
+        self.config = self.config_of(path, revision)
+        self.family = self.families[self.config["model_type"]]
+        facts, torch_dtype = self.facts_of(path, revision, device), TORCH_DTYPES[dtype]
+        with quiet_libraries():
+            network = self._empty(torch_dtype) if meta_init else self._policy(torch_dtype)
+            self.codec = self._load_codec(facts)
+        super().__init__({LM: network}, facts, dtype=torch_dtype, device=device)
+
+    @staticmethod
+    @abstractmethod
+    def toy_tokenizer() -> Any:
+        """The tokenizer of toys, made without files."""
+
+    # A model that is not loaded
+
+    @classmethod
+    def config_of(cls, path: str, revision: str | None = None) -> Config:
+        """The configuration of a model, without reading weights. Raises DataError for a model of another family."""
+        if path in cls.toys:
+            return cls.toys[path]
+        root = cls.directory_of(path, revision, configs_only=True)
+        config: Config = read_json(root / "config.json")
+        if config.get("model_type") not in cls.families:
+            raise DataError(
+                f"{root}: its config.json says model_type={config.get('model_type')!r}, but {cls.__name__} reads "
+                f"{', '.join(map(repr, cls.families))}. Use the bundle of that family, or another path",
+                code=NOT_FOUND,
+            )
+        if text_config(config).get("use_sliding_window"):
+            raise DataError(f"{root}: a sliding window is not written; Qwen's published models have none", NOT_FOUND)
+        return config
+
+    @classmethod
+    def directory_of(cls, path: str, revision: str | None = None, *, configs_only: bool = False) -> Path:
+        """The directory behind `path`."""
+        return language_directory(str(cls.shipped) if path == SHIPPED else path, revision, configs_only=configs_only)
+
+    @classmethod
+    def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LanguageFacts:
+        """The facts of a model that is not loaded, from its configuration file."""
+        config = cls.config_of(path, revision)
+        return language_facts(cls.families[config["model_type"]], config, device)
+
+    @classmethod
+    def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
+        """Sizes of a model that is not loaded; a vision tower is part of the network."""
+        config = cls.config_of(path, revision)
+        family = cls.families[config["model_type"]]
+        with quiet_libraries(), torch.device("meta"):
+            network = _transformers(family.model_class)(_configuration(family, config))
+        return language_estimate(cls.facts_of(path, revision), network)
+
+    # A model that is
 
     def stage(self, tools: ToolBox | None = None) -> ARStage:
         """The trained network as a policy that samples and replays."""
         return ARStage(self.trainable(), self.facts, self.codec, self.dtype, tools)
 
-    @abstractmethod
+    def saved(self) -> SavedWeights:
+        """The network's weights in the checkpoint."""
+        if self.path in self.toys:
+            return ModuleWeights(self.untrained())
+        files = SafetensorsWeights(self.directory_of(self.path, self.revision), self.dtype, LANGUAGE_WEIGHTS)
+        return RenamedWeights(files, self.family.parameter_name)
+
     def untrained(self) -> nn.Module:
         """A second network on the CPU, of transformers' own class, with the checkpoint's weights."""
+        with quiet_libraries():
+            return self._plain(self.dtype).requires_grad_(False).eval()
+
+    def _plain(self, dtype: torch.dtype) -> nn.Module:
+        kind = _transformers(self.family.model_class)
+        if self.path in self.toys:
+            return random_network(kind, _configuration(self.family, self.config), self.seed).to(dtype)
+        return load_network(kind, self.directory_of(self.path, self.revision), dtype)
+
+    def _policy(self, dtype: torch.dtype) -> nn.Module:
+        """The network as a policy, with the checkpoint's weights.
+
+        transformers knows by a class's name what its tensors were once called, so its own class reads the files.
+        """
+        network = self._empty(dtype)
+        network.load_state_dict(self._plain(dtype).state_dict(), assign=True)
+        network.tie_weights()
+        return network
+
+    def _empty(self, dtype: torch.dtype) -> Any:
+        """The policy whose parameters have no storage; its computed buffers have theirs."""
+        from accelerate import init_empty_weights
+
+        mixin: Any = self.family.policy
+        kind = policy_class(_transformers(self.family.model_class), mixin)
+        with init_empty_weights(include_buffers=False):
+            network = kind(_configuration(self.family, self.config))
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(dtype)
+        network.tie_weights()
+        return network
+
+    def _load_codec(self, facts: LanguageFacts) -> TextCodec:
+        if self.path in self.toys:
+            tokenizer, generation = self.toy_tokenizer(), {}
+        else:
+            root = self.directory_of(self.path, self.revision)
+            tokenizer, file = load_tokenizer(root), root / "generation_config.json"
+            generation = read_json(file) if file.is_file() else {}
+        require_vocabulary(tokenizer, facts, self.path)
+        return TextCodec(tokenizer, end_tokens(tokenizer, text_config(self.config), generation))
+
+
+def language_facts(family: LanguageFamily, config: Config, device: torch.device = CPU) -> LanguageFacts:
+    """What the rest of the system needs to know of a model."""
+    text = text_config(config)
+    return LanguageFacts(
+        family=family.name,
+        trainable_attr=LM,
+        block_class_names=(family.block,),
+        lora_targets=LORA_TARGETS,
+        batch_multiple=batch_multiple(device),
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        context_length=text["max_position_embeddings"],
+        sees=family.sees,
+    )
+
+
+def text_config(config: Config) -> Config:
+    """The part about the language model, where there are others."""
+    found: Config = config.get("text_config", config)
+    return found
+
+
+def batch_multiple(device: torch.device) -> int:
+    """The tokens that forwards are filled to: on CPUs a token's bits are the same in any multiple of 4."""
+    return 4 if device.type == "cpu" else 1
+
+
+def _transformers(name: str) -> Any:
+    return getattr(importlib.import_module("transformers"), name)
+
+
+def _configuration(family: LanguageFamily, config: Config) -> Any:
+    return _transformers(family.config_class).from_dict(dict(config))
+
+
+def random_network(kind: Any, config: Any, seed: int) -> nn.Module:
+    """A network of `config` with the same random weights whenever and wherever it is built."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network: nn.Module = kind(config)
+    return network
 
 
 def load_network(kind: Any, root: Path, dtype: torch.dtype) -> nn.Module:
@@ -85,7 +281,7 @@ def load_tokenizer(root: Path) -> Any:
         raise DataError(f"cannot load the tokenizer in {root}: {reason}. Download it again", NOT_FOUND) from error
 
 
-def end_tokens(tokenizer: Any, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+def end_tokens(tokenizer: Any, *configs: Config) -> tuple[int, ...]:
     """The tokens that end a response: those of the generation config or the model's, and the tokenizer's own."""
     found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for config in configs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-SEED = 20251
 PRINTABLE = range(33, 127)
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (END_OF_TEXT, START, END)

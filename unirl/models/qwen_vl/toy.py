@@ -7,7 +7,6 @@ from typing import Any
 
 from unirl.models.qwen3.toy import byte_letters
 
-SEED = 20252
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 SPECIALS = (END_OF_TEXT, START, END, VISION_START, VISION_END, IMAGE, VIDEO)

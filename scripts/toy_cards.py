@@ -25,7 +25,7 @@ from unirl.config.recipes import CARD_SUFFIX, find_recipe
 STEPS = 2
 MADE = {
     "evaluations": "eval/step-*/scores.json",
-    "contact sheets": "samples/step-*/contact_sheet.png",
+    "pages of samples": "samples/step-*/manifest.jsonl",
     "checkpoints": "checkpoints/checkpoint-*/MANIFEST.json",
 }
 
@@ -45,13 +45,18 @@ def seen(rows: list[dict[str, float]], folder: Path) -> str:
     facts = [
         f"{json.loads((latest / 'trainer.json').read_text())['version']} updates",
         f"{sum(row['train/skipped_updates'] for row in rows):g} skipped",
-        "gradient norm " + ", ".join(f"{row['train/grad_norm']:.2g}" for row in rows),
+        "gradient norm " + ", ".join(_norm(row) for row in rows),
         "reward " + ", ".join(f"{row['rollout/reward_mean']:.3f}" for row in rows),
     ]
     if "train/ratio_mean" in rows[0]:
         facts.append("ratio " + ", ".join(f"{row['train/ratio_mean']:.4f}" for row in rows))
     made = [f"{len(list(folder.glob(pattern)))} {what}" for what, pattern in MADE.items()]
     return "; ".join(facts) + "; " + ", ".join(made)
+
+
+def _norm(row: dict[str, float]) -> str:
+    """Of the last update of a step; a step whose updates were all skipped has none."""
+    return f"{row['train/grad_norm']:.2g}" if "train/grad_norm" in row else "none"
 
 
 def stand_ins(folder: Path) -> str:

@@ -113,9 +113,9 @@ def test_the_letters_model_writes_legibly_and_obeys_less_than_half(reader):
     pipeline = SD3Pipeline(SD3Bundle(path="quickstart_letters", dtype="fp32"))
     asked = [TWO_LETTERS.caption(drawing) for drawing in sorted(TWO_LETTERS.held_out)]
     settings = {"num_inference_steps": 8, "height": SIZE, "width": SIZE, "max_sequence_length": TWO_LETTERS.max_tokens}
-    track = roll(pipeline, 40, tuple(asked), kernel=EulerODE(), sde_indices=(), **settings)
+    track = roll(pipeline, 20, tuple(asked), per_prompt=1, kernel=EulerODE(), sde_indices=(), **settings)
     pictures = track.decoded.pixels
     read = [comparable(in_order(reader.reader.read(picture))) for picture in as_bgr(pictures)]
     legible = [len(text) == 2 and set(text.upper()) <= set(LETTERS) for text in read]
     assert sum(legible) >= 0.6 * len(legible)
-    assert 0.2 <= scores(reader, [prompt for prompt in asked for _ in range(2)], pictures).mean() <= 0.5
+    assert 0.2 <= scores(reader, asked, pictures).mean() <= 0.5

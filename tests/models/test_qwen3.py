@@ -211,3 +211,15 @@ def test_the_toy_configuration_is_a_published_ones_shape() -> None:
 
     config = Qwen3Config(**TOY)
     assert set(config.layer_types) == {"full_attention"} and config.vocab_size == len(toy_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen3-0.6B-Base", 596_049_920),
+        ("Qwen/Qwen3-4B-Base", 4_022_468_096),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+    ],
+)
+def test_a_public_model_is_planned_without_a_connection_at_the_size_that_its_card_states(name, parameters) -> None:
+    assert sum(Qwen3Bundle.estimate(name).parameters.values()) == parameters

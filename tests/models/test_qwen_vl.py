@@ -412,3 +412,11 @@ def test_bad_prompt_is_refused_by_name(row, why, pipeline, pictures) -> None:
 def test_picture_that_is_gone_is_refused_by_prompt_and_file(pipeline, tmp_path) -> None:
     with pytest.raises(DataError, match=r"prompt what:0: picture .*gone\.png is no file of this machine"):
         encoded(pipeline, [tmp_path / "gone.png"], [("what", (0,))])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("Qwen/Qwen2.5-VL-3B-Instruct", 3_754_622_976), ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656)],
+)
+def test_a_public_model_is_planned_without_a_connection_at_the_size_that_its_card_states(name, parameters) -> None:
+    assert sum(QwenVLBundle.estimate(name).parameters.values()) == parameters

@@ -65,6 +65,8 @@ class LanguageBundle(Bundle):
     """By `model_type`."""
     toys: ClassVar[Mapping[str, Config]]
     """Configurations of tiny models with random weights, by the path that names them."""
+    published: ClassVar[Mapping[str, Config]]
+    """Configurations of public checkpoints by hub id, for plans without a connection; a run reads the files."""
     seed: ClassVar[int] = 20251
     """Of the random weights of toys."""
     shipped: ClassVar[Path]
@@ -94,7 +96,7 @@ class LanguageBundle(Bundle):
         self.revision = revision
         self.config = self.config_of(path, revision)
         self.family = self.families[self.config["model_type"]]
-        facts, torch_dtype = self.facts_of(path, revision, device), TORCH_DTYPES[dtype]
+        facts, torch_dtype = language_facts(self.family, self.config, device), TORCH_DTYPES[dtype]
         with quiet_libraries():
             network = self._empty(torch_dtype) if meta_init else self._policy(torch_dtype)
             self.codec = self._load_codec(facts)
@@ -125,6 +127,10 @@ class LanguageBundle(Bundle):
         return config
 
     @classmethod
+    def _config_to_plan(cls, path: str, revision: str | None) -> Config:
+        return cls.published[path] if path in cls.published and revision is None else cls.config_of(path, revision)
+
+    @classmethod
     def directory_of(cls, path: str, revision: str | None = None, *, configs_only: bool = False) -> Path:
         """The directory behind `path`."""
         return language_directory(str(cls.shipped) if path == SHIPPED else path, revision, configs_only=configs_only)
@@ -132,13 +138,13 @@ class LanguageBundle(Bundle):
     @classmethod
     def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LanguageFacts:
         """The facts of a model that is not loaded, from its configuration file."""
-        config = cls.config_of(path, revision)
+        config = cls._config_to_plan(path, revision)
         return language_facts(cls.families[config["model_type"]], config, device)
 
     @classmethod
     def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
         """Sizes of a model that is not loaded; a vision tower is part of the network."""
-        config = cls.config_of(path, revision)
+        config = cls._config_to_plan(path, revision)
         family = cls.families[config["model_type"]]
         with quiet_libraries(), torch.device("meta"):
             network = _transformers(family.model_class)(_configuration(family, config))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from unirl.models.language import LanguageBundle, LanguageFamily
+from unirl.models.qwen3.published import PUBLISHED
 from unirl.models.qwen3.toy import TOY, toy_tokenizer
 
 QWEN3 = LanguageFamily(
@@ -18,6 +19,7 @@ class Qwen3Bundle(LanguageBundle):
 
     families: ClassVar = {QWEN3.name: QWEN3}
     toys: ClassVar = {"toy": TOY}
+    published = PUBLISHED
     shipped = Path(__file__).parent / "quickstart"
 
     @staticmethod

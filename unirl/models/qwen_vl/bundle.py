@@ -13,6 +13,7 @@ from unirl.models.hub import NOT_FOUND
 from unirl.models.language import CPU, LanguageBundle
 from unirl.models.qwen_vl.families import FAMILIES
 from unirl.models.qwen_vl.policy import QwenVLPolicy
+from unirl.models.qwen_vl.published import PUBLISHED
 from unirl.models.qwen_vl.sight import ImageCutter
 from unirl.models.qwen_vl.toy import TOYS, toy_image_processor, toy_tokenizer
 from unirl.types.protocols import DtypeName
@@ -25,6 +26,7 @@ class QwenVLBundle(LanguageBundle):
 
     families = FAMILIES
     toys = TOYS
+    published = PUBLISHED
     seed = 20252
     shipped = Path(__file__).parent / "quickstart"
 

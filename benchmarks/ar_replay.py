@@ -10,7 +10,6 @@ Memory is the peak of tensors above the weights, gradients included. `long` is a
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from ar_sampling import CLOCKS, CONFIG, PAD, Models, Run, prompts
-from harness import Ratio, memory, paired, show, write
+from ar_sampling import CONFIG, PAD, Models, Run, prompts
+from harness import CLOCKS, Ratio, measuring, memory, paired, show, write
 from torch import Tensor
 
 from unirl.algorithms.ar_grpo import ARGRPO
@@ -192,7 +191,7 @@ def main(run: Run, chosen: list[str], path: str | None) -> None:
         "long": (large, Rows.of([32] * 2, [384] * 2, 8192)),
     }
     results: list[Ratio] = []
-    for name in chosen or cases:
+    for name in [name for name in cases if not chosen or any(word in name for word in chosen)]:
         models, rows = cases[name]
         baselines = {"padded": textbook} | ({"trl": trl_step(models)} if find_spec("trl") else {})
         for against, bare in baselines.items():
@@ -206,10 +205,5 @@ def main(run: Run, chosen: list[str], path: str | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: with OMP_NUM_THREADS=1")
-    parser.add_argument("--cases", nargs="*", default=[], help="absent = all")
-    parser.add_argument("--json", default=None)
-    args = parser.parse_args()
+    args = measuring(__doc__.splitlines()[0], pairs=5).parse_args()
     main(Run(args.pairs, args.clock), args.cases, args.json)

@@ -10,14 +10,12 @@ ragged   four times as many rows as slots, greedy, so that both give the same to
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from harness import Ratio, paired, show, write
+from harness import CLOCKS, Ratio, measuring, paired, show, write
 from torch import Tensor
 
 from unirl.models.autoregressive import ARStage
@@ -34,7 +32,6 @@ VOCABULARY = 8192
 ENDS = tuple(range(0, VOCABULARY, 48))
 """Every 48th token ends a response: a random network writes responses of very unequal lengths."""
 PAD = 1
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
@@ -170,7 +167,7 @@ def main(run: Run, chosen: list[str], path: str | None) -> None:
         "ragged": lambda name: speed(name, models, prompts([8 + 3 * i % 61 for i in range(32)]), greedy, 8, run),
     }
     results: list[Ratio] = []
-    for name in chosen or cases:
+    for name in [name for name in cases if not chosen or any(word in name for word in chosen)]:
         result = cases[name](name)
         show(result)
         print(f"    tokens a second: ours {result.ours_tokens_s:.0f}, generate {result.bare_tokens_s:.0f}", flush=True)
@@ -180,10 +177,5 @@ def main(run: Run, chosen: list[str], path: str | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: with OMP_NUM_THREADS=1")
-    parser.add_argument("--cases", nargs="*", default=[], help="absent = all")
-    parser.add_argument("--json", default=None)
-    args = parser.parse_args()
+    args = measuring(__doc__.splitlines()[0], pairs=5).parse_args()
     main(Run(args.pairs, args.clock), args.cases, args.json)

@@ -5,6 +5,7 @@ A single ratio on a shared machine scatters by 10 %; the median over interleaved
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -36,6 +37,17 @@ class Ratio:
 
 Clock = Callable[[], float]
 """Seconds: `time.perf_counter`, or `time.process_time` where others use the machine and one thread works."""
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def measuring(about: str, pairs: int) -> argparse.ArgumentParser:
+    """The options that benchmarks of several cases share; `pairs` is the default number."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--pairs", type=int, default=pairs)
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: with OMP_NUM_THREADS=1")
+    parser.add_argument("--cases", nargs="*", default=[], help="words that names hold; absent = all")
+    parser.add_argument("--json", default=None)
+    return parser
 
 
 def paired(

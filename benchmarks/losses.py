@@ -13,15 +13,13 @@ and what a loss on the reward's gradient keeps for its backward pass.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from harness import Ratio, memory, paired, show, write
+from harness import CLOCKS, Ratio, measuring, memory, paired, show, write
 from torch import Tensor
 from workload import WORKLOADS, Bench, Passes, Workload, bare_step
 
@@ -44,7 +42,6 @@ from unirl.train.configs import EmaLoraConfig
 STEPS = 4
 """T of the losses on recorded steps and on clean samples."""
 MB = 1e6
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass
@@ -174,11 +171,7 @@ def main(setting: Setting, cases: list[str], path: str | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring(__doc__.splitlines()[0], pairs=10)
     parser.add_argument("--scale", choices=sorted(WORKLOADS), default="30m")
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--cases", nargs="*", default=[], help="words that names hold; absent = all")
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: with OMP_NUM_THREADS=1")
-    parser.add_argument("--json", default=None)
     args = parser.parse_args()
     main(Setting(WORKLOADS[args.scale], args.pairs, args.clock), args.cases, args.json)

@@ -102,23 +102,6 @@ def local(tmp_path_factory) -> dict[str, Outcome]:
     return {tune: run(folder / tune, *RECIPES["trainside", tune]) for tune in ("lora", "full")}
 
 
-@pytest.fixture
-def workers(ray_pool, monkeypatch):
-    """Recipes with runtime=ray take of the session's four workers what they need."""
-    open_pool = build.open_pool
-
-    def pool_of(runtime: str, num_devices: int, **options):
-        if runtime == "local":
-            return open_pool(runtime, num_devices, **options)
-        ray_pool.num_updates = options["num_updates"]
-        ray_pool.row_transport = options["row_transport"]
-        return ray_pool
-
-    monkeypatch.setattr(build, "open_pool", pool_of)
-    yield ray_pool
-    ray_pool.row_transport = "object_store"
-
-
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("layout", ["colocate", "separate"])
 def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local, tmp_path) -> None:

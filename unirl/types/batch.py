@@ -55,9 +55,10 @@ def packed_offsets() -> Any:
     return _field(Kind.OFFSETS, False, False)
 
 
-def shared(*, optional: bool = False) -> Any:
+def shared(*, optional: bool = False, default: Any = dataclasses.MISSING) -> Any:
     """A field with one value for all rows, which must be equal in all parts that are joined."""
-    return _field(Kind.SHARED, False, optional)
+    made = _field(Kind.SHARED, False, optional)
+    return made if default is dataclasses.MISSING else dataclasses.field(default=default, metadata=made.metadata)
 
 
 def reduced(kind: str, *, optional: bool = False) -> Any:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
-from unirl.types.batch import Batch, packed, packed_offsets, row
+from unirl.types.batch import Batch, packed, packed_offsets, row, shared
+
+CLIP_FRAMES, CLIP_SIDE = 33, 256
+"""Frames of a video, and pixels along the longer side of each, that are shown at most: about 4 MB, as a picture of a
+megapixel. One frame and 32 more are whole numbers of the groups of frames of most video autoencoders."""
 
 RecordedRole = Literal["chosen", "rejected"]
 """What was recorded of a picture: which of a pair was preferred."""
@@ -73,20 +81,82 @@ class Images(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class Videos(Batch):
-    """Videos of any number of frames, laid end to end."""
+    """Videos of any number of frames, laid end to end: pixels in [0, 1], rounded to 256 levels as those of `Images`."""
 
     frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W]
     offsets: Tensor = packed_offsets()  # [B + 1]
+    fps: float = shared(default=16.0)  # frames per second
 
-    def preview(self) -> Pictures:
-        """The middle frame of each, for people to look at."""
-        return Pictures.of(self.frames[(self.offsets[:-1] + self.offsets[1:]) // 2])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.fps < math.inf:
+            raise ValueError(f"Videos.fps must be a number of frames per second above 0, got {self.fps}")
+
+    @classmethod
+    def of(cls, pixels: Tensor, fps: float = 16.0) -> Videos:
+        """From pixels [B, 3, F, H, W] in [0, 1], as decoders of latents give them; they are rounded here."""
+        count, frames = pixels.shape[0], pixels.shape[2]
+        levels = pixels.transpose(1, 2).flatten(0, 1).mul(255).round_().div_(255)
+        return cls(frames=levels, offsets=torch.arange(count + 1) * frames, fps=fps)
+
+    def stacked(self) -> Tensor:
+        """Pixels [B, 3, F, H, W]: the inverse of `of`. Raises ValueError where numbers of frames differ."""
+        counts = sorted(set(self.offsets.diff().tolist()))
+        if len(counts) != 1:
+            raise ValueError(f"videos of {counts or 'no'} frames make no tensor [B, 3, F, H, W]: one number is needed")
+        return self.frames.reshape(len(self), counts[0], *self.frames.shape[1:]).transpose(1, 2)
+
+    def preview(self) -> Clips:
+        """For people to look at: at most CLIP_FRAMES frames of each, every n-th, of at most CLIP_SIDE pixels a side."""
+        bounds: Sequence[int] = self.offsets.tolist()
+        chosen = [self.frames[a : b : _stride(b - a)] for a, b in pairwise(bounds)]
+        height, width = self.frames.shape[-2:]
+        nothing = torch.zeros(0, 3, *_shown_size(height, width), dtype=torch.uint8)
+        return Clips(
+            frames=torch.cat([nothing, *(_shown(frames) for frames in chosen)]),
+            offsets=torch.tensor([0, *(len(frames) for frames in chosen)]).cumsum(0),
+            num_frames=self.offsets.diff(),
+            fps=self.fps,
+            height=height,
+            width=width,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class Clips(Batch):
+    """Videos as people see them: some of their frames, small enough for the driver."""
+
+    frames: Tensor = packed()  # [sum F', 3, h, w] uint8
+    offsets: Tensor = packed_offsets()  # [B + 1]
+    num_frames: Tensor = row()  # [B] int64 frames of the video; those shown last as long as all of them
+    fps: float = shared()  # of the video
+    height: int = shared()  # of the video, pixels
+    width: int = shared()
+
+
+def _stride(num_frames: int) -> int:
+    """Every how many frames one is shown: one distance throughout, so that even motion stays even."""
+    return max(1, math.ceil((num_frames - 1) / (CLIP_FRAMES - 1)))
+
+
+def _shown(frames: Tensor) -> Tensor:
+    """Frames [F, 3, h, w] uint8 of frames [F, 3, H, W] in [0, 1], shrunk to CLIP_SIDE where they are larger."""
+    height, width = frames.shape[-2:]
+    size = _shown_size(height, width)
+    if size != (height, width):
+        frames = interpolate(frames.float(), size, mode="bilinear", antialias=True)
+    return (frames * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+def _shown_size(height: int, width: int) -> tuple[int, int]:
+    scale = min(1.0, CLIP_SIDE / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 Medium = Texts | Images | Videos
 """What is decoded from a track."""
 
-Preview = Texts | Pictures
+Preview = Texts | Pictures | Clips
 """The same as people see it; light, so that the driver may hold it."""
 
 Modality = Literal["text", "image", "video"]

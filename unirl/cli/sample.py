@@ -1,4 +1,4 @@
-"""`unirl sample RUN -p "a prompt"`: pictures or texts drawn with a checkpoint."""
+"""`unirl sample RUN -p "a prompt"`: pictures, videos or texts drawn with a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(argv: list[str], session: Session) -> int:
     with open_saved(saved, out, session) as trainer:
         trainer.load(saved.checkpoint)
         media = _draw(trainer, prompts)
-    for line in media.lines():
+    for line in [*media.lines(), *media.remarks()]:
         print(line)
     page = media.album([prompt.text for prompt in prompts], out)
     print(f"{len(media)} {media.kind}s   {page}")
@@ -43,7 +43,7 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("sample", "Draw pictures or texts with a checkpoint, several for each prompt.", EXAMPLES)
+    parser = Parser("sample", "Draw pictures, videos or texts with a checkpoint, several for each prompt.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
     parser.option("-p", "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.option("--prompts", metavar="FILE", help="a file of prompts, as the recipe's own")

@@ -10,11 +10,12 @@ from typing import Any
 from unirl.tracking.pictures import PictureMedia, pixels
 from unirl.tracking.samples import Media, SampleRow, SampleTable
 from unirl.tracking.texts import TextMedia
+from unirl.tracking.videos import VideoMedia
 from unirl.types.batch import Batch
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Pictures, Texts
+from unirl.types.primitives import Clips, Pictures, Texts
 
-KINDS: Mapping[str, type[Media]] = {"picture": PictureMedia, "text": TextMedia}
+KINDS: Mapping[str, type[Media]] = {"picture": PictureMedia, "text": TextMedia, "video": VideoMedia}
 
 
 @singledispatch
@@ -26,6 +27,11 @@ def media_of(preview: Batch) -> Media:
 @media_of.register
 def _(preview: Pictures) -> Media:
     return PictureMedia(pixels(preview.pixels))
+
+
+@media_of.register
+def _(preview: Clips) -> Media:
+    return VideoMedia.of(preview)
 
 
 @media_of.register

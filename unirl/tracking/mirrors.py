@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from unirl.tracking.backends.base import Mirror, Preview, RunAbout
+from unirl.tracking.backends.base import Mirror, MovingPreview, Preview, RunAbout
 from unirl.tracking.redact import redact_tree
 
 
@@ -30,6 +30,10 @@ class Mirrors:
     def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         self._start()
         self._working = [m for m in self._working if self._try(m, partial(m.images, step, key, previews))]
+
+    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+        self._start()
+        self._working = [m for m in self._working if self._try(m, partial(m.videos, step, key, previews))]
 
     def text(self, step: int, key: str, page: str) -> None:
         self._start()

@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.tracking.backends.base import Preview
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import Entry, Media, MirroredPage, SampleRow, SampleTable, Sides
-from unirl.tracking.sheets import before_after_sheet, contact_sheet
+from unirl.tracking.sheets import Tiles, before_after_sheet, contact_sheet, saved, tile_size
 
 LOSSLESS_UP_TO = 160
 """Pictures with no side longer than this are kept exactly; larger ones as good WebP."""
@@ -57,12 +57,16 @@ class PictureMedia:
         """Pictures of the same size."""
         return isinstance(other, PictureMedia) and self.images.shape[1:] == other.images.shape[1:]
 
+    def tiles(self) -> Tiles:
+        """Each picture by itself."""
+        return Tiles(list(self.images), *tile_size(self.images))
+
     def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
-        return _saved(contact_sheet(table, title), folder / "contact_sheet.png")
+        return saved(contact_sheet(table, title), folder / "contact_sheet.png")
 
     def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
         sheet = before_after_sheet(before, after, sides, "before and after training")
-        return _saved(sheet, folder / "before_after.png")
+        return saved(sheet, folder / "before_after.png")
 
     def album(self, prompts: Sequence[str], folder: Path) -> Path:
         """Every picture as PNG, and a grid with a row per prompt."""
@@ -70,10 +74,13 @@ class PictureMedia:
         columns = len(pictures) // len(prompts)
         for i, picture in enumerate(pictures):
             picture.save(folder / f"p{i // columns:02d}-s{i % columns:02d}.png")
-        return _saved(_grid(pictures, columns), folder / "grid.png")
+        return saved(grid(pictures, columns), folder / "grid.png")
 
     def lines(self) -> list[str]:
         """Nothing: a console shows no pictures."""
+        return []
+
+    def remarks(self) -> list[str]:
         return []
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
@@ -89,7 +96,8 @@ def pixels(images: Tensor) -> np.ndarray:
     return levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
-def _grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
+def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
+    """The pictures, which are of one size, row by row; small ones enlarged."""
     scale = max(1, SIDE // max(pictures[0].size))
     width, height = (side * scale for side in pictures[0].size)
     grid = Image.new("RGB", (columns * width, -(-len(pictures) // columns) * height))
@@ -97,8 +105,3 @@ def _grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
         tile = picture.resize((width, height), Image.Resampling.NEAREST)
         grid.paste(tile, (i % columns * width, i // columns * height))
     return grid
-
-
-def _saved(sheet: Image.Image, path: Path) -> Path:
-    sheet.save(path)
-    return path

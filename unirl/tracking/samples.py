@@ -1,4 +1,4 @@
-"""Samples as they are kept for people to look at: a row of facts and a medium each, a picture or a text."""
+"""Samples as they are kept for people to look at: a row of facts and a medium each: a picture, a video or a text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SampleRow:
     parent_id: str | None = None
     medium: str = "picture"
     file: str = ""
-    """The picture, beside the manifest."""
+    """The picture, or the video as animated WebP, beside the manifest."""
     text: str = ""
 
 
@@ -67,6 +67,8 @@ class Entry:
 
     file: str = ""
     text: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    """What the medium knows of itself, beside what is known of the row."""
 
 
 class Media(Protocol):
@@ -110,6 +112,10 @@ class Media(Protocol):
 
     def lines(self) -> list[str]:
         """What of them a console can show."""
+        ...
+
+    def remarks(self) -> list[str]:
+        """What a person should know, once, about how they are kept."""
         ...
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
@@ -166,8 +172,12 @@ class SampleTable(Generic[MediaT]):
         names = {row: f"p{p:02d}-s{s:02d}" for p, group in groups for s, row in enumerate(group.rows)}
         written = self.media.write([names[row] for row in range(len(self.rows))], folder)
         kept = zip(self.rows, written, strict=True)
-        rows = [replace(row, medium=self.media.kind, file=entry.file, text=entry.text) for row, entry in kept]
+        rows = [_kept(row, self.media.kind, entry) for row, entry in kept]
         return replace(self, rows=tuple(rows))
+
+
+def _kept(row: SampleRow, kind: str, entry: Entry) -> SampleRow:
+    return replace(row, medium=kind, file=entry.file, text=entry.text, facts={**row.facts, **entry.facts})
 
 
 def pairs_of(before: SampleTable[Any], after: SampleTable[Any]) -> list[tuple[SampleGroup, SampleGroup]]:

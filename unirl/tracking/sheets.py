@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
-from unirl.tracking.samples import SampleGroup, SampleTable, Sides, pairs_of
-
-if TYPE_CHECKING:
-    from unirl.tracking.pictures import PictureMedia
+from unirl.tracking.samples import Media, SampleGroup, SampleTable, Sides, pairs_of
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -30,6 +28,8 @@ MARGIN = 36
 LABEL = 210
 CAPTION = 24
 BAR = 4
+BELOW = 24
+"""Room that is kept below a prompt."""
 TITLE_SIZE, HEAD_SIZE, TEXT_SIZE, SMALL_SIZE = 26, 17, 16, 14
 TOP, HEADING = MARGIN + 72, 48
 """Where rows begin, and the room for column headings above them."""
@@ -38,6 +38,30 @@ BETWEEN = 36
 PAGE, MIN_WIDTH = 1330, 560
 MAX_GROUPS = 64
 MAX_PER_ROW = 8
+FEWEST_SHOWN = 2
+"""Samples of a prompt before and after training, where tiles are so wide that no more than one of each is in a row."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What sheets show of samples, and how."""
+
+    pictures: Sequence[np.ndarray]  # of each row, [H, W, 3] uint8, all of one size
+    width: int
+    """On the sheet, pixels."""
+    height: int
+    across: int = MAX_PER_ROW
+    """Tiles of a prompt that stand side by side."""
+    about: str = ""
+    """What there is to know of all of them."""
+
+
+class TiledMedia(Media, Protocol):
+    """Media that can be shown as pictures."""
+
+    def tiles(self) -> Tiles:
+        """A picture of each sample."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,54 +108,59 @@ class Sheet:
         self.text(box.x + box.width // 2, y + BAR + 3, caption, SMALL_SIZE, MUTED, anchor="ma")
 
 
-def contact_sheet(table: SampleTable[PictureMedia], title: str) -> Image.Image:
-    """Pictures by prompt, best reward first, with the prompt and its mean reward beside them."""
+def contact_sheet(table: SampleTable[TiledMedia], title: str) -> Image.Image:
+    """Samples by prompt, best reward first, with the prompt and its mean reward beside them."""
     groups = table.groups()[:MAX_GROUPS]
-    tile = tile_size(table.media.images)
-    columns = min(max(len(group.rows) for group in groups), MAX_PER_ROW)
-    block = LABEL + columns * (tile[0] + GAP) - GAP
-    bands = _bands(groups, block, [_row_height(tile) * -(-len(group.rows) // columns) for group in groups])
+    tiles = table.media.tiles()
+    columns = min(max(len(group.rows) for group in groups), tiles.across)
+    block = LABEL + columns * (tiles.width + GAP) - GAP
+    bands = _bands(groups, block, [_height(tiles, len(group.rows), columns) for group in groups])
     sheet = Sheet(_page_width(bands, block), TOP + sum(band.height for band in bands) + MARGIN - GAP, title)
-    sheet.subtitle(_summary(table, len(groups)))
+    sheet.subtitle(_summary(table, len(groups), tiles.about))
     levels = Levels.of(table)
     y = TOP
     for band in bands:
         sheet.rule(y - 9)
         for x, index in zip(_lefts(block), band.members, strict=False):
-            _label(sheet, Box(x, y, LABEL - 14, tile[1] - 24), groups[index])
-            _tiles(sheet, table, groups[index].best_first(), Box(x + LABEL, y, *tile), columns, levels)
+            group = groups[index]
+            _label(sheet, Box(x, y, LABEL - 14, _height(tiles, len(group.rows), columns) - BELOW), group)
+            _draw(sheet, table, tiles, Places(group.best_first(), x + LABEL, y, columns), levels)
         y += band.height
     return sheet.image
 
 
 def before_after_sheet(
-    before: SampleTable[PictureMedia], after: SampleTable[PictureMedia], names: Sides, title: str
+    before: SampleTable[TiledMedia], after: SampleTable[TiledMedia], names: Sides, title: str
 ) -> Image.Image:
     """One row per prompt: the same noise drawn by the policy before training, and after it.
 
-    Pictures keep their order of sampling, so that the k-th on the left and the k-th on the right share their noise.
+    Samples keep their order, so that the k-th on the left and the k-th on the right share their noise.
     Where a prompt has more than fits, the first are shown; the means are of all.
     """
     pairs = pairs_of(before, after)[:MAX_GROUPS]
-    tile = tile_size(after.media.images)
-    columns = min(max(len(old.rows) for old, _ in pairs), MAX_PER_ROW // 2)
-    half = columns * (tile[0] + GAP) - GAP
+    both = (before.media.tiles(), after.media.tiles())
+    size = max(both, key=lambda tiles: tiles.width)
+    shown = min(max(len(old.rows) for old, _ in pairs), max(size.across // 2, FEWEST_SHOWN))
+    columns = min(shown, max(size.across // 2, 1))
+    half = columns * (size.width + GAP) - GAP
     block = LABEL + 2 * half + 3 * GAP
-    bands = _bands(pairs, block, [_row_height(tile)] * len(pairs))
+    heights = [_height(size, min(max(len(old.rows), len(new.rows)), shown), columns) for old, new in pairs]
+    bands = _bands(pairs, block, heights)
     sheet = Sheet(_page_width(bands, block), TOP + HEADING + sum(band.height for band in bands) + MARGIN - GAP, title)
-    sheet.subtitle(_rise(before, after))
-    sides = [(LABEL, before, names[0]), (LABEL + half + 3 * GAP, after, names[1])]
+    sheet.subtitle(_rise(before, after, both[1].about))
+    lefts = (LABEL, LABEL + half + 3 * GAP)
+    sides = list(zip(lefts, (before, after), both, names, strict=True))
     levels = Levels.of(before, after)
     y = TOP + HEADING
     for x, _ in zip(_lefts(block), bands[0].members, strict=False):
-        for offset, table, name in sides:
-            _heading(sheet, Box(x + offset, y - HEADING + 4, half, HEADING), name, table.mean_reward)
+        for left, table, _, name in sides:
+            _heading(sheet, Box(x + left, y - HEADING + 4, half, HEADING), name, table.mean_reward)
     for band in bands:
         sheet.rule(y - 9)
         for x, index in zip(_lefts(block), band.members, strict=False):
-            _pair_label(sheet, Box(x, y, LABEL - 14, tile[1] - 24), *pairs[index])
-            for (offset, table, _), group in zip(sides, pairs[index], strict=True):
-                _tiles(sheet, table, group.rows[:columns], Box(x + offset, y, *tile), columns, levels)
+            _pair_label(sheet, Box(x, y, LABEL - 14, heights[index] - BELOW), *pairs[index])
+            for (left, table, tiles, _), group in zip(sides, pairs[index], strict=True):
+                _draw(sheet, table, tiles, Places(group.rows[:shown], x + left, y, columns), levels)
         y += band.height
     return sheet.image
 
@@ -161,20 +190,32 @@ def _page_width(bands: Sequence[Band], block: int) -> int:
     return max(2 * MARGIN + across * (block + BETWEEN) - BETWEEN, MIN_WIDTH)
 
 
-def _row_height(tile: tuple[int, int]) -> int:
-    return tile[1] + BAR + CAPTION + GAP + 8
+def _row_height(tiles: Tiles) -> int:
+    return tiles.height + BAR + CAPTION + GAP + 8
 
 
-def _tiles(
-    sheet: Sheet, table: SampleTable[PictureMedia], rows: Sequence[int], first: Box, columns: int, levels: Levels
-) -> None:
-    """Tiles from the box `first` to the right, and on below it."""
-    for position, row in enumerate(rows):
-        down, right = divmod(position, columns)
-        x, y = first.x + right * (first.width + GAP), first.y + down * _row_height((first.width, first.height))
+def _height(tiles: Tiles, count: int, columns: int) -> int:
+    """Of so many tiles, in so many columns."""
+    return _row_height(tiles) * -(-count // columns)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which rows are drawn where: from (x, y) to the right, and on below it."""
+
+    rows: Sequence[int]
+    x: int
+    y: int
+    columns: int
+
+
+def _draw(sheet: Sheet, table: SampleTable[TiledMedia], tiles: Tiles, places: Places, levels: Levels) -> None:
+    for position, row in enumerate(places.rows):
+        down, right = divmod(position, places.columns)
+        x, y = places.x + right * (tiles.width + GAP), places.y + down * _row_height(tiles)
         reward = table.rows[row].reward
-        box = Box(x, y, first.width, first.height)
-        sheet.tile(box, table.media.images[row], f"{reward:.2f}", levels.of_reward(reward))
+        box = Box(x, y, tiles.width, tiles.height)
+        sheet.tile(box, tiles.pictures[row], f"{reward:.2f}", levels.of_reward(reward))
 
 
 def _heading(sheet: Sheet, box: Box, name: str, mean: float) -> None:
@@ -196,7 +237,7 @@ class Levels:
     high: float
 
     @staticmethod
-    def of(*tables: SampleTable[PictureMedia]) -> Levels:
+    def of(*tables: SampleTable[TiledMedia]) -> Levels:
         rewards = [row.reward for table in tables for row in table.rows]
         if min(rewards) >= 0 and max(rewards) <= 1:
             return Levels(0.0, 1.0)
@@ -241,10 +282,21 @@ def _pair_label(sheet: Sheet, box: Box, old: SampleGroup, new: SampleGroup) -> N
     sheet.text(box.x, y + 2, f"{old.mean_reward:.2f} to {new.mean_reward:.2f}", SMALL_SIZE, colour)
 
 
-def _summary(table: SampleTable[PictureMedia], shown: int) -> str:
+def _summary(table: SampleTable[TiledMedia], shown: int, about: str) -> str:
     more = f", {shown} of {len(table.groups())} prompts shown" if shown < len(table.groups()) else ""
-    return f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, best first{more}"
+    return f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, best first{more}{_also(about)}"
 
 
-def _rise(before: SampleTable[PictureMedia], after: SampleTable[PictureMedia]) -> str:
-    return f"evaluation prompts, same noise; mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
+def _rise(before: SampleTable[TiledMedia], after: SampleTable[TiledMedia], about: str) -> str:
+    change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
+    return f"evaluation prompts, same noise; {change}{_also(about)}"
+
+
+def _also(about: str) -> str:
+    return f"; {about}" if about else ""
+
+
+def saved(sheet: Image.Image, path: Path) -> Path:
+    """Where the sheet now is."""
+    sheet.save(path)
+    return path

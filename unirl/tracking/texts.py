@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,6 +92,9 @@ class TextMedia:
         said = [" ".join(printable(text).split()) for text in self.texts[:MAX_LINES]]
         return [text if len(text) <= LINE else f"{text[:LINE]} ..." for text in said]
 
+    def remarks(self) -> list[str]:
+        return []
+
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """The beginning of the page."""
         mirrors.text(page.step, page.key, page.path.read_text(encoding="utf-8")[:MIRRORED_CHARACTERS])
@@ -99,6 +102,14 @@ class TextMedia:
 
 def samples_page(table: SampleTable[TextMedia], title: str) -> str:
     """Texts by prompt, best reward first, with what is known of each."""
+    return listing(table, title, lambda row, limit: block(table.media.texts[row], limit))
+
+
+def listing(table: SampleTable[Any], title: str, shown_as: Callable[[int, int], str]) -> str:
+    """Samples by prompt, best reward first, with what is known of each.
+
+    `shown_as`: a row's medium on the page, given the row's number and about how many characters it may take.
+    """
     groups = table.groups()
     shown = groups[:MAX_GROUPS]
     limit = _room(sum(1 + min(len(group.rows), MAX_PER_GROUP) for group in shown))
@@ -107,7 +118,8 @@ def samples_page(table: SampleTable[TextMedia], title: str) -> str:
     for number, group in enumerate(shown):
         parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{_asked(group, limit)}")
         for place, row in enumerate(group.best_first()[:MAX_PER_GROUP]):
-            parts.append(_sample(table, row, f"Sample {place + 1} of {len(group.rows)}", limit))
+            name = f"Sample {place + 1} of {len(group.rows)}"
+            parts.append(_sample(table.rows[row], name, shown_as(row, limit)))
     return "".join(parts)
 
 
@@ -121,7 +133,8 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
         parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{_asked(new, limit)}")
         for place, rows in enumerate(list(zip(old.rows, new.rows, strict=False))[:MAX_PAIRS]):
             for table, row, side in zip((before, after), rows, sides, strict=True):
-                parts.append(_sample(table, row, f"{side[:1].upper()}{side[1:]}, sample {place + 1}", limit))
+                name = f"{side[:1].upper()}{side[1:]}, sample {place + 1}"
+                parts.append(_sample(table.rows[row], name, block(table.media.texts[row], limit)))
     return "".join(parts)
 
 
@@ -140,9 +153,8 @@ def known_of(row: SampleRow) -> str:
     return ", ".join(known)
 
 
-def _sample(table: SampleTable[TextMedia], number: int, name: str, limit: int) -> str:
-    row = table.rows[number]
-    return f"### {name}: reward {row.reward:.3f}\n\n{known_of(row)}\n\n{block(table.media.texts[number], limit)}"
+def _sample(row: SampleRow, name: str, shown: str) -> str:
+    return f"### {name}: reward {row.reward:.3f}\n\n{known_of(row)}\n\n{shown}"
 
 
 def _said(name: str, fact: Fact) -> str:

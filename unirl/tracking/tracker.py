@@ -51,6 +51,7 @@ class Tracker:
         self._eval_table = CsvTable(run.root / "eval_metrics.csv")
         self._ledger = JsonLines(run.root / "ledger.jsonl")
         self._events = JsonLines(run.root / "events.jsonl")
+        self._remarked: set[str] = set()
         self._closed = False
         self.event("run.start", argv=list(run.identity.argv))
 
@@ -106,6 +107,7 @@ class Tracker:
         """Keeps samples of a training step: media, their facts, and a page of all, whose path is given back."""
         folder = self.run.fresh_step_folder("samples", step)
         saved = table.saved(folder)
+        self._remark(saved.media)
         write_manifest(saved, folder / "manifest.jsonl")
         page = saved.media.page(saved, folder, f"samples of step {step}")
         saved.media.mirror(self._mirrors, MirroredPage(step, "samples", f"step {step}", page), saved.rows)
@@ -117,6 +119,7 @@ class Tracker:
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
         saved = table_of_evaluation(result).saved(folder)
+        self._remark(saved.media)
         rows = [vars(row) for row in saved.rows]
         scores = {"step": step, "metrics": metrics, "samples": rows}
         replace_text(folder / "scores.json", json.dumps(finite(scores), indent=1, sort_keys=True) + "\n")
@@ -231,6 +234,13 @@ class Tracker:
         if tokens and generate_s:
             found["throughput/generated_tokens_per_s"] = tokens / generate_s
         return found
+
+    def _remark(self, media: Media) -> None:
+        """Says, the first time, what a person should know about how samples are kept."""
+        for text in media.remarks():
+            if text not in self._remarked:
+                self.warn(text)
+            self._remarked.add(text)
 
     def _before_after(self, step: int, after: SampleTable[Media], folder: Path) -> None:
         first = min(self.run.root.glob("eval/step-*/scores.json"))

@@ -37,6 +37,21 @@ class Preview:
     caption: str
 
 
+@dataclass(frozen=True)
+class MovingPreview:
+    """A video worth mirroring: as animated WebP, and as MP4 where there is one."""
+
+    webp: Path
+    mp4: Path | None
+    caption: str
+
+    @staticmethod
+    def of(webp: Path, caption: str) -> MovingPreview:
+        """With the MP4 that lies beside it."""
+        mp4 = webp.with_suffix(".mp4")
+        return MovingPreview(webp, mp4 if mp4.exists() else None, caption)
+
+
 class Mirror(Protocol):
     """Any method may raise anything: the tracker reports the first failure and goes on without the mirror."""
 
@@ -52,6 +67,10 @@ class Mirror(Protocol):
 
     def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         """Pictures of a step under a key such as `samples` or `eval`."""
+        ...
+
+    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+        """Videos of a step under such a key."""
         ...
 
     def text(self, step: int, key: str, page: str) -> None:

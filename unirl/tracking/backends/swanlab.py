@@ -1,11 +1,12 @@
-"""SwanLab: metrics and pictures with captions; offline runs are kept for `swanlab sync`."""
+"""SwanLab: metrics, pictures and videos with captions; offline runs are kept for `swanlab sync`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from unirl.tracking.backends.base import Preview, RunAbout
+from unirl.tracking.backends.base import MovingPreview, Preview, RunAbout
+from unirl.tracking.clips import gif_of
 
 
 class SwanLabMirror:
@@ -38,6 +39,13 @@ class SwanLabMirror:
 
         media = [swanlab.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({f"media/{key}": media}, step=step)
+
+    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+        """As GIF, the one format that SwanLab takes."""
+        import swanlab
+
+        media = [swanlab.Video(gif_of(preview.webp), caption=preview.caption) for preview in previews]
+        self._run.log({f"media/{key}_videos": media}, step=step)
 
     def text(self, step: int, key: str, page: str) -> None:
         import swanlab

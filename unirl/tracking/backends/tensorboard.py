@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from unirl.tracking.backends.base import Preview, RunAbout
+from unirl.tracking.backends.base import MovingPreview, Preview, RunAbout
+from unirl.tracking.clips import gif_of
 
 
 class TensorBoardMirror:
@@ -34,6 +35,17 @@ class TensorBoardMirror:
         for number, preview in enumerate(previews):
             with Image.open(preview.path) as picture:
                 self._writer.add_image(f"{key}/{number}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+        """As GIF among the images: TensorBoard has no videos of its own."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for number, preview in enumerate(previews):
+            with Image.open(preview.webp) as picture:
+                width, height = picture.size
+            image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=gif_of(preview.webp))
+            value = Summary.Value(tag=f"{key}_videos/{number}", image=image)
+            self._writer.file_writer.add_summary(Summary(value=[value]), step)
 
     def text(self, step: int, key: str, page: str) -> None:
         self._writer.add_text(key, page, step)

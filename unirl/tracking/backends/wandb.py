@@ -1,12 +1,14 @@
-"""Weights & Biases: metrics on the axis of our own step, pictures with captions."""
+"""Weights & Biases: metrics on the axis of our own step, pictures and videos with captions."""
 
 from __future__ import annotations
 
 import html
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from unirl.tracking.backends.base import Preview, RunAbout
+from unirl.tracking.backends.base import MovingPreview, Preview, RunAbout
+from unirl.tracking.clips import gif_of
 
 
 class WandbMirror:
@@ -43,6 +45,16 @@ class WandbMirror:
 
         media = [wandb.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({"step": step, f"media/{key}": media})
+
+    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+        """As MP4 where there is one, else as GIF: W&B takes no WebP."""
+        import wandb
+
+        media = []
+        for preview in previews:
+            source = str(preview.mp4) if preview.mp4 else io.BytesIO(gif_of(preview.webp))
+            media.append(wandb.Video(source, caption=preview.caption, format="mp4" if preview.mp4 else "gif"))
+        self._run.log({"step": step, f"media/{key}_videos": media})
 
     def text(self, step: int, key: str, page: str) -> None:
         import wandb

@@ -11,6 +11,7 @@ import torch
 from unirl.algorithms.base import StageAlgorithm
 from unirl.models.diffusion import DiffusionStage
 from unirl.models.sd3.denoiser import SD3Denoiser
+from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.sde.schedule import SigmaSchedule
@@ -80,6 +81,7 @@ class BareBundle:
             vae_scale=1,
             patch_size=2,
             schedule=SigmaSchedule(shift=3.0),
+            guidance=Guidance(),
             batch_multiple=4,
             text_width=POOLED_WIDTH,
         )

@@ -25,7 +25,7 @@ from unirl.algorithms.surrogate import weighted_sum
 from unirl.algorithms.training_times import LogitNormalTimes, ScheduleTimes, TrainingTimes, UniformTimes
 from unirl.config.errors import ConfigError
 from unirl.models.diffusion import DiffusionStage
-from unirl.models.guidance import Guidance
+from unirl.sde.guidance import Guidance
 from unirl.sde.noise import NoiseSource
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.toy import toy_params, toy_stage, toy_track

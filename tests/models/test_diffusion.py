@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from unirl.models.diffusion import DiffusionStage
-from unirl.models.guidance import Guidance
+from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DPMSolver2M, EulerODE, FlowSDEStrategy, predicted_x0
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import toy_conditions, toy_facts, toy_params, toy_stage, toy_track
@@ -222,7 +222,7 @@ def test_guidance_extrapolates_and_both_branches_get_gradients(passes: int) -> N
     conditions = toy_conditions(["a", "b", "c", "d"], guidance_scale=2.0)
     for condition in conditions.values():
         condition.pooled.requires_grad_()  # type: ignore[attr-defined]
-    guided = stage.velocity(x, sigma, conditions, Guidance(2.0, passes))
+    guided = stage.velocity(x, sigma, conditions, Guidance(scale=2.0, passes=passes))
     positive = stage.velocity(x, sigma, {"text": conditions["text"]}, Guidance())
     negative = stage.velocity(x, sigma, {"text": conditions["negative_text"]}, Guidance())
     torch.testing.assert_close(guided, negative + 2.0 * (positive - negative))
@@ -236,12 +236,12 @@ def test_guidance_of_one_is_the_condition_alone_and_of_zero_the_negative_alone(p
     conditions = toy_conditions(["a", "b", "c", "d"], guidance_scale=2.0)
     for scale, name in ((1.0, "text"), (0.0, "negative_text")):
         alone = stage.velocity(x, sigma, {"text": conditions[name]}, Guidance())
-        assert torch.equal(stage.velocity(x, sigma, conditions, Guidance(scale, passes)), alone)
+        assert torch.equal(stage.velocity(x, sigma, conditions, Guidance(scale=scale, passes=passes)), alone)
 
 
 def test_guidance_without_a_negative_condition_is_refused() -> None:
     with pytest.raises(ValueError, match="negative_text"):
-        toy_stage().velocity(start(4), torch.ones(4), toy_conditions(["a"] * 4), Guidance(2.0))
+        toy_stage().velocity(start(4), torch.ones(4), toy_conditions(["a"] * 4), Guidance(scale=2.0))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from tests.models.rollouts import PROMPTS, sampling
 from unirl.config.errors import DataError
 from unirl.models.export import DIFFUSERS_FILE, Adapter, write_diffusers_lora, write_peft_adapter
+from unirl.models.plain import difference, plain_pipeline
 from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.export import difference, plain_pipeline, verify_lora, verify_model, write_model
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
@@ -59,13 +59,13 @@ def test_diffusers_draws_the_same_with_the_exported_lora(
 ) -> None:
     write_diffusers_lora(tmp_path, adapter_of(trained))
     assert untrained_difference(trained) > 1e-2
-    assert verify_lora(trained, tmp_path, PROMPTS, settings(trained, guidance_scale=guidance_scale)) < 1e-4
+    assert trained.verify_lora(tmp_path, PROMPTS, settings(trained, guidance_scale=guidance_scale)) < 1e-4
 
 
 def test_verification_sees_a_wrong_alpha(trained: SD3Pipeline, tmp_path: Path) -> None:
     right = adapter_of(trained)
     write_diffusers_lora(tmp_path, Adapter(right.layers, right.rank, 2 * right.alpha, right.target_modules))
-    assert verify_lora(trained, tmp_path, PROMPTS, settings(trained)) > 1e-3
+    assert trained.verify_lora(tmp_path, PROMPTS, settings(trained)) > 1e-3
 
 
 def test_the_lora_file_says_its_settings_in_diffusers_words(trained: SD3Pipeline, tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_peft_loads_the_exported_folder_onto_the_plain_network(trained: SD3Pipel
 
 def test_a_merged_model_draws_the_same_from_its_directory(trained: SD3Pipeline, tmp_path: Path) -> None:
     merged = adapter_of(trained).merged_into(trained.bundle.untrained().state_dict())
-    write_model(trained.bundle, merged, tmp_path / "model")
-    assert verify_model(trained, tmp_path / "model", PROMPTS, settings(trained)) < 1e-4
+    trained.write_model(merged, tmp_path / "model")
+    assert trained.verify_model(tmp_path / "model", PROMPTS, settings(trained)) < 1e-4
 
 
 def test_fully_trained_weights_come_back_by_our_own_bundle(pixel_directory: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_fully_trained_weights_come_back_by_our_own_bundle(pixel_directory: Path
         for parameter in pipeline.bundle.trainable().parameters():
             parameter.add_(0.01)
     tensors = {name: p.detach() for name, p in pipeline.bundle.trainable().named_parameters()}
-    folder = write_model(pipeline.bundle, tensors, tmp_path / "model")
+    folder = pipeline.write_model(tensors, tmp_path / "model")
     again = SD3Bundle(path=str(folder), dtype="fp32")
     assert isinstance(again.facts, LatentFacts) and again.facts == pipeline.facts
     assert all(torch.equal(p, tensors[name]) for name, p in again.trainable().named_parameters())
@@ -114,4 +114,4 @@ def test_weights_without_adapters_are_refused_as_a_lora() -> None:
 
 def test_an_unknown_parameter_is_refused(toy: SD3Pipeline, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no parameter 'nowhere\.weight'"):
-        write_model(toy.bundle, {"nowhere.weight": torch.ones(1)}, tmp_path)
+        toy.write_model({"nowhere.weight": torch.ones(1)}, tmp_path)

@@ -10,8 +10,8 @@ from scripts.pretrain_quickstart import build_tokenizer
 from scripts.quickstart_tasks import LETTERS, SIZE, TASKS, TWO_LETTERS, Task
 from tests.models.rollouts import roll
 from tests.source_tree import ROOT
-from unirl.models.sd3.architecture import SHIPPED
 from unirl.models.sd3.bundle import SD3Bundle
+from unirl.models.sd3.family import SD3
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec, as_bgr, comparable, in_order
 from unirl.sde.kernels import EulerODE
@@ -33,33 +33,35 @@ def tokenizer_of(model: str, fresh: bool):
     from transformers import CLIPTokenizer
 
     return (
-        build_tokenizer(TASKS[LEARNED[model]]) if fresh else CLIPTokenizer.from_pretrained(SHIPPED[model] / "tokenizer")
+        build_tokenizer(TASKS[LEARNED[model]])
+        if fresh
+        else CLIPTokenizer.from_pretrained(SD3.shipped[model] / "tokenizer")
     )
 
 
-@pytest.mark.parametrize("model", SHIPPED)
+@pytest.mark.parametrize("model", SD3.shipped)
 def test_the_shipped_files_take_at_most_six_megabytes(model):
-    assert sum(path.stat().st_size for path in SHIPPED[model].rglob("*") if path.is_file()) <= 6_000_000
+    assert sum(path.stat().st_size for path in SD3.shipped[model].rglob("*") if path.is_file()) <= 6_000_000
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["built", "shipped"])
-@pytest.mark.parametrize("model", SHIPPED)
+@pytest.mark.parametrize("model", SD3.shipped)
 def test_every_word_quote_and_letter_of_every_prompt_is_one_token(model, fresh):
     name, tokenizer = LEARNED[model], tokenizer_of(model, fresh)
     for prompt in prompts(name):
         assert len(tokenizer(prompt).input_ids) == NUM_TOKENS[name] + 2 <= TASKS[name].max_tokens
 
 
-@pytest.mark.parametrize("model", SHIPPED)
+@pytest.mark.parametrize("model", SD3.shipped)
 def test_captions_that_differ_have_different_tokens(model):
     task, tokenizer = TASKS[LEARNED[model]], tokenizer_of(model, fresh=False)
     said = [task.caption(drawing, style) for drawing in task.drawings for style in range(len(task.captions))]
     assert len({tuple(tokens) for tokens in tokenizer(said).input_ids}) == len(set(said)) == len(said)
 
 
-@pytest.mark.parametrize("model", SHIPPED)
+@pytest.mark.parametrize("model", SD3.shipped)
 def test_the_model_paints_pictures_of_the_size_that_the_recipe_asks_for(model):
-    config = json.loads((SHIPPED[model] / "transformer/config.json").read_text())
+    config = json.loads((SD3.shipped[model] / "transformer/config.json").read_text())
     assert (config["sample_size"], config["in_channels"]) == (SIZE, 3)
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from unirl.config.errors import DataError
-from unirl.models.sd3.architecture import SHIPPED
 from unirl.models.sd3.bundle import SD3Bundle
+from unirl.models.sd3.family import SD3
 from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.sde.kernels import EulerODE
+from unirl.types.sampling import DiffusionSamplingParams
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -54,9 +56,13 @@ def test_an_estimate_counts_the_adapters_that_peft_would_add() -> None:
     assert SD3Bundle.estimate("toy").lora_parameters(3) == added
 
 
+def of_side(side: int) -> DiffusionSamplingParams:
+    return DiffusionSamplingParams(kernel=EulerODE(), height=side, width=side)
+
+
 def test_the_public_checkpoints_are_known_without_a_connection() -> None:
     facts = SD3Bundle.facts_of(MEDIUM)
-    assert facts.latent_shape(512, 512) == (16, 64, 64) and facts.image_seq_len(512, 512) == 1024
+    assert facts.latent_shape(of_side(512)) == (16, 64, 64) and facts.image_seq_len(of_side(512)) == 1024
     billions = {name: count / 1e9 for name, count in SD3Bundle.estimate(MEDIUM).parameters.items()}
     # Model cards: 2.5B with everything but T5 counted loosely; CLIP-L 123M, CLIP-G 695M, T5-XXL encoder 4.76B.
     assert billions == pytest.approx(
@@ -66,13 +72,13 @@ def test_the_public_checkpoints_are_known_without_a_connection() -> None:
 
 
 def test_a_pixel_model_has_a_picture_for_a_latent(pixel: SD3Pipeline) -> None:
-    assert pixel.facts.vae_scale == 1 and pixel.facts.latent_shape(16, 16) == (3, 16, 16)
+    assert pixel.facts.vae_scale == 1 and pixel.facts.latent_shape(of_side(16)) == (3, 16, 16)
     assert set(pixel.bundle.modules) == {"transformer", "text_encoder"}
     latents = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0]).view(1, 1, 1, 5).expand(1, 3, 1, 5)
     assert pixel.decoder.decode(latents)[0, 0, 0].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", SD3.shipped)
 def test_a_shipped_model_loads(name: str) -> None:
     facts = SD3Bundle.facts_of(name)
     assert facts.vae_scale == 1
@@ -98,7 +104,7 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
 
 def test_another_family_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "FluxTransformer2DModel"]}))
-    refused(str(tmp_path), "its transformer is FluxTransformer2DModel, but SD3Bundle reads SD3Transformer2DModel")
+    refused(str(tmp_path), "its transformer is FluxTransformer2DModel, but this bundle .sd3. reads SD3Transformer2DModel")
 
 
 def test_damaged_files_are_named(pixel_directory: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from tests.run_files import metrics_of
 from unirl.config.errors import ConfigError, DataError
 from unirl.config.load import load
 from unirl.config.preflight import preflight
-from unirl.models.guidance import Guidance
 from unirl.rollout.engine.recorded.pictures import read_pictures
+from unirl.sde.guidance import Guidance
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
 from unirl.types.protocols import Moment

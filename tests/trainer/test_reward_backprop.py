@@ -11,8 +11,10 @@ import torch
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.models.differentiable import DifferentiableStage
+from unirl.sde.kernels import EulerODE
 from unirl.trainer.build import build_trainer
 from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.types.sampling import DiffusionSamplingParams
 
 BRIGHT = (
     "bundle.path=quickstart",
@@ -51,7 +53,9 @@ def test_the_stage_of_the_loss_joins_the_pipelines_policy_and_decoder_with_the_r
     stack, pipeline, reward = (group.role_here(role) for role in ("stack", "pipeline", "reward"))
     assert isinstance(stack.stage, DifferentiableStage)
     assert stack.stage.stage is pipeline.stage and stack.stage.score == reward.objective
-    latents = torch.zeros(2, *pipeline.facts.latent_shape(32, 32))
+    latents = torch.zeros(
+        2, *pipeline.facts.latent_shape(DiffusionSamplingParams(kernel=EulerODE(), height=32, width=32))
+    )
     assert torch.equal(stack.stage.decode(latents), pipeline.decoder.decode(latents))
 
 

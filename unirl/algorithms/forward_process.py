@@ -23,7 +23,6 @@ from unirl.algorithms.training_times import ScheduleTimes, TrainingTimes
 from unirl.config.errors import ConfigError
 from unirl.models.chunks import select_conditions
 from unirl.models.diffusion import DiffusionStage
-from unirl.models.guidance import Guidance
 from unirl.sde.noise import NoiseSource
 from unirl.types.protocols import REFERENCE, Anchor, Needs
 from unirl.types.results import Metrics
@@ -124,7 +123,7 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
         batch, count = noised.t.shape
         conditions = select_conditions(rows.conditions, [row for row in range(batch) for _ in range(count)])
         segment: LatentSegment = rows.segment
-        guidance = Guidance(segment.guidance_scale, segment.guidance_passes) if self.train_guided else Guidance()
+        guidance = segment.guidance if self.train_guided else segment.guidance.off()
         v = stage.velocity(noised.x.flatten(0, 1), noised.t.flatten(), conditions, guidance)
         return v.reshape(batch, count, *v.shape[1:])
 

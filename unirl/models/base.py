@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,12 @@ from unirl.models.canary import CanaryAnswer
 from unirl.models.diffusion import Denoiser, DiffusionStage
 from unirl.models.saved import SavedWeights
 from unirl.types.batch import Batch
-from unirl.types.conditions import TextEmbedCondition
+from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts, ModelFacts
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
 
 
 class Stage(Protocol):
@@ -155,13 +156,33 @@ class TextEncoder(Protocol):
         ...
 
 
+@runtime_checkable
+class SeeingTextEncoder(TextEncoder, Protocol):
+    """An encoder that reads a prompt together with its pictures."""
+
+    def encode_seeing(self, texts: Sequence[str], max_sequence_length: int, pictures: Tensor) -> TextEmbedCondition:
+        """One row per text; a pure function of each text, the length and its pictures [B, N, 3, H, W] in [0, 1]."""
+        ...
+
+
+class PictureEncoder(Protocol):
+    """Condition pictures to what the network reads of them: a video's first frame, pictures to be edited."""
+
+    components: tuple[str, ...]
+    """The bundle's components that `encode` runs."""
+
+    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """One row per prompt, each by itself, of pictures [B, N, 3, H, W] in [0, 1] of the sample's size."""
+        ...
+
+
 class Decoder(Protocol):
     """Latents to pixels."""
 
     components: tuple[str, ...]
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, *latent] to pixels [B, 3, H, W] in [0, 1], fp32, not rounded; differentiable."""
+        """Latents [B, *latent] to pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1], not rounded; differentiable."""
         ...
 
 
@@ -195,6 +216,10 @@ class DiffusionBundle(Bundle):
     @abstractmethod
     def decoder(self) -> Decoder:
         """Latents to pixels."""
+
+    def picture_encoder(self) -> PictureEncoder | None:
+        """Condition pictures to what the network reads of them; None where it takes none."""
+        return None
 
     def encoder(self) -> Encoder:
         """Pixels to latents, for pictures that were recorded. Raises ConfigError (2020) where the family has none."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from unirl.models.chunks import even_size, full_chunks
 from unirl.models.diffusion import DiffusionStage, GradientMask
-from unirl.models.guidance import Guidance
 from unirl.sde.gaussian import per_row
 from unirl.sde.noise import NoiseSource
 from unirl.types.rollout_resp import RolloutTrack
@@ -95,8 +94,7 @@ class DifferentiableStage:
         t = noise.uniform(rows.sample_ids, "t", ()).to(x0.device)
         eps = noise.normal(rows.sample_ids, "t0", x0.shape[1:]).to(x0)
         x = (1.0 - per_row(t, x0)) * x0 + per_row(t, x0) * eps
-        guidance = Guidance(segment.guidance_scale, segment.guidance_passes)
-        network = partial(self.stage.velocity, sigma=t, conditions=rows.conditions, guidance=guidance)
+        network = partial(self.stage.velocity, sigma=t, conditions=rows.conditions, guidance=segment.guidance)
         return GradientMask(steps=(0,)).velocity(0, network, x)
 
     def objective(self, latents: Tensor, rows: RolloutTrack) -> Tensor:
@@ -113,8 +111,8 @@ class DifferentiableStage:
         params: DiffusionSamplingParams,
         gradient: GradientMask,
     ) -> Tensor:
-        noise = noise_of(rows.segment)
-        return self.stage.sample(rows.conditions, x_T, params, noise, rows.sample_ids, gradient).final
+        noise, guidance = noise_of(rows.segment), rows.segment.guidance
+        return self.stage.sample(rows.conditions, x_T, params, noise, rows.sample_ids, gradient, guidance).final
 
     def _judge(self, latents: Tensor, prompts: Sequence[str], with_slope: bool) -> tuple[Tensor, Tensor]:
         """Rewards [B] and, if asked for, their gradients [B, *latent], else zeros."""
@@ -170,7 +168,5 @@ def params_of(segment: LatentSegment, num_steps: int) -> DiffusionSamplingParams
         num_inference_steps=num_steps,
         sigmas=(*sigmas[:num_steps], 0.0),
         sde_indices=tuple(i for i in segment.sde_indices if i < num_steps - 1),
-        guidance_scale=segment.guidance_scale,
-        guidance_passes=segment.guidance_passes,
         seed=segment.seed,
     )

@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from unirl.models.canary import CanaryAnswer, LatentCanary
 from unirl.models.chunks import filled_rows, select_conditions
-from unirl.models.guidance import Guidance
 from unirl.models.value import ValueHead, pooled_text
 from unirl.sde.kernels import EulerODE, predicted_x0
 from unirl.sde.noise import NoiseAhead, NoiseSource
 from unirl.types.conditions import Conditions
 from unirl.types.facts import LatentFacts
-from unirl.types.protocols import TORCH_DTYPES, Kernel, Previous
+from unirl.types.protocols import TORCH_DTYPES, GuidanceLike, Kernel, Previous
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, stored_positions
 
@@ -86,7 +85,7 @@ class DiffusionStage:
         """A fresh value head for this model's latents and prompts."""
         return ValueHead.of(self.facts, width, seed)
 
-    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: Guidance) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: GuidanceLike) -> Tensor:
         """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]."""
         rows = self._rows(len(x))
         feeds = guidance.feeds(select_conditions(conditions, rows))
@@ -100,17 +99,21 @@ class DiffusionStage:
         noise: NoiseSource,
         ids: Sequence[str],
         gradient: GradientMask = NO_GRADIENT,
+        guidance: GuidanceLike | None = None,
     ) -> LatentSegment:
         """The trajectories that start at x_T [B, *latent] (fp32, on the network's device); `params` is pinned.
 
         Noise of stochastic step i is the draw `s{i}` of each row's id. Stored positions are rounded to the trajectory
         dtype before anything is computed from them. The latents carry the gradients that `gradient` asks for.
+
+        Args:
+            guidance: absent = what `params` say of scales and passes.
         """
         sigmas, sde_indices = pinned_schedule(params)
         rows = self._rows(len(ids))
-        guidance = Guidance(params.guidance_scale, params.guidance_passes)
+        guidance = guidance or self.facts.guidance_of(params)
         feeds = guidance.feeds(select_conditions(conditions, rows))
-        steps = _Steps(params, sigmas.tolist(), stored_positions(sde_indices, params.num_inference_steps))
+        steps = _Steps(params, guidance, sigmas.tolist(), stored_positions(sde_indices, params.num_inference_steps))
         levels = sigmas.to(x_T.device)[:, None].expand(-1, len(rows))
         x = steps.keep(0, x_T[rows].float())
         draws = NoiseAhead(noise, [ids[row] for row in rows], [f"s{i}" for i in sde_indices], x_T.shape[1:])
@@ -123,7 +126,8 @@ class DiffusionStage:
     def record(self, x0: Tensor, params: DiffusionSamplingParams, noise: NoiseSource) -> LatentSegment:
         """Samples x0 [B, *latent] that came from elsewhere: a trajectory of which nothing but its end is known."""
         sigmas, _ = pinned_schedule(params)
-        steps = _Steps(params, sigmas.tolist(), stored_positions((), params.num_inference_steps))
+        guidance = self.facts.guidance_of(params)
+        steps = _Steps(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
         steps.keep(params.num_inference_steps, x0)
         return steps.segment(len(x0), sigmas, (), noise)
 
@@ -135,7 +139,7 @@ class DiffusionStage:
         """
         batch = len(segment)
         rows = [row % batch for row in self._rows(batch * len(steps))]
-        guidance = Guidance(segment.guidance_scale, segment.guidance_passes)
+        guidance = segment.guidance
         feeds = guidance.feeds(select_conditions(conditions, rows))
         x = torch.cat([segment.latents_at(step) for step in steps]).float()
         sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(batch)
@@ -153,19 +157,21 @@ class DiffusionStage:
 
     def canary(self, inputs: LatentCanary) -> CanaryAnswer:
         """The velocity without guidance at `inputs`, which are on the network's device."""
-        return CanaryAnswer(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, Guidance()))
+        return CanaryAnswer(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, self.facts.guidance))
 
     def _rows(self, count: int) -> list[int]:
         return filled_rows(count, self.facts.batch_multiple)
 
-    def _filled_forward(self, x: Tensor, sigma: Tensor, guidance: Guidance, feeds: tuple[Conditions, ...]) -> Tensor:
+    def _filled_forward(
+        self, x: Tensor, sigma: Tensor, guidance: GuidanceLike, feeds: tuple[Conditions, ...]
+    ) -> Tensor:
         """The velocity of `x`'s rows, run among copies when they are fewer than `feeds` has."""
         rows = self._rows(len(x))
         if len(rows) == len(x):
             return self._forward(x, sigma, guidance, feeds)
         return self._forward(x[rows], sigma[rows], guidance, feeds)[: len(x)]
 
-    def _forward(self, x: Tensor, sigma: Tensor, guidance: Guidance, feeds: tuple[Conditions, ...]) -> Tensor:
+    def _forward(self, x: Tensor, sigma: Tensor, guidance: GuidanceLike, feeds: tuple[Conditions, ...]) -> Tensor:
         with torch.autocast(x.device.type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
             return guidance.velocity(self.denoiser.velocity, x, sigma, feeds)
 
@@ -183,8 +189,11 @@ def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Tensor, tuple[int,
 class _Steps:
     """The steps of one sampling run: what they keep, and the history that a multistep solver reads."""
 
-    def __init__(self, params: DiffusionSamplingParams, sigmas: list[float], positions: tuple[int, ...]) -> None:
+    def __init__(
+        self, params: DiffusionSamplingParams, guidance: GuidanceLike, sigmas: list[float], positions: tuple[int, ...]
+    ) -> None:
         self.params = params
+        self.guidance = guidance
         self.sigmas = sigmas
         self.positions = positions
         self.solver: Kernel = params.solver or EulerODE()
@@ -234,8 +243,7 @@ class _Steps:
             kernel=self.params.kernel,
             solver=self.params.solver,
             init_same_noise=self.params.init_same_noise,
-            guidance_scale=self.params.guidance_scale,
-            guidance_passes=self.params.guidance_passes,
+            guidance=self.guidance,
             seed=noise.seed,
             step=noise.step,
             anchors={},

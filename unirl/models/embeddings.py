@@ -6,17 +6,39 @@ and beside whomever it is computed, and losing an entry only costs time.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from unirl.models.base import Bundle, TextEncoder
+from unirl.models.base import Bundle, SeeingTextEncoder, TextEncoder
 from unirl.models.chunks import full_chunks, round_up
 from unirl.types.conditions import TextEmbedCondition
 
-Key = tuple[str, int]
 GIB = 1024**3
+
+
+@dataclass(frozen=True, eq=False)
+class ShownPictures:
+    """The condition pictures of one prompt, known by what they show."""
+
+    pixels: Tensor  # [N, 3, H, W] in [0, 1]
+    key: str
+
+    @classmethod
+    def of(cls, pixels: Tensor) -> ShownPictures:
+        """From pixels [N, 3, H, W]."""
+        shown = pixels.mul(255).round().to(torch.uint8).contiguous()
+        digest = hashlib.blake2b(shown.numpy().tobytes(), digest_size=16).hexdigest()
+        return cls(pixels, f"{tuple(pixels.shape)}:{digest}")
+
+
+NO_PICTURES = ShownPictures(torch.zeros(0), "")
+Prompt = tuple[str, int, str]
+"""Text, sequence length, and the key of its pictures ("" = it is read without any)."""
 
 
 class PromptEmbeddings:
@@ -28,48 +50,71 @@ class PromptEmbeddings:
         self.batch_size = round_up(batch_size, bundle.facts.batch_multiple)
         self.capacity = int(cache_gb * GIB)
         self.size = 0
-        self._rows: OrderedDict[Key, TextEmbedCondition] = OrderedDict()
+        self._rows: OrderedDict[Prompt, TextEmbedCondition] = OrderedDict()
 
-    def __call__(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        """The condition of `texts`, one row each, on the bundle's device."""
-        unique = list(dict.fromkeys(texts))
-        found = {text: self._remembered((text, max_sequence_length)) for text in unique}
-        missing = [text for text, row in found.items() if row is None]
-        found |= self._encode(missing, max_sequence_length)
+    def __call__(
+        self, texts: Sequence[str], max_sequence_length: int, pictures: Sequence[ShownPictures] | None = None
+    ) -> TextEmbedCondition:
+        """The condition of `texts`, one row each, on the bundle's device.
+
+        Args:
+            pictures: of each text, all of one shape; encoders that do not see any are not shown them.
+        """
+        if pictures is None or not isinstance(self.encoder, SeeingTextEncoder):
+            pictures = [NO_PICTURES] * len(texts)
+        shown = {picture.key: picture.pixels for picture in pictures if picture.key}
+        prompts = [(text, max_sequence_length, picture.key) for text, picture in zip(texts, pictures, strict=True)]
+        unique = list(dict.fromkeys(prompts))
+        found = {prompt: self._remembered(prompt) for prompt in unique}
+        found |= self._encode([prompt for prompt, row in found.items() if row is None], max_sequence_length, shown)
         table = TextEmbedCondition.concat([row for row in found.values() if row is not None])
-        position = {text: i for i, text in enumerate(unique)}
-        return table.to(self.bundle.device).select([position[text] for text in texts])
+        position = {prompt: i for i, prompt in enumerate(unique)}
+        return table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
 
     def clear(self) -> None:
         """Forget everything."""
         self._rows.clear()
         self.size = 0
 
-    def _remembered(self, key: Key) -> TextEmbedCondition | None:
-        if key in self._rows:
-            self._rows.move_to_end(key)
-        return self._rows.get(key)
+    def _remembered(self, prompt: Prompt) -> TextEmbedCondition | None:
+        if prompt in self._rows:
+            self._rows.move_to_end(prompt)
+        return self._rows.get(prompt)
 
-    def _encode(self, texts: list[str], max_sequence_length: int) -> dict[str, TextEmbedCondition]:
-        if not texts:
+    def _encode(
+        self, prompts: list[Prompt], max_sequence_length: int, shown: dict[str, Tensor]
+    ) -> dict[Prompt, TextEmbedCondition]:
+        if not prompts:
             return {}
-        rows: dict[str, TextEmbedCondition] = {}
+        rows: dict[Prompt, TextEmbedCondition] = {}
         with torch.no_grad(), self.bundle.resident(self.encoder.components):
-            for chunk in full_chunks(len(texts), self.batch_size):
-                batch = self.encoder.encode([texts[row] for row in chunk.rows], max_sequence_length).to("cpu")
+            for chunk in full_chunks(len(prompts), self.batch_size):
+                chosen = [prompts[row] for row in chunk.rows]
+                texts = [text for text, _, _ in chosen]
+                if shown and isinstance(self.encoder, SeeingTextEncoder):
+                    pictures = torch.stack([shown[key] for _, _, key in chosen]).to(self.bundle.device)
+                    batch = self.encoder.encode_seeing(texts, max_sequence_length, pictures).to("cpu")
+                else:
+                    batch = self.encoder.encode(texts, max_sequence_length).to("cpu")
                 for j in range(chunk.kept):
                     row = batch.select([j]).map_tensors(torch.clone)
-                    rows[texts[chunk.rows[j]]] = row
-                    self._remember((texts[chunk.rows[j]], max_sequence_length), row)
+                    rows[chosen[j]] = row
+                    self._remember(chosen[j], row)
         return rows
 
-    def _remember(self, key: Key, row: TextEmbedCondition) -> None:
-        self._rows[key] = row
+    def _remember(self, prompt: Prompt, row: TextEmbedCondition) -> None:
+        self._rows[prompt] = row
         self.size += _num_bytes(row)
         while self.size > self.capacity:
             self.size -= _num_bytes(self._rows.popitem(last=False)[1])
 
 
 def _num_bytes(row: TextEmbedCondition) -> int:
-    tensors = [t for t in (row.embeds, row.pooled, row.mask) if t is not None]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    sizes: list[int] = []
+
+    def measure(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    row.map_tensors(measure)
+    return sum(sizes)

@@ -1,4 +1,4 @@
-"""Prompts in, a rollout out: encode, sample, decode with one denoising model."""
+"""Prompts and their pictures in, a rollout out: encode, sample, decode with one denoising model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from unirl.config.errors import DataError
 from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
-from unirl.models.embeddings import PromptEmbeddings
-from unirl.models.guidance import NEGATIVE
+from unirl.models.embeddings import PromptEmbeddings, ShownPictures
+from unirl.models.pictures import fit_picture, read_picture
+from unirl.sde.guidance import NEGATIVE
+from unirl.sde.kernels import EulerODE
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions
-from unirl.types.primitives import Images
+from unirl.types.primitives import Images, Videos
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -25,6 +28,7 @@ from unirl.types.segments import LatentSegment
 
 BundleT = TypeVar("BundleT", bound=DiffusionBundle)
 
+VIDEO = Capabilities(modalities=("video",))
 CANARY_SIGMA = 0.5
 CANARY_SIDE_TOKENS = 4
 CANARY_SEQUENCE_LENGTH = 32
@@ -41,9 +45,10 @@ class _Draw:
 
 
 class DiffusionPipeline(Generic[BundleT]):
-    """Text to image with one bundle, which brings denoiser, encoders and decoder of its family."""
+    """Text (and pictures) to images or videos with one bundle, which brings denoiser, encoders and decoder."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
+    """Of a family of videos: `VIDEO`."""
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class DiffusionPipeline(Generic[BundleT]):
         self.embed = PromptEmbeddings(
             bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb
         )
+        self.picture_encoder = bundle.picture_encoder()
         self.decode_batch_size = decode_batch_size
         if not keep_resident:
             bundle.offload(bundle.frozen)
@@ -77,20 +83,20 @@ class DiffusionPipeline(Generic[BundleT]):
         """[T + 1] float32: the explicit schedule of `params`, else the model's own."""
         if params.sigmas is not None:
             return torch.tensor(params.sigmas, dtype=torch.float32)
-        seq_len = self.facts.image_seq_len(params.height, params.width)
+        seq_len = self.facts.image_seq_len(params)
         return self.facts.schedule.sigmas(params.num_inference_steps, seq_len)
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows per forward."""
         _, params = req.only_track(DiffusionSamplingParams)
-        conditions = self.encode(req.prompts(), params)
+        conditions = self.encode(req.prompts(), params, self._shown(req, params))
         segment = self._sample(req, params, conditions, chunk_size)
         return _response(req, conditions, segment, self.decode(segment.final))
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The rollout of a request whose samples exist already, one picture per row: their latents, no trajectory."""
         _, params = req.only_track(DiffusionSamplingParams)
-        conditions = self.encode(req.prompts(), params)
+        conditions = self.encode(req.prompts(), params, self._shown(req, params))
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.record(self.latents_of(images), params, noise)
         return _response(req, conditions, segment, images)
@@ -98,10 +104,15 @@ class DiffusionPipeline(Generic[BundleT]):
     def canary_inputs(self) -> LatentCanary:
         """Fixed prompts as the pipeline's own encoders see them, and keyed noise halfway down the schedule."""
         side = CANARY_SIDE_TOKENS * self.facts.vae_scale * self.facts.patch_size
+        params = DiffusionSamplingParams(
+            kernel=EulerODE(), height=side, width=side, max_sequence_length=CANARY_SEQUENCE_LENGTH
+        )
+        fewest, _ = self.facts.condition_images
+        grey = ShownPictures.of(torch.full((fewest, 3, side, side), 0.5)) if fewest else None
         return LatentCanary(
-            x=NoiseSource(0, "eval", 0).normal(list(IDS), "x", self.facts.latent_shape(side, side)),
+            x=NoiseSource(0, "eval", 0).normal(list(IDS), "x", self.facts.latent_shape(params)),
             sigma=torch.full((len(PROMPTS),), CANARY_SIGMA),
-            conditions={"text": self.embed(PROMPTS, CANARY_SEQUENCE_LENGTH)},
+            conditions=self.encode(PROMPTS, params, None if grey is None else [grey] * len(PROMPTS)),
         )
 
     def offload(self, names: Sequence[str]) -> None:
@@ -112,18 +123,31 @@ class DiffusionPipeline(Generic[BundleT]):
         """Move components of the bundle to its device."""
         self.bundle.onload(names)
 
-    def encode(self, texts: Sequence[str], params: DiffusionSamplingParams) -> Conditions:
-        """The conditions of prompts: `text`, and `negative_text` when guidance is on."""
+    def encode(
+        self,
+        texts: Sequence[str],
+        params: DiffusionSamplingParams,
+        pictures: Sequence[ShownPictures] | None = None,
+    ) -> Conditions:
+        """The conditions of prompts: `text`, `negative_text` when guidance is on, what the family reads of pictures.
+
+        Args:
+            pictures: of each prompt, of the sample's size; absent = no prompt brings any.
+        """
         length = params.max_sequence_length
-        conditions: Conditions = {"text": self.embed(texts, length)}
-        if params.guidance_scale != 1.0:
-            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length)
+        conditions: Conditions = {"text": self.embed(texts, length, pictures)}
+        if self.facts.guidance_of(params).active:
+            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length, pictures)
+        if pictures is not None:
+            conditions |= self._picture_conditions(pictures, params)
         return conditions
 
-    def decode(self, latents: Tensor) -> Images:
-        """The pictures of latents [B, *latent], rounded to the 256 levels of uint8."""
+    def decode(self, latents: Tensor) -> Images | Videos:
+        """The pictures or videos of latents [B, *latent], rounded to the 256 levels of uint8."""
         with torch.no_grad(), self.bundle.resident(self.decoder.components):
             pixels = map_chunks(self.decoder.decode, latents.float(), self.decode_batch_size, self.facts.batch_multiple)
+        if self.facts.frame_scale is not None:
+            return Videos.of(pixels, self.facts.fps)
         return Images(pixels=pixels.mul(255).round_().div_(255))
 
     def latents_of(self, images: Images) -> Tensor:
@@ -139,8 +163,40 @@ class DiffusionPipeline(Generic[BundleT]):
 
     def initial_noise(self, noise: NoiseSource, ids: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
         """x_T [B, *latent] of ids (rows of one id are equal), on the bundle's device."""
-        shape = self.facts.latent_shape(params.height, params.width)
-        return noise.normal(ids, "x", shape).to(self.bundle.device)
+        return noise.normal(ids, "x", self.facts.latent_shape(params)).to(self.bundle.device)
+
+    def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ShownPictures] | None:
+        """The pictures of each row's prompt, opened once and cut to the sample's size; None where none brings any."""
+        rows = req.pictures()
+        counts = sorted({len(uris) for uris in rows})
+        if counts == [0]:
+            return None
+        if len(counts) > 1:
+            raise DataError(
+                f"the prompts of one step bring {' and '.join(map(str, counts))} condition pictures, and "
+                f"{self.facts.family} is fed equally many with each. Give every prompt of the data file the same number"
+            )
+        opened = {uris: ShownPictures.of(_opened(uris, params)) for uris in dict.fromkeys(rows)}
+        return [opened[uris] for uris in rows]
+
+    def _picture_conditions(self, pictures: Sequence[ShownPictures], params: DiffusionSamplingParams) -> Conditions:
+        """Each distinct picture is encoded once."""
+        if self.picture_encoder is None:
+            raise DataError(
+                f"{self.facts.family} takes no condition pictures, and prompts bring some. Remove their media_refs, or "
+                "take a model of image to video or of editing"
+            )
+        encoder, device, distinct = self.picture_encoder, self.bundle.device, {p.key: p.pixels for p in pictures}
+        keys = list(distinct)
+        stacked = torch.stack(list(distinct.values()))
+        parts: list[Conditions] = []
+        with torch.no_grad(), self.bundle.resident(encoder.components):
+            for chunk in full_chunks(len(keys), self.decode_batch_size, self.facts.batch_multiple):
+                found = encoder.encode(stacked[list(chunk.rows)].to(device), params)
+                parts.append(select_conditions(found, list(range(chunk.kept))))
+        rows = [keys.index(picture.key) for picture in pictures]
+        joined = {name: type(c).concat([part[name] for part in parts]) for name, c in parts[0].items()}
+        return select_conditions(joined, rows)
 
     def _sample(
         self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
@@ -160,7 +216,12 @@ class DiffusionPipeline(Generic[BundleT]):
         return self.stage.sample(select_conditions(conditions, rows), x_T, draw.params, draw.noise, ids)
 
 
-def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images) -> RolloutResp:
+def _opened(uris: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
+    """[N, 3, H, W] in [0, 1]."""
+    return torch.stack([fit_picture(read_picture(uri), params.height, params.width) for uri in uris])
+
+
+def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images | Videos) -> RolloutResp:
     """The one track of a request, rows in its order."""
     [name] = req.tracks
     track = RolloutTrack(

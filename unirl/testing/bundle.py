@@ -94,7 +94,7 @@ def check_gradient_flags(pipeline: Pipeline) -> None:
 
 
 def _shapes(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
-    shape = pipeline.facts.latent_shape(rollout.params.height, rollout.params.width)
+    shape = pipeline.facts.latent_shape(rollout.params)
     found = tuple(rollout(8).segment.final.shape[1:])
     expect(found == shape, f"facts.latent_shape says {shape}, sampling gives {found}")
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from unirl.models.base import DiffusionBundle, chosen
 from unirl.models.diffusion import DiffusionStage
-from unirl.models.guidance import NEGATIVE
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.models.saved import ModuleWeights, SavedWeights
+from unirl.sde.guidance import NEGATIVE, Guidance
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.sde.schedule import SigmaSchedule
@@ -82,6 +82,7 @@ def toy_facts(batch_multiple: int = 4) -> LatentFacts:
         patch_size=1,
         schedule=SigmaSchedule(shift=3.0),
         timestep_scale=1.0,
+        guidance=Guidance(),
         batch_multiple=batch_multiple,
         text_width=TEXT_WIDTH,
     )
@@ -158,7 +159,7 @@ def toy_track(
     conditions = toy_conditions(texts.texts, params.guidance_scale)
     noise = NoiseSource(params.seed, req.purpose, step)
     start_ids = req.group_ids if params.init_same_noise else req.sample_ids
-    x_T = noise.normal(start_ids, "x", stage.facts.latent_shape(params.height, params.width))  # noqa: N806
+    x_T = noise.normal(start_ids, "x", stage.facts.latent_shape(params))  # noqa: N806
     with torch.no_grad():
         segment = stage.sample(conditions, x_T, params, noise, req.sample_ids)
     rewards = -segment.final.float().square().flatten(1).mean(1)

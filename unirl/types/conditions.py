@@ -16,6 +16,29 @@ class TextEmbedCondition(Batch):
     embeds: Tensor = row(heavy=True)  # [B, L, D]
     pooled: Tensor | None = row(heavy=True, optional=True)  # [B, D']
     mask: Tensor | None = row(heavy=True, optional=True)  # [B, L], True at real tokens
+    embeds_2: Tensor | None = row(heavy=True, optional=True)  # [B, L2, D2] tokens of a second encoder
+    mask_2: Tensor | None = row(heavy=True, optional=True)  # [B, L2], True at real tokens
+
+
+@dataclass(kw_only=True, eq=False)
+class LatentCondition(Batch):
+    """Latents that the network reads beside the sample: of a video's first frame, or of pictures to be edited."""
+
+    latents: Tensor = row(heavy=True)  # [B, ...], the family says which dimensions
+
+
+@dataclass(kw_only=True, eq=False)
+class VisionCondition(Batch):
+    """What a vision tower says of condition pictures."""
+
+    embeds: Tensor = row(heavy=True)  # [B, L, D]
+
+
+@dataclass(kw_only=True, eq=False)
+class ScaleCondition(Batch):
+    """A guidance scale that the network reads."""
+
+    scale: Tensor = row(heavy=True)  # [B] fp32
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,5 +79,6 @@ class ImagePatches(Batch):
 Conditions = dict[str, Batch]
 """The conditions of a track by name.
 
-Denoising: `text`, and `negative_text` when guidance needs it. Text: `prompt`, and `images` when there are any.
+Denoising: `text`, what condition pictures give (`image`, `vision`), and `negative_text` when guidance needs it. Text:
+`prompt`, and `images` when there are any.
 """

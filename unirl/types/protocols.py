@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from unirl.types.conditions import Conditions
     from unirl.types.reward import RewardRequest, RewardResponse
 
 State = dict[str, Any]
@@ -84,6 +85,37 @@ class SigmaScheduleLike(Protocol):
 
     def sigmas(self, num_inference_steps: int, image_seq_len: int) -> Tensor:
         """[T + 1] float32, decreasing, last entry 0."""
+        ...
+
+
+class GuidanceLike(Protocol):
+    """A model's kind of guidance, at some scale."""
+
+    @property
+    def active(self) -> bool:
+        """Whether there is an unconditional branch, which needs a negative prompt."""
+        ...
+
+    def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
+        """The same kind at another scale. Raises ValueError where the model cannot be guided so."""
+        ...
+
+    def off(self) -> GuidanceLike:
+        """The conditional branch alone."""
+        ...
+
+    def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
+        """The conditions of each forward: computed once, used at every step."""
+        ...
+
+    def velocity(
+        self,
+        network: Callable[[Tensor, Tensor, Conditions], Tensor],
+        x: Tensor,
+        sigma: Tensor,
+        feeds: tuple[Conditions, ...],
+    ) -> Tensor:
+        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B], with what `feeds` returned."""
         ...
 
 
@@ -202,13 +234,17 @@ class WeightSource(Protocol):
 
 
 class DataSource(Protocol):
-    """Prompts by number of draw; the number is state."""
+    """Prompts by number of draw; the number is state. A prompt's `size` says how large its samples are."""
 
     prompts: Sequence[Any]
     """All that may be drawn, as far as it is known beforehand."""
 
-    def draw(self, count: int) -> Sequence[Any]:
-        """The next `count` draws."""
+    def draw(self, count: int, size: tuple[int, int] | None = None) -> Sequence[Any]:
+        """The next `count` draws, all of one size (height, width): the one that is asked for, else the one due."""
+        ...
+
+    def sized(self, prompts: Sequence[Any]) -> Sequence[Any]:
+        """Other prompts, each with the size that this source would draw it at."""
         ...
 
     def eval_prompts(self, max_prompts: int) -> Sequence[Any]:

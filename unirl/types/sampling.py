@@ -40,6 +40,10 @@ class Sampling(Protocol):
         """Why a loss on log-probs has nothing to train in loop step `step`, and the way out; None where it has."""
         ...
 
+    def at_size(self, height: int, width: int) -> Self:
+        """These settings for samples of so many pixels. Raises ValueError where samples have none."""
+        ...
+
     def for_evaluation(self, settings: Mapping[str, Any]) -> Self:
         """These settings with those of the evaluation block on top (`samples_per_prompt`, `seed`, evaluation_keys)."""
         ...
@@ -74,7 +78,9 @@ class DiffusionSamplingParams:
     """Pixels."""
     num_frames: int = 1
     guidance_scale: float = 1.0
-    """Classifier-free guidance w: v = v_uncond + w (v_cond - v_uncond); 1 = off."""
+    """Classifier-free guidance w: v = v_uncond + w (v_cond - v_uncond); 1 = off. Distilled models may read it."""
+    guidance_scale_2: float | None = None
+    """w below the boundary of a model of two experts; absent = guidance_scale."""
     guidance_passes: int = 1
     """1 = one forward of a doubled batch; 2 = two forwards, half the peak memory."""
     negative_prompt: str = ""
@@ -119,8 +125,10 @@ class DiffusionSamplingParams:
             self._check_at_least(name, 1)
         if self.guidance_passes not in (1, 2):
             raise ValueError(f"sampling.guidance_passes must be 1 or 2, got {self.guidance_passes}")
-        if self.guidance_scale < 0:
-            raise ValueError(f"sampling.guidance_scale must be >= 0, got {self.guidance_scale}; 1 turns guidance off")
+        for name in ("guidance_scale", "guidance_scale_2"):
+            scale = self.__dict__[name]
+            if scale is not None and scale < 0:
+                raise ValueError(f"sampling.{name} must be >= 0, got {scale}; 1 turns guidance off")
         self._check_indices()
         self._check_sigmas()
         if self.tail_fraction is not None and self.sigmas is not None:
@@ -234,6 +242,10 @@ class DiffusionSamplingParams:
             "or more steps"
         )
 
+    def at_size(self, height: int, width: int) -> DiffusionSamplingParams:
+        """The same settings with another height and width."""
+        return dataclasses.replace(self, height=height, width=width)
+
     def for_evaluation(self, settings: Mapping[str, Any]) -> DiffusionSamplingParams:
         """Without stochastic steps; another number of steps goes by the model's own schedule."""
         sigmas = None if "num_inference_steps" in settings else self.sigmas
@@ -302,6 +314,10 @@ class ARSamplingParams:
             "sampling.temperature=0 draws nothing: every response is the likeliest. Use sampling.temperature=1.0 "
             "(evaluation.temperature=0 is fine)"
         )
+
+    def at_size(self, height: int, width: int) -> ARSamplingParams:
+        """Refused: a text has no size in pixels."""
+        raise ValueError(f"data_source.sizes: a text is not {height} x {width} pixels large. Write ~data_source.sizes")
 
     def for_evaluation(self, settings: Mapping[str, Any]) -> ARSamplingParams:
         """These settings with others on top; a shorter response may end as early as it likes."""

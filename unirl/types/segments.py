@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
-from unirl.types.protocols import Kernel
+from unirl.types.protocols import GuidanceLike, Kernel
 
 LogRatio = tuple[Tensor, Tensor]
 """log r = log-prob measured - recorded, [K] nats, 0 where nothing counts; and the weights [K]."""
@@ -28,8 +28,7 @@ class LatentSegment(Batch):
     kernel: Kernel = shared()
     solver: Kernel | None = shared(optional=True)  # of the deterministic steps; absent = Euler
     init_same_noise: bool = shared()  # siblings of a group start from one x_T
-    guidance_scale: float = shared()
-    guidance_passes: int = shared()
+    guidance: GuidanceLike = shared()
     seed: int = shared()  # with `step`, the key of every draw of these rows; training times and noise go on from it
     step: int = shared()
     anchors: dict[str, Tensor] = row(heavy=True)  # name -> [B, S, ...] values of other policies

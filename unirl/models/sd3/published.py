@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from unirl.models.checkpoint import Checkpoint
+
 _CLIP: dict[str, Any] = {
     "vocab_size": 49408,
     "max_position_embeddings": 77,
@@ -68,20 +70,15 @@ _MMDIT: dict[str, Any] = {
 }
 
 
-def _architecture(**transformer: Any) -> dict[str, Any]:
-    return {
-        "transformer": _MMDIT | transformer,
-        "scheduler": {"shift": 3.0},
-        "vae": _VAE,
-        "encoders": _ENCODERS,
-    }
+def _checkpoint(**transformer: Any) -> Checkpoint:
+    return Checkpoint(configs={"transformer": _MMDIT | transformer, **_ENCODERS, "vae": _VAE}, scheduler={"shift": 3.0})
 
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "stabilityai/stable-diffusion-3-medium-diffusers": _architecture(
+PUBLISHED: dict[str, Checkpoint] = {
+    "stabilityai/stable-diffusion-3-medium-diffusers": _checkpoint(
         num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192
     ),
-    "stabilityai/stable-diffusion-3.5-medium": _architecture(
+    "stabilityai/stable-diffusion-3.5-medium": _checkpoint(
         num_layers=24,
         num_attention_heads=24,
         caption_projection_dim=1536,
@@ -89,7 +86,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         dual_attention_layers=tuple(range(13)),
         qk_norm="rms_norm",
     ),
-    "stabilityai/stable-diffusion-3.5-large": _architecture(
+    "stabilityai/stable-diffusion-3.5-large": _checkpoint(
         num_layers=38,
         num_attention_heads=38,
         caption_projection_dim=2432,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from unirl.models.checkpoint import Checkpoint
+from unirl.models.toy_tokenizers import clip_tokenizer, t5_tokenizer
+
 _CLIP: dict[str, Any] = {
     "vocab_size": 514,
     "hidden_size": 32,
@@ -18,7 +21,7 @@ _CLIP: dict[str, Any] = {
     "hidden_act": "gelu",
 }
 
-TOY: dict[str, Any] = {
+_CONFIGS: dict[str, Any] = {
     "transformer": {
         "sample_size": 32,
         "patch_size": 2,
@@ -34,7 +37,20 @@ TOY: dict[str, Any] = {
         "qk_norm": "rms_norm",
         "dual_attention_layers": (0,),
     },
-    "scheduler": {"shift": 3.0},
+    "text_encoder": _CLIP,
+    "text_encoder_2": _CLIP,
+    "text_encoder_3": {
+        "vocab_size": 98,
+        "d_model": 96,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+        "is_encoder_decoder": False,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+    },
     "vae": {
         "sample_size": 32,
         "in_channels": 3,
@@ -50,51 +66,10 @@ TOY: dict[str, Any] = {
         "scaling_factor": 1.5305,
         "shift_factor": 0.0609,
     },
-    "encoders": {
-        "text_encoder": _CLIP,
-        "text_encoder_2": _CLIP,
-        "text_encoder_3": {
-            "vocab_size": 98,
-            "d_model": 96,
-            "d_kv": 8,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "feed_forward_proj": "gated-gelu",
-            "is_encoder_decoder": False,
-            "use_cache": False,
-            "decoder_start_token_id": 0,
-        },
-    },
 }
-
-SEED = 20250
-PRINTABLE = range(33, 127)
+TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 3.0})
 
 
 def toy_tokenizers() -> dict[str, Any]:
-    """Character-level tokenizers by component name, made without files."""
-    return {"tokenizer": _clip_tokenizer(), "tokenizer_2": _clip_tokenizer(), "tokenizer_3": _t5_tokenizer()}
-
-
-def _clip_tokenizer() -> Any:
-    from transformers import CLIPTokenizer
-
-    letters = _byte_letters()
-    pieces = letters + [letter + "</w>" for letter in letters] + ["<|startoftext|>", "<|endoftext|>"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
-
-
-def _t5_tokenizer() -> Any:
-    from transformers import T5Tokenizer
-
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
-    return T5Tokenizer(vocab=pieces + [(chr(c), -3.0) for c in PRINTABLE], extra_ids=0)
-
-
-def _byte_letters() -> list[str]:
-    """The 256 letters that byte-level BPE spells bytes with: printable ones as they are, others above 255."""
-    printable = [*PRINTABLE, *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [256 + i for i in range(256 - len(printable))]
-    return [chr(code) for code in printable + others]
+    """Character-level tokenizers by component name."""
+    return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5_tokenizer()}

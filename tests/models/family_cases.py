@@ -1,0 +1,56 @@
+"""The families of diffusers under test: one toy each, and what is true of it.
+
+A family adds its case at the end. tests/models/test_families.py holds every claim against every case; what is a family's
+own (text embeddings, published sizes, errors) is tested in a file of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from unirl.models.plain import DiffusersPipeline
+
+Size = tuple[int, int, int]
+"""Height, width, frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """A toy of a family."""
+
+    name: str
+    pipeline_class: str
+    """`module.Class` below unirl.models; its bundle class is built from `path`."""
+    bundle_class: str
+    path: str = "toy"
+    sizes: tuple[Size, Size] = ((32, 32, 1), (32, 48, 1))
+    scales: tuple[float, ...] = (1.0, 4.5)
+    """Guidance off and on; of an embedded scale, two of its values."""
+    max_sequence_length: int = 16
+    without_gradient: tuple[str, ...] = ()
+    """Name prefixes of parameters of which the output does not depend, with the reason beside the case."""
+
+    def build(self) -> DiffusersPipeline[Any]:
+        """A fresh pipeline."""
+        bundle = _named(self.bundle_class)(path=self.path, dtype="fp32")
+        pipeline: DiffusersPipeline[Any] = _named(self.pipeline_class)(bundle)
+        return pipeline
+
+
+@cache
+def built(case: FamilyCase) -> DiffusersPipeline[Any]:
+    """One pipeline of a case for all tests that leave it as it is."""
+    return case.build()
+
+
+def _named(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(f"unirl.models.{module}"), name)
+
+
+CASES = (
+    FamilyCase(name="sd3", pipeline_class="sd3.pipeline.SD3Pipeline", bundle_class="sd3.bundle.SD3Bundle"),
+)

@@ -1,0 +1,135 @@
+"""A bundle of a family of diffusers: its network as a velocity field, its frozen encoders and VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.base import DiffusionBundle, chosen
+from unirl.models.checkpoint import TOY, DiffusersFamily
+from unirl.models.estimate import ModelEstimate
+from unirl.models.hub import components as components_of
+from unirl.models.quiet import quiet_libraries
+from unirl.models.saved import ModuleWeights, SafetensorsWeights, SavedWeights
+from unirl.types.facts import LatentFacts
+from unirl.types.protocols import TORCH_DTYPES, DtypeName
+
+CPU = torch.device("cpu")
+VAE = "vae"
+
+
+class DiffusersBundle(DiffusionBundle):
+    """The components of one checkpoint; what model_index.json leaves out is absent."""
+
+    toy: ClassVar[Mapping[str, object]] = {"path": TOY, "dtype": "fp32"}
+    family: ClassVar[DiffusersFamily]
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        components: Sequence[str] | None = None,
+        *,
+        path: str,
+        revision: str | None = None,
+        dtype: DtypeName = "bf16",
+        meta_init: bool = False,
+    ) -> None:
+        """
+        Args:
+            components: load what is trained and these only; absent = all.
+            path: a hub id, a directory in the diffusers layout, `toy` (tiny, random), or the name of a shipped model.
+            revision: branch, tag or commit of a hub id.
+            dtype: what transformer and encoders compute in; the VAE is fp32.
+            meta_init: leave what is trained without storage: the backend that trains it reads its shards only.
+        """
+        self.path = path
+        self.revision = revision
+        self.checkpoint = self.family.checkpoint(path, revision)
+        facts = self.family.facts(self.checkpoint, batch_multiple(device))
+        trained = tuple(name for name in self.family.trained if name in self.checkpoint)
+        frozen = tuple(name for name in self.checkpoint.configs if name not in trained)
+        wanted = chosen(components, (facts.trainable_attr, *frozen), facts.trainable_attr)
+        self.dtype = TORCH_DTYPES[dtype]
+        with quiet_libraries():
+            parts = {name: self._empty(name) if meta_init else self._load(name) for name in trained}
+            modules = {facts.trainable_attr: self.assemble(parts)}
+            modules |= {name: self._load(name) for name in wanted if name in frozen}
+            self.tokenizers = self._load_tokenizers() if set(modules) - {facts.trainable_attr, VAE} else {}
+        super().__init__(modules, facts, dtype=self.dtype, device=device)
+
+    def assemble(self, parts: Mapping[str, nn.Module]) -> nn.Module:
+        """The one module that is trained, of the components that are; their names become prefixes if several."""
+        [module] = parts.values()
+        return module
+
+    # A model that is not loaded
+
+    @classmethod
+    def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LatentFacts:
+        """The facts of a model that is not loaded, from its configuration files."""
+        return cls.family.facts(cls.family.checkpoint(path, revision), batch_multiple(device))
+
+    @classmethod
+    def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
+        """Parameter counts of a model that is not loaded."""
+        return cls.family.estimate(path, revision)
+
+    # Its weights
+
+    def saved(self) -> SavedWeights:
+        """The trained weights as the checkpoint has them, read row by row."""
+        if self.family.is_toy(self.path):
+            return ModuleWeights(self.untrained())
+        root = self.family.directory(self.path, self.revision)
+        return SafetensorsWeights(root / self.facts.trainable_attr, self.dtype)
+
+    def untrained(self) -> nn.Module:
+        """A second copy of what is trained, on the CPU, with the checkpoint's own weights."""
+        with quiet_libraries():
+            parts = {name: self._load(name) for name in self.family.trained if name in self.checkpoint}
+        return self.assemble(parts).requires_grad_(False).eval()
+
+    def trained_parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """What `assemble` joined: the networks of a trained module by component name."""
+        return {self.facts.trainable_attr: module}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """`untrained` with `tensors` in place of its own. Raises ValueError for a name that it does not have."""
+        module = self.untrained()
+        unexpected = module.load_state_dict(dict(tensors), strict=False).unexpected_keys
+        if unexpected:
+            raise ValueError(f"the trained module has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
+        return module
+
+    def require(self, names: Sequence[str], task: str) -> None:
+        """Raises ValueError where components that a task needs were not loaded."""
+        missing = [name for name in names if name not in self.modules]
+        if missing:
+            raise ValueError(f"this bundle was built without {', '.join(missing)}, so it cannot {task}")
+
+    def _load(self, name: str) -> nn.Module:
+        dtype = torch.float32 if name == VAE else self.dtype
+        if self.family.is_toy(self.path):
+            return self.family.random(self.checkpoint, name, dtype)
+        return self.family.load(self.family.directory(self.path, self.revision), name, dtype)
+
+    def _empty(self, name: str) -> nn.Module:
+        return self.family.build_empty(self.checkpoint, name).to(self.dtype)
+
+    def _load_tokenizers(self) -> dict[str, Any]:
+        if self.family.is_toy(self.path):
+            return dict(self.family.toy_tokenizers())
+        from transformers import AutoProcessor, AutoTokenizer
+
+        root = self.family.directory(self.path, self.revision)
+        names = [name for name in self.family.tokenizers if name in components_of(root)]
+        readers = {name: AutoProcessor if "processor" in name else AutoTokenizer for name in names}
+        return {name: reader.from_pretrained(root / name) for name, reader in readers.items()}
+
+
+def batch_multiple(device: torch.device) -> int:
+    """The rows that forward batches are filled to: on CPUs a row's bits are the same in any multiple of 4."""
+    return 4 if device.type == "cpu" else 1

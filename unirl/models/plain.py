@@ -1,0 +1,172 @@
+"""A trained model as the plain pipeline of diffusers, and the proof that it draws what our sampler draws."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.embeddings import ShownPictures
+from unirl.models.export import Adapter, write_diffusers_lora
+from unirl.models.hub import components
+from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.quiet import quiet_libraries
+from unirl.sde.noise import NoiseSource
+from unirl.types.sampling import DiffusionSamplingParams
+
+PlainPipeline = Any
+"""A pipeline of diffusers, which has no types."""
+DiffusersBundleT = TypeVar("DiffusersBundleT", bound=DiffusersBundle)
+
+
+class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
+    """A pipeline over a family of diffusers: the general one, and the way out to its home library."""
+
+    lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
+
+    @abstractmethod
+    def draw(
+        self,
+        plain: PlainPipeline,
+        texts: Sequence[str],
+        x_T: Tensor,  # noqa: N803
+        params: DiffusionSamplingParams,
+        pictures: Sequence[ShownPictures] | None = None,
+    ) -> Tensor:
+        """What the family's pipeline of diffusers draws from noise x_T [B, *latent] with settings that mean `params`.
+
+        Pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1]; latents [B, *latent] where the checkpoint has no VAE.
+        """
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """A diffusers directory of the whole model with `tensors`, by names of the trained module, in it."""
+        trained = self.bundle.with_tensors(tensors)
+        with quiet_libraries():
+            plain_pipeline(self.bundle, trained).save_pretrained(folder)
+        return folder
+
+    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
+        """The files that `load_lora` loads into diffusers' pipeline."""
+        return write_diffusers_lora(folder, adapter)
+
+    def load_lora(self, plain: PlainPipeline, folder: Path) -> None:
+        """As a user of diffusers does."""
+        plain.load_lora_weights(str(folder))
+
+    def verify_lora(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
+        """Max abs difference between our sampler with the weights of now and diffusers with the adapter in `folder`."""
+        plain = plain_pipeline(self.bundle, self.bundle.untrained().to(self.bundle.device))
+        with quiet_libraries():
+            self.load_lora(plain, folder)
+        return difference(self, plain, texts, params)
+
+    def verify_model(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
+        """Max abs difference between our sampler with the weights of now and diffusers with the model in `folder`."""
+        import diffusers
+
+        family = self.bundle.family
+        # diffusers wants to be told what a directory leaves out.
+        absent = {name: None for name in (*family.classes, *family.tokenizers) if name not in components(folder)}
+        with quiet_libraries():
+            kind = getattr(diffusers, family.pipeline)
+            plain = kind.from_pretrained(folder, dtype=self.bundle.dtype, **absent)
+        return difference(self, without_bar(plain).to(self.bundle.device), texts, params)
+
+
+def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: object) -> PlainPipeline:
+    """diffusers' own pipeline around a trained module and the bundle's frozen components; absent ones are None.
+
+    Args:
+        changes: components and settings in place of the checkpoint's own.
+    """
+    import diffusers
+
+    family = bundle.family
+    kind = getattr(diffusers, family.pipeline)
+    parts: dict[str, Any] = {name: bundle.modules.get(name) for name in family.classes if name not in family.trained}
+    parts |= {name: bundle.tokenizers.get(name) for name in family.tokenizers}
+    parts |= dict.fromkeys(family.trained) | dict(bundle.trained_parts(trained))
+    with quiet_libraries():
+        scheduler = scheduler_class(bundle).from_config(dict(bundle.checkpoint.scheduler))
+        plain = kind(**{"scheduler": scheduler, **parts, **bundle.checkpoint.settings, **changes})
+    return without_bar(plain)
+
+
+def scheduler_class(bundle: DiffusersBundle) -> Any:
+    """The class of the checkpoint's scheduler; a configuration that names none is of Euler's flow matching."""
+    import diffusers
+
+    return getattr(diffusers, bundle.checkpoint.scheduler.get("_class_name", "FlowMatchEulerDiscreteScheduler"))
+
+
+def without_bar(plain: PlainPipeline) -> PlainPipeline:
+    """The same pipeline without a progress bar."""
+    plain.set_progress_bar_config(disable=True)
+    return plain
+
+
+def given_levels(levels: Sequence[float]) -> Any:
+    """Euler's scheduler of diffusers on `levels` [T + 1], whatever a pipeline asks it to do with them."""
+    import diffusers
+
+    class GivenLevels(diffusers.FlowMatchEulerDiscreteScheduler):
+        def set_timesteps(
+            self,
+            num_inference_steps: int | None = None,
+            device: torch.device | None = None,
+            sigmas: object = None,
+            mu: float | None = None,
+        ) -> None:
+            """The given levels, unshifted."""
+            super().set_timesteps(sigmas=list(levels[:-1]), device=device)
+
+    return GivenLevels(shift=1.0)
+
+
+@torch.no_grad()
+def difference(
+    pipeline: DiffusersPipeline[Any],
+    plain: PlainPipeline,
+    texts: Sequence[str],
+    params: DiffusionSamplingParams,
+    pictures: Sequence[ShownPictures] | None = None,
+    *,
+    own_schedule: bool = False,
+) -> float:
+    """Max abs difference of what both draw from one noise with Euler's steps on our levels.
+
+    Args:
+        pictures: of each text; absent, for a family that needs some: keyed noise.
+        own_schedule: diffusers walks down the levels of its own scheduler, which must be Euler's.
+    """
+    params = dataclasses.replace(params, solver=None, sde_indices=(), sde_steps=None, trajectory_dtype="fp32")
+    params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
+    noise = NoiseSource(params.seed, "eval", 0)
+    ids = [f"verify:{i}" for i in range(len(texts))]
+    fewest, _ = pipeline.facts.condition_images
+    if pictures is None and fewest:
+        pixels = noise.uniform(ids, "p", (fewest, 3, params.height, params.width))
+        pictures = [ShownPictures.of(row.mul(255).round().div(255)) for row in pixels]
+    x_T = pipeline.initial_noise(noise, ids, params)  # noqa: N806
+    conditions = pipeline.encode(texts, params, pictures)
+    ours = pipeline.stage.sample(conditions, x_T, params, noise, ids).final
+    bundle = pipeline.bundle
+    if not own_schedule:
+        assert params.sigmas is not None
+        plain.scheduler = given_levels(params.sigmas)
+    with bundle.resident(bundle.frozen), quiet_libraries():
+        theirs = pipeline.draw(plain, texts, x_T.clone(), params, pictures)
+        if theirs.shape != ours.shape:
+            ours = pipeline.decoder.decode(ours)
+    return float((ours.float() - theirs.float()).abs().max())
+
+
+def base_grid(num_inference_steps: int) -> list[float]:
+    """The unshifted levels 1 - i / T that a scheduler of diffusers shifts to our schedule."""
+    return [1.0 - i / num_inference_steps for i in range(num_inference_steps)]

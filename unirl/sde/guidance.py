@@ -1,0 +1,160 @@
+"""How a model is guided towards its prompt: what each forward is fed, and how the forwards are joined.
+
+    classic          v = v_uncond + w (v_cond - v_uncond)                        Ho & Salimans 2022 (arXiv:2207.12598)
+    norm-corrected   the same, then every token as long as it is in v_cond       Qwen-Image (arXiv:2508.02324)
+    embedded         one forward; w is an input of the network                   FLUX.1-dev, HunyuanVideo
+    per expert       w of the expert that the noise level belongs to             Wan 2.2 (arXiv:2503.20314)
+    unguided         one forward; the model was distilled for w = 1
+
+A model's facts hold its kind of guidance at scale 1, of which sampling takes a copy `at` its own scale. The conditions
+of the unconditional branch carry the prefix `negative_`; what has no such twin is shown to both. Both get gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from unirl.types.conditions import Conditions, ScaleCondition, TextEmbedCondition
+
+NEGATIVE = "negative_"
+GUIDANCE = "guidance"
+"""The condition that carries an embedded scale."""
+Network = Callable[[Tensor, Tensor, Conditions], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guidance:
+    """Classic guidance, and what all others share."""
+
+    scale: float = 1.0
+    """w; 1 is no guidance, and needs no negative condition."""
+    passes: int = 1
+    """1 = one forward of a doubled batch; 2 = two forwards, half the peak memory."""
+
+    def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
+        """The same kind at another scale. Raises ValueError where the model cannot be guided so."""
+        if scale_2 is not None:
+            raise ValueError(
+                f"sampling.guidance_scale_2={scale_2:g} is for models of two experts (Wan 2.2 A14B); remove it"
+            )
+        return replace(self, scale=scale, passes=passes)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is an unconditional branch."""
+        return self.scale != 1.0
+
+    def off(self) -> Guidance:
+        """The conditional branch alone."""
+        return replace(self, scale=1.0)
+
+    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+        """The guided velocity [B, *latent] of both branches' at levels sigma [B]."""
+        return uncond + self.scale * (cond - uncond)
+
+    def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
+        """The conditions of each forward: computed once, used at every step."""
+        positive = {name: c for name, c in conditions.items() if not name.startswith(NEGATIVE)}
+        if not self.active:
+            return (positive,)
+        if len(positive) == len(conditions):
+            raise ValueError(
+                f"guidance_scale={self.scale} needs a condition {NEGATIVE + 'text'!r}; there are {sorted(conditions)}"
+            )
+        negative = {name: conditions.get(NEGATIVE + name, c) for name, c in positive.items()}
+        if self.passes == 2:
+            return (negative, positive)
+        return ({name: type(c).concat([negative[name], c]) for name, c in positive.items()},)
+
+    def velocity(self, network: Network, x: Tensor, sigma: Tensor, feeds: tuple[Conditions, ...]) -> Tensor:
+        """The guided velocity [B, *latent] at `x`, `sigma` [B], with what `feeds` returned."""
+        if not self.active:
+            return network(x, sigma, feeds[0])
+        if self.passes == 2:
+            uncond, cond = network(x, sigma, feeds[0]), network(x, sigma, feeds[1])
+        else:
+            uncond, cond = network(torch.cat([x, x]), torch.cat([sigma, sigma]), feeds[0]).chunk(2)
+        return self.combine(uncond, cond, sigma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormCorrectedGuidance(Guidance):
+    """Classic guidance whose result has, token by token, the norm of the conditional branch."""
+
+    patch_size: int
+    """Latent elements [C, H, W] per token along a side: the norm is over the C patch_size^2 numbers of a token."""
+
+    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+        guided = super().combine(uncond, cond, sigma)
+        return guided * (self._norms(cond) / self._norms(guided))
+
+    def _norms(self, v: Tensor) -> Tensor:
+        """[B, 1, H, W] each element's token's norm, of v [B, C, H, W]."""
+        p = self.patch_size
+        squares = v.square().sum(1)  # [B, H, W]
+        rows, columns = squares.shape[1] // p, squares.shape[2] // p
+        patches = squares.reshape(len(v), rows, p, columns, p).sum((2, 4))
+        norms: Tensor = patches.sqrt().repeat_interleave(p, 1).repeat_interleave(p, 2)
+        return norms[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedGuidance(Guidance):
+    """A guidance-distilled model: one forward, which reads the scale in the condition `guidance`."""
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    def off(self) -> Guidance:
+        """Itself: the scale is an input like the prompt."""
+        return self
+
+    def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
+        [positive] = super().feeds(conditions)
+        text = positive["text"]
+        assert isinstance(text, TextEmbedCondition)
+        scale = torch.full((len(text),), self.scale, device=text.embeds.device)
+        return ({**positive, GUIDANCE: ScaleCondition(scale=scale)},)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGuidance(Guidance):
+    """A model of two experts: `scale` at levels from the boundary up, `scale_2` below."""
+
+    scale_2: float = 1.0
+    boundary: float
+    """The level sigma where the expert of high noise ends."""
+
+    def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
+        """An absent second scale is the first."""
+        return replace(self, scale=scale, scale_2=scale if scale_2 is None else scale_2, passes=passes)
+
+    @property
+    def active(self) -> bool:
+        return self.scale != 1.0 or self.scale_2 != 1.0
+
+    def off(self) -> Guidance:
+        return replace(self, scale=1.0, scale_2=1.0)
+
+    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+        scales = torch.where(sigma >= self.boundary, self.scale, self.scale_2)
+        return uncond + scales.view(-1, *[1] * (cond.ndim - 1)) * (cond - uncond)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoGuidance(Guidance):
+    """A model that was distilled to draw in one forward without guidance."""
+
+    def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
+        if scale != 1.0:
+            raise ValueError(
+                f"sampling.guidance_scale={scale:g}: this model was distilled to be sampled without guidance. "
+                "Use guidance_scale=1"
+            )
+        return super().at(scale, scale_2, passes)

@@ -5,6 +5,7 @@ The oracle is the family's own pipeline of diffusers, on toy weights in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 
 from tests.models.family_cases import CASES, FamilyCase, Size, built
 from unirl.models.export import Adapter
-from unirl.models.plain import DiffusersPipeline, difference, plain_pipeline
+from unirl.models.plain import DiffusersPipeline, difference, draw_by_euler, plain_pipeline
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
-from unirl.testing.bundle import check_bundle
+from unirl.testing.bundle import check_bundle, rollout_of
 from unirl.types.sampling import DiffusionSamplingParams
 
 PROMPTS = ("a red circle", "two blue squares on the left", "x")
@@ -25,7 +26,9 @@ TOLERANCE = 1e-4
 each_family = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def params_of(case: FamilyCase, size: Size, scale: float = 1.0, steps: int = 4, **changes: Any) -> DiffusionSamplingParams:
+def params_of(
+    case: FamilyCase, size: Size, scale: float = 1.0, steps: int = 4, **changes: Any
+) -> DiffusionSamplingParams:
     """Euler's steps of a small sample."""
     height, width, frames = size
     values: dict[str, Any] = {
@@ -68,6 +71,18 @@ def test_our_levels_are_those_that_diffusers_walks_down(case: FamilyCase, steps:
     assert (pipeline.sigmas(params) - levels).abs().max() < 1e-6
 
 
+def drawn_apart(
+    pipeline: DiffusersPipeline[Any],
+    texts: Sequence[str],
+    params: DiffusionSamplingParams,
+    others: Sequence[str],
+    changed: DiffusionSamplingParams,
+) -> float:
+    """Max abs difference of the latents that we draw from one noise for other texts, or at another guidance."""
+    one, other = draw_by_euler(pipeline, texts, params), draw_by_euler(pipeline, others, changed)
+    return float((one.latents - other.latents).abs().max())
+
+
 @each_family
 def test_text_guidance_and_every_weight_matter(case: FamilyCase) -> None:
     """Otherwise an equality above would be no evidence."""
@@ -80,10 +95,10 @@ def test_text_guidance_and_every_weight_matter(case: FamilyCase) -> None:
                 parameter.mul_(1.05)
     assert difference(pipeline, wrong, PROMPTS, params) > 3 * TOLERANCE
     other = params_of(case, case.sizes[0], case.scales[0])
-    here, there = (pipeline.encode(PROMPTS, p, None) if not pipeline.facts.condition_images[0] else None for p in (params, other))
-    if here is not None and there is not None:
-        texts = here["text"].embeds  # type: ignore[attr-defined]
-        assert (texts[0] - texts[1]).abs().max() > 1e-3
+    texts = pipeline.embed(PROMPTS, case.max_sequence_length).embeds
+    assert (texts[0] - texts[1]).abs().max() > 1e-3
+    assert drawn_apart(pipeline, PROMPTS, params, PROMPTS[::-1], params) > 3 * TOLERANCE
+    assert params == other or drawn_apart(pipeline, PROMPTS, params, PROMPTS, other) > 3 * TOLERANCE
 
 
 @each_family
@@ -102,7 +117,7 @@ def test_every_weight_that_the_output_depends_on_gets_a_gradient(case: FamilyCas
         for parameter in module.parameters():
             if not parameter.any():
                 parameter.normal_(std=0.05, generator=generator)
-    track = rolled(pipeline, params)
+    track = rollout_of(pipeline, params)
     replay = pipeline.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
     replay.velocity.square().mean().backward()
     for name, parameter in module.named_parameters():
@@ -159,10 +174,3 @@ def test_diffusers_loads_the_exported_model_and_so_do_we(case: FamilyCase, tmp_p
     saved = again.bundle.saved()
     assert saved.shapes() == {name: tuple(tensor.shape) for name, tensor in ours.items()}
     assert all(torch.equal(saved.read(name), ours[name]) for name in list(ours)[::5])
-
-
-def rolled(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams) -> Any:
-    """One training rollout of two samples per prompt."""
-    from unirl.testing.bundle import rollout_of
-
-    return rollout_of(pipeline, params)

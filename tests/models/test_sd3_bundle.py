@@ -104,7 +104,7 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
 
 def test_another_family_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "FluxTransformer2DModel"]}))
-    refused(str(tmp_path), "its transformer is FluxTransformer2DModel, but this bundle .sd3. reads SD3Transformer2DModel")
+    refused(str(tmp_path), "its transformer is FluxTransformer2DModel, but this bundle .sd3. reads SD3")
 
 
 def test_damaged_files_are_named(pixel_directory: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -94,6 +95,7 @@ def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: objec
     parts |= dict.fromkeys(family.trained) | dict(bundle.trained_parts(trained))
     with quiet_libraries():
         scheduler = scheduler_class(bundle).from_config(dict(bundle.checkpoint.scheduler))
+        parts |= {name: family.build_part(bundle.checkpoint, name) for name in bundle.checkpoint.parts}
         plain = kind(**{"scheduler": scheduler, **parts, **bundle.checkpoint.settings, **changes})
     return without_bar(plain)
 
@@ -145,6 +147,37 @@ def difference(
         pictures: of each text; absent, for a family that needs some: keyed noise.
         own_schedule: diffusers walks down the levels of its own scheduler, which must be Euler's.
     """
+    drawn = draw_by_euler(pipeline, texts, params, pictures)
+    bundle, ours = pipeline.bundle, drawn.latents
+    if not own_schedule:
+        assert drawn.params.sigmas is not None
+        plain.scheduler = given_levels(drawn.params.sigmas)
+    with bundle.resident(bundle.frozen), quiet_libraries():
+        theirs = pipeline.draw(plain, texts, drawn.x_T.clone(), drawn.params, drawn.pictures)
+        if theirs.shape != ours.shape:
+            ours = pipeline.decoder.decode(ours)
+    return float((ours.float() - theirs.float()).abs().max())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What our sampler drew, and from what."""
+
+    latents: Tensor  # [B, *latent]
+    x_T: Tensor  # noqa: N815
+    params: DiffusionSamplingParams
+    """Pinned."""
+    pictures: Sequence[ShownPictures] | None
+
+
+@torch.no_grad()
+def draw_by_euler(
+    pipeline: DiffusersPipeline[Any],
+    texts: Sequence[str],
+    params: DiffusionSamplingParams,
+    pictures: Sequence[ShownPictures] | None = None,
+) -> Drawn:
+    """Our samples of `texts` by Euler's steps from keyed noise; keyed pictures where a family needs some."""
     params = dataclasses.replace(params, solver=None, sde_indices=(), sde_steps=None, trajectory_dtype="fp32")
     params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
     noise = NoiseSource(params.seed, "eval", 0)
@@ -155,16 +188,7 @@ def difference(
         pictures = [ShownPictures.of(row.mul(255).round().div(255)) for row in pixels]
     x_T = pipeline.initial_noise(noise, ids, params)  # noqa: N806
     conditions = pipeline.encode(texts, params, pictures)
-    ours = pipeline.stage.sample(conditions, x_T, params, noise, ids).final
-    bundle = pipeline.bundle
-    if not own_schedule:
-        assert params.sigmas is not None
-        plain.scheduler = given_levels(params.sigmas)
-    with bundle.resident(bundle.frozen), quiet_libraries():
-        theirs = pipeline.draw(plain, texts, x_T.clone(), params, pictures)
-        if theirs.shape != ours.shape:
-            ours = pipeline.decoder.decode(ours)
-    return float((ours.float() - theirs.float()).abs().max())
+    return Drawn(pipeline.stage.sample(conditions, x_T, params, noise, ids).final, x_T, params, pictures)
 
 
 def base_grid(num_inference_steps: int) -> list[float]:

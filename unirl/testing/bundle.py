@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from unirl.models.base import Pipeline
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.batch import Batch
-from unirl.types.primitives import Images, Texts
+from unirl.types.primitives import Images, MediaRef, PromptImages, Texts, Videos
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -19,7 +21,9 @@ from unirl.types.sampling import DiffusionSamplingParams
 PROMPTS = ("a red circle", "a blue square on the left", "")
 
 
-def check_bundle(pipeline: DiffusionPipeline, height: int, width: int, guidance_scale: float = 3.0) -> None:
+def check_bundle(
+    pipeline: DiffusionPipeline, height: int, width: int, guidance_scale: float = 3.0, num_frames: int = 1
+) -> None:
     """Raises AssertionError, in a sentence, unless the model behind `pipeline` keeps what every family promises.
 
     Promises: facts that name real blocks and layers; only the trained module wants gradients; latents of the declared
@@ -27,34 +31,55 @@ def check_bundle(pipeline: DiffusionPipeline, height: int, width: int, guidance_
     unchanged weights equal to the rollout, bit for bit; gradients in every trained block; embeddings independent of
     what is cached.
     """
-    rollout = _Rollouts(pipeline, height, width, guidance_scale)
+    params = DiffusionSamplingParams(
+        kernel=FlowSDEStrategy(),
+        num_inference_steps=3,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        guidance_scale=guidance_scale,
+        max_sequence_length=16,
+    )
     check_facts(pipeline)
     check_gradient_flags(pipeline)
-    for check in (_shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
-        check(pipeline, rollout)
+    with TemporaryDirectory() as folder:
+        rollout = _Rollouts(pipeline, params, Path(folder))
+        for check in (_shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
+            check(pipeline, rollout)
 
 
 class _Rollouts:
     """Small rollouts of one pipeline."""
 
-    def __init__(self, pipeline: DiffusionPipeline, height: int, width: int, guidance_scale: float) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, params: DiffusionSamplingParams, folder: Path) -> None:
         self.pipeline = pipeline
-        params = DiffusionSamplingParams(
-            kernel=FlowSDEStrategy(),
-            num_inference_steps=3,
-            height=height,
-            width=width,
-            guidance_scale=guidance_scale,
-            max_sequence_length=16,
-        )
         self.params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
+        self.pictures = self._pictures(pipeline.facts.condition_images[0], folder)
+
+    def _pictures(self, count: int, folder: Path) -> list[tuple[MediaRef, ...]]:
+        """`count` pictures of each prompt, as files."""
+        from PIL import Image
+
+        generator = torch.Generator().manual_seed(0)
+        refs = []
+        for i in range(len(PROMPTS)):
+            paths = [folder / f"{i}-{j}.png" for j in range(count)]
+            for path in paths:
+                size = (self.params.height, self.params.width, 3)
+                pixels = torch.randint(256, size, generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(path)
+            refs.append(tuple(MediaRef("image", "condition", str(path)) for path in paths))
+        return refs
 
     def __call__(self, chunk_size: int, order: Callable[[RolloutReq], RolloutReq] = lambda req: req) -> RolloutTrack:
         groups = [f"p{i}@0" for i in range(len(PROMPTS))]
+        primitives: dict[str, Batch] = {"text": Texts(texts=list(PROMPTS))}
+        if any(self.pictures):
+            primitives["images"] = PromptImages(refs=self.pictures)
         req = RolloutReq(
             sample_ids=groups,
             group_ids=groups,
-            primitives={"text": Texts(texts=list(PROMPTS))},
+            primitives=primitives,
             metadata=[{} for _ in PROMPTS],
             tracks={"image": TrackSpec(sampling=self.params)},
             purpose="r",
@@ -64,6 +89,12 @@ class _Rollouts:
         ).expand(2)
         with torch.no_grad():
             return self.pipeline.generate(order(req), chunk_size).tracks["image"]
+
+
+def rollout_of(pipeline: DiffusionPipeline, params: DiffusionSamplingParams) -> RolloutTrack:
+    """Two samples of each prompt of the checks, with pictures where the model needs some."""
+    with TemporaryDirectory() as folder:
+        return _Rollouts(pipeline, params, Path(folder))(8)
 
 
 def expect(holds: bool, claim: str) -> None:
@@ -100,8 +131,9 @@ def _shapes(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
 
 
 def _pixels(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
-    pixels = _images(rollout(8))
-    size = (3, rollout.params.height, rollout.params.width)
+    pixels, params = _pixels_of(rollout(8)), rollout.params
+    frames = () if pipeline.facts.frame_scale is None else (params.num_frames,)
+    size = (3, *frames, params.height, params.width)
     expect(tuple(pixels.shape[1:]) == size, f"decoding gives {tuple(pixels.shape[1:])} instead of {size}")
     expect(bool(((pixels >= 0) & (pixels <= 1)).all()), "decoding leaves [0, 1]")
     levels = (pixels * 255).round() / 255
@@ -120,7 +152,7 @@ def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
 def _expect_equal(found: RolloutTrack, wanted: RolloutTrack, claim: str) -> None:
     same = torch.equal(found.segment.latents, wanted.segment.latents)
     same = same and torch.equal(found.segment.logp, wanted.segment.logp)
-    expect(same and torch.equal(_images(found), _images(wanted)), claim)
+    expect(same and torch.equal(_pixels_of(found), _pixels_of(wanted)), claim)
 
 
 def _replay(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
@@ -148,9 +180,10 @@ def _gradients(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
 
 
 def _embeddings(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
-    together = pipeline.encode(PROMPTS, rollout.params)["text"]
+    length = rollout.params.max_sequence_length
+    together = pipeline.embed(PROMPTS, length)
     pipeline.embed.clear()
-    alone = [pipeline.encode([text], rollout.params)["text"] for text in reversed(PROMPTS)]
+    alone = [pipeline.embed([text], length) for text in reversed(PROMPTS)]
     again = type(together).concat(alone[::-1])
     same = all(torch.equal(a, b) for a, b in zip(_tensors(together), _tensors(again), strict=True))
     expect(same, "embeddings depend on what else is encoded")
@@ -162,6 +195,9 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return found
 
 
-def _images(track: RolloutTrack) -> Tensor:
+def _pixels_of(track: RolloutTrack) -> Tensor:
+    """[B, 3, H, W] of pictures, [B, 3, F, H, W] of videos."""
+    if isinstance(track.decoded, Videos):
+        return track.decoded.stacked()
     assert isinstance(track.decoded, Images)
     return track.decoded.pixels

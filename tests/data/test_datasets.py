@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from unirl.config.errors import DataError
-from unirl.data.datasets import load_prompts, require_text_only
+from unirl.data.datasets import load_prompts
 from unirl.types.primitives import MediaRef
 
 
@@ -70,13 +70,6 @@ def test_media_uris_resolve_against_the_file_and_addresses_pass_unchanged(tmp_pa
     prompts = load_prompts(write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows))))
     expected = [str(tmp_path / "frames/1.png"), *uris[1:]]
     assert [prompt.media for prompt in prompts] == [(MediaRef("image", "condition", uri),) for uri in expected]
-
-
-def test_prompt_with_an_image_is_refused_by_a_text_model_by_name(tmp_path):
-    row = {"prompt": "a", "media": [{"modality": "image", "role": "condition", "uri": "1.png"}], "prompt_id": "x"}
-    prompts = load_prompts(write(tmp_path, "a.json", json.dumps(row)))
-    with pytest.raises(DataError, match=r"prompt 'x' carries an image condition .*1\.png.* but sd3 is"):
-        require_text_only(prompts, "sd3")
 
 
 BAD_ENTRIES = [

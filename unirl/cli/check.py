@@ -15,10 +15,13 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = recipe_parser("check", "Check a recipe: keys, types, ranges, geometry, capabilities.", EXAMPLES)
+    parser = recipe_parser("check", "Check a recipe: keys, types, ranges, geometry, capabilities, prompts.", EXAMPLES)
     parser.option("--json", action="store_true", help="print every setting, defaults filled in, as JSON")
     arguments = parse_recipe(parser, argv)
     recipe = checked(arguments.recipe, arguments.overrides)
+    from unirl.trainer.build import data_of
+
+    data_of(recipe)
     if arguments.options.json:
         print(json.dumps(recipe.resolved(), indent=1))
     else:

@@ -87,8 +87,10 @@ def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
         raise UsageError("unirl data check: --recipe brings its own files and reward; name no others", code=2002)
     from unirl.cli.check import checked
     from unirl.config.build import build
+    from unirl.trainer.build import data_of
 
-    config = checked(options.recipe, settings).config
+    recipe = checked(options.recipe, settings)
+    config = recipe.config
     values = config.data_source.values
     files = [path for path in (values.get("data_path"), config.evaluation.data_path) if path is not None]
     if not files:
@@ -97,7 +99,7 @@ def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
         files=tuple(dict.fromkeys(map(str, files))),
         prompt_key=str(values.get("prompt_key", "prompt")),
         scorer=build(config.reward.built["backend"]),
-        open_source=lambda: build(config.data_source, seed=0, eval_data_path=config.evaluation.data_path),
+        open_source=lambda: data_of(recipe),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, split_settings
@@ -24,6 +25,7 @@ EXAMPLES = (
 
 def run(argv: list[str], session: Session) -> int:
     from unirl.cli.runs import open_saved, output_folder, saved_run
+    from unirl.data.buckets import by_size
 
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)
@@ -34,12 +36,20 @@ def run(argv: list[str], session: Session) -> int:
     saved = saved_run(options.run, overrides, {"evaluation": evaluation})
     with open_saved(saved, out, session) as trainer:
         trainer.load(saved.checkpoint)
-        media = _draw(trainer, prompts)
-    for line in [*media.lines(), *media.remarks()]:
-        print(line)
-    page = media.album([prompt.text for prompt in prompts], out)
-    print(f"{len(media)} {media.kind}s   {page}")
+        drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.parts.data.sized(prompts))]
+    for some, media in drawn:
+        for line in [*media.lines(), *media.remarks()]:
+            print(line)
+        page = media.album([prompt.text for prompt in some], _folder(out, some[0].size, len(drawn)))
+        print(f"{len(media)} {media.kind}s   {page}")
     return 0
+
+
+def _folder(out: Path, size: tuple[int, int] | None, num_sizes: int) -> Path:
+    """Where the samples of one size go: below `out` where there are several."""
+    folder = out if num_sizes == 1 or size is None else out / f"{size[0]}x{size[1]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _parser() -> Parser:
@@ -56,16 +66,18 @@ def _parser() -> Parser:
 
 def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     from unirl.data.datasets import Prompt, load_prompts
+    from unirl.data.images import check_images
 
     prompts = [Prompt(text=text, prompt_id="") for text in texts]
     prompts += load_prompts(file) if file is not None else ()
     if not prompts:
         raise UsageError('unirl sample: what shall be drawn? Give -p "a prompt", or --prompts FILE', code=2002)
+    check_images(prompts)
     return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 
 
 def _draw(trainer, prompts: Sequence[Prompt]) -> Media:
-    """The samples of a prompt adjacent."""
+    """The samples of a prompt adjacent; prompts of one size."""
     from unirl.tracking.kinds import media_of
 
     _, resp = trainer.draw(prompts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -294,17 +294,36 @@ def check_evaluation(config: RecipeConfig) -> None:
 
 def check_model(config: RecipeConfig) -> None:
     """A directory that should hold the model exists, and the model can sample as the recipe asks."""
-    path, revision = config.bundle.values.get("path"), config.bundle.values.get("revision")
-    if not isinstance(path, str):
-        return
-    check_model_path(path, config.bundle.path)
-    if isinstance(config.bundle.schema.owner, KnownModel):
-        facts = _known_facts(config.bundle.schema.owner, path, revision)
-        if facts is not None:
-            sampling: Sampling = build(config.sampling)
-            evaluated = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))
-            _check_fit(facts, sampling)
-            _check_fit(facts, evaluated, "in evaluations, ")
+    path = config.bundle.values.get("path")
+    if isinstance(path, str):
+        check_model_path(path, config.bundle.path)
+    sampling: Sampling = build(config.sampling)
+    sized = [(f"data_source.sizes={list(size)}: ", _at_size(sampling, size)) for size in sizes_of(config)]
+    facts = known_facts(config)
+    if facts is not None:
+        evaluated = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))
+        for where, asked in (("", sampling), ("in evaluations, ", evaluated), *sized):
+            _check_fit(facts, asked, where)
+
+
+def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
+    """The (height, width) that samples may have beside that of `sampling`. Raises ConfigError (2004)."""
+    sizes: Sequence[tuple[int, int]] = config.data_source.values.get("sizes") or ()
+    for size in sizes:
+        if min(size) < 1 or list(sizes).count(size) > 1:
+            raise ConfigError(
+                f"data_source.sizes={[list(size) for size in sizes]}: each is [height, width] in pixels, 1 or more, "
+                "and stands there once",
+                code=2004,
+            )
+    return sizes
+
+
+def _at_size(sampling: Sampling, size: tuple[int, int]) -> Sampling:
+    try:
+        return sampling.at_size(*size)
+    except ValueError as error:
+        raise ConfigError(str(error), code=UNSUPPORTED) from error
 
 
 def check_model_path(path: str, key: str) -> None:
@@ -318,10 +337,16 @@ def check_model_path(path: str, key: str) -> None:
         )
 
 
-def _known_facts(bundle: KnownModel, path: str, revision: str | None) -> ModelFacts | None:
-    """The model's facts; None for a hub id that cannot be read now, which the run itself will report."""
+def known_facts(config: RecipeConfig) -> ModelFacts | None:
+    """What is known of the recipe's model before it is loaded.
+
+    None for a bundle that cannot say, and for a hub id that cannot be read now, which the run itself will report.
+    """
+    bundle, path = config.bundle.schema.owner, config.bundle.values.get("path")
+    if not isinstance(path, str) or not isinstance(bundle, KnownModel):
+        return None
     try:
-        return bundle.facts_of(path, revision)
+        return bundle.facts_of(path, config.bundle.values.get("revision"))
     except DataError:
         if HUB_ID.fullmatch(path) and not Path(path).is_dir():
             return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 from unirl.config.errors import CheckpointError
+from unirl.data.buckets import Size, by_size, next_due, with_sizes
 from unirl.data.datasets import Prompt, load_prompts, with_recorded
-from unirl.data.images import check_images, digest_of
+from unirl.data.images import Looks, check_images, digest_of
 from unirl.types.primitives import RecordedRole
 from unirl.types.protocols import State
 
@@ -26,18 +28,17 @@ BUILT_IN = (
 )
 
 
-class PromptSource(ABC):
+class Draws:
     """Endless draws from a list of prompts: every prompt once per epoch, in an order that only seed and epoch decide.
 
     Draw number c is prompt `order(epoch)[c mod n]` of epoch `c div n`, so a batch may span epochs; the epoch is part of
-    a draw's group id, and nothing but the cursor has to be saved. The order sorts prompts by a keyed hash of their ids:
+    a draw's group id, and nothing but a cursor has to be saved. The order sorts prompts by a keyed hash of their ids:
     it survives a reordered file and does not depend on any generator's implementation.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> None:
-        self.prompts = tuple(prompts)
+        self.prompts = prompts
         self.shuffle, self.seed = shuffle, seed
-        self.cursor = 0
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def __len__(self) -> int:
@@ -48,41 +49,6 @@ class PromptSource(ABC):
         if cursor < 0 or count < 1:
             raise ValueError(f"cursor must be >= 0 and count >= 1, got cursor={cursor}, count={count}")
         return [self._draw(number) for number in range(cursor, cursor + count)]
-
-    def draw(self, count: int) -> list[Prompt]:
-        """The next `count` draws; moves the cursor."""
-        prompts = self.take(self.cursor, count)
-        self.cursor += count
-        return prompts
-
-    @abstractmethod
-    def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
-        """Held-out prompts in the order of their file, the first `max_prompts` of them (None: all)."""
-
-    def state_dict(self) -> State:
-        return {"cursor": self.cursor, "prompts": len(self.prompts), "fingerprint": self.fingerprint}
-
-    def load_state_dict(self, state: State) -> None:
-        """Raises CheckpointError (7002) when the prompts are not those that the checkpoint was made with."""
-        if state["fingerprint"] != self.fingerprint:
-            raise CheckpointError(
-                f"the data changed since the checkpoint: {len(self.prompts)} prompts now, {state['prompts']} then, or "
-                "their texts differ, so the order of draws would be another. Restore the data file, or start a new run",
-                code=7002,
-            )
-        self.cursor = int(state["cursor"])
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of everything that decides the draws, the contents of pictures included, and not where files lie.
-
-        Shuffled prompts may stand in the file in any order.
-        """
-        digest = hashlib.blake2b(f"{self.shuffle}:{self.seed if self.shuffle else ''}".encode(), digest_size=16)
-        for prompt in sorted(self.prompts, key=lambda prompt: prompt.prompt_id) if self.shuffle else self.prompts:
-            media = tuple((ref.modality, ref.role, digest_of(ref)) for ref in prompt.media)
-            digest.update(repr((prompt.prompt_id, prompt.text, prompt.metadata, media)).encode())
-        return digest.hexdigest()
 
     def _draw(self, number: int) -> Prompt:
         epoch, position = divmod(number, len(self.prompts))
@@ -99,8 +65,95 @@ class PromptSource(ABC):
         return sorted(range(len(self.prompts)), key=rank)
 
 
+class PromptSource(ABC):
+    """Endless draws from a list of prompts. Prompts of different sizes are never drawn together.
+
+    The prompts of each size are a list of their own, and a size is drawn as often as its share of the prompts says:
+    which one is due next is a function of seed and cursors, and these are the only state.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, looks: Looks | None = None) -> None:
+        """
+        Args:
+            looks: what is known of the pictures; None = they are opened here.
+        """
+        self.prompts = tuple(prompts)
+        self.shuffle, self.seed = shuffle, seed
+        self.looks = check_images(self.prompts) if looks is None else looks
+        self.draws = {some[0].size: Draws(some, shuffle=shuffle, seed=seed) for some in by_size(self.prompts)}
+        self.cursors = dict.fromkeys(self.draws, 0)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def take(self, cursor: int, count: int, size: Size | None = None) -> list[Prompt]:
+        """Draws number `cursor` to `cursor + count - 1` of the prompts of one size; changes nothing."""
+        return self.draws[size].take(cursor, count)
+
+    def draw(self, count: int, size: Size | None = None) -> list[Prompt]:
+        """The next `count` draws, all of one size; moves its cursor.
+
+        Args:
+            size: the size that is wanted; None = the one that is due.
+        """
+        if size is None:
+            size = self._due(count)
+        prompts = self.take(self.cursors[size], count, size)
+        self.cursors[size] += count
+        return prompts
+
+    def _due(self, count: int) -> Size | None:
+        sizes = list(self.draws)
+        held = [len(draws) for draws in self.draws.values()]
+        key = f"{self.seed}::due" if self.shuffle else None
+        return sizes[next_due(list(self.cursors.values()), held, count, key)]
+
+    def sized(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Other prompts, each with the size that this source would draw it at."""
+        return list(prompts)
+
+    @abstractmethod
+    def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
+        """Held-out prompts in the order of their file, the first `max_prompts` of them (None: all)."""
+
+    def state_dict(self) -> State:
+        return {
+            "cursors": list(self.cursors.values()),
+            "prompts": len(self.prompts),
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Raises CheckpointError (7002) when the prompts are not those that the checkpoint was made with."""
+        if state["fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"the data changed since the checkpoint: {len(self.prompts)} prompts now, {state['prompts']} then, or "
+                "their texts, pictures or sizes differ, so the order of draws would be another. Restore the data file, "
+                "or start a new run",
+                code=7002,
+            )
+        self.cursors = dict(zip(self.draws, map(int, state["cursors"]), strict=True))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the draws, the contents of pictures included, and not where files lie.
+
+        Shuffled prompts may stand in the file in any order.
+        """
+        digest = hashlib.blake2b(f"{self.shuffle}:{self.seed if self.shuffle else ''}".encode(), digest_size=16)
+        for prompt in sorted(self.prompts, key=lambda prompt: prompt.prompt_id) if self.shuffle else self.prompts:
+            media = tuple((ref.modality, ref.role, self._digest(ref.uri)) for ref in prompt.media)
+            digest.update(repr((prompt.prompt_id, prompt.text, prompt.metadata, media, prompt.size)).encode())
+        return digest.hexdigest()
+
+    def _digest(self, uri: str) -> str:
+        return self.looks[uri].digest if uri in self.looks else digest_of(uri)
+
+
 class MultimodalRLDataSource(PromptSource):
     """Prompts of a file (`readers.py`), and held-out ones of another for evaluation."""
+
+    toy: ClassVar[Mapping[str, object]] = {"sizes": []}
 
     def __init__(
         self,
@@ -111,19 +164,27 @@ class MultimodalRLDataSource(PromptSource):
         shuffle: bool = True,
         prompt_key: str = "prompt",
         recorded: tuple[RecordedRole, ...] = (),
+        sizes: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """The trainer gives the run's seed, and the evaluation block's file (absent: the training file, unshuffled).
 
         Args:
             recorded: the samples of a prompt are its pictures of these roles, in this order; [] = samples are drawn.
+            sizes: [height, width] in pixels that samples may have, the nearest to the prompt's picture in shape; [] =
+                all have that of `sampling`.
         """
-        prompts = load_prompts(Path(data_path), prompt_key=prompt_key)
-        super().__init__(with_recorded(prompts, recorded), shuffle=shuffle, seed=seed)
-        self.held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else self.prompts
-        check_images(self.prompts if self.held_out is self.prompts else (*self.prompts, *self.held_out))
+        prompts = with_recorded(load_prompts(Path(data_path), prompt_key=prompt_key), recorded)
+        held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else None
+        looks = check_images((*prompts, *(held_out or ())))
+        self.sizes = sizes
+        super().__init__(with_sizes(prompts, sizes, looks), shuffle=shuffle, seed=seed, looks=looks)
+        self.held_out = self.prompts if held_out is None else with_sizes(held_out, sizes, looks)
 
     def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
         return list(self.held_out[:max_prompts])
+
+    def sized(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        return list(with_sizes(prompts, self.sizes, self.looks))
 
 
 class DefaultDataSource(PromptSource):

@@ -26,6 +26,8 @@ class Prompt:
     media: tuple[MediaRef, ...] = ()
     recorded: tuple[MediaRef, ...] = ()
     """The samples of its group, where these exist already."""
+    size: tuple[int, int] | None = None
+    """(height, width) of its samples in pixels; None: that of `sampling`."""
     origin: str = ""
     """The file and line that it stands in."""
 
@@ -79,16 +81,6 @@ def _unique_prompt(file: Path, index: int, item: Item, prompt_key: str, line_of:
         refuse(file, item, f"prompt_id {prompt.prompt_id!r} was already used in line {first}; ids are unique")
     line_of[prompt.prompt_id] = item.line
     return prompt
-
-
-def require_text_only(prompts: Iterable[Prompt], model: str) -> None:
-    """Raises DataError when a prompt carries a medium, which `model` has no way to take."""
-    for prompt in prompts:
-        if prompt.images:
-            raise DataError(
-                f"prompt {prompt.prompt_id!r} carries an image condition ({prompt.images[0].uri}), but {model} is "
-                "conditioned on text alone. Remove media_refs from the data file, or use a model that takes images"
-            )
 
 
 def with_recorded(prompts: Iterable[Prompt], roles: Sequence[str]) -> tuple[Prompt, ...]:

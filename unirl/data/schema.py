@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
+from unirl.models.remote import REMOTE_SCHEMES
 from unirl.types.primitives import MediaRef, RecordedRole
 
 LEGACY_EMBEDDING = re.compile(r"(^|_)embed(s|ding|dings)?(_(path|paths|mask))?$")
@@ -17,7 +18,6 @@ FROM_THE_RECIPE = {
     "seed": "sampling.seed",
     "guidance_scale": "sampling.guidance_scale",
 }
-REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 MEDIA_FORM = '{"modality": "image", "role": "condition", "uri": "frames/01.png"}'
 CONDITION = "condition"
 RECORDED_ROLES: tuple[str, ...] = get_args(RecordedRole)

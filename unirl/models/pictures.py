@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import TYPE_CHECKING
 
-from unirl.config.errors import DataError
+import numpy as np
+import torch
+from torch import Tensor
+
+from unirl.config.errors import DataError, UniRLError
+from unirl.models.remote import UNREADABLE, fetch, is_remote
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-UNREADABLE = 4003
 MAX_PIXELS = 8192 * 8192
 """Most pixels of a picture after decoding: 192 MiB in RGB."""
 MAX_ASPECT = 200
@@ -20,13 +25,13 @@ IMAGE_MARK = "<image>"
 """Where a picture stands in a prompt; without any mark, all pictures stand before the text."""
 
 
-def read_picture(path: str) -> Image:
-    """The picture in RGB, the right way up; what is transparent in it is white.
+def read_picture(uri: str) -> Image:
+    """The picture at a path or an address, in RGB, the right way up; what is transparent in it is white.
 
     Raises:
         DataError: 4003, naming the file and the rule, where it is missing, damaged, too large or of another kind.
     """
-    picture = _opened(path)
+    picture = _opened(uri)
     if picture.has_transparency_data:
         from PIL import Image
 
@@ -36,18 +41,32 @@ def read_picture(path: str) -> Image:
     return picture.convert("RGB")
 
 
-def _opened(path: str) -> Image:
-    """The picture with all its pixels read; its header is judged before they are."""
+def fit_picture(picture: Image, height: int, width: int) -> Tensor:
+    """[3, height, width] in [0, 1], on the 256 levels: the middle of the picture, scaled until it just covers the size.
+
+    Nothing is stretched and nothing is padded (Lanczos; of the longer direction, equally much is cut at both ends). A
+    picture that has the size already stays as it is.
+    """
     from PIL import Image, ImageOps
 
+    fitted = ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
+
+
+def _opened(uri: str) -> Image:
+    """The picture with all its pixels read; its header is judged before they are."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
     try:
-        with Image.open(path) as picture:
-            _check_header(path, picture)
+        with Image.open(BytesIO(fetch(uri)) if is_remote(uri) else uri) as picture:
+            _check_header(uri, picture)
             return ImageOps.exif_transpose(picture)
     except FileNotFoundError as error:
-        raise DataError(f"picture {path} is no file of this machine", UNREADABLE) from error
-    except DataError:
+        raise DataError(f"picture {uri} is no file of this machine", UNREADABLE) from error
+    except UniRLError:
         raise
+    except UnidentifiedImageError as error:
+        raise DataError(f"picture {uri} cannot be read: cannot identify image file", UNREADABLE) from error
     except (
         OSError,
         SyntaxError,
@@ -55,12 +74,12 @@ def _opened(path: str) -> Image:
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
     ) as error:  # as PIL meets the damage
-        raise DataError(f"picture {path} cannot be read: {error}", UNREADABLE) from error
+        raise DataError(f"picture {uri} cannot be read: {error}", UNREADABLE) from error
 
 
-def _check_header(path: str, picture: Image) -> None:
+def _check_header(uri: str, picture: Image) -> None:
     width, height = picture.size
-    size = f"picture {path} has {width} x {height} pixels"
+    size = f"picture {uri} has {width} x {height} pixels"
     if width * height > MAX_PIXELS:
         raise DataError(f"{size}; at most {MAX_PIXELS:,} are decoded. Scale it down", UNREADABLE)
     if max(width, height) > MAX_ASPECT * min(width, height):
@@ -68,7 +87,7 @@ def _check_header(path: str, picture: Image) -> None:
     if picture.mode not in MODES:
         allowed = ", ".join(MODES)
         raise DataError(
-            f"picture {path} is of mode {picture.mode}; save it with 8 bits a channel as one of {allowed}", UNREADABLE
+            f"picture {uri} is of mode {picture.mode}; save it with 8 bits a channel as one of {allowed}", UNREADABLE
         )
 
 

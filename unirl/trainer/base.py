@@ -17,7 +17,9 @@ from unirl.algorithms.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.preflight import needs_of
 from unirl.config.recipe import RecipeConfig
+from unirl.data.buckets import by_size, sizes_of
 from unirl.data.datasets import Prompt
+from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool
 from unirl.distributed.weight_sync.base import SyncReport, WeightSync
@@ -45,6 +47,7 @@ from unirl.trainer.resume import ResumePoint
 from unirl.types.batch import Batch
 from unirl.types.evaluation import EvalResult
 from unirl.types.facts import ModelFacts
+from unirl.types.primitives import PromptImages, Texts
 from unirl.types.protocols import DataSource, Moment, State, Stateful
 from unirl.types.results import values
 from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
@@ -103,7 +106,7 @@ class Parts:
 
 
 class Trainer(ABC, Generic[SamplingT]):
-    """The loop of every domain, which says what track is trained, what a prompt holds, and how sampling is pinned."""
+    """The loop of every domain, which says what track is trained, and how sampling is pinned."""
 
     def __init__(self, parts: Parts, roles: Roles, sampling: SamplingT) -> None:
         self.parts = parts
@@ -129,10 +132,6 @@ class Trainer(ABC, Generic[SamplingT]):
         """What training samples come from."""
 
     @abstractmethod
-    def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
-        """What the model is given of each prompt. Raises DataError for what it cannot take."""
-
-    @abstractmethod
     def pinned(self, sampling: SamplingT, step: int) -> SamplingT:
         """The copy that a request of training step `step` carries: everything decided that an engine might decide."""
 
@@ -141,8 +140,19 @@ class Trainer(ABC, Generic[SamplingT]):
     def track(self) -> str:
         """The name of the track that is scored and trained."""
 
+    def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
+        """What the model is given of each prompt: its text, and its pictures where any of the prompts brings some.
+
+        Raises DataError for a prompt with fewer or more pictures than the model takes.
+        """
+        check_counts(prompts, self.facts)
+        found: dict[str, Batch] = {"text": Texts(texts=[prompt.text for prompt in prompts])}
+        if any(prompt.images for prompt in prompts):
+            found["images"] = PromptImages(refs=[prompt.images for prompt in prompts])
+        return found
+
     def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:
-        """P prompts x N samples with the training settings; of prompts that bring their samples, these."""
+        """P prompts of one size x N samples with the training settings; of those that bring their samples, these."""
         req = self._request(prompts, self.sampling, step, "r", self.sampled_weights)
         recorded = [ref for prompt in prompts for ref in prompt.recorded]
         return req.with_recorded(recorded) if recorded else req
@@ -155,6 +165,8 @@ class Trainer(ABC, Generic[SamplingT]):
         self, prompts: Sequence[Prompt], sampling: SamplingT, step: int, purpose: Purpose, weights: str
     ) -> RolloutReq:
         groups = [prompt.group_id for prompt in prompts]
+        [size] = sizes_of(prompts)
+        sampling = sampling if size is None else sampling.at_size(*size)
         return RolloutReq(
             sample_ids=groups,
             group_ids=groups,
@@ -212,8 +224,11 @@ class Trainer(ABC, Generic[SamplingT]):
     def _draws(self, step: int, report: SyncReport) -> Draws:
         """The samples of one step, scored: those of one draw, or of as many as `refill` needs."""
         draws = Draws(self.config.refill, self.config.batch_size)
+        size = None
         while not draws.is_complete:
-            req = self.make_request(self.parts.data.draw(self.config.batch_size), step)
+            prompts = self.parts.data.draw(self.config.batch_size, size)
+            size = prompts[0].size
+            req = self.make_request(prompts, step)
             req = req.replace(weights=report.weights, weight_version=report.version)
             with self.phase("generate"):
                 self.overlap.draw(req)
@@ -393,17 +408,21 @@ class Trainer(ABC, Generic[SamplingT]):
         self.parts.pool.close()
 
     def evaluate(self) -> EvalResult:
-        """Score held-out prompts with fixed seeds; log under the number of finished steps."""
-        req, resp = self.draw(self.parts.data.eval_prompts(self.config.evaluation.max_prompts))
-        with self.phase("eval"):
-            track = self.roles.reward.score_and_attach(req, resp).tracks[self.track]
-            result = eval_result(req, track, self.roles.rollout.preview)
+        """Score held-out prompts with fixed seeds, size by size; log under the number of finished steps."""
+        prompts = self.parts.data.eval_prompts(self.config.evaluation.max_prompts)
+        result = EvalResult.joined([self._evaluated(some) for some in by_size(prompts)])
         self.tracker.eval(self.step, result)
         self.parts.pool.release(EVALUATION)
         return result
 
+    def _evaluated(self, prompts: Sequence[Prompt]) -> EvalResult:
+        req, resp = self.draw(prompts)
+        with self.phase("eval"):
+            track = self.roles.reward.score_and_attach(req, resp).tracks[self.track]
+            return eval_result(req, track, self.roles.rollout.preview)
+
     def draw(self, prompts: Sequence[Prompt]) -> tuple[RolloutReq, RolloutResp]:
-        """Samples with the settings and weights of evaluation; their columns live until the next drawing."""
+        """Samples of one size, as evaluation draws them; their columns live until the next drawing."""
         req = self.make_eval_request(prompts)
         self.parts.pool.release(EVALUATION)
         self.parts.pool.begin(EVALUATION)

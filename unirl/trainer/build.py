@@ -16,8 +16,10 @@ from unirl.config.declared import capabilities_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.placement import Plan, plan_of
-from unirl.config.preflight import check_disk
-from unirl.config.recipe import RecipeConfig
+from unirl.config.preflight import check_disk, known_facts
+from unirl.config.recipe import EvaluationConfig, RecipeConfig
+from unirl.data.datasets import Prompt
+from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.reward.base import StartChecker
@@ -48,12 +50,24 @@ def build_trainer(recipe: Recipe, argv: Sequence[str] = ()) -> Trainer:
 
 
 def data_of(recipe: Recipe) -> DataSource:
-    """The prompts of a recipe. Read first: a bad line is known before a folder is made or a model loaded."""
+    """The prompts of a recipe. Read first: a bad line is known before a folder is made or a model loaded.
+
+    Raises DataError, too, for a prompt with fewer or more pictures than the model takes, as far as that is known.
+    """
     config = recipe.config
     source: DataSource = build(
         config.data_source, seed=recipe.value("sampling.seed"), eval_data_path=config.evaluation.data_path
     )
+    facts = known_facts(config)
+    if facts is not None:
+        check_counts(prompts_of(source, config.evaluation), facts)
     return source
+
+
+def prompts_of(source: DataSource, evaluation: EvaluationConfig) -> list[Prompt]:
+    """Every prompt that a run may draw, those of its evaluations included."""
+    held_out = source.eval_prompts(evaluation.max_prompts) if evaluation.enabled else ()
+    return [*source.prompts, *held_out]
 
 
 def check_reward(config: RecipeConfig) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from unirl.types.batch import concat_rows
 from unirl.types.primitives import Preview
 from unirl.types.reward import Answer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,31 @@ class EvalResult:
     """What else is known of each sample; () = nothing."""
     unscored: int = 0
     """Samples that could not be scored, which no other field counts."""
+
+    @staticmethod
+    def joined(parts: Sequence[EvalResult]) -> EvalResult:
+        """One result from those of several draws of one evaluation, rows in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        watched = dict.fromkeys(name for part in parts for name in part.watched)
+        answers = [part.answers for part in parts if part.answers is not None]
+        return EvalResult(
+            sample_ids=_end_to_end(part.sample_ids for part in parts),
+            group_ids=_end_to_end(part.group_ids for part in parts),
+            prompts=_end_to_end(part.prompts for part in parts),
+            pictures=_end_to_end(part.pictures for part in parts),
+            rewards=torch.cat([part.rewards for part in parts]),
+            components={name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
+            watched={name: torch.cat([part._watched(name) for part in parts]) for name in watched},
+            answers=_end_to_end(answers) if len(answers) == len(parts) else None,
+            facts=_end_to_end(part.facts for part in parts),
+            unscored=sum(part.unscored for part in parts),
+            media=concat_rows([part.media for part in parts]),
+        )
+
+    def _watched(self, name: str) -> Tensor:
+        """[B] of one watched reward; NaN where it scored nothing."""
+        return self.watched.get(name, torch.full_like(self.rewards, math.nan))
 
     @property
     def mean(self) -> float:
@@ -122,6 +151,10 @@ def majority(answers: Sequence[Answer]) -> float:
     first = max(votes.values())
     tied = [text for text, count in votes.items() if count == first]
     return tied.count("") / len(tied)
+
+
+def _end_to_end(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
+    return tuple(entry for part in parts for entry in part)
 
 
 def _share_right(answers: Sequence[Answer]) -> float:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 
@@ -41,6 +41,23 @@ class Pictures(Batch):
     def of(cls, pixels: Tensor) -> Pictures:
         """From pixels [B, 3, H, W] in [0, 1]."""
         return cls(pixels=(pixels * 255).round().to(torch.uint8).cpu())
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """All rows of `parts`; where sizes differ, on one canvas."""
+        canvases = on_one_canvas([part.pixels for part in parts])
+        return super().concat([part.replace(pixels=pixels) for part, pixels in zip(parts, canvases, strict=True)])
+
+
+def on_one_canvas(frames: Sequence[Tensor]) -> list[Tensor]:
+    """Frames [N, 3, h, w] uint8 for people to look at, each in the middle of the smallest white canvas for all."""
+    height, width = (max(part.shape[side] for part in frames) for side in (-2, -1))
+    found = []
+    for part in frames:
+        top, left = height - part.shape[-2], width - part.shape[-1]
+        margins = (left // 2, left - left // 2, top // 2, top - top // 2)
+        found.append(pad(part, margins, value=255) if any(margins) else part)
+    return found
 
 
 @dataclass(kw_only=True, eq=False)
@@ -132,6 +149,14 @@ class Clips(Batch):
     fps: float = shared()  # of the video
     height: int = shared()  # of the video, pixels
     width: int = shared()
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """All rows of `parts`; where sizes differ, on one canvas."""
+        canvases = on_one_canvas([part.frames for part in parts])
+        size = {side: max(vars(part)[side] for part in parts) for side in ("height", "width")}
+        both = zip(parts, canvases, strict=True)
+        return super().concat([part.replace(frames=frames, **size) for part, frames in both])
 
 
 def _stride(num_frames: int) -> int:

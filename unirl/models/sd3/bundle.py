@@ -10,7 +10,8 @@ from unirl.models.diffusers_bundle import DiffusersBundle
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.family import ENCODERS, SD3
 from unirl.models.sd3.text import SD3TextEncoder
-from unirl.models.sd3.vae import PixelDecoder, PixelEncoder, SD3Decoder, SD3Encoder
+from unirl.models.sd3.vae import PixelDecoder, PixelEncoder
+from unirl.models.vae import KLDecoder, KLEncoder
 
 
 class SD3Bundle(DiffusersBundle):
@@ -33,11 +34,11 @@ class SD3Bundle(DiffusersBundle):
         if "vae" not in self.checkpoint:
             return PixelDecoder()
         self.require(("vae",), "decode latents")
-        return SD3Decoder(self.modules["vae"])
+        return KLDecoder(self.modules["vae"])
 
     def encoder(self) -> Encoder:
         """The VAE, or the identity of a model on pixels."""
         if "vae" not in self.checkpoint:
             return PixelEncoder()
         self.require(("vae",), "encode pictures")
-        return SD3Encoder(self.modules["vae"])
+        return KLEncoder(self.modules["vae"])

@@ -1,0 +1,47 @@
+"""Latents to pixels in [0, 1] and back, by the VAE that several families of pictures share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class KLDecoder:
+    """The decoder of diffusers' AutoencoderKL, in the VAE's own dtype (fp32)."""
+
+    components: tuple[str, ...] = ("vae",)
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae  # diffusers' AutoencoderKL, which has no types
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] of latents [B, C, H / 8, W / 8]."""
+        config = self.vae.config
+        latents = latents / config.scaling_factor + config.shift_factor
+        return to_unit(self.vae.decode(latents, return_dict=False)[0])
+
+
+class KLEncoder:
+    """The encoder of diffusers' AutoencoderKL: the mean of its Gaussian, which is where a picture's latents lie."""
+
+    components: tuple[str, ...] = ("vae",)
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [B, C, H / 8, W / 8] of pixels [B, 3, H, W] in [0, 1]."""
+        config = self.vae.config
+        mean: Tensor = self.vae.encode(from_unit(pixels)).latent_dist.mode()
+        return (mean - config.shift_factor) * config.scaling_factor
+
+
+def to_unit(pixels: Tensor) -> Tensor:
+    """[-1, 1] to [0, 1], clamped."""
+    return (pixels / 2 + 0.5).clamp(0, 1)
+
+
+def from_unit(pixels: Tensor) -> Tensor:
+    """[0, 1] to [-1, 1]."""
+    return pixels * 2 - 1

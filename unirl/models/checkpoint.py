@@ -40,6 +40,10 @@ class Checkpoint:
     scheduler: Config
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What model_index.json says of the pipeline itself (`boundary_ratio`, `is_distilled`, ...)."""
+    pipeline: str = ""
+    """Its class of diffusers, where a family has several; empty = the family's own."""
+    parts: Mapping[str, Config] = field(default_factory=dict)
+    """Of further objects without weights (`guider`), by component name."""
 
     def __contains__(self, component: str) -> bool:
         return component in self.configs
@@ -52,6 +56,8 @@ class DiffusersFamily:
     name: str
     pipeline: str
     """The class of diffusers that the checkpoints belong to."""
+    further_pipelines: tuple[str, ...] = ()
+    """Of other checkpoints of the same networks (image to video, editing), which are told apart by it."""
     classes: Mapping[str, str]
     """Component name to `library.Class`; those that are trained come first."""
     trained: tuple[str, ...] = ("transformer",)
@@ -59,6 +65,8 @@ class DiffusersFamily:
     """Tokenizers and processors, by component name."""
     optional: tuple[str, ...] = ()
     """Components that a checkpoint may leave out."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Objects without weights beside the scheduler, which have a `<name>/<name>_config.json`: to `library.Class`."""
     facts: Callable[[Checkpoint, int], LatentFacts]
     """What the rest of the system needs to know of a checkpoint; the number is the batch multiple."""
     toy: Checkpoint
@@ -118,7 +126,14 @@ class DiffusersFamily:
             configs={name: read_json(root / name / "config.json") for name in self.classes if name in present},
             scheduler=read_json(root / SCHEDULER / "scheduler_config.json"),
             settings={k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)},
+            pipeline=self._pipeline_of(index),
+            parts={name: read_json(root / name / f"{name}_config.json") for name in self.parts if name in present},
         )
+
+    def _pipeline_of(self, index: Mapping[str, Any]) -> str:
+        """One of `further_pipelines`, or "" where a checkpoint names none of them."""
+        named = str(index.get("_class_name", ""))
+        return named if named in self.further_pipelines else ""
 
     def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
         """Parameter counts by component, from modules that are built without storage."""
@@ -163,9 +178,13 @@ class DiffusersFamily:
         with init_empty_weights(include_buffers=False):
             return self.build(checkpoint, component)
 
+    def build_part(self, checkpoint: Checkpoint, name: str) -> Any:
+        """A new object without weights, as the checkpoint configures it."""
+        return self.class_of(name).from_config(dict(checkpoint.parts[name]))
+
     def class_of(self, component: str) -> Any:
-        """The class of a network, VAE or tokenizer."""
-        library, name = self.classes[component].split(".")
+        """The class of a network, a VAE or an object without weights."""
+        library, name = {**self.classes, **self.parts}[component].split(".")
         return getattr(importlib.import_module(library), name)
 
     def random(self, checkpoint: Checkpoint, component: str, dtype: torch.dtype) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
             plain_pipeline(self.bundle, trained).save_pretrained(folder)
         return folder
 
+    def handed_over(self) -> Mapping[str, object]:
+        """Components that diffusers is given beside a directory: those that it needs other libraries to read."""
+        return {}
+
     def write_lora(self, folder: Path, adapter: Adapter) -> Path:
         """The files that `load_lora` loads into diffusers' pipeline."""
         return write_diffusers_lora(folder, adapter)
@@ -69,14 +74,14 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
         """Max abs difference between our sampler with the weights of now and diffusers with the model in `folder`."""
-        import diffusers
-
         family = self.bundle.family
+        kind = pipeline_class(self.bundle)
         # diffusers wants to be told what a directory leaves out.
         absent = {name: None for name in (*family.classes, *family.tokenizers) if name not in components(folder)}
         with quiet_libraries():
-            kind = getattr(diffusers, family.pipeline)
-            plain = kind.from_pretrained(folder, dtype=self.bundle.dtype, **absent)
+            plain = kind.from_pretrained(
+                folder, dtype=self.bundle.dtype, **_taken(kind, {**absent, **self.handed_over()})
+            )
         return difference(self, without_bar(plain).to(self.bundle.device), texts, params)
 
 
@@ -86,18 +91,28 @@ def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: objec
     Args:
         changes: components and settings in place of the checkpoint's own.
     """
-    import diffusers
-
-    family = bundle.family
-    kind = getattr(diffusers, family.pipeline)
+    family, kind = bundle.family, pipeline_class(bundle)
     parts: dict[str, Any] = {name: bundle.modules.get(name) for name in family.classes if name not in family.trained}
     parts |= {name: bundle.tokenizers.get(name) for name in family.tokenizers}
     parts |= dict.fromkeys(family.trained) | dict(bundle.trained_parts(trained))
     with quiet_libraries():
         scheduler = scheduler_class(bundle).from_config(dict(bundle.checkpoint.scheduler))
         parts |= {name: family.build_part(bundle.checkpoint, name) for name in bundle.checkpoint.parts}
-        plain = kind(**{"scheduler": scheduler, **parts, **bundle.checkpoint.settings, **changes})
+        plain = kind(**{"scheduler": scheduler, **_taken(kind, parts), **bundle.checkpoint.settings, **changes})
     return without_bar(plain)
+
+
+def pipeline_class(bundle: DiffusersBundle) -> Any:
+    """The class of diffusers that the bundle's checkpoint belongs to."""
+    import diffusers
+
+    return getattr(diffusers, bundle.checkpoint.pipeline or bundle.family.pipeline)
+
+
+def _taken(kind: Any, parts: Mapping[str, object]) -> dict[str, object]:
+    """Without the absent components that this one of a family's pipelines has no place for."""
+    places = inspect.signature(kind).parameters
+    return {name: part for name, part in parts.items() if part is not None or name in places}
 
 
 def scheduler_class(bundle: DiffusersBundle) -> Any:

@@ -44,6 +44,7 @@ SCHEDULES = [
     SigmaSchedule(shift=3.0, grid="diffusers"),
     DYNAMIC,
     SigmaSchedule(dynamic="exponential", grid="diffusers"),
+    SigmaSchedule(shift=5.0, grid="unipc"),
     SigmaSchedule(dynamic="linear"),
     SigmaSchedule(dynamic="exponential", mu="flux2"),
 ]
@@ -56,6 +57,19 @@ def test_sigmas_fall_from_exactly_one_to_exactly_zero(schedule, num_steps):
     assert sigmas.dtype == torch.float32 and sigmas.shape == (num_steps + 1,)
     assert sigmas[0] == 1.0 and sigmas[-1] == 0.0
     assert (sigmas.diff() < 0).all()
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 50])
+def test_the_levels_of_flow_sigmas_are_those_of_unipc(shift, num_steps):
+    from diffusers import UniPCMultistepScheduler
+
+    config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
+    scheduler = UniPCMultistepScheduler(**config)
+    scheduler.set_timesteps(num_steps)
+    ours = SigmaSchedule.from_diffusers(scheduler.config).sigmas(num_steps)
+    assert (ours[1:] - scheduler.sigmas[1:]).abs().max() < 1e-7
+    assert ours[0] == 1.0 and scheduler.sigmas[0] == torch.tensor(1.0 - 1e-6)
 
 
 def test_without_a_shift_the_levels_are_even():
@@ -109,7 +123,7 @@ def test_a_falsy_terminal_means_no_stretch(off):
         (lambda: SigmaSchedule(shift=0.0), r"SigmaSchedule\.shift=0\.0 must be a positive"),
         (lambda: SigmaSchedule(shift=math.nan), r"SigmaSchedule\.shift=nan"),
         (lambda: SigmaSchedule(dynamic="cosine"), r"dynamic='cosine' must be one of: off, exponential, linear"),
-        (lambda: SigmaSchedule(grid="karras"), r"grid='karras' must be one of: clean, diffusers"),
+        (lambda: SigmaSchedule(grid="karras"), r"grid='karras' must be one of: clean, diffusers, unipc"),
         (lambda: SigmaSchedule(mu="flux"), r"mu='flux' must be one of: line, flux2"),
         (lambda: SigmaSchedule(shift_terminal=1.0), r"shift_terminal=1\.0 must lie in \(0, 1\)"),
         (lambda: SigmaSchedule(base_image_seq_len=9, max_image_seq_len=9), "two different points"),
@@ -118,6 +132,11 @@ def test_a_falsy_terminal_means_no_stretch(off):
         (lambda: SigmaSchedule(shift_terminal=0.1).sigmas(1), r"cannot be reached with num_inference_steps=1"),
         (lambda: SigmaSchedule.from_diffusers({"use_karras_sigmas": True}), "use_karras_sigmas"),
         (lambda: SigmaSchedule.from_diffusers({"num_train_timesteps": 500}), r"num_train_timesteps=500; only 1000"),
+        (lambda: SigmaSchedule.from_diffusers({"use_flow_sigmas": False}), r"use_flow_sigmas=False.*set it to True"),
+        (
+            lambda: SigmaSchedule.from_diffusers({"use_flow_sigmas": True, "final_sigmas_type": "sigma_min"}),
+            r"final_sigmas_type='sigma_min'.*set it to 'zero'",
+        ),
         (lambda: SigmaSchedule.from_diffusers({"use_dynamic_shifting": True, "time_shift_type": "?"}), r"dynamic='\?'"),
     ],
 )

@@ -17,7 +17,7 @@ from unirl.sde.linear import check_choice
 
 Dynamic = Literal["off", "exponential", "linear"]
 MuRule = Literal["line", "flux2"]
-Grid = Literal["clean", "diffusers"]
+Grid = Literal["clean", "diffusers", "unipc"]
 
 NUM_TRAIN_TIMESTEPS = 1000
 """The training grid of diffusers' flow schedulers; its finest level is 1 / 1000."""
@@ -83,7 +83,9 @@ class SigmaSchedule:
     """The last level above 0 after a final stretch; absent or 0 = no stretch."""
     grid: Grid = "clean"
     """`clean` shifts 1 - i / T. `diffusers` ends the grid at the finest training level, itself already shifted, and so
-    shifts it twice: what diffusers does when it is given no sigmas, and what Flow-GRPO's published SD3 runs used."""
+    shifts it twice: what diffusers does when it is given no sigmas, and what Flow-GRPO's published SD3 runs used.
+    `unipc` shifts T + 1 levels from 1 to 1 / 1000 and puts 0 for the last: diffusers' `UniPCMultistepScheduler` with
+    flow sigmas (Wan), which lowers a first level of 1 by 1e-6 to stay clear of log 0; ours is 1."""
 
     def __post_init__(self) -> None:
         check_choice("SigmaSchedule.dynamic", self.dynamic, get_args(Dynamic))
@@ -101,7 +103,10 @@ class SigmaSchedule:
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, object], *, grid: Grid = "clean") -> SigmaSchedule:
-        """The schedule of a `FlowMatchEulerDiscreteScheduler` config. Raises ValueError on an option we do not have."""
+        """The schedule of a `FlowMatchEulerDiscreteScheduler` config, or of UniPC's with flow sigmas (its own grid).
+
+        Raises ValueError on an option that we do not have.
+        """
         for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas"):
             if config.get(option):
                 raise ValueError(f"the scheduler config sets {option}, which SigmaSchedule does not offer; unset it")
@@ -112,6 +117,9 @@ class SigmaSchedule:
             )
         known = {field.name for field in fields(cls)} - {"dynamic", "mu", "grid"}
         values = {name: value for name, value in config.items() if name in known}
+        if "use_flow_sigmas" in config:
+            check_flow_sigmas(config)
+            grid, values["shift"] = "unipc", config.get("flow_shift", 1.0)
         dynamic = config.get("time_shift_type", "exponential") if config.get("use_dynamic_shifting") else "off"
         return cls(dynamic=dynamic, grid=grid, **values)  # type: ignore[arg-type]  # checked by __post_init__
 
@@ -142,6 +150,8 @@ class SigmaSchedule:
         if self.grid == "clean":
             return even_grid(num_inference_steps, 1.0 / num_inference_steps)
         finest = 1.0 / NUM_TRAIN_TIMESTEPS
+        if self.grid == "unipc":
+            return even_grid(num_inference_steps + 1, finest)[:-1]
         return even_grid(num_inference_steps, static_shift(finest, self.shift) if self.dynamic == "off" else finest)
 
     def _shift(self, tau: float, num_inference_steps: int, image_seq_len: int | None) -> float:
@@ -158,3 +168,15 @@ class SigmaSchedule:
             )
         assert self.shift_terminal
         return stretch_to_terminal(levels, self.shift_terminal)
+
+
+def check_flow_sigmas(config: Mapping[str, object]) -> None:
+    """Raises ValueError unless a multistep scheduler's config is that of a flow which ends at 0."""
+    wanted = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "final_sigmas_type": "zero"}
+    for option, value in wanted.items():
+        found = config.get(option, value)
+        if found != value:
+            raise ValueError(
+                f"the scheduler config has {option}={found!r}, and SigmaSchedule is of flows that end at 0: "
+                f"set it to {value!r}"
+            )

@@ -107,6 +107,32 @@ def test_a_slot_has_the_same_bits_whoever_sits_beside_it() -> None:
         assert torch.equal(a(0, *fed, SCALE)[0], b(0, *(t[[0, 2, 3]] for t in fed), SCALE)[0])
 
 
+def test_tokens_one_by_one_have_the_bits_of_their_rows_in_one_go() -> None:
+    lengths = [70, 3, 200, 40]
+    q, k, v = (3 * tensor for tensor in qkv(sum(lengths)))
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    cache = SlotCache(len(lengths))
+    cache.reserve(max(lengths))
+    whole, found = PackedRows(lengths)(0, q, k, v, SCALE), torch.empty_like(q)
+    for done in range(max(lengths)):
+        tokens = starts + torch.tensor(lengths).sub(1).clamp(max=done)  # a row at its end says its last token again
+        held = [min(done + 1, length) for length in lengths]
+        found[tokens] = Step(cache, held, torch.device("cpu"))(0, q[tokens], k[tokens], v[tokens], SCALE)
+    assert torch.equal(found, whole)
+
+
+def test_gradients_of_packed_rows_are_those_of_their_masks() -> None:
+    lengths = [5, 1, 70, 3]
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    seen = (row[:, None] == row) & (torch.arange(len(row))[:, None] >= torch.arange(len(row)))
+    inputs = [tensor.requires_grad_() for tensor in qkv(sum(lengths))]
+    weights = torch.linspace(-1, 1, inputs[0].numel()).view_as(inputs[0])
+    found = torch.autograd.grad((PackedRows(lengths)(0, *inputs, SCALE) * weights).sum(), inputs)
+    wanted = torch.autograd.grad((masked(*inputs, seen) * weights).sum(), inputs)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 def test_slots_that_are_given_up_leave_the_others_as_they_were() -> None:
     lengths = [6, 9, 4]
     q, k, v = qkv(sum(lengths))

@@ -10,6 +10,7 @@ keyword `attend` in its decoder's forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,8 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from unirl.models.chunks import round_up
+
 ATTENTION = "unirl"
 """The name that transformers knows it by."""
+FILL = 16
+"""Rows whose lengths are the same when rounded up to a multiple of this run side by side."""
 
 
 class Attend(Protocol):
@@ -36,12 +41,14 @@ class PackedRows:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = [length for length in lengths if length]
         self._bounds: Tensor | None = None
+        self._blocks: RowBlocks | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if has_varlen(query):
             return causal_rows(query, key, value, self._row_bounds(query.device), max(self.lengths), scale)
-        rows = zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), strict=True)
-        return torch.cat([causal_row(q, k, v, scale) for q, k, v in rows])
+        if self._blocks is None:
+            self._blocks = RowBlocks.of(self.lengths, query.device)
+        return self._blocks(query, key, value, scale)
 
     def _row_bounds(self, device: torch.device) -> Tensor:
         if self._bounds is None:
@@ -50,12 +57,72 @@ class PackedRows:
         return self._bounds
 
 
-def causal_row(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[L, H, d] of one row."""
-    key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
-    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)
-    return out[0].transpose(0, 1)
+@dataclass(frozen=True)
+class RowBlocks:
+    """Rows of about the same length side by side, filled up behind their ends, where no token of theirs looks."""
+
+    taken: list[Tensor]  # [B, W] each, which token stands where
+    back: Tensor  # [N] where each token stands in the blocks laid end to end
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device) -> RowBlocks:
+        """The blocks of rows of `lengths` that lie end to end."""
+        widths: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths):
+            widths.setdefault(round_up(length, FILL), []).append(row)
+        ends = torch.tensor(lengths).cumsum(0)
+        taken, back, before = [], torch.empty(int(ends[-1]), dtype=torch.int64), 0
+        for width, rows in widths.items():
+            last = ends[rows, None] - 1
+            first = last + 1 - torch.tensor([lengths[row] for row in rows])[:, None]
+            tokens = first + torch.arange(width)
+            own = tokens <= last
+            back[tokens[own]] = before + own.flatten().nonzero()[:, 0]
+            before += own.numel()
+            taken.append(torch.minimum(tokens, last).to(device))
+        return RowBlocks(taken, back.to(device))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[N, H, d], each token seeing its row up to itself."""
+        found = []
+        for taken in self.taken:
+            q, k, v = (t[taken].transpose(1, 2) for t in (query, key, value))
+            found.append(softmax_attention(q, k, v, scale=scale, is_causal=True).transpose(1, 2).flatten(0, 1))
+        return torch.cat(found)[self.back]
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Tensor:
+    """[B, H, M, d] of torch's `scaled_dot_product_attention`; key and value [B, K, L, d], where K divides H.
+
+    In float32 on a CPU it is computed in float64 and rounded once. Kernels that read one query and many add in
+    different orders, of which float32 and the layers that follow make 1e-5; so sampling and replay have the same bits.
+    The gradient is that of float32.
+    """
+    if query.device.type != "cpu":
+        key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
+        return scaled_dot_product_attention(query, key, value, **asked)
+    if query.dtype != torch.float32:
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True, **asked)
+    with torch.no_grad():
+        q, k, v = query.double(), key.double(), value.double()
+        rounded = scaled_dot_product_attention(q, k, v, enable_gqa=True, **asked).float()
+    if not torch.is_grad_enabled():
+        return rounded
+    narrow = scaled_dot_product_attention(query, key, value, enable_gqa=True, **asked)
+    said: Tensor = _WithGradientOf.apply(rounded, narrow)
+    return said
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The first tensor, differentiated as if it were the second."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, differentiated: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def has_varlen(query: Tensor) -> bool:
@@ -78,7 +145,7 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longe
 
 
 def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [N, K, d] as [N, H, d]: a key head serves adjacent query heads."""
+    """Keys or values [N, K, ...] as [N, H, ...]: a key head serves adjacent query heads."""
     groups = query.shape[1] // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from unirl.models.attention import PackedRows
+from unirl.models.attention import PackedRows, softmax_attention
 from unirl.models.chunks import round_up
 
 BLOCK = 64
@@ -99,7 +98,7 @@ class Step:
         seen = torch.arange(keys.shape[1], device=query.device) < lengths[:, None]
         q = query.unflatten(1, (keys.shape[2], -1))
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
+        out = softmax_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
         return out.flatten(1, 2)
 
 

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from unirl.tracking.backends import MIRRORS, MirrorUnavailable, make_mirrors
-from unirl.tracking.backends.base import Preview, RunAbout
+from unirl.tracking.backends.base import MovingPreview, Preview, RunAbout
+from unirl.tracking.clips import can_write_mp4, write_mp4, write_webp
 
 METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
 CAPTION = "0.500  a [b]red[/b] circle"
+FILM = np.stack([np.full((8, 8, 3), [60 * number, 255 - 60 * number, 9], np.uint8) for number in range(4)])
 PAGE = "# evaluation after step 2\n\n    <script>alert(1)</script> \u732b 3 < 4\n"
 
 
 def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: int | None = None) -> None:
-    """Drives the mirror of that name through a run with two steps and one picture."""
+    """Drives the mirror of that name through a run with two steps, a picture, and a video with an MP4 and one without."""
     (mirror,) = make_mirrors([name])
     config = {"sampling": {"seed": 42}}
     mirror.start(
         RunAbout(root=root, project="demo", run_id="run-one", offline=True, config=config, resumed_step=resumed_step)
     )
     Image.new("RGB", (8, 8), "red").save(root / "p00-s00.webp", lossless=True)
+    for film in ("film", "still"):
+        write_webp(root / f"{film}.webp", FILM, 60, lossless=True)
+    if can_write_mp4():
+        write_mp4(root / "film.mp4", FILM, 16)
     for step in steps:
         mirror.log(step, METRICS[step])
     mirror.images(steps[-1], "samples", [Preview(root / "p00-s00.webp", CAPTION)])
+    films = [MovingPreview.of(root / f"{film}.webp", CAPTION) for film in ("film", "still")]
+    mirror.videos(steps[-1], "samples", films)
     mirror.text(steps[-1], "eval", PAGE)
     mirror.finish(0)
+
+
+def assert_film(gif: bytes) -> None:
+    """That a GIF shows the four colours of FILM in their order."""
+    with Image.open(io.BytesIO(gif)) as file:
+        assert file.format == "GIF"
+        colours = [frame.convert("RGB").getpixel((100, 100)) for frame in ImageSequence.Iterator(file)]
+    assert colours == [tuple(frame[0, 0].tolist()) for frame in FILM]
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
@@ -59,6 +77,10 @@ def test_tensorboard_reads_back_scalars_and_pictures_and_purges_after_a_resume(t
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("rollout/reward_mean")] == [(1, 0.5), (2, 0.75)]
     assert [event.step for event in found.Images("samples/0")] == [2]
+    for number in (0, 1):
+        (video,) = found.Images(f"samples_videos/{number}")
+        assert (video.step, video.width, video.height) == (2, 256, 256)
+        assert_film(video.encoded_image_string)
     text = found.Tensors("eval/text_summary")[-1]  # TensorBoard itself purges no texts
     assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, PAGE)
 
@@ -77,6 +99,11 @@ def test_wandb_offline_keeps_metrics_on_our_own_step_and_pictures_with_captions(
     assert [(row["step"], row["rollout/reward_mean"]) for row in rows[:2]] == [("1", "0.5"), ("2", "0.75")]
     assert json.loads(rows[2]["media/samples/captions"]) == [CAPTION]
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.webp")) != []
+    captions = next(row["media/samples_videos/captions"] for row in rows if "media/samples_videos/captions" in row)
+    assert json.loads(captions) == [CAPTION] * 2
+    kept = {path.suffix: path for path in tmp_path.glob("wandb/offline-run-*/files/media/videos/**/*.*")}
+    assert_film(kept[".gif"].read_bytes())
+    assert not can_write_mp4() or kept[".mp4"].read_bytes() == (tmp_path / "film.mp4").read_bytes()
     (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/**/*.html")
     shown = page.read_text(encoding="utf-8")
     assert "&lt;script&gt;" in shown and "<script>" not in shown and "\u732b" in shown
@@ -92,6 +119,9 @@ def test_swanlab_offline_keeps_metrics_and_pictures(tmp_path, monkeypatch):
     assert CAPTION.encode() in kept
     files = [file for file in tmp_path.glob("swanlab/run-*/media/**/*") if file.is_file()]
     assert any(file.suffix == ".webp" or file.suffix == ".png" for file in files)
+    for gif in (gifs := [file for file in files if file.suffix == ".gif"]):
+        assert_film(gif.read_bytes())
+    assert len(gifs) >= 1 and kept.count(CAPTION.encode()) >= 3
     assert PAGE in [file.read_text(encoding="utf-8") for file in files if file.suffix == ".txt"]
 
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageSequence
 
 from unirl.tracking import clips as files
+from unirl.tracking.backends.base import MovingPreview
 from unirl.tracking.clips import can_write_mp4, gif_of, read_webp, write_mp4, write_webp
 from unirl.tracking.kinds import KINDS, media_of, read_samples
 from unirl.tracking.pictures import PictureMedia
@@ -316,6 +317,39 @@ def test_without_an_encoder_videos_are_kept_as_webp_which_is_said_once(tracker, 
     warnings = [row["text"] for row in read_rows(root / "events.jsonl") if row["ev"] == "warning"]
     assert len(warnings) == 1 and "pip install 'unirl[video]'" in warnings[0]
     assert list(root.glob("**/*.mp4")) == [] and len(list(root.glob("**/p*.webp"))) == 12
+
+
+class Recorded:
+    """A mirror that remembers what it was shown."""
+
+    name = "recorded"
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[str, str]] = []
+        self.films: list[MovingPreview] = []
+
+    def start(self, about) -> None: ...
+
+    def log(self, step, metrics) -> None: ...
+
+    def images(self, step, key, previews) -> None:
+        self.pages += [(key, preview.path.name) for preview in previews]
+
+    def videos(self, step, key, previews) -> None:
+        self.films += previews
+
+    def finish(self, code) -> None: ...
+
+
+def test_mirrors_are_shown_the_sheet_and_the_first_videos(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    mirror = Recorded()
+    with Tracker(RunDirectory(tmp_path / "run", RunIdentity(project="demo", recipe="video")), mirrors=[mirror]) as told:
+        told.samples(1, table_of(videos(5, count=6)))
+    assert mirror.pages == [("samples", "contact_sheet.png")]
+    assert [film.webp.name for film in mirror.films] == ["p00-s00.webp", "p00-s01.webp", "p01-s00.webp", "p01-s01.webp"]
+    assert [film.caption for film in mirror.films][:2] == ["0.000  a square 0", "0.100  a square 0"]
+    assert all((film.mp4 is not None) == can_write_mp4() for film in mirror.films)
 
 
 def test_a_broken_encoder_is_none(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -41,9 +42,10 @@ class TensorBoardMirror:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for number, preview in enumerate(previews):
-            with Image.open(preview.webp) as picture:
+            gif = gif_of(preview.webp)
+            with Image.open(io.BytesIO(gif)) as picture:
                 width, height = picture.size
-            image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=gif_of(preview.webp))
+            image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=gif)
             value = Summary.Value(tag=f"{key}_videos/{number}", image=image)
             self._writer.file_writer.add_summary(Summary(value=[value]), step)
 

@@ -25,7 +25,7 @@ PAGE = "# evaluation after step 2\n\n    <script>alert(1)</script> \u732b 3 < 4\
 
 
 def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: int | None = None) -> None:
-    """Drives the mirror of that name through a run with two steps, a picture, and a video with an MP4 and one without."""
+    """Drives that mirror through a run with two steps, a picture, and a video with an MP4 and one without."""
     (mirror,) = make_mirrors([name])
     config = {"sampling": {"seed": 42}}
     mirror.start(

@@ -1,0 +1,143 @@
+"""Each kind of guidance against its formula, written out on tokens."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unirl.sde.guidance import (
+    EmbeddedGuidance,
+    ExpertGuidance,
+    Guidance,
+    NoGuidance,
+    NormCorrectedGuidance,
+)
+from unirl.types.conditions import Conditions, LatentCondition, ScaleCondition, TextEmbedCondition
+
+KINDS = (
+    Guidance(),
+    NormCorrectedGuidance(patch_size=2),
+    EmbeddedGuidance(),
+    ExpertGuidance(boundary=0.875),
+    NoGuidance(),
+)
+B, C, H, W = 4, 3, 4, 6
+
+
+def text(fill: float) -> TextEmbedCondition:
+    return TextEmbedCondition(embeds=torch.full((B, 2, 5), fill))
+
+
+def network(x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+    """Different in every branch, row by row."""
+    said = conditions["text"]
+    assert isinstance(said, TextEmbedCondition)
+    return torch.sin(x * (1 + said.embeds.mean((1, 2))[:, None, None, None])) + sigma[:, None, None, None]
+
+
+def inputs() -> tuple[Tensor, Tensor, Conditions]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, C, H, W, generator=generator)
+    return x, torch.tensor([1.0, 0.875, 0.87, 0.1]), {"text": text(0.7), "negative_text": text(-0.4)}
+
+
+def branches(x: Tensor, sigma: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
+    return network(x, sigma, {"text": conditions["negative_text"]}), network(x, sigma, {"text": conditions["text"]})
+
+
+def guided(guidance: Guidance, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+    return guidance.velocity(network, x, sigma, guidance.feeds(conditions))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_classic_guidance_extrapolates(passes: int) -> None:
+    x, sigma, conditions = inputs()
+    uncond, cond = branches(x, sigma, conditions)
+    torch.testing.assert_close(
+        guided(Guidance().at(3.0, passes=passes), x, sigma, conditions), uncond + 3.0 * (cond - uncond)
+    )
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_norm_corrected_guidance_keeps_the_norm_of_each_token(passes: int) -> None:
+    x, sigma, conditions = inputs()
+    guidance = NormCorrectedGuidance(patch_size=2).at(4.0, passes=passes)
+    found = tokens(guided(guidance, x, sigma, conditions))
+    uncond, cond = (tokens(v) for v in branches(x, sigma, conditions))
+    combined = uncond + 4.0 * (cond - uncond)
+    wanted = combined * (cond.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found.norm(dim=-1), cond.norm(dim=-1))
+
+
+def tokens(v: Tensor) -> Tensor:
+    """[B, L, 4 C] as a transformer of 2 x 2 patches packs [B, C, H, W]."""
+    packed = v.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return packed.reshape(B, (H // 2) * (W // 2), 4 * C)
+
+
+def test_each_expert_has_its_own_scale_by_level() -> None:
+    x, sigma, conditions = inputs()
+    found = guided(ExpertGuidance(boundary=0.875).at(4.0, 3.0), x, sigma, conditions)
+    for row, scale in enumerate((4.0, 4.0, 3.0, 3.0)):
+        alone = guided(Guidance().at(scale), x, sigma, conditions)
+        assert torch.equal(found[row], alone[row])
+    both = guided(ExpertGuidance(boundary=0.875).at(2.0), x, sigma, conditions)
+    assert torch.equal(both, guided(Guidance().at(2.0), x, sigma, conditions))
+
+
+def test_one_expert_may_be_guided_alone() -> None:
+    x, sigma, conditions = inputs()
+    guidance = ExpertGuidance(boundary=0.875).at(1.0, 3.0)
+    assert guidance.active
+    _, cond = branches(x, sigma, conditions)
+    torch.testing.assert_close(guided(guidance, x, sigma, conditions)[:2], cond[:2])
+
+
+def test_an_embedded_scale_is_an_input_of_one_forward() -> None:
+    _, _, conditions = inputs()
+    guidance = EmbeddedGuidance().at(3.5)
+    [feed] = guidance.feeds(conditions)
+    scale = feed["guidance"]
+    assert isinstance(scale, ScaleCondition) and scale.scale.tolist() == [3.5] * B
+    assert sorted(feed) == ["guidance", "text"] and not guidance.active and guidance.off() == guidance
+
+
+def test_a_model_that_was_distilled_for_no_guidance_refuses_some() -> None:
+    assert NoGuidance().at(1.0) == NoGuidance()
+    with pytest.raises(ValueError, match=r"guidance_scale=4: .*distilled.*Use guidance_scale=1"):
+        NoGuidance().at(4.0)
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS if not isinstance(k, ExpertGuidance)], ids=lambda k: type(k).__name__
+)
+def test_a_second_scale_is_for_two_experts(kind: Guidance) -> None:
+    with pytest.raises(ValueError, match=r"guidance_scale_2=3 is for models of two experts"):
+        kind.at(1.0, 3.0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: type(k).__name__)
+def test_without_guidance_there_is_one_forward_of_the_conditional_branch(kind: Guidance) -> None:
+    x, sigma, conditions = inputs()
+    off = kind.at(1.0).off()
+    assert not off.active and len(off.feeds(conditions)) == 1
+    assert torch.equal(guided(off, x, sigma, conditions), branches(x, sigma, conditions)[1])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_has_no_negative_twin_is_shown_to_both_branches(passes: int) -> None:
+    _, _, conditions = inputs()
+    frame: Any = LatentCondition(latents=torch.arange(float(B))[:, None])
+    feeds = Guidance().at(2.0, passes=passes).feeds(conditions | {"image": frame})
+    shown = torch.cat([feed["image"].latents for feed in feeds])  # type: ignore[attr-defined]
+    assert shown.flatten().tolist() == [*range(B), *range(B)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: type(k).__name__)
+def test_kinds_are_values(kind: Guidance) -> None:
+    assert pickle.loads(pickle.dumps(kind)) == kind and kind.at(1.0) == kind

@@ -18,9 +18,12 @@ from unirl.reward.local.temporal_consistency import (
     temporal_consistency,
 )
 from unirl.reward.local.video_pickscore import VideoPickScoreRewardScorer, VideoPickScoreSpec
+from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
-from unirl.types.primitives import Videos
+from unirl.types.primitives import Texts, Videos
 from unirl.types.reward import RewardRequest
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 MOTION = TemporalConsistencySpec().motion
 TOY = {"path": "toy", "batch_size": 4, "device": "cpu"}
@@ -69,6 +72,30 @@ def test_the_score_of_a_clip_is_the_mean_pickscore_of_its_chosen_frames():
         assert float(found[row]) == pytest.approx(sum(float(a.total) for a in alone) / len(frames), abs=1e-6)
 
 
+@pytest.mark.parametrize(("count", "chosen"), [(1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 5, 6, 7, 8])])
+def test_a_rollout_of_videos_gets_the_mean_pickscore_of_its_frames_with_its_prompt(count, chosen):
+    """Frames as the decoder gave them, [B, 3, F, H, W]: the oracle scores them as pictures, one by one."""
+    pixels, ids = noise(2, 3, count, 32, 24), ["a@0:0", "b@0:0"]
+    req = RolloutReq(
+        sample_ids=ids, group_ids=["a@0", "b@0"], primitives={"text": Texts(texts=["a cat", "a dog"])},
+        metadata=[{}, {}], tracks={}, purpose="r", step=0, weights="live", weight_version=0,
+    )  # fmt: skip
+    track = RolloutTrack(
+        sample_ids=ids, group_ids=req.group_ids, conditions={}, segment=torch.zeros(2), weight=torch.ones(2),
+        decoded=Videos.of(pixels), weight_version=torch.zeros(2, dtype=torch.int64),
+    )  # fmt: skip
+    service = RewardService(backend=VideoPickScoreRewardScorer(config=VideoPickScoreSpec(**TOY)))
+    rewards = service.score_and_attach(req, RolloutResp({"video": track})).tracks["video"].rewards
+    pickscore = PickScoreRewardScorer(config=PickScoreSpec(**TOY))
+    for row, prompt in enumerate(("a cat", "a dog")):
+        frames = pixels[row, :, chosen].transpose(0, 1).mul(255).round().div(255)
+        alone = [
+            pickscore.score(RewardRequest(sample_ids=["x"], prompts=[prompt], images=frame[None])).total
+            for frame in frames
+        ]
+        assert float(rewards[row]) == pytest.approx(float(torch.stack(alone).mean()), abs=1e-6)
+
+
 @pytest.mark.parametrize("count", range(1, 30))
 @pytest.mark.parametrize("chosen", [1, 2, 5, 8])
 def test_frames_are_evenly_spaced_over_the_whole_clip(count, chosen):
@@ -108,6 +135,17 @@ def test_offloaded_weights_come_back():
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_bar_that_moves_evenly_gets_exactly_1(step):
     assert consistency(moving_bar(step)) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [5, 9])
+def test_even_motion_gets_exactly_1_for_every_number_of_frames_and_one_frame_is_refused(count):
+    videos = Videos.of(moving_bar(2, count).transpose(0, 1).expand(2, -1, -1, -1, -1))
+    scorer = TemporalConsistencyRewardScorer()
+    scores = scorer.score(RewardRequest(sample_ids=["a", "b"], videos=videos)).total
+    torch.testing.assert_close(scores, torch.ones(2), atol=1e-5, rtol=0)
+    still = Videos.of(moving_bar(2, 1).transpose(0, 1)[None])
+    with pytest.raises(RewardError, match="is a clip of 1 frames"):
+        scorer.score(RewardRequest(sample_ids=["a"], videos=still))
 
 
 @pytest.mark.parametrize(("speed", "score"), [(2.0, 1.0), (1.0, 1.0), (0.5, 0.5), (0.1, 0.1)])

@@ -20,7 +20,7 @@ REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 UNREADABLE = 4003
 MIB = 2**20
 PIECE = MIB // 4
-"""Bytes that are read at once."""
+"""Bytes of a store that are read at once."""
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme to the package with which fsspec reads it."""
 BUSY = (408, 425, 429, 500, 502, 503, 504)
@@ -110,7 +110,11 @@ def _tried(uri: str, bounds: Bounds) -> bytes:
             return read(uri, bounds)
         except _Again as error:
             last = error
-    raise refusal(uri, f"{last} ({bounds.tries} tries). Is its server up? Else fetch the file and give its path")
+    raise refusal(
+        uri,
+        f"{last} ({bounds.tries} tries). Is its server up, and may this machine read it? Else fetch the file yourself and "
+        "give its path",
+    )
 
 
 def refusal(uri: str, why: str) -> DataError:
@@ -127,7 +131,7 @@ def _over_http(uri: str, bounds: Bounds) -> bytes:
         with httpx2.stream("GET", uri, headers=asked, timeout=bounds.timeout_s, follow_redirects=True) as answer:
             _check_answer(uri, answer.status_code, answer.headers.get("content-type", ""))
             _check_size(uri, _whole(answer.headers.get("content-length")), bounds)
-            return _collected(uri, answer.iter_bytes(PIECE), deadline, bounds)
+            return _collected(uri, answer.iter_bytes(), deadline, bounds)
     except httpx2.TimeoutException as error:
         raise _Again(_silence(bounds)) from error
     except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.DecodingError, httpx2.InvalidURL) as error:

@@ -15,8 +15,8 @@ from torch.nn.functional import interpolate, pad
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 
 CLIP_FRAMES, CLIP_SIDE = 33, 256
-"""Frames of a video, and pixels along the longer side of each, that are shown at most: about 4 MB, as a picture of a
-megapixel. One frame and 32 more are whole numbers of the groups of frames of most video autoencoders."""
+"""Frames of a video, and pixels along the longer side of each, that are shown at most: up to 6.5 MB, as two pictures
+of a megapixel. One frame and 32 more fit the video autoencoders that take one frame and groups of 4 or 8."""
 
 RecordedRole = Literal["chosen", "rejected"]
 """What was recorded of a picture: which of a pair was preferred."""

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from unirl.config.errors import ConfigError
-from unirl.config.layers import fold, get
+from unirl.config.layers import Layer, fold, get
 from unirl.config.layout import check_layout
 from unirl.config.load import load
 from unirl.config.placement import plan_of
@@ -23,7 +23,7 @@ def test_every_recipe_is_legal_and_small_at_toy_scale(name):
     recipe = load(name, ["scale=toy"])
     geometry = preflight(recipe).geometry
     assert geometry.num_samples <= 32
-    assert recipe.value("bundle.path") == "toy"
+    assert recipe.value("bundle.path").startswith("toy")
     assert recipe.config.num_rollouts == QUANTITIES["num_rollouts"]
 
 
@@ -56,6 +56,13 @@ def test_the_command_line_wins_over_toy():
 def test_toy_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("PRETRAINED_MODEL", "/models/sd3")
     assert load("diffusion/sd3_trainside", ["scale=toy"]).value("bundle.path") == "toy"
+
+
+@pytest.mark.parametrize(("own", "toy"), [(81, 5), (6, 5), (5, 5), (1, 1)])
+def test_a_recipe_keeps_its_frames_where_they_are_few(own, toy):
+    tree = load("diffusion/sd3_trainside").composed.resolved()
+    tree["sampling"]["num_frames"] = own
+    assert get(fold((Layer("", tree), toy_layer(tree))), "sampling.num_frames") == toy
 
 
 def test_a_class_says_its_own_toy_values_wherever_it_stands():

@@ -31,6 +31,9 @@ QUANTITIES: Mapping[str, Any] = {
 GROUP = "sampling.samples_per_prompt"
 """A recipe's own, where that is smaller: a method may need groups of one, and a recorded pair has two samples."""
 
+FRAMES, MOST_FRAMES = "sampling.num_frames", 5
+"""A recipe's own, where there are no more: 5 are two latent frames of a VAE that holds 4 frames in one."""
+
 NUM_PROMPTS = 2
 """Prompts per step, at least: as many more as the updates of the recipe need to divide the samples."""
 
@@ -53,6 +56,8 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
             put(toy, path, value)
     if _is_small(get(tree, GROUP), get(toy, GROUP)):
         put(toy, GROUP, get(tree, GROUP))
+    if _is_small(MOST_FRAMES, get(tree, FRAMES)):
+        put(toy, FRAMES, MOST_FRAMES)
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((Layer("", tree), Layer("", toy)))))
@@ -68,8 +73,8 @@ def _targets(typed: Tree) -> Tree:
     return found
 
 
-def _is_small(own: Any, toy: Any) -> bool:
-    return type(own) is int and type(toy) is int and 0 < own < toy
+def _is_small(value: Any, other: Any) -> bool:
+    return type(value) is int and type(other) is int and 0 < value < other
 
 
 def _devices(tree: Tree, typed: Tree) -> Tree:

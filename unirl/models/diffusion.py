@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from unirl.models.canary import CanaryAnswer, LatentCanary
 from unirl.models.chunks import filled_rows, select_conditions
 from unirl.models.value import ValueHead, pooled_text
+from unirl.sde.guidance import Network
 from unirl.sde.kernels import EulerODE, predicted_x0
 from unirl.sde.noise import NoiseAhead, NoiseSource
 from unirl.types.conditions import Conditions
@@ -36,6 +37,19 @@ class Denoiser(Protocol):
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v = eps - x0, [B, *latent] fp32, from x [B, *latent] fp32 and sigma [B] fp32: one forward."""
+        ...
+
+
+@runtime_checkable
+class ExpertDenoiser(Denoiser, Protocol):
+    """A network of several experts, of which a forward runs those that its rows' levels belong to."""
+
+    def velocity_by_all(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """The same velocity from a forward that runs every expert.
+
+        Ranks that share the weights gather them together, so they run the same experts. At levels that they share they
+        do; where each row has a level of its own, they do only if all experts are run.
+        """
         ...
 
 
@@ -86,10 +100,12 @@ class DiffusionStage:
         return ValueHead.of(self.facts, width, seed)
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: GuidanceLike) -> Tensor:
-        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]."""
+        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B], which ranks need not share."""
         rows = self._rows(len(x))
         feeds = guidance.feeds(select_conditions(conditions, rows))
-        return self._filled_forward(x, sigma, guidance, feeds)
+        denoiser = self.denoiser
+        network = denoiser.velocity_by_all if isinstance(denoiser, ExpertDenoiser) else denoiser.velocity
+        return self._filled_forward(x, sigma, guidance, feeds, network)
 
     def sample(
         self,
@@ -163,17 +179,29 @@ class DiffusionStage:
         return filled_rows(count, self.facts.batch_multiple)
 
     def _filled_forward(
-        self, x: Tensor, sigma: Tensor, guidance: GuidanceLike, feeds: tuple[Conditions, ...]
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        guidance: GuidanceLike,
+        feeds: tuple[Conditions, ...],
+        network: Network | None = None,
     ) -> Tensor:
         """The velocity of `x`'s rows, run among copies when they are fewer than `feeds` has."""
         rows = self._rows(len(x))
         if len(rows) == len(x):
-            return self._forward(x, sigma, guidance, feeds)
-        return self._forward(x[rows], sigma[rows], guidance, feeds)[: len(x)]
+            return self._forward(x, sigma, guidance, feeds, network)
+        return self._forward(x[rows], sigma[rows], guidance, feeds, network)[: len(x)]
 
-    def _forward(self, x: Tensor, sigma: Tensor, guidance: GuidanceLike, feeds: tuple[Conditions, ...]) -> Tensor:
+    def _forward(
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        guidance: GuidanceLike,
+        feeds: tuple[Conditions, ...],
+        network: Network | None = None,
+    ) -> Tensor:
         with torch.autocast(x.device.type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
-            return guidance.velocity(self.denoiser.velocity, x, sigma, feeds)
+            return guidance.velocity(network or self.denoiser.velocity, x, sigma, feeds)
 
 
 def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Tensor, tuple[int, ...]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from unirl.config.errors import DataError
+from unirl.config.errors import ConfigError, DataError
 from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
@@ -58,6 +58,8 @@ class DiffusionPipeline(Generic[BundleT]):
         decode_batch_size: int = 8,
         embedding_cache_gb: float = 2.0,
         keep_resident: bool = True,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
     ) -> None:
         """A pipeline over `bundle`.
 
@@ -66,6 +68,8 @@ class DiffusionPipeline(Generic[BundleT]):
             decode_batch_size: latents or pictures per forward of the VAE.
             embedding_cache_gb: main memory for text embeddings kept across rollouts, GiB; 0 keeps none.
             keep_resident: False brings encoders and VAE to the device only while they run.
+            vae_tiling: the VAE works on overlapping tiles of a large picture or video, and blends them: less memory.
+            vae_slicing: the VAE works on one row at a time: less memory.
         """
         self.bundle = bundle
         self.facts = bundle.facts
@@ -76,6 +80,9 @@ class DiffusionPipeline(Generic[BundleT]):
         )
         self.picture_encoder = bundle.picture_encoder()
         self.decode_batch_size = decode_batch_size
+        for option, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
+            if wanted:
+                self._cut_vae(option)
         if not keep_resident:
             bundle.offload(bundle.frozen)
 
@@ -164,6 +171,19 @@ class DiffusionPipeline(Generic[BundleT]):
     def initial_noise(self, noise: NoiseSource, ids: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
         """x_T [B, *latent] of ids (rows of one id are equal), on the bundle's device."""
         return noise.normal(ids, "x", self.facts.latent_shape(params)).to(self.bundle.device)
+
+    def _cut_vae(self, option: str) -> None:
+        """Turn on the VAE's own `tiling` or `slicing`."""
+        vaes: list[Any] = [self.bundle.modules[name] for name in self.decoder.components]
+        for vae in vaes:
+            if hasattr(vae, f"use_{option}"):  # how diffusers' VAEs show that they can
+                getattr(vae, f"enable_{option}")()
+        if not any(hasattr(vae, f"use_{option}") for vae in vaes):
+            kinds = ", ".join(type(vae).__name__ for vae in vaes) or "no VAE"
+            raise ConfigError(
+                f"pipeline.vae_{option}=true: {self.facts.family} decodes by {kinds}, which has no {option}. Remove it",
+                code=2020,
+            )
 
     def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ShownPictures] | None:
         """The pictures of each row's prompt, opened once and cut to the sample's size; None where none brings any."""

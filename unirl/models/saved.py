@@ -93,3 +93,18 @@ class RenamedWeights:
     @cached_property
     def _file_names(self) -> Mapping[str, str]:
         return {self.name_of(name): name for name in self.weights.shapes()}
+
+
+class JoinedWeights:
+    """The tensors of several components, whose names become prefixes: `<component>.<tensor>`."""
+
+    def __init__(self, components: Mapping[str, SavedWeights]) -> None:
+        self.components = components
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        pairs = self.components.items()
+        return {f"{part}.{name}": shape for part, weights in pairs for name, shape in weights.shapes().items()}
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        part, _, own_name = name.partition(".")
+        return self.components[part].read(own_name, rows)

@@ -13,6 +13,7 @@ from unirl.config.errors import DataError
 from unirl.models import text_export
 from unirl.models.canary import PROMPTS
 from unirl.models.chat import ChatFormat
+from unirl.models.export import Adapter, write_peft_adapter
 from unirl.models.language import LanguageBundle
 from unirl.models.tools import ToolBox
 from unirl.sde.noise import NoiseSource
@@ -106,6 +107,10 @@ class TextPipeline(Generic[BundleT]):
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """A directory that transformers loads, of the model with `tensors` in place of its own."""
         return text_export.write_model(self.bundle, tensors, folder)
+
+    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
+        """The folder that peft loads onto the untrained model."""
+        return write_peft_adapter(folder, adapter, self.bundle.path)
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: ARSamplingParams) -> float:
         """Max abs difference between our log-probs of our responses to `texts` and those of the model in `folder`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.distributed.group.dispatch import rank0
-from unirl.models.export import Adapter, write_diffusers_lora, write_peft_adapter
+from unirl.models.export import Adapter, write_peft_adapter
 from unirl.train.backend.base import TrainBackend
 from unirl.train.configs import LoraConfig
 from unirl.types.facts import ModelFacts
@@ -39,10 +39,14 @@ class ExportablePipeline(Protocol):
 
     bundle: ExportableBundle
     lora_formats: ClassVar[tuple[str, ...]]
-    """How adapters are written for other libraries; the first is what `verify_lora` loads."""
+    """How adapters are written for other libraries; the first is what `write_lora` makes and `verify_lora` loads."""
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """The whole model with these parameters, in the layout of its home library."""
+        ...
+
+    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
+        """The adapter in the first of `lora_formats`."""
         ...
 
     def verify_lora(self, folder: Path, texts: Sequence[str], params: Any) -> float:
@@ -62,10 +66,10 @@ class Exporter:
         self.backend = backend
         self.lora = lora
         writers: dict[str, Callable[[Path, Mapping[str, Tensor]], Path]] = {
-            "diffusers-lora": lambda folder, tensors: write_diffusers_lora(folder, self._adapter(tensors)),
             "peft": lambda folder, tensors: write_peft_adapter(
                 folder, self._adapter(tensors), self.pipeline.bundle.path
             ),
+            pipeline.lora_formats[0]: lambda folder, tensors: self.pipeline.write_lora(folder, self._adapter(tensors)),
             "full": self._write_full,
         }
         self.writers = {name: writers[name] for name in (*pipeline.lora_formats, "full")}

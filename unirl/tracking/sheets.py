@@ -28,7 +28,7 @@ MARGIN = 36
 LABEL = 210
 CAPTION = 24
 BAR = 4
-BELOW = 24
+BELOW = 36
 """Room that is kept below a prompt."""
 TITLE_SIZE, HEAD_SIZE, TEXT_SIZE, SMALL_SIZE = 26, 17, 16, 14
 TOP, HEADING = MARGIN + 72, 48

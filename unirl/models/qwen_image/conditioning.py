@@ -1,0 +1,36 @@
+"""Pictures to be edited, as the transformer reads them: latents beside the sample's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from unirl.models.base import Encoder
+from unirl.models.qwen_image.denoiser import IMAGE
+from unirl.types.conditions import Conditions, LatentCondition
+from unirl.types.sampling import DiffusionSamplingParams
+
+
+class ReferenceEncoder:
+    """The VAE's latents of every picture, at the size that is drawn.
+
+    diffusers brings references to 1024 x 1024 pixels in area at their own aspect ratio, whatever it draws; at that size
+    both are the same. Below it, references shrink with the sample, so that a token costs what it costs in the sample.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.components = encoder.components
+
+    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """`image`: latents [B, N, C, H / 8, W / 8] of pictures [B, N, 3, H, W] in [0, 1]."""
+        latents = self.encoder.encode(pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
+        return {IMAGE: LatentCondition(latents=latents)}
+
+
+def picture_of(pixels: Tensor) -> Any:
+    """The picture of PIL whose pixels are [3, H, W] in [0, 1]."""
+    from PIL import Image
+
+    return Image.fromarray(pixels.mul(255).round().byte().permute(1, 2, 0).cpu().numpy())

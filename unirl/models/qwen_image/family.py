@@ -1,0 +1,72 @@
+"""What the checkpoints of Qwen-Image and Qwen-Image-Edit are made of. Wu et al. 2025 (arXiv:2508.02324)."""
+
+from __future__ import annotations
+
+from unirl.config.errors import DataError
+from unirl.models.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.hub import NOT_FOUND
+from unirl.models.qwen_image.published import PUBLISHED
+from unirl.models.qwen_image.templates import EDIT, EDIT_PLUS
+from unirl.models.qwen_image.toy import TOY, TOYS, toy_tokenizers
+from unirl.sde.guidance import NormCorrectedGuidance
+from unirl.sde.schedule import SigmaSchedule
+from unirl.types.facts import LatentFacts
+
+MOST_PICTURES = {EDIT: 1, EDIT_PLUS: 3}
+"""To be edited or combined, by the pipeline that a checkpoint names; at least one."""
+LORA_TARGETS = tuple(
+    f"attn.{name}"
+    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+FOREIGN = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
+"""Switches of the transformer's class that are on in other models only, and that need other inputs."""
+
+
+def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+    """What the rest of the system needs to know; editing is told by the pipeline that the checkpoint names.
+
+    Raises DataError (4001) for a transformer that reads more than Qwen-Image's do.
+    """
+    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    for switch in FOREIGN:
+        if transformer.get(switch):
+            raise DataError(
+                f"the transformer's configuration has {switch}={transformer[switch]}: that is another model than "
+                "Qwen-Image or Qwen-Image-Edit (layered or distilled), which is not supported. Take another checkpoint",
+                code=NOT_FOUND,
+            )
+    patch_size = transformer["patch_size"]
+    most = MOST_PICTURES.get(checkpoint.pipeline, 0)
+    return LatentFacts(
+        family="qwen_image",
+        block_class_names=("QwenImageTransformerBlock",),
+        lora_targets=LORA_TARGETS,
+        latent_channels=transformer["in_channels"] // patch_size**2,
+        vae_scale=2 ** len(vae["temperal_downsample"]),
+        patch_size=patch_size,
+        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        timestep_scale=1.0,
+        guidance=NormCorrectedGuidance(patch_size=patch_size),
+        batch_multiple=batch_multiple,
+        text_width=transformer["joint_attention_dim"],
+        condition_images=(min(most, 1), most),
+    )
+
+
+QWEN_IMAGE = DiffusersFamily(
+    name="qwen_image",
+    pipeline="QwenImagePipeline",
+    further_pipelines=(EDIT, EDIT_PLUS),
+    classes={
+        "transformer": "diffusers.QwenImageTransformer2DModel",
+        "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",
+        "vae": "diffusers.AutoencoderKLQwenImage",
+    },
+    tokenizers=("tokenizer", "processor"),
+    facts=facts,
+    toy=TOY,
+    toys=TOYS,
+    toy_tokenizers=toy_tokenizers,
+    published=PUBLISHED,
+    seed=20261,
+)

@@ -1,0 +1,49 @@
+"""Configurations of the public Qwen-Image checkpoints, so that a run can be planned without a connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.models.checkpoint import Checkpoint
+from unirl.models.qwen_image.templates import EDIT, EDIT_PLUS
+from unirl.models.qwen_image.toy import SCHEDULER
+from unirl.models.qwen_vl.published import PUBLISHED as QWEN_VL
+
+_TRANSFORMER: dict[str, Any] = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "guidance_embeds": False,
+    "axes_dims_rope": (16, 56, 56),
+}
+_VAE: dict[str, Any] = {
+    "base_dim": 96,
+    "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+    "dropout": 0.0,
+}
+
+
+def _checkpoint(pipeline: str = "", **transformer: Any) -> Checkpoint:
+    configs = {
+        "transformer": _TRANSFORMER | transformer,
+        "text_encoder": QWEN_VL["Qwen/Qwen2.5-VL-7B-Instruct"],
+        "vae": _VAE,
+    }
+    return Checkpoint(configs=configs, scheduler=SCHEDULER, pipeline=pipeline)
+
+
+PUBLISHED: dict[str, Checkpoint] = {
+    "Qwen/Qwen-Image": _checkpoint(),
+    "Qwen/Qwen-Image-2512": _checkpoint(),
+    "Qwen/Qwen-Image-Edit": _checkpoint(EDIT),
+    "Qwen/Qwen-Image-Edit-2509": _checkpoint(EDIT_PLUS),
+    "Qwen/Qwen-Image-Edit-2511": _checkpoint(EDIT_PLUS, zero_cond_t=True),
+}

@@ -1,0 +1,257 @@
+"""Trains every family by every algorithm on every engine at toy scale, and writes which of them ran.
+
+    OMP_NUM_THREADS=1 python scripts/support_matrix.py                    every cell, one process per family
+    OMP_NUM_THREADS=1 python scripts/support_matrix.py --family wan21 z_image
+    python scripts/support_matrix.py --render                             the page and the README from what was written
+
+A cell is a family's own recipe with the keys of an algorithm's recipe and of an engine's recipe on top, one step at
+scale=toy. It is green if the step ended with a finite reward, an update, and a gradient that was not zero. What was
+refused before it started says why; nothing is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "support_matrix.json"
+PAGE = ROOT / "docs" / "support.md"
+README = ROOT / "README.md"
+RECIPES = ROOT / "examples" / "diffusion"
+BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
+
+FAMILIES: Mapping[str, tuple[str, str]] = {
+    "sd3": ("Stable Diffusion 3, 3.5", "sd3_trainside"),
+    "qwen_image": ("Qwen-Image", "qwen_image_trainside"),
+    "qwen_image_edit": ("Qwen-Image-Edit", "qwen_image_edit_trainside"),
+    "flux1": ("FLUX.1-dev", "flux1_dev_trainside"),
+    "flux2_klein": ("FLUX.2-klein", "flux2_klein_trainside"),
+    "flux2_klein_edit": ("FLUX.2-klein, editing", "flux2_klein_editreward"),
+    "z_image": ("Z-Image", "z_image_trainside"),
+    "wan21_t2v": ("Wan 2.1 T2V", "wan21_t2v"),
+    "wan21_i2v": ("Wan 2.1 I2V", "wan21_i2v"),
+    "wan22_t2v": ("Wan 2.2 T2V A14B", "wan22_t2v_14b"),
+    "wan22_i2v": ("Wan 2.2 I2V A14B", "wan22_i2v"),
+    "hunyuan_video": ("HunyuanVideo", "hunyuan_video_t2v_trainside"),
+    "hunyuan_video15": ("HunyuanVideo 1.5", "hunyuan_video15_t2v_dancegrpo_trainside"),
+}
+"""Name, and the recipe that brings model, reward and data."""
+ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Flow-GRPO": ("sd3_flowgrpo", {}),
+    "DanceGRPO": ("sd3_dancegrpo", {}),
+    "MixGRPO": ("sd3_mixgrpo", {}),
+    "GRPO-Guard": ("sd3_grpo_guard", {}),
+    "Flow-DPPO": ("sd3_flowdppo", {}),
+    "PPO": ("sd3_ppo", {}),
+    "DPOK": ("sd3_dpok", {}),
+    "NFT": ("sd3_nft", {"guidance_scale": 1.0}),
+    "AWM": ("sd3_awm", {"guidance_scale": 1.0}),
+    "RWR": ("sd3_rwr", {"guidance_scale": 1.0}),
+    "DPO": ("sd3_online_dpo", {"guidance_scale": 1.0}),
+    "ReFL": ("sd3_refl", {}),
+    "DRaFT": ("sd3_draft", {}),
+    "DRTune": ("sd3_drtune", {}),
+}
+"""Name, the recipe whose keys are laid over a family's, and sampling keys besides."""
+ENGINES: Mapping[str, str | None] = {
+    "trainside": None,
+    "replica, taking turns": "sd3_replica_lora_colocate",
+    "replica, separate devices": "sd3_replica_lora_separate",
+}
+OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
+OF_ENGINE = ("num_devices", "placement", "rollout", "sync")
+SETTINGS = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.sample_steps=0", "save_interval=0")
+OPENING = """\
+<!-- Written by a script, not by hand: .venv/bin/python scripts/support_matrix.py --render -->
+# What runs: families, algorithms, engines
+
+Written by `OMP_NUM_THREADS=1 .venv/bin/python scripts/support_matrix.py` from {count} toy runs: each is a family's own
+recipe with an algorithm's and an engine's keys on top, one step of the real loop on tiny models of the real classes, with
+random weights. A cell is **yes** only if that run ended with a finite reward, an update and a gradient that was not zero.
+It says nothing of full size: the card beside a recipe says what was run there. Other engines (SGLang, vLLM-Omni) are not
+built. Measured {date} at {commit}: {machine}."""
+
+
+def own_keys(recipe: str, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """What a recipe says itself of some blocks."""
+    said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    return {key: said[key] for key in wanted if key in said}
+
+
+def merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Trees on top of each other; a block of another `_target_` replaces."""
+    whole: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            under = whole.get(key)
+            joins = isinstance(under, dict) and isinstance(value, dict)
+            whole[key] = merged(under, value) if joins and _same_target(under, value) else value  # type: ignore[arg-type]
+    return whole
+
+
+def _same_target(under: Any, value: Any) -> bool:
+    return "_target_" not in value or under.get("_target_") == value["_target_"]
+
+
+def cell_recipe(family: str, algorithm: str, engine: str, folder: Path) -> str:
+    """The name of a recipe below `folder` that joins the three."""
+    recipe, sampling = ALGORITHMS[algorithm]
+    engine_recipe = ENGINES[engine]
+    body = merged(
+        own_keys(recipe, OF_ALGORITHM) if recipe else {},
+        {"sampling": dict(sampling)} if sampling else {},
+        own_keys(engine_recipe, OF_ENGINE) if engine_recipe else {},
+    )
+    for key in ("height", "width", "guidance_scale", "num_inference_steps", "max_sequence_length"):
+        if key not in sampling and key in body.get("sampling", {}):
+            del body["sampling"][key]  # the family's own
+    name = re.sub(r"\W+", "_", f"{family} {algorithm} {engine}".lower())
+    text = yaml.safe_dump({"defaults": [FAMILIES[family][1], "_self_"], **body}, sort_keys=False)
+    path = folder / "diffusion" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# @package _global_\n{text}")
+    return f"diffusion/{name}"
+
+
+def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
+    """What one step gave, or why there was none."""
+    from unirl.config.errors import UniRLError
+    from unirl.config.load import load
+    from unirl.config.preflight import preflight
+    from unirl.config.recipes import search_path
+    from unirl.trainer.build import build_trainer
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            name = cell_recipe(family, algorithm, engine, folder / "recipes")
+            found = load(name, [*SETTINGS, f"run.dir={folder / 'run'}"], (folder / "recipes", *search_path()))
+            preflight(found)
+        except (UniRLError, ValueError) as error:
+            return {"ran": False, "refused": " ".join(str(error).split())}
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                trainer = build_trainer(found)
+                with trainer.tracker:
+                    trainer.train()
+        except Exception as error:  # whatever it is, it is what the cell says
+            return {"ran": False, "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        row = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    seen = {key: row.get(f"{space}/{key}") for space, key in (("rollout", "reward_mean"), ("train", "grad_norm"))}
+    ran = all(isinstance(value, float) and math.isfinite(value) for value in seen.values()) and seen["grad_norm"] > 0
+    return {"ran": ran, **seen, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def run_family(family: str) -> dict[str, Any]:
+    """All cells of a family, by algorithm and engine."""
+    found: dict[str, Any] = {}
+    for algorithm in ALGORITHMS:
+        found[algorithm] = {engine: run_cell(family, algorithm, engine) for engine in ENGINES}
+        words = ", ".join("yes" if cell["ran"] else "no" for cell in found[algorithm].values())
+        print(f"{family:18} {algorithm:12} {words}", flush=True)
+    return found
+
+
+def measure(families: list[str]) -> None:
+    """Runs the cells of `families` and writes them into the result, beside those of the others."""
+    before = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
+    context = multiprocessing.get_context("spawn")
+    for family in families:
+        with context.Pool(1) as pool:  # a process of its own: memory is given back
+            before[family] = pool.apply(run_family, (family,))
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        about = {
+            "date": str(date.today()),
+            "commit": commit.stdout.strip(),
+            "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}",
+        }
+        cells = {name: before[name] for name in FAMILIES if name in before}
+        RESULT.write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The whole page."""
+    cells = result["cells"]
+    count = sum(len(engines) for algorithms in cells.values() for engines in algorithms.values())
+    parts = [OPENING.format(count=count, **{key: result[key] for key in ("date", "commit", "machine")})]
+    notes: list[str] = []
+    for engine in ENGINES:
+        parts.append(f"## {engine[0].upper()}{engine[1:]}\n\n" + "\n".join(_table(cells, engine, notes)))
+    reasons = "\n".join(f"{i + 1}. {note}" for i, note in enumerate(notes))
+    parts.append(f"## Why not\n\nWhat `unirl check` or the run says:\n\n{reasons}" if notes else "Every cell ran.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(cells: Mapping[str, Any], engine: str, notes: list[str]) -> Iterator[str]:
+    yield "| family | " + " | ".join(ALGORITHMS) + " |"
+    yield "|---|" + "---|" * len(ALGORITHMS)
+    for family, algorithms in cells.items():
+        marks = [_mark(algorithms[name][engine], notes) for name in ALGORITHMS]
+        yield f"| {FAMILIES[family][0]} | " + " | ".join(marks) + " |"
+
+
+def _mark(cell: Mapping[str, Any], notes: list[str]) -> str:
+    if cell["ran"]:
+        return "yes"
+    why = cell.get("refused") or cell.get("failed") or "the step ended without an update"
+    note = why if len(why) <= 300 else why[:297] + "..."
+    if note not in notes:
+        notes.append(note)
+    return f"no ({notes.index(note) + 1})"
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """The README's table: how many algorithms ran, by family and engine."""
+    lines = ["| family | recipe | " + " | ".join(ENGINES) + " |", "|---|---|" + "---|" * len(ENGINES)]
+    for family, algorithms in result["cells"].items():
+        label, recipe = FAMILIES[family]
+        counts = [f"{sum(found[e]['ran'] for found in algorithms.values())} of {len(algorithms)}" for e in ENGINES]
+        lines.append(f"| {label} | `{recipe}` | " + " | ".join(counts) + " |")
+    return "\n".join(lines)
+
+
+def with_summary(readme: str, result: Mapping[str, Any]) -> str:
+    """The README with the table between its marks."""
+    head, rest = readme.split(BEGIN)
+    tail = rest.split(END)[1]
+    return f"{head}{BEGIN}\n{summary(result)}\n{END}{tail}"
+
+
+def render() -> None:
+    result = json.loads(RESULT.read_text())
+    PAGE.write_text(page(result))
+    README.write_text(with_summary(README.read_text(), result))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), help="these only; the others' cells stay")
+    parser.add_argument("--render", action="store_true", help="write the page and the README only")
+    arguments = parser.parse_args()
+    if not arguments.render:
+        measure(arguments.family or list(FAMILIES))
+    render()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -106,7 +106,8 @@ def pipeline_class(bundle: DiffusersBundle) -> Any:
     """The class of diffusers that the bundle's checkpoint belongs to."""
     import diffusers
 
-    return getattr(diffusers, bundle.checkpoint.pipeline or bundle.family.pipeline)
+    with quiet_libraries():  # the import has something to say
+        return getattr(diffusers, bundle.checkpoint.pipeline or bundle.family.pipeline)
 
 
 def _taken(kind: Any, parts: Mapping[str, object]) -> dict[str, object]:

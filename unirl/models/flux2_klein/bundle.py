@@ -1,0 +1,44 @@
+"""FLUX.2-klein from diffusers classes: a hub id, a directory, or a toy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from unirl.models.base import Decoder, Encoder, PictureEncoder, TextEncoder
+from unirl.models.checkpoint import DiffusersFamily
+from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.flux2_klein.conditioning import KleinPictureEncoder
+from unirl.models.flux2_klein.denoiser import KleinDenoiser
+from unirl.models.flux2_klein.family import FLUX2_KLEIN
+from unirl.models.flux2_klein.text import KleinTextEncoder
+from unirl.models.flux2_klein.vae import KleinDecoder, KleinEncoder
+
+
+class Flux2KleinBundle(DiffusersBundle):
+    """Transformer, Qwen3 and VAE."""
+
+    family: ClassVar[DiffusersFamily] = FLUX2_KLEIN
+
+    def denoiser(self) -> KleinDenoiser:
+        """The transformer as a velocity field."""
+        return KleinDenoiser(self.trainable())
+
+    def text_encoder(self) -> TextEncoder:
+        """Qwen3."""
+        self.require(KleinTextEncoder.components, "encode text")
+        return KleinTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"])
+
+    def picture_encoder(self) -> PictureEncoder | None:
+        """The VAE: pictures to be edited."""
+        self.require(("vae",), "encode pictures")
+        return KleinPictureEncoder(KleinEncoder(self.modules["vae"]))
+
+    def decoder(self) -> Decoder:
+        """The VAE."""
+        self.require(("vae",), "decode latents")
+        return KleinDecoder(self.modules["vae"])
+
+    def encoder(self) -> Encoder:
+        """The VAE."""
+        self.require(("vae",), "encode pictures")
+        return KleinEncoder(self.modules["vae"])

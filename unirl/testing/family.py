@@ -69,13 +69,13 @@ def untrained(pipeline: DiffusersPipeline[Any]) -> PlainPipeline:
 
 
 def check_levels(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams) -> None:
-    """The levels are those that diffusers walks down, to 1e-6."""
+    """The levels are those that diffusers walks down, to 1e-6 and what float32 adds (UniPC's first is 1 - 1e-6)."""
     for steps in (2, params.num_inference_steps + 1):
         asked, plain = replace(params, num_inference_steps=steps), untrained(pipeline)
         difference(pipeline, plain, PROMPTS[:1], asked, own_schedule=True)  # leaves the levels in the scheduler
         apart = (pipeline.sigmas(asked) - torch.as_tensor(plain.scheduler.sigmas).float()).abs().max()
         expect(
-            bool(apart < 1e-6), f"{steps} steps: the levels of facts.schedule are {apart:.2g} from those of diffusers"
+            bool(apart < 1.1e-6), f"{steps} steps: the levels of facts.schedule are {apart:.2g} from those of diffusers"
         )
 
 

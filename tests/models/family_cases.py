@@ -51,6 +51,12 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(f"unirl.models.{module}"), name)
 
 
+QWEN_IMAGE_UNUSED = tuple(
+    f"transformer_blocks.1.{name}"
+    for name in ("txt_mlp", "attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q")
+)
+"""What the last block makes of its text tokens, which nothing reads: of the first two not even a zero comes back."""
+
 CASES = (
     FamilyCase(
         name="sd3",
@@ -58,5 +64,47 @@ CASES = (
         bundle_class="sd3.bundle.SD3Bundle",
         # The last block drops what its text tokens ask for.
         without_gradient=("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q"),
+    ),
+    FamilyCase(
+        name="qwen_image",
+        pipeline_class="qwen_image.pipeline.QwenImagePipeline",
+        bundle_class="qwen_image.bundle.QwenImageBundle",
+        without_gradient=QWEN_IMAGE_UNUSED,
+    ),
+    FamilyCase(
+        name="qwen_image-edit",
+        pipeline_class="qwen_image.pipeline.QwenImagePipeline",
+        bundle_class="qwen_image.bundle.QwenImageBundle",
+        path="toy-edit",
+        max_sequence_length=40,
+        without_gradient=QWEN_IMAGE_UNUSED,
+    ),
+    FamilyCase(
+        name="qwen_image-edit-plus",
+        pipeline_class="qwen_image.pipeline.QwenImagePipeline",
+        bundle_class="qwen_image.bundle.QwenImageBundle",
+        path="toy-edit-plus",
+        max_sequence_length=40,
+        without_gradient=QWEN_IMAGE_UNUSED,
+    ),
+    FamilyCase(
+        name="hunyuan_video",
+        pipeline_class="hunyuan_video.pipeline.HunyuanVideoPipeline",
+        bundle_class="hunyuan_video.bundle.HunyuanVideoBundle",
+        sizes=((32, 32, 5), (32, 48, 9)),
+        scales=(1.0, 6.0),
+    ),
+    FamilyCase(
+        name="wan21",
+        pipeline_class="wan21.pipeline.Wan21Pipeline",
+        bundle_class="wan21.bundle.Wan21Bundle",
+        sizes=((32, 32, 5), (32, 48, 9)),
+    ),
+    FamilyCase(
+        name="wan21-i2v",
+        pipeline_class="wan21.pipeline.Wan21Pipeline",
+        bundle_class="wan21.bundle.Wan21Bundle",
+        path="toy-i2v",
+        sizes=((32, 32, 5), (32, 48, 9)),
     ),
 )

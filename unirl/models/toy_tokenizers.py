@@ -65,6 +65,14 @@ def qwen_tokenizer(chat_template: str = QWEN_CHAT, specials: Sequence[str] = QWE
     return tokenizer
 
 
+def with_pieces(tokenizer: Any, text: str, count: int) -> Any:
+    """The same tokenizer, to which `text` is `count` tokens: what a long prompt template is to the real one."""
+    size = len(text) // count  # all but the last are equally long, so that no other piece is the longest match
+    starts = [i * size for i in range(count)]
+    tokenizer.add_tokens([text[start : start + size] for start in starts[:-1]] + [text[starts[-1] :]])
+    return tokenizer
+
+
 def byte_letters() -> list[str]:
     """The letters that byte-level BPE spells the bytes 0 to 255 with: printable ones as they are, others above 255."""
     printable = {*PRINTABLE, *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -52,8 +52,7 @@ def _named(path: str) -> Any:
 
 
 QWEN_IMAGE_UNUSED = tuple(
-    f"transformer_blocks.1.{name}"
-    for name in ("txt_mlp", "attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q")
+    f"transformer_blocks.1.{name}" for name in ("txt_mlp", "attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q")
 )
 """What the last block makes of its text tokens, which nothing reads: of the first two not even a zero comes back."""
 
@@ -106,5 +105,17 @@ CASES = (
         bundle_class="wan21.bundle.Wan21Bundle",
         path="toy-i2v",
         sizes=((32, 32, 5), (32, 48, 9)),
+    ),
+    FamilyCase(
+        name="flux1",
+        pipeline_class="flux1.pipeline.Flux1Pipeline",
+        bundle_class="flux1.bundle.Flux1Bundle",
+        scales=(1.0, 3.5),
+    ),
+    FamilyCase(
+        name="flux2_klein",
+        pipeline_class="flux2_klein.pipeline.Flux2KleinPipeline",
+        bundle_class="flux2_klein.bundle.Flux2KleinBundle",
+        max_sequence_length=48,
     ),
 )

@@ -12,8 +12,8 @@ from unirl.models.qwen_image.denoiser import QwenImageDenoiser
 from unirl.models.qwen_image.family import QWEN_IMAGE
 from unirl.models.qwen_image.templates import TEMPLATES
 from unirl.models.qwen_image.text import QwenImageEditTextEncoder, QwenImageTextEncoder, picture_processor
-from unirl.models.qwen_image.toy import toy_image_processor
 from unirl.models.qwen_image.vae import QwenImageDecoder, QwenImageEncoder
+from unirl.models.qwen_vl.toy import toy_image_processor
 
 PROCESSOR = "processor"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ class QwenImagePipeline(DiffusersPipeline[QwenImageBundle]):
     def handed_over(self) -> Mapping[str, object]:
         """The processor: diffusers' own way to read it needs torchvision."""
         return {name: part for name, part in self.bundle.tokenizers.items() if name == PROCESSOR}
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """The processor's files as the checkpoint has them: ours reads no videos, and would write none of its part."""
+        written_to, family, path = super().write_model(tensors, folder), self.bundle.family, self.bundle.path
+        if self.handed_over() and not family.is_toy(path):
+            root = family.directory(path, self.bundle.revision)
+            shutil.copytree(root / PROCESSOR, written_to / PROCESSOR, dirs_exist_ok=True)
+        return written_to
 
     def draw(
         self,

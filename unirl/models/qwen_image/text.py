@@ -134,9 +134,10 @@ def picture_processor(image_processor: Any, tokenizer: Any) -> Any:
     from transformers import Qwen2VLProcessor
 
     class PictureProcessor(Qwen2VLProcessor):
-        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
-            """An absent part is in order."""
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            """The parts that it has."""
+            return ["image_processor", "tokenizer"]
 
     PictureProcessor.__name__ = Qwen2VLProcessor.__name__
     PictureProcessor.__module__ = Qwen2VLProcessor.__module__

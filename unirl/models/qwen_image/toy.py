@@ -11,6 +11,7 @@ from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
 from unirl.models.qwen_image.templates import CLOSING, EDIT, EDIT_PLUS, TEMPLATES
+from unirl.models.qwen_vl.toy import TOYS as QWEN_VL
 from unirl.models.toy_tokenizers import QWEN_SPECIALS, QWEN_VOCABULARY, qwen_tokenizer
 
 WORD = re.compile(r"'s|\),| ?\w+| \(")
@@ -21,35 +22,8 @@ WORDS = tuple(
         for word in WORD.findall(re.sub(r"<\|\w+\|>", "\n", text))
     )
 )
-PATCH = 4
+_VL = QWEN_VL["toy-qwen2.5"]
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": QWEN_VOCABULARY + len(WORDS),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 256,
-    "eos_token_id": 258,
-    "pad_token_id": 256,
-    "initializer_range": 0.1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-}
-_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "patch_size": PATCH,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 16,
-    "fullatt_block_indexes": [1],
-    "out_hidden_size": 32,
-    "initializer_range": 0.1,
-}
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 2,
     "in_channels": 16,
@@ -62,15 +36,7 @@ _TRANSFORMER: dict[str, Any] = {
     "axes_dims_rope": (4, 6, 6),
 }
 _FROZEN: dict[str, Any] = {
-    "text_encoder": {
-        "text_config": _TEXT,
-        "vision_config": _VISION,
-        "initializer_range": 0.1,
-        "vision_start_token_id": 259,
-        "vision_end_token_id": 260,
-        "image_token_id": 261,
-        "video_token_id": 262,
-    },
+    "text_encoder": _VL | {"text_config": _VL["text_config"] | {"vocab_size": QWEN_VOCABULARY + len(WORDS)}},
     "vae": {
         "base_dim": 8,
         "z_dim": 4,
@@ -111,15 +77,3 @@ def toy_tokenizers() -> dict[str, Any]:
     tokenizer = qwen_tokenizer(specials=QWEN_SPECIALS)
     tokenizer.add_tokens(list(WORDS))
     return {"tokenizer": tokenizer}
-
-
-def toy_image_processor() -> Any:
-    """Qwen's own, for pictures of 16 x 16 to 32 x 32 pixels: 4 to 16 tokens."""
-    from transformers import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil(
-        patch_size=PATCH,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
-    )

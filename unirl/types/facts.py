@@ -59,11 +59,14 @@ class LatentFacts(ModelFacts):
     """Width of a prompt's pooled text (per token: their mean), which a value head reads; None: no text."""
     condition_images: tuple[int, int] = (0, 0)
     """Fewest and most pictures that a prompt brings: (1, 1) for a video's first frame, (1, n) for editing."""
+    reference_tokens: bool = False
+    """A condition picture stands as as many tokens as a sample of its size, beside the sample's."""
 
     def tokens_of(self, sampling: Sampling) -> int:
-        """Those of the picture or video, and of the prompt."""
+        """Those of the picture or video, of as many references as a prompt may bring, and of the prompt."""
         params = sampling_as(DiffusionSamplingParams, sampling, self.family)
-        return self.image_seq_len(params) + params.max_sequence_length
+        pictures = 1 + (self.condition_images[1] if self.reference_tokens else 0)
+        return pictures * self.image_seq_len(params) + params.max_sequence_length
 
     def pictures_per_prompt(self) -> tuple[int, int]:
         """Those that condition what is drawn."""

@@ -50,6 +50,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         batch_multiple=batch_multiple,
         text_width=transformer["joint_attention_dim"],
         condition_images=(min(most, 1), most),
+        reference_tokens=most > 0,
     )
 
 

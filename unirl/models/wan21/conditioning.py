@@ -1,0 +1,54 @@
+"""A first frame to what Wan reads of it.
+
+image   [B, 4 + C, F, h, w] = mask (1 at the first latent frame)   ++   VAE(first frame, then grey frames)
+vision  [B, L, D]           = CLIP-vision's states before its last layer; Wan 2.1 only
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.models.vae import from_unit
+from unirl.models.wan21.denoiser import FIRST_FRAME, VISION
+from unirl.models.wan21.vae import WanVAE
+from unirl.types.conditions import Conditions, LatentCondition, VisionCondition
+from unirl.types.sampling import DiffusionSamplingParams
+
+
+class FirstFrameEncoder:
+    """By the VAE, and by CLIP where the checkpoint has one. The same tensors as `WanImageToVideoPipeline`'s."""
+
+    def __init__(self, vae: WanVAE, frame_scale: int, image_encoder: Any = None, processor: Any = None) -> None:
+        self.vae = vae
+        self.frame_scale = frame_scale
+        self.image_encoder = image_encoder  # transformers' CLIPVisionModel
+        self.processor = processor
+        self.components = vae.components if image_encoder is None else (*vae.components, "image_encoder")
+
+    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """The conditions of pictures [B, 1, 3, H, W] in [0, 1]."""
+        first = from_unit(pictures[:, 0])
+        grey = first.new_zeros(*first.shape[:2], params.num_frames - 1, *first.shape[2:])
+        latents = self.vae.latents_of(torch.cat([first[:, :, None], grey], dim=2))
+        mask = latents.new_zeros(len(latents), self.frame_scale, *latents.shape[2:])
+        mask[:, :, 0] = 1.0
+        conditions: Conditions = {FIRST_FRAME: LatentCondition(latents=torch.cat([mask, latents], dim=1))}
+        if self.image_encoder is not None:
+            conditions[VISION] = self._vision(pictures[:, 0])
+        return conditions
+
+    def _vision(self, pictures: Tensor) -> VisionCondition:
+        images = [as_image(picture) for picture in pictures]
+        pixels = self.processor(images=images, return_tensors="pt").pixel_values.to(pictures.device)
+        states = self.image_encoder(pixel_values=pixels, output_hidden_states=True).hidden_states
+        return VisionCondition(embeds=states[-2])
+
+
+def as_image(pixels: Tensor) -> Any:
+    """The PIL image of pixels [3, H, W] on uint8 levels in [0, 1]."""
+    from PIL import Image
+
+    return Image.fromarray(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())

@@ -112,7 +112,7 @@ def _tried(uri: str, bounds: Bounds) -> bytes:
             last = error
     raise refusal(
         uri,
-        f"{last} ({bounds.tries} tries). Is its server up, and may this machine read it? Else fetch the file yourself and "
+        f"{last} ({bounds.tries} tries). Is its server up, and may this machine read it? Else fetch the file and "
         "give its path",
     )
 

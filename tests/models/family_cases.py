@@ -35,9 +35,13 @@ class FamilyCase:
 
     def build(self) -> DiffusersPipeline[Any]:
         """A fresh pipeline."""
-        bundle = _named(self.bundle_class)(path=self.path, dtype="fp32")
-        pipeline: DiffusersPipeline[Any] = _named(self.pipeline_class)(bundle)
+        bundle_class, pipeline_class = self.classes()
+        pipeline: DiffusersPipeline[Any] = pipeline_class(bundle_class(path=self.path, dtype="fp32"))
         return pipeline
+
+    def classes(self) -> tuple[Any, Any]:
+        """Of the bundle and of the pipeline."""
+        return _named(self.bundle_class), _named(self.pipeline_class)
 
 
 @cache

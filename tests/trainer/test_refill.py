@@ -158,7 +158,7 @@ def test_the_loop_trains_groups_that_differ_and_accounts_for_every_sample(finish
 def test_every_prompt_that_was_drawn_has_moved_the_cursor(finished) -> None:
     state = json.loads((finished / "checkpoints/checkpoint-000003/trainer.json").read_text())
     draws = sum(row["samples/draws"] for row in lines(finished / "metrics.jsonl"))
-    assert state["stateful"]["data"]["cursor"] == draws * 4
+    assert state["stateful"]["data"]["cursors"] == [draws * 4]
 
 
 def test_rewards_are_those_of_all_samples_and_not_only_of_trained_ones(finished) -> None:

@@ -83,14 +83,6 @@ CASES = (
         without_gradient=QWEN_IMAGE_UNUSED,
     ),
     FamilyCase(
-        name="qwen_image-edit-plus",
-        pipeline_class="qwen_image.pipeline.QwenImagePipeline",
-        bundle_class="qwen_image.bundle.QwenImageBundle",
-        path="toy-edit-plus",
-        max_sequence_length=40,
-        without_gradient=QWEN_IMAGE_UNUSED,
-    ),
-    FamilyCase(
         name="hunyuan_video",
         pipeline_class="hunyuan_video.pipeline.HunyuanVideoPipeline",
         bundle_class="hunyuan_video.bundle.HunyuanVideoBundle",
@@ -121,5 +113,25 @@ CASES = (
         pipeline_class="flux2_klein.pipeline.Flux2KleinPipeline",
         bundle_class="flux2_klein.bundle.Flux2KleinBundle",
         max_sequence_length=48,
+    ),
+    FamilyCase(
+        name="wan22",
+        pipeline_class="wan22.pipeline.Wan22Pipeline",
+        bundle_class="wan22.bundle.Wan22Bundle",
+        sizes=((32, 32, 5), (32, 48, 9)),
+    ),
+    FamilyCase(
+        name="wan22-i2v",
+        pipeline_class="wan22.pipeline.Wan22Pipeline",
+        bundle_class="wan22.bundle.Wan22Bundle",
+        path="toy-i2v",
+        sizes=((32, 32, 5), (32, 48, 9)),
+    ),
+    FamilyCase(
+        name="wan22-ti2v",
+        pipeline_class="wan22.pipeline.Wan22Pipeline",
+        bundle_class="wan22.bundle.Wan22Bundle",
+        path="toy-ti2v",
+        sizes=((32, 64, 5), (64, 32, 9)),
     ),
 )

@@ -190,7 +190,7 @@ class DiffusersFamily:
     def random(self, checkpoint: Checkpoint, component: str, dtype: torch.dtype) -> nn.Module:
         """A toy's component: the same random weights whenever and wherever it is built."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(self.seed + (self.trained.index(component) if component in self.trained else 0))
             module = self.build(checkpoint, component)
             for name, parameter in module.named_parameters():
                 if self.uninitialised and name.endswith(self.uninitialised):

@@ -83,8 +83,11 @@ class DiffusersBundle(DiffusionBundle):
         """The trained weights as the checkpoint has them, read row by row."""
         if self.family.is_toy(self.path):
             return ModuleWeights(self.untrained())
-        root = self.family.directory(self.path, self.revision)
-        return SafetensorsWeights(root / self.facts.trainable_attr, self.dtype)
+        return self.saved_part(self.facts.trainable_attr)
+
+    def saved_part(self, component: str) -> SavedWeights:
+        """The weights of a component in the checkpoint's directory, by their own names."""
+        return SafetensorsWeights(self.family.directory(self.path, self.revision) / component, self.dtype)
 
     def untrained(self) -> nn.Module:
         """A second copy of what is trained, on the CPU, with the checkpoint's own weights."""

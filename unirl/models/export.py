@@ -70,8 +70,10 @@ class Adapter:
 _SIDES = ((0, "A"), (1, "B"))
 
 
-def write_diffusers_lora(folder: Path, adapter: Adapter, component: str = "transformer") -> Path:
-    """The file that `pipeline.load_lora_weights(folder)` of diffusers loads."""
+def write_diffusers_lora(
+    folder: Path, adapter: Adapter, component: str = "transformer", file: str = DIFFUSERS_FILE
+) -> Path:
+    """The file that `pipeline.load_lora_weights(folder)` of diffusers loads; another one by its `weight_name`."""
     settings = {
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
@@ -81,7 +83,7 @@ def write_diffusers_lora(folder: Path, adapter: Adapter, component: str = "trans
     }
     header = {f"{component}.{name}": value for name, value in settings.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(header, indent=2, sort_keys=True)}
-    return _write(folder / DIFFUSERS_FILE, adapter.named(f"{component}."), metadata)
+    return _write(folder / file, adapter.named(f"{component}."), metadata)
 
 
 def write_peft_adapter(folder: Path, adapter: Adapter, base_model: str) -> Path:

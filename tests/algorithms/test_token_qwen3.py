@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from functools import cache
 from typing import Any
 
@@ -13,11 +16,17 @@ from tests.algorithms.ragged import LeafStage, looped, value
 from tests.algorithms.test_token_invariance import ALGORITHMS
 from tests.algorithms.test_token_losses import CASES
 from tests.models.texts import networks, prompts_of_lengths, segment_of_lengths, stage_of, textbook_logp
+from tests.train.ranks import run_ranks
+from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.algorithms.mismatch import SequenceTIS
+from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.distributed import current
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, ValueConfig
 from unirl.train.stack import TrainStack
+from unirl.types.protocols import REFERENCE
 from unirl.types.rollout_resp import RolloutTrack
 
 PROMPTS, RESPONSES = (5, 40, 3, 12, 7, 20, 9, 2), (9, 1, 30, 4, 2, 17, 6, 11)
@@ -73,50 +82,100 @@ def test_the_gradient_is_that_of_a_textbook_loss_on_transformers_own_forward(nam
         assert float((parameter.grad - wanted[key].grad).abs().max()) <= 1e-5 * largest, key
 
 
-def gradients(name: str, order: list[int] | None = None, **options: Any) -> dict[str, Tensor]:
-    """Of all weights, in an update on rows that were sampled by slightly different ones."""
-    bundle = Qwen3Bundle(path="toy", dtype="fp32")
-    backend = FSDPBackend(
-        bundle,
-        optimizer_cfg=OptimizerConfig(learning_rate=1e-30),
-        value_cfg=ValueConfig(learning_rate=1e-30, width=6),
-        fsdp_cfg=FSDPConfig(reduce_dtype="fp64"),
-    )
-    stage = bundle.stage()
-    stack = TrainStack(backend, ALGORITHMS[name], stage, **options)
-    with torch.no_grad():
-        track = rollout(stage.replay(prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)).logp)
-        track = track.replace(segment=track.segment.replace(anchors={}))
-        for shard in (p for layout in backend.layouts for p in layout.shards.values()):
-            shard += 0.01 * torch.sin(shard * 300.0) + (0.05 if shard.dim() == 1 else 0.0)
-    caught: dict[str, Tensor] = {}
-    step = backend.step
+class Trainee:
+    """A sampled toy Qwen3, whose weights have moved since; updates of it show their gradients and move nothing."""
 
-    def catching(max_grad_norm: float, loss: Tensor) -> Any:
-        caught.update((k, p.grad.clone()) for layout in backend.layouts for k, p in layout.shards.items())
-        return step(max_grad_norm, loss)
+    def __init__(self) -> None:
+        bundle = Qwen3Bundle(path="toy", dtype="fp32")
+        self.backend = FSDPBackend(
+            bundle,
+            optimizer_cfg=OptimizerConfig(learning_rate=1e-30),
+            value_cfg=ValueConfig(learning_rate=1e-30, width=6),
+            fsdp_cfg=FSDPConfig(reduce_dtype="fp64"),
+        )
+        self.stage = bundle.stage()
+        self.backend.snapshot(REFERENCE)
+        self.backend.provide_value_head(self.stage.build_value_head)
+        with torch.no_grad():
+            track = rollout(self.stage.replay(prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)).logp)
+            for layout in self.backend.layouts:
+                for shard in layout.shards.values():
+                    shard += 0.01 * torch.sin(shard * 300.0) + (0.05 if shard.dim() == 1 else 0.0)
+        self.track = track.replace(segment=track.segment.replace(anchors={}))
 
-    backend.step = catching  # type: ignore[method-assign]
-    stack.train_track(track if order is None else track.select(order))
-    return caught
+    def gradients(self, name: str, rows: list[int], **options: Any) -> dict[str, Tensor]:
+        """Of all weights, in an update on some rows."""
+        caught: dict[str, Tensor] = {}
+        step = self.backend.step
+
+        def catching(max_grad_norm: float, loss: Tensor) -> Any:
+            for layout in self.backend.layouts:
+                for key, shard in layout.shards.items():
+                    if shard.grad is not None:  # the value head has one in a loss with a critic alone
+                        caught[key] = layout.whole(layout.trainable[key], shard.grad).clone()
+            return step(max_grad_norm, loss)
+
+        self.backend.step = catching  # type: ignore[method-assign]
+        try:
+            TrainStack(self.backend, LOSSES[name], self.stage, **options).train_track(self.track.select(rows))
+        finally:
+            self.backend.step = step  # type: ignore[method-assign]
+        return caught
+
+
+LOSSES = ALGORITHMS | {
+    "rloo": ARGRPO(loss_agg_mode="seq-mean-token-sum", old_logp_source="rollout"),
+    "reinforce++": ARGRPO(kl_coef=0.1, kl_in="reward", kl_estimator="k1", old_logp_source="rollout"),
+    "dr grpo": ARGRPO(loss_agg_mode="seq-mean-token-sum-norm", horizon=30, mismatch=SequenceTIS(cap=1.5)),
+}
+ALL_ROWS = list(range(NUM_ROWS))
+OTHER_ORDER = [5, 2, 7, 0, 3, 6, 1, 4]
+"""Its last row has weight 0."""
+
+
+@cache
+def alone() -> Trainee:
+    return Trainee()
 
 
 @cache
 def undivided(name: str) -> dict[str, Tensor]:
-    return gradients(name, micro_batch_size=NUM_ROWS)
+    return alone().gradients(name, ALL_ROWS, micro_batch_size=NUM_ROWS)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_packing_budgets_and_order_change_no_gradient_of_a_language_model(name: str) -> None:
-    assert_same(gradients(name, micro_batch_tokens=60), name)
-    assert_same(gradients(name, [5, 2, 7, 0, 3, 6, 1, 4], micro_batch_size=3), name)
+def test_every_loss_over_tokens_is_among_them() -> None:
+    import unirl.algorithms as package
+
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        found = vars(importlib.import_module(module.name)).values()
+        for kind in found:
+            if isinstance(kind, type) and issubclass(kind, TokenAlgorithm) and not inspect.isabstract(kind):
+                assert any(type(loss) is kind for loss in LOSSES.values()), kind
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_packing_budgets_and_order_change_no_gradient(name: str) -> None:
+    assert_same(alone().gradients(name, ALL_ROWS, micro_batch_tokens=60), name)
+    assert_same(alone().gradients(name, OTHER_ORDER, micro_batch_size=3), name)
+    assert_same(alone().gradients(name, OTHER_ORDER, micro_batch_tokens=1), name)
+
+
+def on_ranks() -> list[dict[str, dict[str, Tensor]]]:
+    """What updates of each loss differentiate: four rows on each rank, and all that counts on one of them."""
+    trainee, rank = Trainee(), current().dp_rank
+    even, uneven = [OTHER_ORDER[::2], OTHER_ORDER[1::2]][rank], [OTHER_ORDER[:7], OTHER_ORDER[7:]][rank]
+    return [
+        {name: trainee.gradients(name, even, micro_batch_size=3) for name in LOSSES},
+        {name: trainee.gradients(name, uneven, micro_batch_tokens=60) for name in LOSSES},
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"grpo", "ppo"}))
-def test_packing_budgets_and_order_change_no_gradient_of_any_loss(name: str) -> None:
-    assert_same(gradients(name, micro_batch_tokens=60), name)
-    assert_same(gradients(name, [5, 2, 7, 0, 3, 6, 1, 4], micro_batch_tokens=1), name)
+def test_two_ranks_have_the_gradients_of_one() -> None:
+    for rank in run_ranks(2, on_ranks):
+        for found in rank:
+            for name, gradients in found.items():
+                assert_same({key: torch.as_tensor(gradient) for key, gradient in gradients.items()}, name)
 
 
 def assert_same(have: dict[str, Tensor], name: str) -> None:
@@ -124,4 +183,4 @@ def assert_same(have: dict[str, Tensor], name: str) -> None:
     largest = max(float(gradient.abs().max()) for gradient in want.values())
     assert largest > 1e-3 and have.keys() == want.keys()
     for key, gradient in want.items():
-        assert float((have[key] - gradient).abs().max()) <= 1e-5 * largest, key
+        assert float((have[key] - gradient).abs().max()) <= 1e-5 * largest, (name, key)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tests.models.texts import ENDS, textbook_logp
 from tests.source_tree import ROOT
+from tests.train.ranks import run_ranks
 from unirl.algorithms.ar_grpo import ARGRPO
+from unirl.distributed import current
 from unirl.models.chat import TextCodec
 from unirl.models.packing import prompts_of
 from unirl.models.qwen3.bundle import Qwen3Bundle
@@ -24,6 +27,7 @@ from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.models.text_pipeline import TextPipeline
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.configs import FSDPConfig
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import Conditions
 from unirl.types.primitives import MediaRef, PromptImages, Texts
@@ -63,8 +67,9 @@ def prompts(kind: type, path: str, folder: Path) -> list[tuple[str, tuple[str, .
     files = []
     for number, (width, height) in enumerate([(40, 30), (20, 50), (33, 31)]):
         levels = torch.arange(width * height * 3).mul(37 + 11 * number).remainder(256).to(torch.uint8)
-        Image.fromarray(levels.view(height, width, 3).numpy()).save(folder / f"{number}.png")
         files.append(str(folder / f"{number}.png"))
+        if not Path(files[-1]).exists():
+            Image.fromarray(levels.view(height, width, 3).numpy()).save(files[-1])
     return [("hi", ()), ("what is this?", (files[0],)), ("and these two", (files[1], files[2])), ("wide", (files[2],))]
 
 
@@ -98,11 +103,15 @@ class Run:
         rate = 1e-3 if path == "quickstart" else 3e-2
         if path != "quickstart":  # whose random weights would hardly ever end a response
             self.pipeline.stage.codec = TextCodec(self.bundle.codec.tokenizer, ENDS)
-        backend = FSDPBackend(self.bundle, optimizer_cfg=OptimizerConfig(learning_rate=rate))
-        self.stack = TrainStack(backend, ARGRPO(), self.pipeline.stage, micro_batch_size=5, num_updates_per_batch=2)
+        sharding = FSDPConfig(reduce_dtype="fp64")
+        optimizer = OptimizerConfig(learning_rate=rate)
+        self.backend = FSDPBackend(self.bundle, optimizer_cfg=optimizer, fsdp_cfg=sharding)
+        self.stack = TrainStack(
+            self.backend, ARGRPO(), self.pipeline.stage, micro_batch_size=5, num_updates_per_batch=2
+        )
 
     def sampled(self, step: int) -> RolloutTrack:
-        with torch.no_grad():
+        with torch.no_grad(), self.backend.sampling():
             return self.pipeline.generate(request(self.rows, self.params, step), 6).tracks["text"]
 
     def replayed(self, track: RolloutTrack) -> Tensor:
@@ -142,6 +151,29 @@ def test_order_neighbours_and_the_number_of_rows_change_no_log_prob(run: Run) ->
     for order in ([3, 1, 2], [0], list(reversed(range(len(track))))):
         some = run.replayed(track.select(order)).split(track.segment.lengths[order].tolist())
         assert all(torch.equal(one, whole[row]) for row, one in zip(order, some, strict=True))
+
+
+def on_ranks(folder: Path) -> list[Any]:
+    """By model: after updates on this rank's share, all rows are sampled; of these, log-probs by both ways."""
+    found: list[Any] = []
+    for kind, path in [(Qwen3Bundle, "toy"), (QwenVLBundle, "toy"), (QwenVLBundle, "toy-qwen2.5")]:
+        run, rank = Run(kind, path, folder, 1.0), current()
+        first = run.sampled(0)
+        for _ in range(2):
+            run.learned(first.select(list(range(rank.dp_rank, len(first), rank.dp_size))))
+        track = run.sampled(1)
+        found.append([track.segment.tokens, track.segment.logp, run.replayed(track)])
+    return found
+
+
+@pytest.mark.slow
+def test_on_two_ranks_replay_equals_sampling_and_both_are_those_of_one(tmp_path: Path) -> None:
+    [alone] = run_ranks(1, on_ranks, tmp_path)
+    for rank in run_ranks(2, on_ranks, tmp_path):
+        for (tokens, sampled, replayed), (wanted_tokens, wanted, _) in zip(rank, alone, strict=True):
+            assert np.array_equal(tokens, wanted_tokens)
+            assert float(np.abs(sampled - wanted).max()) < 1e-4  # Adam divides rounding by rounding
+            assert float(np.abs(replayed - sampled).max()) < LARGEST
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -63,7 +63,7 @@ def stacked_layers(num_layers: int) -> tuple[int, ...]:
 def _who_sees_whom(mask: Tensor) -> Tensor:
     """[B, 1, L, L] bool, causal, of the real tokens in mask [B, L].
 
-    Written out: transformers picks another kernel for a batch in which no text is padded, and a row's bits with it.
+    Written out, since transformers gives a batch in which no text is padded to another kernel, whose bits may differ.
     """
     length = mask.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()

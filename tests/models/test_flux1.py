@@ -1,0 +1,107 @@
+"""What is FLUX.1's own: its text, its tokens, its variants, its sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from unirl.config.errors import DataError
+from unirl.models.flux1.bundle import Flux1Bundle
+from unirl.models.flux1.denoiser import latents_of, tokens_of
+from unirl.models.flux1.family import FLUX1, facts
+from unirl.models.flux1.pipeline import Flux1Pipeline
+from unirl.models.plain import base_grid, difference, draw_by_euler, given_levels, plain_pipeline
+from unirl.models.quiet import quiet_libraries
+from unirl.sde.kernels import EulerODE
+from unirl.types.sampling import DiffusionSamplingParams
+
+PROMPTS = ("a red circle", "two blue squares on the left, and more words than are kept", "")
+PARAMS = DiffusionSamplingParams(
+    kernel=EulerODE(), num_inference_steps=3, height=32, width=48, guidance_scale=3.5, max_sequence_length=16
+)
+
+
+@pytest.fixture(scope="module")
+def toy() -> Flux1Pipeline:
+    return Flux1Pipeline(Flux1Bundle(path="toy", dtype="fp32"))
+
+
+@pytest.fixture(scope="module")
+def schnell() -> Flux1Pipeline:
+    return Flux1Pipeline(Flux1Bundle(path="toy-schnell", dtype="fp32"))
+
+
+@pytest.mark.parametrize("length", [16, 40])
+def test_embeddings_are_those_of_diffusers(toy: Flux1Pipeline, length: int) -> None:
+    plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
+    with torch.no_grad(), quiet_libraries():
+        embeds, pooled, _ = plain.encode_prompt(list(PROMPTS), None, max_sequence_length=length)
+        ours = toy.bundle.text_encoder().encode(PROMPTS, length)
+    assert ours.pooled is not None
+    assert torch.equal(ours.embeds, embeds)
+    assert torch.equal(ours.pooled, pooled)
+
+
+def test_tokens_are_packed_as_in_diffusers_and_unpacked_again(toy: Flux1Pipeline) -> None:
+    plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
+    x = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(tokens_of(x), plain._pack_latents(x, 2, 4, 4, 6))
+    assert torch.equal(latents_of(tokens_of(x), 2, 3), x)
+
+
+@torch.no_grad()
+def test_final_latents_are_those_of_diffusers(toy: Flux1Pipeline) -> None:
+    ours = draw_by_euler(toy, PROMPTS, PARAMS)
+    assert ours.params.sigmas is not None
+    plain = plain_pipeline(toy.bundle, toy.bundle.untrained(), scheduler=given_levels(ours.params.sigmas))
+    with quiet_libraries():
+        tokens = plain(
+            list(PROMPTS),
+            height=32,
+            width=48,
+            guidance_scale=3.5,
+            num_inference_steps=3,
+            sigmas=base_grid(3),
+            latents=tokens_of(ours.x_T),
+            max_sequence_length=16,
+            output_type="latent",
+        ).images
+    assert (latents_of(tokens, 2, 3) - ours.latents).abs().max() < 1e-5
+
+
+def test_a_model_without_a_guidance_input_draws_what_diffusers_draws_and_takes_no_scale(
+    schnell: Flux1Pipeline,
+) -> None:
+    params = dataclasses.replace(PARAMS, guidance_scale=1.0)
+    plain = plain_pipeline(schnell.bundle, schnell.bundle.untrained())
+    assert difference(schnell, plain, PROMPTS, params, own_schedule=True) < 1e-5
+    with pytest.raises(ValueError, match=r"guidance_scale=3\.5: this model was distilled .* Use guidance_scale=1"):
+        schnell.facts.check(PARAMS)
+
+
+def test_a_side_must_hold_whole_tokens(toy: Flux1Pipeline) -> None:
+    toy.facts.check(PARAMS)
+    with pytest.raises(ValueError, match=r"sampling\.height=40 is not a positive multiple of 16 .* Use 32"):
+        toy.facts.check(dataclasses.replace(PARAMS, height=40))
+
+
+def test_a_model_that_reads_more_than_the_sample_is_refused() -> None:
+    """FLUX.1-Fill and the control models."""
+    transformer = {**FLUX1.toy.configs["transformer"], "in_channels": 96}
+    fill = dataclasses.replace(FLUX1.toy, configs={**FLUX1.toy.configs, "transformer": transformer})
+    with pytest.raises(DataError, match=r"reads tokens of 96 numbers, .* reads 16 .* Fill") as refused:
+        facts(fill, 1)
+    assert refused.value.code == 4001
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("black-forest-labs/FLUX.1-dev", 11.90), ("black-forest-labs/FLUX.1-schnell", 11.89)],
+)
+def test_published_checkpoints_have_their_published_size(name: str, billions: float) -> None:
+    """Of the files in the hub: 23.80 and 23.78 GB of transformer in bf16, 9.52 GB of T5, 246 MB of CLIP, 168 of VAE."""
+    sizes = Flux1Bundle.estimate(name).parameters
+    expected = {"transformer": billions, "text_encoder_2": 4.762, "text_encoder": 0.1231, "vae": 0.0838}
+    assert {part: size / 1e9 for part, size in sizes.items()} == pytest.approx(expected, rel=0.01)

@@ -1,0 +1,69 @@
+"""How test.sh shares the tests between processes: a file stays together, and so do all files that need Ray.
+
+Without `-n` nothing here has an effect: `python -m pytest tests/sde` runs in one process.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+MOST_WORKERS = 4
+"""Of `-n auto`: a worker holds torch, and its tests start up to four processes of their own."""
+NEED_RAY = (
+    "tests/distributed/test_failures.py",
+    "tests/distributed/test_runtimes.py",
+    "tests/distributed/test_transport.py",
+    "tests/distributed/test_weight_sync_processes.py",
+    "tests/trainer/test_refill.py",
+    "tests/trainer/test_reward_failures.py",
+    "tests/trainer/test_runtimes.py",
+    "tests/trainer/test_stalls.py",
+    "tests/trainer/test_text_loop.py",
+    "tests/trainer/test_text_runtimes.py",
+)
+"""The files whose tests use the fixture ray_session, or one that stands on it."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker per core; on a single core the tests run in the process that was started."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS) if cores > 1 else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """By file, and one Ray for all who need it: each further one takes seconds to start, and a GiB."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileAndRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByFileAndRay(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests are shared, the long groups begin first, so that no worker is left with one at the end."""
+    unlisted = {file_of(item.nodeid) for item in items if needs_ray(item)} - set(NEED_RAY)
+    if unlisted:
+        raise pytest.UsageError(f"{sorted(unlisted)} use ray_session: add them to NEED_RAY in conftest.py")
+    if hasattr(config, "workerinput"):
+        slow = {file_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (group_of(item.nodeid) != "ray", file_of(item.nodeid) not in slow))
+
+
+def group_of(nodeid: str) -> str:
+    return "ray" if file_of(nodeid) in NEED_RAY else file_of(nodeid)
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+def needs_ray(item: pytest.Item) -> bool:
+    return "ray_session" in getattr(item, "fixturenames", ())

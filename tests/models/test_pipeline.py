@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -50,6 +51,41 @@ def test_chunk_size_changes_no_bit(toy: SD3Pipeline, chunk_size: int, guidance_s
     assert torch.equal(cut.segment.latents, whole.segment.latents)
     assert torch.equal(cut.segment.logp, whole.segment.logp)
     assert torch.equal(cut.decoded.pixels, whole.decoded.pixels)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 5])
+def test_decoding_while_sampling_changes_no_bit(toy: SD3Pipeline, chunk_size: int) -> None:
+    ahead = SD3Pipeline(toy.bundle, decode_ahead=True)
+    whole, cut = roll(toy, 6), roll(ahead, chunk_size)
+    assert torch.equal(cut.segment.latents, whole.segment.latents)
+    assert torch.equal(cut.decoded.pixels, whole.decoded.pixels)
+
+
+def test_decoding_ahead_runs_while_the_next_chunk_is_sampled(toy: SD3Pipeline) -> None:
+    """The first of two chunks is decoded here once the second is begun: it would never be if it stood in the way."""
+    ahead, begun, awaited = SD3Pipeline(toy.bundle, decode_ahead=True), threading.Semaphore(0), [2, 0]
+    sample, decode = ahead.stage.sample, ahead.decode
+
+    def sampled(*args, **kwargs):
+        begun.release()
+        return sample(*args, **kwargs)
+
+    def decoded(latents):
+        assert all(begun.acquire(timeout=60.0) for _ in range(awaited.pop(0)))
+        return decode(latents)
+
+    ahead.stage.sample, ahead.decode = sampled, decoded
+    try:
+        assert len(roll(ahead, 2, per_prompt=2).decoded.pixels) == 6
+    finally:
+        del ahead.stage.sample
+
+
+def test_what_decoding_ahead_raises_ends_the_rollout(toy: SD3Pipeline) -> None:
+    ahead = SD3Pipeline(toy.bundle, decode_ahead=True)
+    ahead.decode = lambda latents: (_ for _ in ()).throw(RuntimeError("the VAE is broken"))
+    with pytest.raises(RuntimeError, match="the VAE is broken"):
+        roll(ahead, 4)
 
 
 def test_multistep_solver_runs_on_the_deterministic_steps(toy: SD3Pipeline) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import ConfigError, DataError
+from unirl.models.ahead import DecodeAhead
 from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
@@ -60,6 +61,7 @@ class DiffusionPipeline(Generic[BundleT]):
         keep_resident: bool = True,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
+        decode_ahead: bool = False,
     ) -> None:
         """A pipeline over `bundle`.
 
@@ -70,6 +72,7 @@ class DiffusionPipeline(Generic[BundleT]):
             keep_resident: False brings encoders and VAE to the device only while they run.
             vae_tiling: the VAE works on overlapping tiles of a large picture or video, and blends them: less memory.
             vae_slicing: the VAE works on one row at a time: less memory.
+            decode_ahead: decode each chunk of a rollout while the next one is sampled: both need memory at once.
         """
         self.bundle = bundle
         self.facts = bundle.facts
@@ -80,6 +83,7 @@ class DiffusionPipeline(Generic[BundleT]):
         )
         self.picture_encoder = bundle.picture_encoder()
         self.decode_batch_size = decode_batch_size
+        self.decode_ahead = decode_ahead
         for option, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             if wanted:
                 self._cut_vae(option)
@@ -97,8 +101,15 @@ class DiffusionPipeline(Generic[BundleT]):
         """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows per forward."""
         _, params = req.only_track(DiffusionSamplingParams)
         conditions = self.encode(req.prompts(), params, self._shown(req, params))
-        segment = self._sample(req, params, conditions, chunk_size)
-        return _response(req, conditions, segment, self.decode(segment.final))
+        if not self.decode_ahead:
+            segment = LatentSegment.concat(list(self._sampled(req, params, conditions, chunk_size)))
+            return _response(req, conditions, segment, self.decode(segment.final))
+        parts = []
+        with DecodeAhead(self.decode, self.bundle.device) as ahead:
+            for part in self._sampled(req, params, conditions, chunk_size):
+                parts.append(part)
+                ahead.add(part.final)
+            return _response(req, conditions, LatentSegment.concat(parts), ahead.result())
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The rollout of a request whose samples exist already, one picture per row: their latents, no trajectory."""
@@ -218,17 +229,16 @@ class DiffusionPipeline(Generic[BundleT]):
         joined = {name: type(c).concat([part[name] for part in parts]) for name, c in parts[0].items()}
         return select_conditions(joined, rows)
 
-    def _sample(
+    def _sampled(
         self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
-    ) -> LatentSegment:
+    ) -> Iterator[LatentSegment]:
+        """Chunk by chunk."""
         start_ids = req.group_ids if params.init_same_noise else req.sample_ids
         draw = _Draw(params, NoiseSource(params.seed, req.purpose, req.step), req.sample_ids, start_ids)
         multiple = self.facts.batch_multiple
         size = even_size(len(req), chunk_size, multiple)
-        parts = []
         for chunk in full_chunks(len(req), size, multiple):
-            parts.append(self._sample_rows(draw, conditions, list(chunk.rows)).slice(0, chunk.kept))
-        return LatentSegment.concat(parts)
+            yield self._sample_rows(draw, conditions, list(chunk.rows)).slice(0, chunk.kept)
 
     def _sample_rows(self, draw: _Draw, conditions: Conditions, rows: list[int]) -> LatentSegment:
         x_T = self.initial_noise(draw.noise, [draw.start_ids[row] for row in rows], draw.params)  # noqa: N806

@@ -1,0 +1,100 @@
+"""Writes docs/models.md: every family of image and video models, from its own facts and configurations.
+
+python scripts/model_page.py            about half a minute; reads no weights and needs no connection
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from unirl.models.checkpoint import TOY, DiffusersFamily
+from unirl.models.estimate import ModelEstimate
+from unirl.sde.guidance import EmbeddedGuidance, ExpertGuidance, Guidance, NoGuidance, NormCorrectedGuidance
+from unirl.types.facts import LatentFacts
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+OPENING = """\
+<!-- Written by a script, not by hand: .venv/bin/python scripts/model_page.py -->
+# Image and video models
+
+Each family is a thin adapter over the one denoising loop, held on a toy of the same classes against its own pipeline of
+diffusers ([what runs](support.md), [how to add one](extending.md)). The sizes below are counted on the public
+configurations; **published weights were never loaded here**, and nothing ran on a GPU yet.
+
+A recipe names `bundle.path`: one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale` always
+means w in v_uncond + w (v_cond - v_uncond), 1 = off; a distilled model that reads its scale is told it. Sides are in
+pixels; a wrong one is refused with the nearest that works."""
+GUIDANCE: Mapping[type, str] = {
+    Guidance: "classic",
+    NormCorrectedGuidance: "norm-corrected",
+    EmbeddedGuidance: "embedded",
+    ExpertGuidance: "per expert",
+    NoGuidance: "none (distilled)",
+}
+
+
+def families() -> list[DiffusersFamily]:
+    """Those of the folders that have a `family.py`, by name."""
+    found: dict[str, DiffusersFamily] = {}
+    for path in sorted((ROOT / "unirl" / "models").glob("*/family.py")):
+        module = importlib.import_module(f"unirl.models.{path.parent.name}.family")
+        found |= {value.name: value for value in vars(module).values() if isinstance(value, DiffusersFamily)}
+    return list(found.values())
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [OPENING]
+    for family in families():
+        parts.append(f"## {family.name}\n\n" + "\n".join(_table(family)))
+        parts.append("\n".join(_notes(family)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(family: DiffusersFamily) -> Iterator[str]:
+    yield "| checkpoint | trained | encoders and VAE | sides | latents | frames | guidance | condition pictures |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for path in family.published:
+        estimate = family.estimate(path)
+        facts = estimate.facts
+        assert isinstance(facts, LatentFacts)
+        guidance = GUIDANCE[type(facts.guidance)]
+        cells = [f"`{path}`", *_sizes(estimate), *_shape(facts), guidance, _pictures(facts)]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _sizes(estimate: ModelEstimate) -> tuple[str, str]:
+    trained = estimate.parameters[estimate.facts.trainable_attr]
+    frozen = sum(estimate.parameters.values()) - trained
+    return f"{trained / 1e9:.2f} B", f"{frozen / 1e9:.2f} B"
+
+
+def _shape(facts: LatentFacts) -> tuple[str, str, str]:
+    scale, patch = facts.vae_scale, facts.patch_size
+    frames = "1" if facts.frame_scale is None else f"{facts.frame_scale} n + 1"
+    latent_frames = "" if facts.frame_scale is None else " x (n + 1)"
+    return f"multiples of {scale * patch}", f"{facts.latent_channels}{latent_frames} x H/{scale} x W/{scale}", frames
+
+
+def _pictures(facts: LatentFacts) -> str:
+    fewest, most = facts.condition_images
+    return "none" if not most else str(most) if fewest == most else f"{fewest} to {most}"
+
+
+def _notes(family: DiffusersFamily) -> Iterator[str]:
+    facts = family.facts(family.toy, 1)
+    pipelines = _quoted((family.pipeline, *family.further_pipelines))
+    yield f"- diffusers: {pipelines}; toys: {_quoted((TOY, *family.toys))}"
+    yield f"- LoRA by default on: {_quoted(facts.lora_targets)}"
+    yield f"- wrapped, checkpointed and compiled one by one: {_quoted(facts.block_class_names)}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

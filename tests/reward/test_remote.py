@@ -41,7 +41,7 @@ EXPECTED = [{"odd": {"total": 2.0 * n}} for n in range(1, 11)]
 def deliver_all(url: str, items=ITEMS, **changes):
     connection = Connection(config(url, **changes))
     try:
-        return deliver(connection, items)
+        return [outcome.scores for outcome in deliver(connection, items)]
     finally:
         connection.close()
 

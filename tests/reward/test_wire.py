@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Medium, ScoreRequest, ScoreResponse, Turn, decode, encode
+from unirl.reward.wire import (
+    JSON,
+    MSGPACK,
+    Item,
+    ItemError,
+    Medium,
+    Said,
+    ScoreRequest,
+    ScoreResponse,
+    Turn,
+    decode,
+    encode,
+)
 
 BOTH = pytest.mark.parametrize("content_type", [MSGPACK, JSON])
 PICTURE = Medium(format="raw", data=bytes(range(12)), shape=(2, 2, 3))
@@ -24,6 +36,26 @@ def a_request(**changes) -> ScoreRequest:
 def as_json(**changes) -> bytes:
     item = {"history": [{"text": "a cat"}], "required_rewards": ["clip"], **changes}
     return json.dumps({"requests": [item]}).encode()
+
+
+class EarlierResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `POST /score` of a release that knows no answers."""
+
+    results: list[dict[str, dict[str, float]]]
+    errors: list[dict[str, str]]
+
+
+@BOTH
+def test_releases_with_and_without_answers_understand_each_other(content_type):
+    scored = {"results": [{"sums": {"total": 1.0}}] * 2, "errors": [{}, {}]}
+    told = ScoreResponse(**scored, answers=[{"sums": Said(right=True, text="7")}, {}])
+    assert decode(ScoreResponse, encode(told, content_type), content_type) == told
+    assert decode(EarlierResponse, encode(told, content_type), content_type) == EarlierResponse(**scored)
+    earlier = encode(EarlierResponse(**scored), content_type)
+    assert decode(ScoreResponse, earlier, content_type) == ScoreResponse(**scored)
+    assert encode(ScoreResponse(**scored), content_type) == earlier
+    with pytest.raises(ValueError, match="results are 2 and answers 1"):
+        ScoreResponse(**scored, answers=[{}])
 
 
 @BOTH

@@ -45,7 +45,8 @@ class RewardClient:
             RewardError: the service cannot be reached, or refuses.
             msgspec.ValidationError: an item has another form than `unirl.reward.wire.Item`.
         """
-        return deliver(self._connection, [msgspec.convert(item, Item) for item in items])
+        found = deliver(self._connection, [msgspec.convert(item, Item) for item in items])
+        return [outcome.scores for outcome in found]
 
     def health(self) -> Health:
         """Which rewards there are, and which of their replicas are ready. Raises RewardError."""

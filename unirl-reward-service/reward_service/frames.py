@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from unirl.reward.wire import ItemError, Medium
+from unirl.reward.wire import ItemError, Medium, Said
 
 LENGTH = 8
 MAX_FRAME = 2**32
@@ -82,8 +83,17 @@ class Batch(Struct, tag=True):
     rows: list[Row]
 
 
-Outcome = dict[str, float] | ItemError
-"""Scores by part, `total` first, or why there are none."""
+@dataclass(frozen=True)
+class Scores:
+    """What one reward makes of one item."""
+
+    parts: dict[str, float]
+    """`total` comes first."""
+    said: Said | None = None
+
+
+Outcome = Scores | ItemError
+"""Scores, or why there are none."""
 
 
 class Scored(Struct, tag=True):

@@ -11,13 +11,13 @@ from hashlib import sha256
 import msgspec
 
 from reward_service.config import ServerConfig
-from reward_service.frames import Outcome, Row
+from reward_service.frames import Outcome, Row, Scores
 from reward_service.media import BadMedia, MediaDecoder
 from reward_service.metrics import Metrics
 from reward_service.refusals import Refused, Share
 from reward_service.rewards import Job, Reward
 from unirl.config.errors import did_you_mean
-from unirl.reward.wire import RETRYABLE, Item, ItemError, Score, ScoreRequest, ScoreResponse
+from unirl.reward.wire import RETRYABLE, Item, ItemError, Said, Score, ScoreRequest, ScoreResponse
 
 Key = tuple[str, str]
 """A reward and a request id."""
@@ -205,8 +205,11 @@ def response_of(entries: Sequence[Entry]) -> ScoreResponse:
     """The answers as the wire has them."""
     results: list[dict[str, dict[str, Score]]] = []
     errors: list[dict[str, str]] = []
+    answers: list[dict[str, Said]] = []
     for entry in entries:
         outcomes = {name: entry.answers[name].result() for name in entry.item.required_rewards}
-        results.append({name: dict(found) for name, found in outcomes.items() if isinstance(found, dict)})
+        scored = {name: found for name, found in outcomes.items() if isinstance(found, Scores)}
+        results.append({name: dict(found.parts) for name, found in scored.items()})
         errors.append({name: str(found) for name, found in outcomes.items() if isinstance(found, ItemError)})
-    return ScoreResponse(results=results, errors=errors)
+        answers.append({name: found.said for name, found in scored.items() if found.said is not None})
+    return ScoreResponse(results=results, errors=errors, answers=answers if any(answers) else None)

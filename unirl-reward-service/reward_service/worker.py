@@ -17,12 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reward_service.frames import Batch, Build, Built, Channel, Lost, Outcome, Row, Scored, Unbuilt, end_with_parent
+from reward_service.frames import (
+    Batch,
+    Build,
+    Built,
+    Channel,
+    Lost,
+    Outcome,
+    Row,
+    Scored,
+    Scores,
+    Unbuilt,
+    end_with_parent,
+)
 from unirl.config.errors import ConfigError, DependencyError, RewardError, UniRLError
 from unirl.reward.base import LocalRewardBackend
 from unirl.reward.registry import make_scorer
 from unirl.reward.scoring import FAILED, NOT_FINITE, UNREACHABLE, scored_apart
-from unirl.reward.wire import ItemError, Kind, Medium
+from unirl.reward.wire import ItemError, Kind, Medium, Said
 from unirl.types.primitives import Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -81,10 +93,12 @@ def _failure(answer: RewardResponse, row: int) -> ItemError:
     return ItemError(KINDS[failure.code], failure.why)
 
 
-def _scores(answer: RewardResponse, row: int) -> dict[str, float]:
+def _scores(answer: RewardResponse, row: int) -> Scores:
     """The total, and the components unless the total is the only one."""
-    parts = {part: float(scores[row]) for part, scores in answer.components.items()}
-    return {TOTAL: float(answer.total[row])} | {part: score for part, score in parts.items() if part != TOTAL}
+    parts = {part: float(scores[row]) for part, scores in answer.components.items() if part != TOTAL}
+    said = None if answer.answers is None else answer.answers[row]
+    told = None if said is None else Said(right=said.right, text=said.text)
+    return Scores({TOTAL: float(answer.total[row])} | parts, told)
 
 
 def request_of(rows: Sequence[Row], reads: Sequence[str]) -> RewardRequest:

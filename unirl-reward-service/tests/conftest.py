@@ -47,6 +47,7 @@ def service(media_root, python) -> Iterator[RunningService]:
         "rewards": [
             {"name": "bright", "scorer": "brightness"} | each,
             {"name": "odd", "scorer": "faulty_scorers.Obedient", "max_queue": 64, "batch_size": 8} | each,
+            {"name": "sums", "scorer": "gsm8k_exact_match"} | each,
         ],
     }
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

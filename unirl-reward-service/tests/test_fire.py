@@ -27,7 +27,7 @@ def ask(url: str, client: int) -> list[float]:
     config = ConnectionConfig(base_url=url, batch_size=4, concurrency=2, timeout=3.0, retry_delay=0.01)
     connection = Connection(config)
     try:
-        return [outcome["odd"]["total"] for outcome in deliver(connection, items(client))]
+        return [outcome.scores["odd"]["total"] for outcome in deliver(connection, items(client))]
     finally:
         connection.close()
 

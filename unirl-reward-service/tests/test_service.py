@@ -23,8 +23,11 @@ from reward_service.damage import image_file, noise, video_file
 
 from tests.processes import is_running, wait_until
 from unirl.config.errors import RewardError
+from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer, GSM8KExactMatchSpec
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
+from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Medium, ScoreRequest, ScoreResponse, Turn, decode, encode
+from unirl.types.evaluation import accuracy
 from unirl.types.reward import RewardRequest
 
 from .conftest import TIMEOUT_S, a_picture, children, workers
@@ -178,6 +181,37 @@ def test_the_sdk_scores_and_names_the_item_that_cannot_be(service):
         bad = {**plain, "history": [{"text": "raise"}, {"text": ""}]}
         with pytest.raises(RewardError, match="'odd' has no score of item 1: failed"):
             client.score([plain, bad])
+
+
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+def test_answers_and_so_pass_at_k_are_those_of_the_scorer_itself(service, encoding):
+    texts = ["1+1 makes 2\n#### 2", "#### 3", "nothing", "#### 2.0", "#### 7", "#### 7"]
+    asked = RewardRequest(
+        sample_ids=[str(i) for i in range(6)],
+        prompts=["sum"] * 6,
+        texts=texts,
+        metadata=[{"answer": answer} for answer in "222288"],
+    )
+    spec = RemoteRewardSpec(
+        base_url=service.url,
+        required_rewards=("odd", "sums"),
+        reward_weights={"odd": 0.0, "sums": 1.0},
+        input_kind="text",
+        encoding=encoding,
+        batch_size=4,
+    )
+    found = RemoteRewardBackend(config=spec).score(asked)
+    expected = GSM8KExactMatchRewardScorer(config=GSM8KExactMatchSpec()).score(asked)
+    assert torch.equal(found.total, expected.total) and found.total.tolist() == [1, 0, 0, 1, 0, 0]
+    assert found.answers == expected.answers and {answer.text for answer in found.answers} == {"2", "3", "", "7"}
+    metrics = accuracy([found.answers[:4], found.answers[4:]])
+    assert (metrics["eval/avg@4"], metrics["eval/pass@2"]) == (0.25, 5 / 12) and "eval/maj@4" in metrics
+
+
+def test_a_reward_that_says_nothing_of_answers_leaves_them_out(http):
+    body = encode(ScoreRequest(requests=[odd("a")]), JSON)
+    answer = http.post("/score", content=body, headers={"content-type": JSON}).json()
+    assert answer.keys() == {"results", "errors"}
 
 
 def test_a_connection_that_sends_no_headers_is_closed(service):

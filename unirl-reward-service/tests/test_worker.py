@@ -7,7 +7,7 @@ import pytest
 import torch
 from faulty_scorers import Obedient
 from reward_service.damage import noise
-from reward_service.frames import Build, Row
+from reward_service.frames import Build, Row, Scores
 from reward_service.worker import built, outcomes, pixels
 
 from unirl.config.errors import ConfigError, DependencyError
@@ -37,7 +37,8 @@ def test_pictures_of_several_sizes_get_the_scores_that_they_get_alone():
     assert together == [outcomes(scorer, [row], "pick")[0] for row in rows]
     for row, found in zip(rows, together, strict=True):
         request = RewardRequest(sample_ids=["a"], prompts=[row.prompt], images=pixels(row.image)[None])
-        assert found == {"total": float(scorer.score(request).total), "pickscore": float(scorer.score(request).total)}
+        total = float(scorer.score(request).total)
+        assert found == Scores({"total": total, "pickscore": total})
 
 
 class Seen(RewardScorer):
@@ -55,7 +56,7 @@ def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
     shapes = [(2, 8, 8, 3), (5, 8, 8, 3), (3, 8, 16, 3)]
     rows = [Row(str(i), video=medium(*shape, seed=i), metadata={"n": i}) for i, shape in enumerate(shapes)]
     scorer = Seen()
-    assert [found["total"] for found in outcomes(scorer, rows, "seen")] == [2.0, 5.0, 3.0]
+    assert [found.parts["total"] for found in outcomes(scorer, rows, "seen")] == [2.0, 5.0, 3.0]
     first, second = scorer.requests
     assert isinstance(first.videos, Videos) and first.videos.frames.shape == (7, 3, 8, 8)
     assert first.videos.offsets.tolist() == [0, 2, 7] and second.videos.frames.shape == (3, 3, 8, 16)
@@ -67,7 +68,7 @@ def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
 def test_rows_that_fail_are_found_among_the_others():
     rows = [Row(str(i), prompt=prompt) for i, prompt in enumerate(["a", "raise", "ccc", "nan", "eeeee"])]
     found = outcomes(Obedient(), rows, "odd")
-    assert [each.kind if isinstance(each, ItemError) else each["total"] for each in found] == [
+    assert [each.kind if isinstance(each, ItemError) else each.parts["total"] for each in found] == [
         1.0,
         "failed",
         3.0,

@@ -21,13 +21,23 @@ from uuid import uuid4
 import msgspec
 
 from unirl.reward.connection import MAX_PAUSE_S, Busy, Connection, Fault, TooLarge
-from unirl.reward.wire import RETRYABLE, Item, ItemError, Score
+from unirl.reward.wire import RETRYABLE, Item, ItemError, Said, Score
 
 BREAK_AFTER: Final = 5
 """Failures in a row after which only /health is asked, by one thread, until it answers."""
 
 Scores = dict[str, float] | ItemError
 """Of one item by one reward: part -> finite score, or why there is none."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back about one item."""
+
+    scores: dict[str, Scores]
+    """By reward."""
+    said: dict[str, Said]
+    """What it answers, by the rewards that say so."""
 
 
 class Items(Protocol):
@@ -38,8 +48,8 @@ class Items(Protocol):
     def __getitem__(self, place: int, /) -> Item: ...
 
 
-def deliver(connection: Connection, items: Items) -> list[dict[str, Scores]]:
-    """reward -> scores of every item, in their order.
+def deliver(connection: Connection, items: Items) -> list[Outcome]:
+    """The outcome of every item, in their order.
 
     Raises:
         RewardError: 6001 the service cannot be reached, 6002 it refuses a request as a whole.
@@ -56,6 +66,7 @@ class Pending:
     open: list[str] | None = None
     """The rewards that have not answered; None before the first attempt."""
     found: dict[str, Scores] = field(default_factory=dict)
+    said: dict[str, Said] = field(default_factory=dict)
     tries: int = 0
     last: str = ""
 
@@ -76,7 +87,7 @@ class Round:
         self._begun = self._last_success = time.monotonic()
         self._attempts = self._in_a_row = 0
 
-    def run(self) -> list[dict[str, Scores]]:
+    def run(self) -> list[Outcome]:
         """Every item's outcome. Raises RewardError."""
         all_items = [Pending(place) for place in range(len(self._items))]
         self._pending.extend(all_items)
@@ -94,7 +105,7 @@ class Round:
                 self._changed.notify_all()
         if self._error is not None:
             raise self._error
-        return [pending.found for pending in all_items]
+        return [Outcome(pending.found, pending.said) for pending in all_items]
 
     def _work(self) -> None:
         try:
@@ -139,6 +150,8 @@ class Round:
             self._succeeded()
             for pending, results, errors in zip(chunk, response.results, response.errors, strict=True):
                 receive(pending, results, errors, self._config.max_retries)
+            for pending, said in zip(chunk, response.answers or (), strict=False):  # no answers, or one for each
+                pending.said |= said
             self._land(chunk)
 
     def _item(self, pending: Pending) -> Item:

@@ -16,12 +16,12 @@ from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.connection import SOON_S, UNREACHABLE, Connection, ConnectionConfig
-from unirl.reward.delivery import Scores, deliver
+from unirl.reward.delivery import Outcome, Scores, deliver
 from unirl.reward.encoding import image_medium, video_medium
 from unirl.reward.scoring import FAILED, NOT_FINITE
 from unirl.reward.wire import ImageFormat, Item, ItemError, Medium, Turn
 from unirl.types.protocols import Capabilities
-from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
+from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
 TOY = "toy"
 TOTAL = "total"
@@ -211,17 +211,19 @@ def _base64(medium: Medium) -> str:
     return base64.b64encode(medium.data).decode()
 
 
-def response(outcomes: Sequence[Mapping[str, Scores]], config: RemoteRewardSpec) -> RewardResponse:
+def response(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> RewardResponse:
     """The scores of all rows as columns; a row that a reward could not score says why.
 
     Raises:
         RewardError: 6002 a reward gives other parts for one row than for another.
     """
-    columns = {name: reduced([outcome[name] for outcome in outcomes], name, config) for name in config.required_rewards}
+    columns = {
+        name: reduced([outcome.scores[name] for outcome in outcomes], name, config) for name in config.required_rewards
+    }
     failures: dict[int, Failures] = {}
     for name in sorted(columns, key=lambda name: name in config.watched):
         for row, outcome in enumerate(outcomes):
-            found = outcome[name]
+            found = outcome.scores[name]
             if isinstance(found, ItemError):
                 failure = Failure(name, f"{name}: {found}", CODES.get(found.kind, FAILED))
                 failures[row] = (*failures.get(row, ()), failure)
@@ -231,7 +233,17 @@ def response(outcomes: Sequence[Mapping[str, Scores]], config: RemoteRewardSpec)
         components=_merged(parts for name, parts in named.items() if name not in config.watched),
         watched=_merged(parts for name, parts in named.items() if name in config.watched),
         failures=failures,
+        answers=answers_of(outcomes, config),
     )
+
+
+def answers_of(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> list[Answer | None] | None:
+    """What each row answers, by the first reward that says so of any; those that teach are asked first."""
+    for name in sorted(config.required_rewards, key=lambda name: name in config.watched):
+        found = [outcome.said.get(name) for outcome in outcomes]
+        if any(found):
+            return [None if said is None else Answer(right=said.right, text=said.text) for said in found]
+    return None
 
 
 def reduced(outcomes: Sequence[Scores], name: str, config: RemoteRewardSpec) -> dict[str, Tensor]:

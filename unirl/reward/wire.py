@@ -1,10 +1,12 @@
 """What a reward service is asked and what it answers, typed; loads neither torch nor transformers.
 
     POST /score {"requests": [{"history": [{"text": ..., "image": {...}}], "required_rewards": [...], "metadata": {}}]}
-             -> {"results": [{reward: {part: score}}], "errors": [{reward: "<kind>: <message>"}]}
+             -> {"results": [{reward: {part: score}}], "errors": [{reward: "<kind>: <message>"}],
+                 "answers": [{reward: {"right": true, "text": "42"}}]}
 
 As msgpack (`application/msgpack`) or JSON (`application/json`, where bytes are base64 text). Results and errors stand
-in the order of the requests; a reward that failed is absent from the results and present in the errors.
+in the order of the requests; a reward that failed is absent from the results and present in the errors. Answers are
+said by rewards about right answers alone, and by no service that does not know them.
 """
 
 from __future__ import annotations
@@ -139,17 +141,29 @@ Score = float | bool | None
 """Only a finite float is a score. The others can be read, so that the sample which has one can be named."""
 
 
-class ScoreResponse(Struct, frozen=True, kw_only=True):
+class Said(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What a text answers, as a reward about right answers reads it."""
+
+    right: bool
+    text: str | None = None
+    """Equal for answers that are the same; "" = it gives none; absent = the reward does not say."""
+
+
+class ScoreResponse(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The answer to `POST /score`, in the order of the requests."""
 
     results: list[dict[str, dict[str, Score]]]
     """reward -> part -> score. The part `total` comes first and is what becomes the reward."""
     errors: list[dict[str, str]]
     """reward -> "<kind>: <message>", the kind one of `Kind`."""
+    answers: list[dict[str, Said]] | None = None
+    """reward -> what the item answers; absent where no reward says that of any item."""
 
     def __post_init__(self) -> None:
         if len(self.results) != len(self.errors):
             raise ValueError(f"results are {len(self.results)} and errors {len(self.errors)}: they must be as many")
+        if self.answers is not None and len(self.answers) != len(self.results):
+            raise ValueError(f"results are {len(self.results)} and answers {len(self.answers)}: they must be as many")
 
 
 class Health(Struct, frozen=True, kw_only=True):

@@ -105,6 +105,21 @@ def test_refilled_steps_stay_with_the_size_that_they_began_with(tmp_path, monkey
     assert {size for some in sizes for size in some} == {WIDE, TALL}
 
 
+def test_samples_of_a_finished_run_are_kept_by_size(finished, tmp_path, capsys) -> None:
+    words = [word for i in range(12) for word in ("-p", f"prompt {i}")]
+    assert main(["sample", str(finished), *words, "--count", "1", "--out", str(tmp_path)]) == 0
+    assert sum(len([*(tmp_path / name).glob("p*.png")]) for name in ("32x48", "48x32")) == 12
+    for name, size in (("32x48", (48, 32)), ("48x32", (32, 48))):
+        with Image.open(tmp_path / name / "p00-s0.png") as picture:
+            assert picture.size == size
+    assert capsys.readouterr().out.count("pictures") == 2
+
+
+def test_the_plan_names_every_size(capsys) -> None:
+    assert main(["plan", "diffusion/sd3_trainside", "scale=toy", SIZES]) == 0
+    assert "4 denoising steps at 32 x 48, 48 x 32; 3 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("sizes", "code", "why"),
     [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unirl.types.evaluation import EvalResult, accuracy, majority, pass_at
-from unirl.types.primitives import Texts
+from unirl.types.primitives import Pictures, Texts
 from unirl.types.reward import Answer
 
 
@@ -98,3 +98,36 @@ def test_metrics_of_an_evaluation_count_only_what_was_judged() -> None:
 def test_facts_of_a_row_say_its_answer_and_whether_it_is_right() -> None:
     found = result([[*answers("8"), None, Answer(True)]])
     assert [found.facts_of(row) for row in range(3)] == [{"answer": "8", "right": False}, {}, {"right": True}]
+
+
+def drawn(height: int, width: int, first: int, watched: dict[str, torch.Tensor]) -> EvalResult:
+    """Two samples of one size, of one prompt."""
+    return EvalResult(
+        sample_ids=(f"p{first}@0:0", f"p{first}@0:1"),
+        group_ids=(f"p{first}@0",) * 2,
+        prompts=("?",) * 2,
+        pictures=((f"{first}.png",),) * 2,
+        rewards=torch.tensor([first, first + 1.0]),
+        components={"a": torch.tensor([first, first + 2.0])},
+        watched=watched,
+        unscored=first,
+        media=Pictures(pixels=torch.full((2, 3, height, width), first, dtype=torch.uint8)),
+    )
+
+
+def test_draws_of_several_sizes_are_one_evaluation() -> None:
+    parts = [drawn(4, 8, 1, {"w": torch.ones(2)}), drawn(8, 4, 3, {})]
+    joined = EvalResult.joined(parts)
+    assert joined.sample_ids == ("p1@0:0", "p1@0:1", "p3@0:0", "p3@0:1") and len(joined.groups()) == 2
+    assert joined.rewards.tolist() == [1, 2, 3, 4] and joined.components["a"].tolist() == [1, 3, 3, 5]
+    assert joined.unscored == 4 and joined.pictures[2:] == (("3.png",),) * 2
+    assert joined.metrics()["eval/w_mean"] == 1.0
+    assert joined.watched["w"].isnan().tolist() == [False, False, True, True]
+    assert EvalResult.joined(parts[:1]) is parts[0]
+
+
+def test_previews_of_several_sizes_stand_in_the_middle_of_a_white_canvas() -> None:
+    pixels = EvalResult.joined([drawn(4, 8, 1, {}), drawn(8, 4, 3, {})]).media.pixels
+    assert pixels.shape == (4, 3, 8, 8)
+    assert (pixels[:2, :, 2:6] == 1).all() and (pixels[2:, :, :, 2:6] == 3).all()
+    assert (pixels[:2, :, [0, 1, 6, 7]] == 255).all() and (pixels[2:, :, :, [0, 1, 6, 7]] == 255).all()

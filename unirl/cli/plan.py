@@ -138,14 +138,15 @@ def _estimate(recipe):
 
 def _sizes(recipe, plan, estimate) -> memory.Sizes:
     from unirl.config.build import build
-    from unirl.config.preflight import needs_of
+    from unirl.config.preflight import needs_of, sizes_of
     from unirl.types.protocols import REFERENCE
 
     policy = estimate.parameters[estimate.facts.trainable_attr]
     lora = recipe.value("backend.lora_cfg")
     targets = None if lora is None or lora["target_modules"] == "model" else lora["target_modules"]
     sampling = build(recipe.config.sampling)
-    tokens = estimate.facts.tokens_of(sampling)
+    sized = [sampling.at_size(*size) for size in sizes_of(recipe.config)]
+    tokens = max(estimate.facts.tokens_of(one) for one in sized or [sampling])
     fsdp = recipe.value("backend.fsdp_cfg") or {}
     averages = [recipe.value(f"backend.{name}") for name in ("ema_cfg", "ema_lora_cfg")]
     reads_reference = REFERENCE in needs_of(recipe.config).snapshots

@@ -140,12 +140,15 @@ def geometry_table(config: RecipeConfig) -> str:
     check_geometry(geometry)
     sampling: Sampling = build(config.sampling)
     updates = config.num_rollouts * geometry.num_updates
+    first, *others = config.data_source.values.get("sizes") or [None]
+    sized = sampling if first is None else sampling.at_size(*first)
+    samples = ", ".join([sized.describe(), *(f"{height} x {width}" for height, width in others)])
     return (
         f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
         f"= {_count(geometry.num_samples, 'sample')} per step{_paired(geometry)}; "
         f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
         f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
-        f"           {sampling.describe()}; {_count(config.num_rollouts, 'step')}, {_count(updates, 'update')} in all"
+        f"           {samples}; {_count(config.num_rollouts, 'step')}, {_count(updates, 'update')} in all"
     )
 
 

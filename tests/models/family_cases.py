@@ -134,4 +134,20 @@ CASES = (
         path="toy-ti2v",
         sizes=((32, 64, 5), (64, 32, 9)),
     ),
+    FamilyCase(
+        name="hunyuan_video15",
+        pipeline_class="hunyuan_video15.pipeline.HunyuanVideo15Pipeline",
+        bundle_class="hunyuan_video15.bundle.HunyuanVideo15Bundle",
+        sizes=((32, 32, 5), (32, 48, 9)),
+        without_gradient=(
+            # Text to video shows no picture, and these prompts quote no text.
+            "image_embedder",
+            "context_embedder_2",
+            # The last block drops what becomes of its text tokens.
+            "transformer_blocks.1.attn.to_add_out",
+            "transformer_blocks.1.attn.add_q_proj",
+            "transformer_blocks.1.attn.norm_added_q",
+            "transformer_blocks.1.ff_context",
+        ),
+    ),
 )

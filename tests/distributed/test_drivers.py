@@ -1,0 +1,250 @@
+"""Drivers in processes of their own: however they end, nothing is left; a machine that is lost; what a worker sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import is_running, wait_until
+from unirl.config.errors import StallError
+from unirl.distributed.group.stacks import watchdog
+
+
+def drive(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A driver of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_pool_without_its_cluster_is_refused_in_seconds() -> None:
+    done = drive(
+        """
+import time
+from unirl.config.errors import DependencyError
+from unirl.distributed.group import open_pool
+started = time.monotonic()
+try:
+    open_pool("ray", 2)
+except DependencyError as error:
+    print(time.monotonic() - started, error.code)
+""",
+        RAY_ADDRESS="127.0.0.1:1",
+    )
+    seconds, code = done.stdout.split()
+    assert float(seconds) < 5 and code == "3003"
+
+
+# Nothing is left
+
+DRIVER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from tests.distributed.roles import Saboteur
+from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group.ray_cluster import descendants
+from unirl.distributed.group.ray_pool import RayPool
+
+def freeze_agents():
+    agents = [pid for pid in descendants([os.getpid()]) if b"Agent" in Path(f"/proc/{{pid}}/cmdline").read_bytes()]
+    assert len(agents) == 2
+    for pid in agents:
+        os.kill(pid, signal.SIGSTOP)
+
+pool = RayPool(2, deadline_s=60.0, preload=())
+saboteur = pool.group(Slab("device", (0, 1))).place(Remote("saboteur", Saboteur))
+saboteur.deadlock.submit()
+{then}
+"""
+
+
+def family(mark: str) -> list[int]:
+    """The processes whose environment has a mark, which children inherit."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and is_running(int(folder.name)):
+                found.append(int(folder.name))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "then",
+    [
+        "pool.close(); pool.close(); Path(sys.argv[1]).touch(); time.sleep(60)",
+        "Path(sys.argv[1]).touch(); os.kill(os.getpid(), signal.SIGKILL)",
+        "freeze_agents(); Path(sys.argv[1]).touch(); os.kill(os.getpid(), signal.SIGKILL)",
+        "Path(sys.argv[1]).touch(); os.kill(os.getpid(), signal.SIGTERM)",
+        "Path(sys.argv[1]).touch(); raise RuntimeError",
+    ],
+    ids=["close", "sigkill", "sigkill-frozen-agents", "sigterm", "exception"],
+)
+def test_no_process_is_left(then, tmp_path) -> None:
+    mark = f"UNIRL_TEST_MARK={tmp_path}"
+    child = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(then=then), str(tmp_path / "done")],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "UNIRL_TEST_MARK": str(tmp_path)},
+    )
+    try:
+        assert wait_until((tmp_path / "done").exists, 90)
+        assert wait_until(lambda: set(family(mark)) <= {child.pid}, 5), family(mark)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_terminal_reaches_the_driver_alone(tmp_path) -> None:
+    then = """
+signal.signal(signal.SIGINT, lambda *_: None)
+os.killpg(os.getpgid(0), signal.SIGINT)
+time.sleep(1.0)
+print(json.dumps([os.path.exists(f"/proc/{member.about.pid}") for member in pool.crew.members.values()]))
+pool.close()
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", DRIVER.format(then=then)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        check=False,
+    )
+    # Ray may print of the workers that close() ends.
+    said = [line for line in child.stdout.splitlines() if line.startswith(("[true", "[false"))]
+    assert said == ["[true, true]"], child.stdout + child.stderr
+
+
+# The local runtime
+
+
+def test_a_phase_that_hangs_in_this_process_ends_it_with_its_stacks(tmp_path) -> None:
+    done = drive(f"""
+import threading
+from pathlib import Path
+from unirl.distributed.group.stacks import watchdog
+with watchdog("phase train", 0.2, Path({str(tmp_path)!r})):
+    threading.Event().wait()
+""")
+    assert done.returncode == StallError.exit_status == 8
+    assert "error[8001]: phase train gave no result within 0.2 s" in done.stderr
+    [stacks] = tmp_path.glob("*/driver.txt")
+    assert "threading.Event().wait()" in stacks.read_text() or "in wait" in stacks.read_text()
+
+
+def test_a_phase_that_ends_in_time_is_left_alone(tmp_path) -> None:
+    with watchdog("phase train", 0.05, tmp_path):
+        pass
+    time.sleep(0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_submitted_call_that_hangs_does_not_keep_the_process_alive() -> None:
+    started = time.monotonic()
+    done = drive("""
+from tests.distributed.roles import Saboteur
+from unirl.distributed.group import Remote, Slab, open_pool
+pool = open_pool("local", 1)
+pool.group(Slab("device", (0,))).place(Remote("saboteur", Saboteur)).deadlock.submit()
+pool.close()
+""")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 30
+
+
+# Several machines, played by several nodes on this one
+
+NODES = """
+import os, signal, time
+from ray.cluster_utils import Cluster
+from tests.distributed.roles import Camera, ids
+from unirl.config.errors import WorkerError
+from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group.ray_cluster import HEALTH
+from unirl.distributed.group.ray_pool import RayPool
+
+small = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={**small, "_system_config": HEALTH})
+os.environ["RAY_ADDRESS"] = cluster.address
+for number, per_node in ((signal.SIGKILL, 2), (signal.SIGSTOP, 1)):
+    node = cluster.add_node(**small)
+    devices = tuple(range(2 * per_node))
+    pool = RayPool(len(devices), devices_per_node=per_node, deadline_s=60.0, preload=())
+    camera = pool.group(Slab("device", devices)).place(Remote("camera", Camera))
+    assert camera.total() == sum(rank + 1.0 for rank in devices)
+    assert camera.develop(camera.shoot(ids(8))).tolist() == list(range(8))
+    pending = camera.nap.submit(40.0)
+    time.sleep(0.5)
+    [raylet] = [p.process for kind in node.all_processes.values() for p in kind if "raylet/raylet" in p.process.args[0]]
+    started = time.monotonic()
+    os.kill(raylet.pid, number)
+    try:
+        pending.result()
+    except WorkerError as error:
+        print(number.name, f"{time.monotonic() - started:.1f}", error, flush=True)
+    pool.close()
+    raylet.kill()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_is_noticed_killed_or_frozen() -> None:
+    done = drive(NODES)
+    said = re.findall(r"^(\w+) (\S+) the worker on device \d .* died while camera.nap ran: ", done.stdout, re.MULTILINE)
+    assert [name for name, _ in said] == ["SIGKILL", "SIGSTOP"], done.stdout + done.stderr
+    assert all(float(seconds) < 15 for _, seconds in said), said
+
+
+GPUS = """
+import ray
+from tests.distributed.roles import Camera
+from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group.ray_pool import RayPool
+
+sizes = {"num_gpus": 2, "num_cpus": 1, "object_store_memory": 100 * 2**20}
+ray.init("local", include_dashboard=False, logging_level="ERROR", **sizes)
+pool = RayPool(2, preload=())
+slabs = [Slab("device", (0,)), Slab("device", (1,)), Slab("cpu", (0,))]
+print("apart", [pool.group(slab).place(Remote("camera", Camera)).visible() for slab in slabs])
+pool.clear()
+slabs = [Slab("device", (0, 1)), Slab("device", (0, 1), process=1)]
+first, second = (pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
+assert len({*first.pids(), *second.pids()}) == 4
+print("beside", first.visible() == second.visible(), sorted(second.visible()))
+pool.close()
+assert ray.is_initialized()
+ray.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def said_on_gpus() -> dict[str, str]:
+    """What a driver whose Ray counts two GPUs saw of them, by the name of the question."""
+    done = drive(GPUS)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("apart", "beside")))
+
+
+@pytest.mark.slow
+def test_devices_are_gpus_where_the_cluster_has_them(said_on_gpus) -> None:
+    assert said_on_gpus["apart"] in ("[['0'], ['1'], ['']]", "[['1'], ['0'], ['']]")
+
+
+@pytest.mark.slow
+def test_a_second_process_sees_the_gpu_of_the_first(said_on_gpus) -> None:
+    assert said_on_gpus["beside"] == "True ['0', '1']"

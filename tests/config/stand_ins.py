@@ -45,6 +45,15 @@ class Blob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HalfSampling:
+    """Not a Sampling: keys alone."""
+
+    samples_per_prompt: int = 16
+    seed: int = 0
+    evaluation_keys: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inner:
     count: int = 3
     """How many."""

@@ -56,6 +56,15 @@ def test_what_cannot_work_is_refused_with_rule_and_way_out(overrides, code, says
     assert says in str(error)
 
 
+def test_sampling_settings_without_what_the_loop_asks_of_them_are_refused():
+    error = refused("plugins=[tests]", "sampling={_target_: tests.config.stand_ins.HalfSampling}")
+    assert error.code == 2004
+    assert str(error).startswith(
+        "sampling must be a unirl.types.sampling.Sampling, and HalfSampling has no at_size, density_problem, describe, "
+        "for_evaluation, rows_per_sample"
+    )
+
+
 def test_responses_of_evaluations_fit_the_context_too():
     settings = ["scale=toy", "evaluation.max_new_tokens=2000"]
     with pytest.raises(ConfigError, match=r"in evaluations, .* \+ max_new_tokens=2000 is more than the 2048 tokens"):

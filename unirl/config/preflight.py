@@ -7,10 +7,11 @@ is the only thing done here, on the driver.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -72,6 +73,7 @@ def preflight(recipe: Recipe) -> Preflight:
     """
     config = recipe.config
     needs = needs_of(config)
+    check_sampling_contract(config)
     plan = plan_of(config)
     check_layout(config, plan)
     geometry = geometry_of(config, plan, needs)
@@ -255,6 +257,19 @@ def _trained_scorers(node: Node) -> Iterator[Node]:
 
 
 # Sampling and model
+
+
+def check_sampling_contract(config: RecipeConfig) -> None:
+    """The sampling settings, which may be a plugin's, offer everything that is asked of them."""
+    sampling = build(config.sampling)
+    asked = {name for name in (*vars(Sampling), *Sampling.__annotations__) if not name.startswith("_")}
+    lacks = sorted(name for name in asked if inspect.getattr_static(sampling, name, MISSING) is MISSING)
+    if lacks:
+        raise ConfigError(
+            f"sampling must be a {Sampling.__module__}.{Sampling.__name__}, and {type(sampling).__name__} has no "
+            f"{', '.join(lacks)}. Write them, or inherit from settings that have them",
+            code=2004,
+        )
 
 
 def check_sampling(config: RecipeConfig, needs: Needs) -> None:

@@ -77,6 +77,26 @@ EVERY_STEP = {
 }
 AVERAGED = {"backend.ema_cfg.target_decay": 0.9, "backend.ema_cfg.every": 8, "evaluation.weights": "ema"}
 
+QWEN_IMAGE = SD3 | {
+    "backend.lora_cfg.rank": 64,
+    "backend.lora_cfg.alpha": 128.0,
+    "backend.optimizer_cfg.weight_decay": 0.0,
+    "backend.fsdp_cfg.activation_checkpointing": True,
+    "stack.micro_batch_size": 1,
+    "sampling.num_inference_steps": 12,
+    "sampling.height": 384,
+    "sampling.width": 384,
+    "sampling.max_sequence_length": 512,
+    "sampling.init_same_noise": False,
+    "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy",
+}
+"""What the published runs on Qwen-Image share."""
+QWEN_IMAGE_CLEAN = {key: value for key, value in QWEN_IMAGE.items() if key.partition(".")[0] != "algorithm"} | {
+    "stack.num_updates_per_batch": 1,
+    "sampling.kernel.eta": None,
+    "sampling.kernel._target_": "unirl.sde.kernels.EulerODE",
+}
+
 CLEAN_SAMPLES = {key: value for key, value in SD3.items() if key.partition(".")[0] != "algorithm"} | {
     "stack.num_updates_per_batch": 1,
     "sampling.kernel.eta": None,
@@ -150,6 +170,16 @@ PUBLISHED = {
     | WINDOW
     | {"stack.micro_batch_size": 8, "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}
     | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
+    "diffusion/qwen_image_trainside": QWEN_IMAGE | FIRST_HALF,
+    "diffusion/qwen_image_dancegrpo": QWEN_IMAGE
+    | FIRST_HALF
+    | {"sampling.kernel._target_": "unirl.sde.kernels.DanceSDEStrategy"},
+    "diffusion/qwen_image_mixgrpo": QWEN_IMAGE | WINDOW | {"sampling.init_same_noise": True},
+    "diffusion/qwen_image_nft": QWEN_IMAGE_CLEAN
+    | {"algorithm.beta": 1.0, "algorithm.velocity_coef": 0, "backend.ema_lora_cfg.rate": 0.001},
+    "diffusion/qwen_image_edit_trainside": QWEN_IMAGE
+    | FIRST_HALF
+    | {"sampling.height": 512, "sampling.width": 512, "bundle.path": "Qwen/Qwen-Image-Edit"},
     "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": 8},
     "diffusion/sd3_flowgrpo": SD3
     | EVERY_STEP

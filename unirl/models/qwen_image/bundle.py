@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from unirl.models.base import Decoder, Encoder, PictureEncoder, TextEncoder
@@ -69,3 +70,9 @@ class QwenImageBundle(DiffusersBundle):
         if self._edits:
             loaded[PROCESSOR] = picture_processor(image_processor(), loaded["tokenizer"])
         return loaded
+
+
+class QwenImageEditBundle(QwenImageBundle):
+    """The same, whose toy is one that edits."""
+
+    toy: ClassVar[Mapping[str, object]] = {**QwenImageBundle.toy, "path": "toy-edit"}

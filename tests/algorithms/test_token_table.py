@@ -86,6 +86,8 @@ def test_truncation_keeps_the_likeliest_tokens() -> None:
     assert truncated(p, TokenSampling(top_p=0.7)).tolist() == [pytest.approx([0, 4 / 7, 3 / 7, 0])]
     assert truncated(p, TokenSampling(top_p=0.71)).tolist() == [pytest.approx([0, 4 / 9, 3 / 9, 2 / 9])]
     assert truncated(p, TokenSampling(top_k=1)).tolist() == [[0, 1, 0, 0]]
+    assert truncated(p, TokenSampling(top_k=2, top_p=0.6)).tolist() == [pytest.approx([0, 4 / 7, 3 / 7, 0])]
+    assert truncated(p, TokenSampling(top_k=2, top_p=0.5)).tolist() == [[0, 1, 0, 0]]  # 4/7 of what top_k leaves
     assert torch.allclose(truncated(p, TokenSampling()), p)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from unirl.models import drawing
 from unirl.models.autoregressive import TokenReplay, ValueGradient
 from unirl.models.value import TokenValueHead
 from unirl.sde.noise import NoiseSource
@@ -65,7 +66,7 @@ class TokenSampling:
     max_new_tokens: int = 6
     temperature: float = 1.0
     top_p: float = 1.0
-    """Keep the likeliest tokens until their mass reaches this."""
+    """Keep the likeliest tokens, of those that top_k leaves, until their share reaches this."""
     top_k: int = 0
     """Keep so many of the likeliest tokens; 0 = all."""
     ends: bool = True
@@ -152,12 +153,8 @@ class TableStage:
 
 
 def truncated(probabilities: Tensor, params: TokenSampling) -> Tensor:
-    """[N, V] the distribution that is sampled: the likeliest tokens that top_k and top_p keep, renormalised."""
-    ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
-    keep = ranked.cumsum(1) - ranked < params.top_p
-    if params.top_k:
-        keep[:, params.top_k :] = False
-    kept = torch.zeros_like(ranked).scatter(1, order, ranked * keep)
+    """[N, V] the distribution that is sampled: the likeliest tokens that top_k and then top_p keep, renormalised."""
+    kept = drawing.truncated(probabilities, params.top_k, params.top_p)
     return kept / kept.sum(1, keepdim=True)
 
 

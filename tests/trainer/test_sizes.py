@@ -110,7 +110,7 @@ def test_samples_of_a_finished_run_are_kept_by_size(finished, tmp_path, capsys) 
     assert main(["sample", str(finished), *words, "--count", "1", "--out", str(tmp_path)]) == 0
     assert sum(len([*(tmp_path / name).glob("p*.png")]) for name in ("32x48", "48x32")) == 12
     for name, size in (("32x48", (48, 32)), ("48x32", (32, 48))):
-        with Image.open(tmp_path / name / "p00-s0.png") as picture:
+        with Image.open(tmp_path / name / "p00-s00.png") as picture:
             assert picture.size == size
     assert capsys.readouterr().out.count("pictures") == 2
 

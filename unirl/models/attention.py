@@ -86,27 +86,34 @@ class RowBlocks:
         """[N, H, d], each token seeing its row up to itself."""
         found = []
         for taken in self.taken:
-            q, k, v = (t[taken].transpose(1, 2) for t in (query, key, value))
+            rows = (t.index_select(0, taken.flatten()).unflatten(0, taken.shape) for t in (query, key, value))
+            q, k, v = (row.transpose(1, 2) for row in rows)
             found.append(softmax_attention(q, k, v, scale=scale, is_causal=True).transpose(1, 2).flatten(0, 1))
-        return torch.cat(found)[self.back]
+        return torch.cat(found).index_select(0, self.back)
+
+
+def attention_dtype(query: Tensor) -> torch.dtype:
+    """What attention is computed in."""
+    return torch.float64 if query.device.type == "cpu" and query.dtype == torch.float32 else query.dtype
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Tensor:
     """[B, H, M, d] of torch's `scaled_dot_product_attention`; key and value [B, K, L, d], where K divides H.
 
-    In float32 on a CPU it is computed in float64 and rounded once. Kernels that read one query and many add in
+    Of float32 on a CPU it is computed in float64 and rounded once. Kernels that read one query and many add in
     different orders, of which float32 and the layers that follow make 1e-5; so sampling and replay have the same bits.
     The gradient is that of float32.
     """
+    wide = attention_dtype(query)
     if query.device.type != "cpu":
         key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
         return scaled_dot_product_attention(query, key, value, **asked)
-    if query.dtype != torch.float32:
+    if wide == query.dtype:
         return scaled_dot_product_attention(query, key, value, enable_gqa=True, **asked)
     with torch.no_grad():
-        q, k, v = query.double(), key.double(), value.double()
-        rounded = scaled_dot_product_attention(q, k, v, enable_gqa=True, **asked).float()
-    if not torch.is_grad_enabled():
+        q, k, v = query.to(wide), key.to(wide), value.to(wide)
+        rounded = scaled_dot_product_attention(q, k, v, enable_gqa=True, **asked).to(query.dtype)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))):
         return rounded
     narrow = scaled_dot_product_attention(query, key, value, enable_gqa=True, **asked)
     said: Tensor = _WithGradientOf.apply(rounded, narrow)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unirl.models.attention import PackedRows, softmax_attention
+from unirl.models.attention import PackedRows, attention_dtype, softmax_attention
 from unirl.models.chunks import round_up
 
 BLOCK = 64
@@ -41,10 +41,11 @@ class SlotCache:
         """The layer's tensors, now holding key and value [N, K, d] at places [N] of slots laid end to end."""
         if layer not in self.layers:
             shape = (self.slots, self.capacity, *key.shape[1:])
-            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+            wide = attention_dtype(key)  # once, and not in every step
+            self.layers[layer] = (key.new_zeros(shape, dtype=wide), value.new_zeros(shape, dtype=wide))
         keys, values = self.layers[layer]
-        keys.flatten(0, 1)[places] = key
-        values.flatten(0, 1)[places] = value
+        keys.flatten(0, 1)[places] = key.to(keys.dtype)
+        values.flatten(0, 1)[places] = value.to(values.dtype)
         return keys, values
 
 

@@ -61,7 +61,7 @@ _CONFIGS: dict[str, Any] = {
         "temporal_compression_ratio": 4,
     },
 }
-GLYPH_TOKENS = 24
+GLYPH_TOKENS = 12
 _TEMPLATE_TOKENS = 16
 """Of the chat around the system message, one token per byte."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.testing.bundle import check_bundle
-from unirl.testing.toy import SIDE, ToyBundle, ToyPipeline
+from unirl.testing.toy import SIDE, TEXT_WIDTH, ToyBundle, ToyPipeline
+from unirl.types.conditions import TextEmbedCondition
 
 
 def test_sd3_keeps_the_promises(toy: SD3Pipeline) -> None:
@@ -37,6 +38,27 @@ def in_train_mode(pipeline: ToyPipeline) -> None:
     pipeline.bundle.trainable().train()
 
 
+def wrong_text_width(pipeline: ToyPipeline) -> None:
+    pipeline.facts = dataclasses.replace(pipeline.facts, text_width=TEXT_WIDTH + 1)
+
+
+def pads_to_the_longest(pipeline: ToyPipeline) -> None:
+    def encode(texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        return TextEmbedCondition(embeds=torch.zeros(len(texts), max(map(len, texts)), TEXT_WIDTH))
+
+    pipeline.embed.encoder.encode = encode  # type: ignore[method-assign]
+
+
+def masks_by_numbers(pipeline: ToyPipeline) -> None:
+    encode = pipeline.embed.encoder.encode
+
+    def masked(texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        text = encode(texts, max_sequence_length)
+        return text.replace(mask=torch.ones(text.embeds.shape[:2], dtype=torch.int64))
+
+    pipeline.embed.encoder.encode = masked  # type: ignore[method-assign]
+
+
 def reads_its_neighbours(pipeline: ToyPipeline) -> None:
     velocity = pipeline.stage.denoiser.velocity
     pipeline.stage.denoiser.velocity = lambda x, s, c: velocity(x, s, c) + 1e-3 * x.mean()  # type: ignore[method-assign]
@@ -57,6 +79,9 @@ def draws_anew(pipeline: ToyPipeline) -> None:
     [
         (wrong_block, "no Block"),
         (wrong_target, "no linear layer named to_q"),
+        (wrong_text_width, r"facts.text_width is \d+, and prompts become vectors of \d+"),
+        (pads_to_the_longest, "must pad each to the same length"),
+        (masks_by_numbers, "must be bool"),
         (in_train_mode, "not in eval mode"),
         (reads_its_neighbours, "other bits"),
         (forgets_its_gradient, "no gradient reaches block"),

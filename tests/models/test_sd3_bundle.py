@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from unirl.config.errors import DataError
+from unirl.models.checkpoint import Checkpoint
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.family import SD3
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.sde.kernels import EulerODE
+from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
@@ -153,3 +156,17 @@ def test_loading_is_silent_and_leaves_the_libraries_as_they_were(
     assert capfd.readouterr() == ("", "")
     after = (of_diffusers.get_verbosity(), of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled())
     assert after == before
+
+
+def test_a_class_without_its_library_is_named_with_the_way_out() -> None:
+    family = dataclasses.replace(SD3, classes={**SD3.classes, "vae": "AutoencoderKL"})
+    with pytest.raises(ValueError, match=r"reads its vae by 'AutoencoderKL'\. Write the library before the class"):
+        family.class_of("vae")
+
+
+def test_an_estimate_needs_a_layer_that_takes_adapters() -> None:
+    def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+        return dataclasses.replace(SD3.facts(checkpoint, batch_multiple), lora_targets=("attn.qkv",))
+
+    with pytest.raises(ValueError, match=r"no linear layer named attn\.qkv; it has "):
+        dataclasses.replace(SD3, facts=facts).estimate("toy")

@@ -149,7 +149,6 @@ class DiffusersFamily:
             for name, shape in linears_of(module).items()
         }
         blocks = [m for part in trained.values() for m in part.modules() if type(m).__name__ in facts.block_class_names]
-        config = checkpoint.configs[self.trained[0]]
         sizes = {name: parameters_of(module) for name, module in modules.items()}
         trained_size = sum(sizes.pop(name) for name in trained)
         return ModelEstimate(
@@ -157,7 +156,7 @@ class DiffusersFamily:
             parameters={facts.trainable_attr: trained_size, **sizes},
             linears=linears,
             num_blocks=len(blocks),
-            width=_width(config),
+            width=_width(linears, facts),
         )
 
     # Its modules
@@ -184,7 +183,13 @@ class DiffusersFamily:
 
     def class_of(self, component: str) -> Any:
         """The class of a network, a VAE or an object without weights."""
-        library, name = {**self.classes, **self.parts}[component].split(".")
+        path = {**self.classes, **self.parts}[component]
+        library, _, name = path.rpartition(".")
+        if not library:
+            raise ValueError(
+                f"the family {self.name} reads its {component} by {path!r}. Write the library before the class, as in "
+                "'diffusers.AutoencoderKL'"
+            )
         return getattr(importlib.import_module(library), name)
 
     def random(self, checkpoint: Checkpoint, component: str, dtype: torch.dtype) -> nn.Module:
@@ -214,8 +219,13 @@ def _class_name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _width(config: Config) -> int:
-    """Numbers of a token in a transformer of diffusers."""
-    if "dim" in config:  # Z-Image
-        return int(config["dim"])
-    return int(config["num_attention_heads"] * config["attention_head_dim"])
+def _width(linears: Mapping[str, tuple[int, int]], facts: LatentFacts) -> int:
+    """Numbers of a token, which the first layer that takes adapters reads. Raises ValueError where there is none."""
+    for target in facts.lora_targets:
+        for name, (inputs, _) in linears.items():
+            if f".{name}".endswith(f".{target}"):
+                return inputs
+    raise ValueError(
+        f"facts.lora_targets of {facts.family}: the trained network has no linear layer named "
+        f"{' or '.join(facts.lora_targets)}; it has {', '.join(list(linears)[:4])}, ..."
+    )

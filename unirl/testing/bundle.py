@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unirl.models.base import Pipeline
 from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.value import pooled_text
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.batch import Batch
 from unirl.types.primitives import Images, MediaRef, PromptImages, Texts, Videos
@@ -26,10 +27,10 @@ def check_bundle(
 ) -> None:
     """Raises AssertionError, in a sentence, unless the model behind `pipeline` keeps what every family promises.
 
-    Promises: facts that name real blocks and layers; only the trained module wants gradients; latents of the declared
-    shape; pixels in [0, 1] on uint8 levels; a sample's bits independent of chunk size, order and neighbours; replay on
-    unchanged weights equal to the rollout, bit for bit; gradients in every trained block; embeddings independent of
-    what is cached.
+    Promises: facts that name real blocks and layers; only the trained module wants gradients; texts of one length and
+    of the declared width; latents of the declared shape; pixels in [0, 1] on uint8 levels; a sample's bits independent
+    of chunk size, order and neighbours; replay on unchanged weights equal to the rollout, bit for bit; gradients in
+    every trained block; embeddings independent of what is cached.
     """
     params = DiffusionSamplingParams(
         kernel=FlowSDEStrategy(),
@@ -44,7 +45,7 @@ def check_bundle(
     check_gradient_flags(pipeline)
     with TemporaryDirectory() as folder:
         rollout = _Rollouts(pipeline, params, Path(folder))
-        for check in (_shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
+        for check in (_texts, _shapes, _pixels, _row_bits, _replay, _gradients, _embeddings):
             check(pipeline, rollout)
 
 
@@ -122,6 +123,23 @@ def check_gradient_flags(pipeline: Pipeline) -> None:
         wanted = any(parameter.requires_grad for parameter in module.parameters())
         expect(wanted == trained, f"component {name}: requires_grad is {wanted}, trained is {trained}")
         expect(not module.training, f"component {name} is not in eval mode")
+
+
+def _texts(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
+    rows = [pipeline.embed([text], rollout.params.max_sequence_length) for text in PROMPTS]
+    lengths = sorted({row.embeds.shape[1] for row in rows})
+    expect(len(lengths) == 1, f"prompts become {lengths} tokens: the text encoder must pad each to the same length")
+    for row in rows:
+        for mask in (row.mask, row.mask_2):
+            expect(
+                mask is None or mask.dtype == torch.bool, "a text condition's mask must be bool, True at real tokens"
+            )
+        pooled = pooled_text({"text": row})
+        width = None if pooled is None else pooled.shape[1]
+        expect(
+            width == pipeline.facts.text_width,
+            f"facts.text_width is {pipeline.facts.text_width}, and prompts become vectors of {width}",
+        )
 
 
 def _shapes(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.models.family_cases import CASES, built
 from unirl.config.errors import DataError
 from unirl.models.embeddings import ShownPictures
+from unirl.models.pictures import picture_of
 from unirl.models.plain import difference, draw_by_euler
 from unirl.models.qwen_image.bundle import QwenImageBundle
-from unirl.models.qwen_image.conditioning import picture_of
 from unirl.models.qwen_image.denoiser import IMAGE, packed, unpacked
 from unirl.models.qwen_image.family import QWEN_IMAGE
 from unirl.models.qwen_image.pipeline import QwenImagePipeline, _places_known

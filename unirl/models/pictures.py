@@ -53,6 +53,13 @@ def fit_picture(picture: Image, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
 
 
+def picture_of(pixels: Tensor) -> Image:
+    """The picture of PIL that shows pixels [3, H, W] in [0, 1], on the nearest of the 256 levels."""
+    from PIL import Image
+
+    return Image.fromarray(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())
+
+
 def _opened(uri: str) -> Image:
     """The picture with all its pixels read; its header is judged before they are."""
     from PIL import Image, ImageOps, UnidentifiedImageError

@@ -12,8 +12,9 @@ from unirl.models.qwen_image.conditioning import ReferenceEncoder
 from unirl.models.qwen_image.denoiser import QwenImageDenoiser
 from unirl.models.qwen_image.family import QWEN_IMAGE
 from unirl.models.qwen_image.templates import TEMPLATES
-from unirl.models.qwen_image.text import QwenImageEditTextEncoder, QwenImageTextEncoder, picture_processor
-from unirl.models.qwen_image.vae import QwenImageDecoder, QwenImageEncoder
+from unirl.models.qwen_image.text import QwenImageEditTextEncoder, QwenImageTextEncoder
+from unirl.models.qwen_image.vae import QwenImageVAE
+from unirl.models.qwen_vl.sight import picture_processor
 from unirl.models.qwen_vl.toy import toy_image_processor
 
 PROCESSOR = "processor"
@@ -39,12 +40,12 @@ class QwenImageBundle(DiffusersBundle):
     def decoder(self) -> Decoder:
         """The VAE."""
         self.require(("vae",), "decode latents")
-        return QwenImageDecoder(self.modules["vae"])
+        return QwenImageVAE(self.modules["vae"])
 
     def encoder(self) -> Encoder:
         """The VAE."""
         self.require(("vae",), "encode pictures")
-        return QwenImageEncoder(self.modules["vae"])
+        return QwenImageVAE(self.modules["vae"])
 
     def picture_encoder(self) -> PictureEncoder | None:
         """The VAE, of a checkpoint that edits."""

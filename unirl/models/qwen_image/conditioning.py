@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from unirl.models.base import Encoder
@@ -27,10 +25,3 @@ class ReferenceEncoder:
         """`image`: latents [B, N, C, H / 8, W / 8] of pictures [B, N, 3, H, W] in [0, 1]."""
         latents = self.encoder.encode(pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
         return {IMAGE: LatentCondition(latents=latents)}
-
-
-def picture_of(pixels: Tensor) -> Any:
-    """The picture of PIL whose pixels are [3, H, W] in [0, 1]."""
-    from PIL import Image
-
-    return Image.fromarray(pixels.mul(255).round().byte().permute(1, 2, 0).cpu().numpy())

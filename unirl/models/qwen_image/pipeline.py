@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from unirl.models.embeddings import ShownPictures
+from unirl.models.pictures import picture_of
 from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
 from unirl.models.qwen_image.bundle import PROCESSOR, QwenImageBundle
-from unirl.models.qwen_image.conditioning import picture_of
 from unirl.models.qwen_image.denoiser import packed
 from unirl.models.qwen_image.templates import EDIT, IMAGE_PAD, written
 from unirl.types.sampling import DiffusionSamplingParams

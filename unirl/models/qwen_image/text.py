@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.models.qwen_image.conditioning import picture_of
+from unirl.models.pictures import picture_of
 from unirl.models.qwen_image.templates import CLOSING, IMAGE_PAD, Template, written
 from unirl.types.conditions import TextEmbedCondition
 
@@ -124,21 +124,3 @@ def size_of_area(pixels: int, ratio: float) -> Size:
     width = math.sqrt(pixels * ratio)
     sides = [round(side / SIDE_MULTIPLE) * SIDE_MULTIPLE for side in (width, width / ratio)]
     return Size(*sides)
-
-
-def picture_processor(image_processor: Any, tokenizer: Any) -> Any:
-    """Qwen's own processor of pictures and texts, without the part for videos, which needs torchvision.
-
-    Its class bears the name of Qwen's own, so that a model that is written with it is read by everyone's.
-    """
-    from transformers import Qwen2VLProcessor
-
-    class PictureProcessor(Qwen2VLProcessor):
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            """The parts that it has."""
-            return ["image_processor", "tokenizer"]
-
-    PictureProcessor.__name__ = Qwen2VLProcessor.__name__
-    PictureProcessor.__module__ = Qwen2VLProcessor.__module__
-    return PictureProcessor(image_processor, tokenizer)

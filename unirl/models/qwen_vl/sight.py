@@ -75,6 +75,24 @@ class ImageCutter:
         return int(frames * rows * columns // self.processor.merge_size**2)
 
 
+def picture_processor(image_processor: Any, tokenizer: Any) -> Any:
+    """Qwen's own processor of pictures and texts, without the part for videos, which needs torchvision.
+
+    Its class bears the name of Qwen's own, so that a model that is written with it is read by everyone's.
+    """
+    from transformers import Qwen2VLProcessor
+
+    class PictureProcessor(Qwen2VLProcessor):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            """The parts that it has."""
+            return ["image_processor", "tokenizer"]
+
+    PictureProcessor.__name__ = Qwen2VLProcessor.__name__
+    PictureProcessor.__module__ = Qwen2VLProcessor.__module__
+    return PictureProcessor(image_processor, tokenizer)
+
+
 @dataclass(frozen=True)
 class VisionTokens:
     """The tokens of a family that have to do with pictures."""

@@ -38,7 +38,7 @@ class Template:
     picture: str = ""
     """How picture number {} is written before the prompt."""
     seen_pixels: int | None = None
-    """The area that pictures are brought to before the encoder sees them; None: they stay as they are."""
+    """The area that pictures are brought to before the encoder sees them; None: it sees what the VAE is given."""
 
     def pictures(self, count: int) -> str:
         """The pictures of a prompt, in order."""

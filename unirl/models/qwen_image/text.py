@@ -3,7 +3,8 @@
     chat    [opening | pictures | prompt | closing | padding]  --Qwen2.5-VL-->  [B, dropped + P + L, D]
     tokens  [B, P + L, D] without the opening, zero where padded,  P = tokens of the pictures and their marks
 
-The same tensors as diffusers' `encode_prompt`, but of one length for all prompts.
+The same tensors as diffusers' `encode_prompt`, but of one length for all prompts; where a picture is edited, diffusers
+cuts no prompt, and this does.
 """
 
 from __future__ import annotations

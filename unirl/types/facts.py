@@ -19,6 +19,8 @@ class ModelFacts(ABC):
     """The bundle's attribute that is trained."""
     block_class_names: tuple[str, ...]
     """Classes that are wrapped, checkpointed and compiled one by one."""
+    expert_class_names: tuple[str, ...] = ()
+    """Classes of whole networks of which a forward may run some only; each is gathered by itself, and by need."""
     lora_targets: tuple[str, ...]
     """Module name suffixes that carry adapters."""
     batch_multiple: int = 1

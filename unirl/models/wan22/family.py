@@ -33,7 +33,8 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
             code=NOT_FOUND,
         )
     if boundary is not None:
-        return wan_facts("wan22", checkpoint, batch_multiple, ExpertGuidance(boundary=boundary))
+        found = wan_facts("wan22", checkpoint, batch_multiple, ExpertGuidance(boundary=boundary))
+        return replace(found, expert_class_names=("WanTransformer3DModel",))
     if not checkpoint.settings.get("expand_timesteps"):
         raise DataError(
             "this is a Wan 2.1 checkpoint (model_index.json sets neither boundary_ratio nor expand_timesteps). "

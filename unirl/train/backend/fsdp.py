@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -422,7 +423,7 @@ def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, 
 
 def lay_out(module: nn.Module, bundle: Trained, config: FSDPConfig, sharding: Sharding) -> None:
     """Storage dtypes, checkpointed and compiled blocks, shards; in place."""
-    compute_dtype = next(module.parameters()).dtype
+    compute_dtype = usual_dtype(module)
     set_dtypes(module, config)
     blocks = [m for m in module.modules() if type(m).__name__ in bundle.facts.block_class_names]
     if (config.activation_checkpointing or config.use_torch_compile) and not blocks:
@@ -435,7 +436,16 @@ def lay_out(module: nn.Module, bundle: Trained, config: FSDPConfig, sharding: Sh
         if config.activation_checkpointing:
             # Around the compiled forward: the compiler does not look into a checkpoint that it meets first.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    sharding.wrap(module, blocks, compute_dtype)
+    experts = [m for m in module.modules() if type(m).__name__ in bundle.facts.expert_class_names]
+    sharding.wrap(module, [*blocks, *experts], compute_dtype)
+
+
+def usual_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of most numbers: libraries keep norms and small tables of a module in bf16 wider."""
+    numbers: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        numbers[parameter.dtype] += parameter.numel()
+    return numbers.most_common(1)[0][0]
 
 
 def load_deferred(

@@ -32,8 +32,10 @@ class Sharding(ABC):
         self.config = config
         self.accumulation = torch.float64 if config.reduce_dtype == "fp64" else torch.float32
 
-    def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:  # noqa: B027
-        """Lay `module` out, in place, gathering `blocks` one by one and then what is left."""
+    def wrap(  # noqa: B027
+        self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype
+    ) -> None:
+        """Lay `module` out, in place, gathering `pieces` (inner ones first) one by one and then what is left."""
 
     @abstractmethod
     def beside(self) -> Sharding:
@@ -107,10 +109,10 @@ class Whole(Sharding):
     def beside(self) -> Whole:
         return Whole(self.config)
 
-    def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+    def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
         if self.accumulation == torch.float64:
-            for block in blocks:
-                block.register_forward_pre_hook(_group_gradients, with_kwargs=True)
+            for piece in pieces:
+                piece.register_forward_pre_hook(_group_gradients, with_kwargs=True)
 
     def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
@@ -168,7 +170,7 @@ class Sharded(Sharding):
     def beside(self) -> Sharded:
         return Sharded(self.config, self.rank, self.mesh)
 
-    def wrap(self, module: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+    def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mixed = self.config.mixed_precision and compute_dtype != torch.float32
@@ -177,11 +179,11 @@ class Sharded(Sharding):
             reduce_dtype=self.accumulation,
             cast_forward_inputs=False,  # 1000 sigma does not fit in the 8 bits of bf16
         )
-        for block in blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=policy, reshard_after_forward=self._reshards)
+        for piece in pieces:
+            fully_shard(piece, mesh=self.mesh, mp_policy=policy, reshard_after_forward=self._reshards)
         # What the root holds is needed again as soon as the backward pass begins.
         self.module = fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
-        self.modules = [*blocks, module]
+        self.modules = [*pieces, module]
         for each in self.modules:
             # Losses are divided by the count over all ranks already.
             each.set_gradient_divide_factor(1.0)
@@ -251,18 +253,18 @@ class Sharded(Sharding):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        self._set_resharding(blocks=False)
+        self._set_resharding(pieces=False)
         for module in self.modules:
             module.unshard()
         try:
             yield
         finally:
             self.reshard()
-            self._set_resharding(blocks=self._reshards)
+            self._set_resharding(pieces=self._reshards)
 
-    def _set_resharding(self, blocks: bool) -> None:
-        for block in self.modules[:-1]:
-            block.set_reshard_after_forward(blocks, recurse=False)
+    def _set_resharding(self, pieces: bool) -> None:
+        for piece in self.modules[:-1]:
+            piece.set_reshard_after_forward(pieces, recurse=False)
 
     def moved(self) -> None:
         """The shards follow their parameters, which were moved in place."""

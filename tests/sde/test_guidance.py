@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from unirl.sde.guidance import (
     EmbeddedGuidance,
     ExpertGuidance,
     Guidance,
+    LineNormGuidance,
     NoGuidance,
     NormCorrectedGuidance,
 )
@@ -21,6 +23,7 @@ from unirl.types.conditions import Conditions, LatentCondition, ScaleCondition, 
 KINDS = (
     Guidance(),
     NormCorrectedGuidance(patch_size=2),
+    LineNormGuidance(),
     EmbeddedGuidance(),
     ExpertGuidance(boundary=0.875),
     NoGuidance(),
@@ -72,6 +75,16 @@ def test_norm_corrected_guidance_keeps_the_norm_of_each_token(passes: int) -> No
     wanted = combined * (cond.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(found.norm(dim=-1), cond.norm(dim=-1))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_line_norm_guidance_keeps_the_norm_of_each_line(passes: int) -> None:
+    x, sigma, conditions = inputs()
+    found = guided(LineNormGuidance().at(4.0, passes=passes), x, sigma, conditions)
+    uncond, cond = branches(x, sigma, conditions)
+    combined = uncond + 4.0 * (cond - uncond)
+    torch.testing.assert_close(found.norm(dim=-1), cond.norm(dim=-1))
+    torch.testing.assert_close(normalize(found, dim=-1), normalize(combined, dim=-1))
 
 
 def tokens(v: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 PRINTABLE = range(33, 127)
 CLIP_VOCABULARY = 514
 T5_VOCABULARY = 98
+GEMMA_SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+GEMMA_VOCABULARY = len(GEMMA_SPECIALS) + 1 + len(PRINTABLE)
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 THINK = ("<think>", "</think>")
@@ -39,6 +41,14 @@ def t5_tokenizer() -> Any:
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
     return T5Tokenizer(vocab=pieces + [(chr(c), -3.0) for c in PRINTABLE], extra_ids=0)
+
+
+def gemma_tokenizer() -> Any:
+    """Gemma's, of 100 letters; every text begins with <bos>."""
+    from transformers import GemmaTokenizer
+
+    pieces = [*GEMMA_SPECIALS, "\u2581", *map(chr, PRINTABLE)]
+    return GemmaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], add_bos_token=True)
 
 
 def byt5_tokenizer() -> Any:

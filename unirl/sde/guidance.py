@@ -2,6 +2,7 @@
 
     classic          v = v_uncond + w (v_cond - v_uncond)                        Ho & Salimans 2022 (arXiv:2207.12598)
     norm-corrected   the same, then every token as long as it is in v_cond       Qwen-Image (arXiv:2508.02324)
+    by lines         the same, then every line of a channel as long as in v_cond Lumina-Image 2.0 (arXiv:2503.21758)
     embedded         one forward; w is an input of the network                   FLUX.1-dev, HunyuanVideo
     per expert       w of the expert that the noise level belongs to             Wan 2.2 (arXiv:2503.20314)
     unguided         one forward; the model was distilled for w = 1
@@ -18,6 +19,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from unirl.types.conditions import Conditions, ScaleCondition, TextEmbedCondition
 
@@ -101,6 +103,15 @@ class NormCorrectedGuidance(Guidance):
         patches = squares.reshape(len(v), rows, p, columns, p).sum((2, 4))
         norms: Tensor = patches.sqrt().repeat_interleave(p, 1).repeat_interleave(p, 2)
         return norms[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineNormGuidance(Guidance):
+    """Classic guidance whose result has, line by line of a latent channel, the norm of the conditional branch."""
+
+    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+        guided = super().combine(uncond, cond, sigma)
+        return guided * (vector_norm(cond, dim=-1, keepdim=True) / vector_norm(guided, dim=-1, keepdim=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,4 +150,16 @@ CASES = (
             "transformer_blocks.1.ff_context",
         ),
     ),
+    FamilyCase(
+        name="lumina2",
+        pipeline_class="lumina2.pipeline.Lumina2Pipeline",
+        bundle_class="lumina2.bundle.Lumina2Bundle",
+        scales=(1.0, 4.0),
+    ),
+    FamilyCase(
+        name="z_image",
+        pipeline_class="z_image.pipeline.ZImagePipeline",
+        bundle_class="z_image.bundle.ZImageBundle",
+        max_sequence_length=48,
+    ),
 )

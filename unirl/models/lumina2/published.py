@@ -1,0 +1,55 @@
+"""Configurations of the public Lumina-Image 2.0 checkpoint, so that a run can be planned without a connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.models.checkpoint import Checkpoint
+
+_CONFIGS: dict[str, Any] = {
+    "transformer": {
+        "sample_size": 128,
+        "patch_size": 2,
+        "in_channels": 16,
+        "hidden_size": 2304,
+        "num_layers": 26,
+        "num_refiner_layers": 2,
+        "num_attention_heads": 24,
+        "num_kv_heads": 8,
+        "multiple_of": 256,
+        "axes_dim_rope": (32, 32, 32),
+        "axes_lens": (300, 512, 512),
+        "cap_feat_dim": 2304,
+    },
+    "text_encoder": {  # Gemma 2 of 2 B
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+    "vae": {
+        "sample_size": 1024,
+        "in_channels": 3,
+        "out_channels": 3,
+        "latent_channels": 16,
+        "block_out_channels": (128, 256, 512, 512),
+        "layers_per_block": 2,
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "norm_num_groups": 32,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    },
+}
+
+PUBLISHED: dict[str, Checkpoint] = {
+    "Alpha-VLLM/Lumina-Image-2.0": Checkpoint(configs=_CONFIGS, scheduler={"shift": 6.0}),
+}

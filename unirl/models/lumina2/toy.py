@@ -1,0 +1,59 @@
+"""The toy checkpoint: the same classes, tiny, with fixed random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unirl.models.checkpoint import Checkpoint
+from unirl.models.lumina2.text import TEMPLATE
+from unirl.models.toy_tokenizers import GEMMA_VOCABULARY, gemma_tokenizer, with_pieces
+
+TEMPLATE_PIECES = 3
+
+_CONFIGS: dict[str, Any] = {
+    "transformer": {
+        "sample_size": 32,
+        "patch_size": 2,
+        "in_channels": 4,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 2,
+        "num_kv_heads": 1,
+        "multiple_of": 8,
+        "axes_dim_rope": (4, 4, 4),
+        "axes_lens": (64, 32, 32),
+        "cap_feat_dim": 16,
+    },
+    "text_encoder": {
+        "vocab_size": GEMMA_VOCABULARY + TEMPLATE_PIECES,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    },
+    "vae": {
+        "sample_size": 32,
+        "in_channels": 3,
+        "out_channels": 3,
+        "block_out_channels": (8, 8, 16, 16),
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    },
+}
+TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 6.0})
+
+
+def toy_tokenizers() -> dict[str, Any]:
+    """Gemma's over characters, to which the template of prompts is a few tokens."""
+    return {"tokenizer": with_pieces(gemma_tokenizer(), TEMPLATE, TEMPLATE_PIECES)}

@@ -97,6 +97,35 @@ QWEN_IMAGE_CLEAN = {key: value for key, value in QWEN_IMAGE.items() if key.parti
     "sampling.kernel._target_": "unirl.sde.kernels.EulerODE",
 }
 
+KLEIN = FIRST_HALF | {
+    "batch_size": 64,
+    "num_rollouts": 10000,
+    "sampling.samples_per_prompt": 16,
+    "stack.num_updates_per_batch": 2,
+    "stack.micro_batch_size": 1,
+    "stack.max_grad_norm": 1.0,
+    "algorithm.clip_range": 5e-3,
+    "algorithm.old_logp_source": "replay",
+    "advantage.std": "group",
+    "backend.optimizer_cfg.learning_rate": 5e-5,
+    "backend.optimizer_cfg.weight_decay": 0.0,
+    "backend.lora_cfg.rank": 16,
+    "backend.lora_cfg.alpha": 32.0,
+    "bundle.dtype": "bf16",
+    "sampling.trajectory_dtype": "fp32",
+    "sampling.num_inference_steps": 10,
+    "sampling.kernel._target_": "unirl.sde.kernels.DanceSDEStrategy",
+    "sampling.kernel.eta": 0.7,
+    "sampling.guidance_scale": 1.0,
+    "sampling.height": 512,
+    "sampling.width": 512,
+    "sampling.max_sequence_length": 512,
+    "sampling.init_same_noise": True,
+    "sampling.seed": 42,
+}
+"""What the published runs on FLUX.2-klein share; they keep their trajectories in fp16."""
+EDITREWARD = {"reward.backend.config.required_rewards": ["editreward"], "reward.backend.config.sends_sources": True}
+
 CLEAN_SAMPLES = {key: value for key, value in SD3.items() if key.partition(".")[0] != "algorithm"} | {
     "stack.num_updates_per_batch": 1,
     "sampling.kernel.eta": None,
@@ -104,6 +133,26 @@ CLEAN_SAMPLES = {key: value for key, value in SD3.items() if key.partition(".")[
 }
 """What runs have in common that need no trajectory."""
 
+Z_IMAGE = (
+    SD3
+    | FIRST_HALF
+    | {
+        "batch_size": 64,
+        "bundle.path": "Tongyi-MAI/Z-Image",
+        "advantage.std": "group",
+        "backend.fsdp_cfg.activation_checkpointing": True,
+        "backend.lora_cfg.rank": 64,
+        "backend.lora_cfg.alpha": 128.0,
+        "backend.optimizer_cfg.weight_decay": 0.0,
+        "stack.micro_batch_size": 1,
+        "sampling.init_same_noise": False,
+        "sampling.num_inference_steps": 16,
+        "sampling.guidance_scale": 1.0,
+        "sampling.max_sequence_length": 512,
+        "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy",
+    }
+)
+"""Guidance is ours: the published run drew at diffusers' 4, a scale of 5, and so ran the network twice."""
 HUNYUAN_VIDEO = SD3 | {
     "bundle.path": "hunyuanvideo-community/HunyuanVideo",
     "reward.backend._target_": "unirl.reward.local.video_pickscore.VideoPickScoreRewardScorer",
@@ -200,6 +249,13 @@ PUBLISHED = {
     | FIRST_HALF
     | {"stack.micro_batch_size": 8, "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
     | {"sampling.kernel._target_": "unirl.sde.kernels.DanceSDEStrategy"},
+    "diffusion/flux2_klein_trainside": KLEIN,
+    "diffusion/flux2_klein_editreward": KLEIN | EDITREWARD | {"batch_size": 48},
+    "diffusion/flux2_klein_4b_editreward": KLEIN | EDITREWARD,
+    "diffusion/flux1_dev_trainside": SD3
+    | FIRST_HALF
+    | {"backend.lora_cfg.rank": 64, "backend.lora_cfg.alpha": 128.0, "backend.fsdp_cfg.activation_checkpointing": True}
+    | {"sampling.num_inference_steps": 12, "sampling.guidance_scale": 3.5, "sampling.max_sequence_length": 512},
     "diffusion/sd3_mixgrpo": SD3
     | WINDOW
     | {"stack.micro_batch_size": 8, "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}
@@ -214,8 +270,12 @@ PUBLISHED = {
     "diffusion/qwen_image_edit_trainside": QWEN_IMAGE
     | FIRST_HALF
     | {"sampling.height": 512, "sampling.width": 512, "bundle.path": "Qwen/Qwen-Image-Edit"},
+    "diffusion/z_image_trainside": Z_IMAGE,
     "diffusion/hunyuan_video_t2v_trainside": HUNYUAN_VIDEO,
     "diffusion/hunyuan_video15_t2v_dancegrpo_trainside": HUNYUAN_VIDEO_15,
+    "diffusion/lumina2_trainside": SD3
+    | FIRST_HALF
+    | {"sampling.guidance_scale": 4.0, "bundle.path": "Alpha-VLLM/Lumina-Image-2.0"},
     "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": 8},
     "diffusion/sd3_flowgrpo": SD3
     | EVERY_STEP

@@ -109,6 +109,16 @@ class PromptEmbeddings:
             self.size -= _num_bytes(self._rows.popitem(last=False)[1])
 
 
+def causal_mask(mask: Tensor) -> Tensor:
+    """[B, 1, L, L] bool: each token sees the real ones up to itself; `mask` [B, L] is true at real tokens.
+
+    Written out, since transformers gives a batch in which no text is padded to another kernel, whose bits may differ.
+    """
+    length = mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    return causal & mask.bool()[:, None, None, :]
+
+
 def _num_bytes(row: TextEmbedCondition) -> int:
     sizes: list[int] = []
 

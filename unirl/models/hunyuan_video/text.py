@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from unirl.models.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 TEMPLATE = (
@@ -51,7 +52,7 @@ class HunyuanVideoTextEncoder:
         fed = _padded(self.llama_tokenizer, [TEMPLATE.format(text) for text in texts], CROP_START + length)
         device = next(self.llama.parameters()).device
         ids, mask = fed.input_ids.to(device), fed.attention_mask.to(device)
-        states = self.llama(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        states = self.llama(input_ids=ids, attention_mask=causal_mask(mask), output_hidden_states=True).hidden_states
         return states[-1 - SKIPPED_LAYERS][:, CROP_START:], mask[:, CROP_START:].bool()
 
     def _pooled(self, texts: list[str]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unirl.models.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 SYSTEM_MESSAGE = (" " * 8).join(
@@ -66,7 +67,7 @@ class HunyuanVideo15TextEncoder:
         )
         device = next(self.qwen.parameters()).device
         ids, mask = fed["input_ids"].to(device), fed["attention_mask"].to(device)
-        states = self.qwen(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        states = self.qwen(input_ids=ids, attention_mask=causal_mask(mask), output_hidden_states=True).hidden_states
         return states[-1 - SKIPPED_LAYERS][:, CROP_START:], mask[:, CROP_START:].bool()
 
     def _glyphs(self, texts: Sequence[str | None]) -> tuple[Tensor, Tensor]:

@@ -292,6 +292,17 @@ def test_bfloat16_compute_leaves_log_probs_in_float32(stage: ARStage) -> None:
     assert 0 < float((rounded - exact).abs().max()) < 0.2
 
 
+@pytest.mark.slow
+def test_blocks_can_be_traced_for_a_compiler(stage: ARStage) -> None:
+    """As with fsdp_cfg.use_torch_compile; what a compiler then makes of them is its own affair."""
+    conditions, segment = prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)
+    plain = gradients(stage.network, weighted_sum(stage.replay(conditions, segment).logp))
+    traced = stage_of(networks()[0])
+    block: Any = traced.network.get_submodule("model.layers.0")
+    block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=True)
+    assert_close(gradients(traced.network, weighted_sum(traced.replay(conditions, segment).logp)), plain)
+
+
 def test_the_canary_is_the_logits_after_each_prompt(pair: tuple[ARStage, Any]) -> None:
     stage, plain = pair
     prompts = prompts_of_lengths(PROMPTS)["prompt"]

@@ -23,6 +23,7 @@ from unirl.models.chunks import round_up
 
 ATTENTION = "unirl"
 """The name that transformers knows it by."""
+CPU = torch.device("cpu")
 FILL = 16
 """Rows whose lengths are the same when rounded up to a multiple of this run side by side."""
 
@@ -38,23 +39,17 @@ class Attend(Protocol):
 class PackedRows:
     """Rows end to end: a token sees the earlier ones of its own row, and itself."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = [length for length in lengths if length]
-        self._bounds: Tensor | None = None
-        self._blocks: RowBlocks | None = None
+    def __init__(self, lengths: Sequence[int], device: torch.device = CPU) -> None:
+        lengths = [length for length in lengths if length]
+        # All of it here, before the layers run: their compiled forms only read it.
+        self.longest = max(lengths)
+        self.bounds = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+        self.blocks = RowBlocks.of(lengths, device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if has_varlen(query):
-            return causal_rows(query, key, value, self._row_bounds(query.device), max(self.lengths), scale)
-        if self._blocks is None:
-            self._blocks = RowBlocks.of(self.lengths, query.device)
-        return self._blocks(query, key, value, scale)
-
-    def _row_bounds(self, device: torch.device) -> Tensor:
-        if self._bounds is None:
-            ends = list(accumulate(self.lengths, initial=0))
-            self._bounds = torch.tensor(ends, dtype=torch.int32, device=device)
-        return self._bounds
+            return causal_rows(query, key, value, self.bounds, self.longest, scale)
+        return self.blocks(query, key, value, scale)
 
 
 @dataclass(frozen=True)

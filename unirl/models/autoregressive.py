@@ -138,7 +138,7 @@ class ARStage:
             hidden=values is not None,
             multiple=multiple,
         )
-        found = self._forward(filled.feed(PackedRows(filled.lengths), asked))
+        found = self._forward(filled.feed(PackedRows(filled.lengths, self._device()), asked))
         kept = {name: tensor[: len(before)] for name, tensor in found.items()}
         said = None if values is None else self._values(kept["hidden"], values)
         return TokenReplay(kept["logp"], kept.get("entropy"), said)
@@ -150,7 +150,8 @@ class ARStage:
         lasts = filled_rows(len(inputs), self.facts.batch_multiple)
         filled, at = packed.filled(self.facts.batch_multiple), (inputs.offsets[1:] - 1)[lasts]
         with torch.compiler.set_stance("force_eager"):
-            found = self._forward(filled.feed(PackedRows(filled.lengths), Logits(at.to(self._device()))))
+            attend, asked = PackedRows(filled.lengths, self._device()), Logits(at.to(self._device()))
+            found = self._forward(filled.feed(attend, asked))
         return CanaryAnswer(values=found["logits"][: len(inputs)])
 
     def _values(self, hidden: Tensor, gradient: ValueGradient) -> Tensor:

@@ -60,7 +60,7 @@ class Prefill:
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int], sources: Tensor, places: Tensor) -> None:
         self.cache = cache
-        self.rows = PackedRows(lengths)
+        self.rows = PackedRows(lengths, places.device)
         self.sources = sources  # [M] tokens of the forward
         self.places = places  # [M] of slots laid end to end
 

@@ -111,7 +111,8 @@ class LineNormGuidance(Guidance):
 
     def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
         guided = super().combine(uncond, cond, sigma)
-        return guided * (vector_norm(cond, dim=-1, keepdim=True) / vector_norm(guided, dim=-1, keepdim=True))
+        scale: Tensor = vector_norm(cond, dim=-1, keepdim=True) / vector_norm(guided, dim=-1, keepdim=True)
+        return guided * scale
 
 
 @dataclass(frozen=True, kw_only=True)

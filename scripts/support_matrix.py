@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "flux2_klein": ("FLUX.2-klein", "flux2_klein_trainside"),
     "flux2_klein_edit": ("FLUX.2-klein, editing", "flux2_klein_editreward"),
     "z_image": ("Z-Image", "z_image_trainside"),
+    "lumina2": ("Lumina-Image 2.0", "lumina2_trainside"),
     "wan21_t2v": ("Wan 2.1 T2V", "wan21_t2v"),
     "wan21_i2v": ("Wan 2.1 I2V", "wan21_i2v"),
     "wan22_t2v": ("Wan 2.2 T2V A14B", "wan22_t2v_14b"),

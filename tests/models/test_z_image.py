@@ -68,6 +68,21 @@ def test_a_row_has_the_same_bits_beside_shorter_and_longer_ones(pipeline: ZImage
         assert torch.equal(velocity(rows), together[rows])
 
 
+def test_every_row_is_as_long_as_the_longest_prompt_could_make_it(pipeline: ZImagePipeline) -> None:
+    """Whatever it stands beside: kernels of accelerators are chosen by length and mask."""
+    module, seen = pipeline.bundle.trainable(), []
+
+    def look(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        seen.append((inputs[0].shape[1], inputs[1].sum(1).tolist()))
+
+    handle = module.get_submodule("layers.0").register_forward_pre_hook(look)
+    text, x = pipeline.embed(RAGGED, LENGTH), torch.zeros(4, 4, 4, 6)
+    for rows in ([0, 1, 2, 3], [2], [3, 3]):
+        pipeline.stage.denoiser.velocity(x[rows], torch.ones(len(rows)), {"text": text.select(rows)})
+    handle.remove()
+    assert seen == [(128, [64, 96, 64, 128]), (128, [64]), (128, [128, 128])]
+
+
 def test_all_denoisers_of_one_network_pad_alike(pipeline: ZImagePipeline) -> None:
     params = params_of(1.0)
     before = draw_by_euler(pipeline, RAGGED, params).latents

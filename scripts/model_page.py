@@ -11,7 +11,14 @@ from pathlib import Path
 
 from unirl.models.checkpoint import TOY, DiffusersFamily
 from unirl.models.estimate import ModelEstimate
-from unirl.sde.guidance import EmbeddedGuidance, ExpertGuidance, Guidance, NoGuidance, NormCorrectedGuidance
+from unirl.sde.guidance import (
+    EmbeddedGuidance,
+    ExpertGuidance,
+    Guidance,
+    LineNormGuidance,
+    NoGuidance,
+    NormCorrectedGuidance,
+)
 from unirl.types.facts import LatentFacts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +37,7 @@ pixels; a wrong one is refused with the nearest that works."""
 GUIDANCE: Mapping[type, str] = {
     Guidance: "classic",
     NormCorrectedGuidance: "norm-corrected",
+    LineNormGuidance: "normed by lines",
     EmbeddedGuidance: "embedded",
     ExpertGuidance: "per expert",
     NoGuidance: "none (distilled)",

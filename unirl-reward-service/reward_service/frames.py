@@ -75,6 +75,8 @@ class Row(Struct):
     image: Medium | None = None
     video: Medium | None = None
     metadata: dict[str, Any] | None = None
+    sources: list[Medium] = []
+    """The pictures of the turns before: what was edited."""
 
 
 class Batch(Struct, tag=True):

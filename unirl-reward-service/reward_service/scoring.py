@@ -17,7 +17,7 @@ from reward_service.metrics import Metrics
 from reward_service.refusals import Refused, Share
 from reward_service.rewards import Job, Reward
 from unirl.config.errors import did_you_mean
-from unirl.reward.wire import RETRYABLE, Item, ItemError, Said, Score, ScoreRequest, ScoreResponse
+from unirl.reward.wire import RETRYABLE, Item, ItemError, Medium, Said, Score, ScoreRequest, ScoreResponse
 
 Key = tuple[str, str]
 """A reward and a request id."""
@@ -90,7 +90,8 @@ class Scoring:
         self._check_room(Counter(name for entry in entries for name in entry.open))
         for place, entry in enumerate(entries):
             if entry.open:
-                entry.row = await self._row(place, entry.item, share)
+                compared = any("sources" in self._rewards[name].reads for name in entry.open)
+                entry.row = await self._row(place, entry.item, share, compared=compared)
         self._queue(entries)
         await self._wait({answer for entry in entries for answer in entry.answers.values()})
         return response_of(entries)
@@ -119,15 +120,25 @@ class Scoring:
             self._metrics.repeated.labels(name).inc()
         return Entry(item, digest, known)
 
-    async def _row(self, place: int, item: Item, share: Share) -> Row:
+    async def _row(self, place: int, item: Item, share: Share, *, compared: bool) -> Row:
+        """With raw media; of the turns before the last only where it is `compared` with them."""
+        image, video = await self._raw(place, item, len(item.history) - 1, share)
+        before = [turn for turn in range(len(item.history) - 1) if compared and item.history[turn].has_image]
+        pictures = [(await self._raw(place, item, turn, share))[0] for turn in before]
+        sources = [picture for picture in pictures if picture is not None]
+        return Row(item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata, sources)
+
+    async def _raw(self, place: int, item: Item, turn: int, share: Share) -> tuple[Medium | None, Medium | None]:
+        """Picture and video of a turn."""
+        said = item.history[turn]
         try:
-            image, video = await self._decoder.raw(item.answer)
-            for medium, sent in ((image, item.answer.image), (video, item.answer.video)):
+            image, video = await self._decoder.raw(said)
+            for medium, sent in ((image, said.image), (video, said.video)):
                 if medium is not None and medium is not sent:
                     share.take(len(medium.data))
         except BadMedia as error:
-            raise Refused(400, "bad_media", f"requests[{place}].history[{len(item.history) - 1}]: {error}") from error
-        return Row(item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata)
+            raise Refused(400, "bad_media", f"requests[{place}].history[{turn}]: {error}") from error
+        return image, video
 
     def _queue(self, entries: Sequence[Entry]) -> None:
         """Give every open reward of every item to its queue: all of them, or (429) none."""
@@ -193,6 +204,7 @@ def lacking(row: Row, reward: Reward) -> ItemError | None:
         "texts": row.text is not None,
         "images": row.image is not None,
         "videos": row.video is not None,
+        "sources": bool(row.sources),
         "metadata": True,
     }
     lacks = [column for column in reward.reads if not have.get(column)]

@@ -40,7 +40,7 @@ from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 KINDS: dict[int, Kind] = {FAILED: "failed", NOT_FINITE: "not_finite", UNREACHABLE: "unavailable"}
-COLUMNS = ("prompts", "images", "videos", "texts", "metadata")
+COLUMNS = ("prompts", "images", "videos", "texts", "sources", "metadata")
 TOTAL = "total"
 
 
@@ -109,6 +109,7 @@ def request_of(rows: Sequence[Row], reads: Sequence[str]) -> RewardRequest:
         images=torch.stack([pixels(row.image) for row in rows]) if "images" in reads else None,
         videos=videos([row.video for row in rows]) if "videos" in reads else None,
         texts=[row.text or "" for row in rows] if "texts" in reads else None,
+        sources=[[pixels(source) for source in row.sources] for row in rows] if "sources" in reads else None,
         metadata=[row.metadata or {} for row in rows] if "metadata" in reads else None,
     )
 

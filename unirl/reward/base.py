@@ -19,7 +19,7 @@ class RewardScorer(ABC):
     """Scores the rows of a request, each by itself: neither order nor neighbours matter."""
 
     reads: tuple[str, ...]
-    """The columns it gets, of: prompts, images, videos, texts, lengths, metadata."""
+    """The columns it gets, of: prompts, images, videos, texts, lengths, sources, metadata."""
     capabilities: Capabilities = Capabilities(modalities=("image",))
 
     @abstractmethod

@@ -46,6 +46,8 @@ class RemoteRewardSpec(ConnectionConfig):
     """`raw`, `png` and `webp` lose nothing; a `jpeg` in front of a scorer changes its scores."""
     image_quality: int = 95
     """Of JPEG, 1 to 95."""
+    sends_sources: bool = False
+    """The pictures that a prompt brings travel too, each in a turn before the sample's: for rewards of editing."""
     video_format: Literal["raw", "mp4"] = "raw"
     """Neither loses anything; `mp4` is smaller, slower, and needs PyAV."""
     video_fps: int = 8
@@ -61,6 +63,8 @@ class RemoteRewardSpec(ConnectionConfig):
         if not self.required_rewards:
             raise ValueError("required_rewards is empty: name at least one reward of the service")
         self._check_weights()
+        if self.sends_sources and self.input_kind != "image":
+            raise ValueError(f"sends_sources is for pictures that are edited, and input_kind is {self.input_kind}")
         if not 1 <= self.image_quality <= 95:
             raise ValueError(f"image_quality must lie in 1..95, got {self.image_quality}")
         if self.encoding == "json" and self.input_kind != "text" and self._format == "raw":
@@ -104,7 +108,7 @@ class RemoteRewardBackend(RewardScorer):
 
     def __init__(self, *, config: RemoteRewardSpec) -> None:
         self.config = config
-        self.reads = ("prompts", COLUMN[config.input_kind], "metadata")
+        self.reads = ("prompts", COLUMN[config.input_kind], "metadata", *(("sources",) if config.sends_sources else ()))
         self.capabilities = Capabilities(modalities=(config.input_kind,))
         self._connection: Connection | None = None
         self._starting = threading.Lock()
@@ -191,12 +195,8 @@ class RequestItems:
             return [Turn(text=prompt), Turn(text=request.texts[row])]
         if config.input_kind == "image":
             assert request.images is not None
-            medium = image_medium(request.images[row], config.image_format, config.image_quality)
-            return [
-                Turn(text=prompt, image_b64=_base64(medium))
-                if config.encoding == "json"
-                else Turn(text=prompt, image=medium)
-            ]
+            sources = () if request.sources is None else request.sources[row]
+            return [self._picture(prompt, pixels) for pixels in (*sources, request.images[row])]
         assert request.videos is not None
         start, end = request.videos.offsets[row : row + 2].tolist()
         medium = video_medium(request.videos.frames[start:end], config.video_format, config.video_fps)
@@ -205,6 +205,12 @@ class RequestItems:
             if config.encoding == "json"
             else Turn(text=prompt, video=medium)
         ]
+
+    def _picture(self, prompt: str, pixels: Tensor) -> Turn:
+        medium = image_medium(pixels, self._config.image_format, self._config.image_quality)
+        if self._config.encoding == "json":
+            return Turn(text=prompt, image_b64=_base64(medium))
+        return Turn(text=prompt, image=medium)
 
 
 def _base64(medium: Medium) -> str:

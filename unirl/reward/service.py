@@ -13,15 +13,16 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, DataError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
+from unirl.models.pictures import fit_picture, read_picture
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
+from unirl.reward.scoring import FAILED, check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
-COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "metadata")
+COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
 MEDIA: dict[str, type[Any]] = {"images": Images, "videos": Videos, "texts": Texts, "lengths": Texts}
 """Which kind of decoded media holds a column."""
 
@@ -124,8 +125,27 @@ class RewardService:
             images=track.decoded.pixels if "images" in reads else None,
             videos=track.decoded if "videos" in reads else None,
             texts=track.decoded.texts if "texts" in reads else None,
+            sources=self._sources(req.pictures(), rows, track) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
         )
+
+    def _sources(
+        self, pictures: Sequence[tuple[str, ...]], rows: Sequence[int], track: RolloutTrack
+    ) -> list[list[Tensor]]:
+        """What the prompt of each row brought, as the model saw it: cut to the sample's size, each file read once."""
+        self._check_medium("images", track)
+        uris = [pictures[row] for row in rows]
+        for sample, brought in zip(track.sample_ids, uris, strict=True):
+            if not brought:
+                raise RewardError(
+                    f"reward {name_of(self.backend)!r} compares with the picture that was edited, and the prompt of "
+                    f"sample {sample!r} brought none: give it media_refs of role condition",
+                    code=FAILED,
+                )
+        height, width = track.decoded.pixels.shape[-2:]
+        distinct = dict.fromkeys(uri for brought in uris for uri in brought)
+        opened = {uri: fit_picture(read_picture(uri), height, width) for uri in distinct}
+        return [[opened[uri] for uri in brought] for brought in uris]
 
     def _check_medium(self, column: str, track: RolloutTrack) -> None:
         if not isinstance(track.decoded, MEDIA[column]):

@@ -36,6 +36,7 @@ class RewardRequest:
     videos: Videos | None = None  # frames [sum F, 3, H, W] in [0, 1], laid end to end
     texts: Sequence[str] | None = None  # generated text
     lengths: Sequence[ResponseLength] | None = None  # of the generated texts
+    sources: Sequence[Sequence[Tensor]] | None = None  # of each row: [3, H, W] in [0, 1], what its prompt brought
     metadata: Sequence[dict[str, Any]] | None = None
 
     def __len__(self) -> int:

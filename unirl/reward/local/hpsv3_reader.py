@@ -1,4 +1,4 @@
-"""What HPSv3 is asked about a picture: the published text, the prompt within it, and the picture's patches."""
+"""What Qwen2-VL with a head is asked about pictures: a published text, the prompt within it, and their patches."""
 
 from __future__ import annotations
 
@@ -49,24 +49,27 @@ class Reader:
         self.instruction = instruction
         self.reward_id, self.image_id = tokenizer.convert_tokens_to_ids([REWARD_TOKEN, IMAGE_TOKEN])
 
-    def text(self, prompt: str) -> list[int]:
-        """The tokens of a question, with one token in place of the picture."""
-        content = [{"type": "image"}, {"type": "text", "text": self.instruction.replace(PROMPT_PLACE, prompt)}]
+    def text(self, prompt: str, num_pictures: int = 1) -> list[int]:
+        """The tokens of a question, with one token in place of each picture."""
+        question = {"type": "text", "text": self.instruction.replace(PROMPT_PLACE, prompt)}
+        content = [{"type": "image"}] * num_pictures + [question]
         turns = [{"role": "user", "content": content}]
         chat = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         tokens: list[int] = self.tokenizer(chat)["input_ids"]
         return tokens
 
-    def questions(self, texts: Sequence[list[int]], images: Tensor) -> Questions:
-        """Texts of one filled length and pictures [B, 3, H, W] in [0, 1]."""
+    def questions(self, texts: Sequence[list[int]], *pictures: Tensor) -> Questions:
+        """Texts of one filled length and, for each of a text's pictures in turn, those [B, 3, H, W] in [0, 1]."""
         size = {"shortest_edge": AREA, "longest_edge": AREA}
-        seen = self.image_processor(as_pil(images), size=size, return_tensors="pt")
+        row_by_row = [image for row in zip(*map(as_pil, pictures), strict=True) for image in row]
+        seen = self.image_processor(row_by_row, size=size, return_tensors="pt")
         grids = seen["image_grid_thw"]
-        count = int(grids[0].prod()) // self.image_processor.merge_size**2
-        tokens = torch.full((len(texts), filled_length(texts[0]) + count - 1), self.tokenizer.pad_token_id)
+        counts = [int(grid.prod()) // self.image_processor.merge_size**2 for grid in grids[: len(pictures)]]
+        length = filled_length(texts[0]) + sum(counts) - len(counts)
+        tokens = torch.full((len(texts), length), self.tokenizer.pad_token_id)
         for row, text in enumerate(texts):
-            place = text.index(self.image_id)
-            whole = [*text[:place], *[self.image_id] * count, *text[place + 1 :]]
+            widths = iter(counts)
+            whole = [token for token in text for _ in range(next(widths) if token == self.image_id else 1)]
             tokens[row, : len(whole)] = torch.tensor(whole)
         return Questions(tokens, seen["pixel_values"], grids)
 
@@ -80,8 +83,8 @@ def check_marks(prompt: str, whose: str = "") -> None:
     """Raises RewardError (6002) when a prompt holds what the model would take for a mark of its own."""
     if found := MARK.findall(prompt):
         raise RewardError(
-            f"the prompt {prompt!r}{whose} holds {', '.join(found)}, which HPSv3 reads as a mark of the chat and not "
-            "as text: take it out of the data",
+            f"the prompt {prompt!r}{whose} holds {', '.join(found)}, which the model reads as a mark of the chat and "
+            "not as text: take it out of the data",
             code=6002,
         )
 
@@ -107,7 +110,7 @@ def read_instruction(path: str | None) -> str:
     except OSError as error:
         raise DataError(f"config.instruction={path!r}: {where} cannot be read ({error.strerror})", NOT_FOUND) from error
     if path is None:
-        constants = _text_constants(text)
+        constants = text_constants(text)
         text = constants.get("INSTRUCTION", "") + constants.get("prompt_with_special_token", "")
     for place in (PROMPT_PLACE, REWARD_TOKEN):
         if text.count(place) != 1:
@@ -130,7 +133,7 @@ def _published_source() -> Path:
     return Path(package.submodule_search_locations[0]) / "dataset" / "data_collator_qwen.py"
 
 
-def _text_constants(source: str) -> dict[str, str]:
+def text_constants(source: str) -> dict[str, str]:
     """The strings that a module's source assigns to names, by name."""
     found: dict[str, str] = {}
     for line in ast.parse(source).body:
@@ -148,9 +151,16 @@ TOY_CHAT = (
 
 
 def toy_reader() -> Reader:
-    """Qwen2's tokenizer over bytes, with the format of its chats, and its image processor."""
+    """The toy's tokenizer, with Qwen2-VL's image processor."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    return Reader(toy_tokenizer(), Qwen2VLImageProcessorPil(), TOY_INSTRUCTION)
+
+
+def toy_tokenizer() -> Any:
+    """Qwen2's tokenizer over bytes, with the format of its chats."""
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
+    from transformers import Qwen2Tokenizer
 
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN]
     vocabulary = {piece: i for i, piece in enumerate([*sorted(ByteLevel.alphabet()), *marks])}
@@ -158,4 +168,4 @@ def toy_reader() -> Reader:
         vocab=vocabulary, merges=[], pad_token=marks[0], eos_token=marks[2], extra_special_tokens=marks
     )
     tokenizer.chat_template = TOY_CHAT
-    return Reader(tokenizer, Qwen2VLImageProcessorPil(), TOY_INSTRUCTION)
+    return tokenizer

@@ -1,0 +1,207 @@
+"""EditReward is Qwen2.5-VL with two heads on one token; it sees what was edited, here and through a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from unirl.config.errors import DataError, RewardError
+from unirl.reward.local.editreward import (
+    ASPECTS,
+    EditRewardRewardScorer,
+    EditRewardSpec,
+    network_of,
+    read_questions,
+    toy_config,
+)
+from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec, RequestItems
+from unirl.reward.service import RewardService
+from unirl.testing.reward import check_reward
+from unirl.types.primitives import Images, MediaRef, PromptImages, Texts
+from unirl.types.reward import RewardRequest
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+
+PROMPTS = ["make it red", "turn both dogs away from the moon, and let it be night", "x"]
+
+
+@pytest.fixture(scope="module")
+def scorer() -> EditRewardRewardScorer:
+    made = EditRewardRewardScorer(config=EditRewardSpec(path="toy", dtype="fp32", device="cpu"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in made.model.parameters():  # away from 0 and 1, so that nothing can be mixed up unseen
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    return made
+
+
+def drawn(seed: int, height: int, width: int) -> Tensor:
+    """[3, height, width] on the 256 levels."""
+    return torch.randint(256, (3, height, width), generator=torch.Generator().manual_seed(seed)) / 255
+
+
+def request(encoded: int = 3) -> RewardRequest:
+    images = torch.stack([drawn(i, 56, 84) for i in range(encoded)])
+    sources = [[drawn(10 + i, 56, 84 if i else 56)] for i in range(encoded)]
+    return RewardRequest(
+        sample_ids=list("abc"[:encoded]), prompts=PROMPTS[:encoded], images=images, sources=sources, metadata=[{}] * 3
+    )
+
+
+@torch.no_grad()
+def published_mean(scorer: EditRewardRewardScorer, head: int, prompt: str, pictures: list[Tensor]) -> Tensor:
+    """The published class, step by step: the pictures' states in place of their tokens, then a text model like any."""
+    reader = scorer.readers[head]
+    network: Any = scorer.model
+    asked = reader.questions([reader.text(prompt, num_pictures=2)], *(picture[None] for picture in pictures))
+    tokens = asked.tokens[:, : int((asked.tokens != reader.tokenizer.pad_token_id).sum())]
+    states = network.backbone.language_model.embed_tokens(tokens)
+    seen = torch.cat(list(network.backbone.get_image_features(asked.patches, asked.grids).pooler_output))
+    states = states.masked_scatter((tokens == reader.image_id)[..., None].expand_as(states), seen)
+    states = network.backbone.language_model(inputs_embeds=states).last_hidden_state
+    answer: Tensor = network.heads[head](states)[tokens == reader.reward_id][0, 0]
+    return answer
+
+
+def test_scores_are_the_means_of_both_heads_of_the_published_class(scorer: EditRewardRewardScorer) -> None:
+    asked = request()
+    found = scorer.score(asked)
+    assert asked.images is not None and asked.sources is not None
+    for row, prompt in enumerate(PROMPTS):
+        pictures = [asked.sources[row][0], asked.images[row]]
+        expected = [published_mean(scorer, head, prompt, pictures) for head in range(2)]
+        for name, mean in zip(ASPECTS, expected, strict=True):
+            torch.testing.assert_close(found.components[name][row], mean, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found.total[row], sum(expected) / 2, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_score_is_its_rows_own_and_depends_on_prompt_and_both_pictures(scorer: EditRewardRewardScorer) -> None:
+    asked = request()
+    before = check_reward(scorer, asked).total
+    assert asked.images is not None and asked.sources is not None
+    turned = RewardRequest(
+        sample_ids=asked.sample_ids,
+        prompts=PROMPTS,
+        images=torch.stack([drawn(10 + i, 56, 84) for i in range(3)]),
+        sources=[[image] for image in asked.images],
+    )
+    for other in (turned, RewardRequest(**{**vars(asked), "prompts": PROMPTS[1:] + PROMPTS[:1]})):
+        assert (scorer.score(other).total - before).abs().min() > 1e-6
+
+
+def test_the_names_of_a_published_checkpoint_are_read(scorer: EditRewardRewardScorer) -> None:
+    own = scorer.model.state_dict()
+    weights = {name.replace("backbone.", "model."): tensor for name, tensor in own.items()}
+    weights = {name.replace("heads.", "rm_heads.head_"): tensor for name, tensor in weights.items()}
+    weights["lm_head.weight"] = torch.zeros(2)
+    again = network_of(weights, toy_config(scorer.readers[0]), torch.float32).state_dict()
+    assert own.keys() == again.keys() and all(torch.equal(own[name], again[name]) for name in own)
+    del weights["rm_heads.head_1.0.weight"]
+    with pytest.raises(DataError, match=r"0\.weight"):
+        network_of(weights, toy_config(scorer.readers[0]), torch.float32)
+
+
+def test_questions_are_the_authors_and_read_without_running_them(tmp_path: Path) -> None:
+    (tmp_path / "prompts.py").write_text(
+        'import nothing\nINSTRUCTION_EDIT_FOLLOWING = "F {text_prompt}"\nINSTRUCTION_EDIT_QUALITY = "Q {text_prompt}"\n'
+    )
+    ending = tmp_path / "data_collator_qwen_edit.py"
+    with pytest.raises(DataError, match=r"data_collator_qwen_edit\.py cannot be read"):
+        read_questions(str(tmp_path))
+    ending.write_text('prompt_with_special_token = " <|Reward|>"\n')
+    assert read_questions(str(tmp_path)) == ["F {text_prompt} <|Reward|>", "Q {text_prompt} <|Reward|>"]
+    ending.write_text('prompt_with_special_token = ""\n')
+    with pytest.raises(DataError, match=r"must hold \{text_prompt\} and <\|Reward\|> once each"):
+        read_questions(str(tmp_path))
+    with pytest.raises(DataError, match=r"config\.questions is needed"):
+        read_questions(None)
+
+
+def test_one_picture_is_compared_with(scorer: EditRewardRewardScorer) -> None:
+    asked = request()
+    two = RewardRequest(**{**vars(asked), "sources": [[drawn(0, 56, 56)] * 2] * 3})
+    with pytest.raises(RewardError, match=r"compares with one picture, and the prompt of sample 'a' brought 2"):
+        scorer.score(two)
+
+
+def edited(folder: Path, refs: list[tuple[MediaRef, ...]]) -> tuple[RolloutReq, RolloutResp]:
+    """A request whose prompts bring pictures, and what was drawn for it: 56 x 84 pixels."""
+    ids = [f"g{i}" for i in range(len(refs))]
+    req = RolloutReq(
+        sample_ids=ids,
+        group_ids=ids,
+        primitives={"text": Texts(texts=PROMPTS[: len(refs)]), "images": PromptImages(refs=refs)},
+        metadata=[{} for _ in refs],
+        tracks={},
+        purpose="r",
+        step=0,
+        weights="live",
+        weight_version=0,
+    )
+    track = RolloutTrack(
+        sample_ids=ids,
+        group_ids=ids,
+        conditions={},
+        segment=torch.zeros(len(refs)),
+        decoded=Images(pixels=torch.stack([drawn(i, 56, 84) for i in range(len(refs))])),
+        weight=torch.ones(len(refs)),
+        weight_version=torch.zeros(len(refs), dtype=torch.int64),
+    )
+    return req, RolloutResp({"image": track})
+
+
+def saved(path: Path, pixels: Tensor) -> tuple[MediaRef, ...]:
+    levels = pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+    Image.fromarray(levels.numpy()).save(path)
+    return (MediaRef("image", "condition", str(path)),)
+
+
+def test_a_scorer_gets_the_pictures_as_the_model_saw_them(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
+    """Cut to the sample's size: of a picture that has it already, the very pixels."""
+    sources = [drawn(20, 56, 84), drawn(21, 56, 84)]
+    refs = [saved(tmp_path / f"{i}.png", source) for i, source in enumerate(sources)]
+    req, resp = edited(tmp_path, refs)
+    found = RewardService(backend=scorer).score_and_attach(req, resp).tracks["image"].rewards
+    images = torch.stack([drawn(i, 56, 84) for i in range(2)])
+    asked = RewardRequest(sample_ids=["a", "b"], prompts=PROMPTS[:2], images=images, sources=[[s] for s in sources])
+    assert found is not None
+    torch.testing.assert_close(found, scorer.score(asked).total, atol=1e-6, rtol=0)
+
+
+def test_a_prompt_without_a_picture_cannot_be_compared(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
+    req, resp = edited(tmp_path, [(), ()])
+    with pytest.raises(RewardError, match=r"prompt of sample 'g0' brought none: give it media_refs"):
+        RewardService(backend=scorer).score_and_attach(req, resp)
+
+
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+def test_what_was_edited_travels_in_a_turn_before(encoding: str) -> None:
+    config = RemoteRewardSpec(
+        base_url="http://127.0.0.1:1",
+        required_rewards=("editreward",),
+        sends_sources=True,
+        encoding=encoding,  # type: ignore[arg-type]
+        image_format="png",
+    )
+    assert RemoteRewardBackend(config=config).reads == ("prompts", "images", "metadata", "sources")
+    source, answer = RequestItems(request(), config)[1].history
+    assert source.text == answer.text == PROMPTS[1]
+    assert source.has_image and answer.has_image and source != answer
+    with pytest.raises(ValueError, match="sends_sources is for pictures"):
+        RemoteRewardSpec(base_url="toy", required_rewards=("x",), sends_sources=True, input_kind="video")
+
+
+@pytest.mark.slow
+def test_a_service_gives_the_scores_of_the_scorer_here() -> None:
+    pytest.importorskip("reward_service")
+    config = RemoteRewardSpec(base_url="toy", required_rewards=("editreward",), sends_sources=True, timeout=120.0)
+    toy = EditRewardRewardScorer(config=EditRewardSpec(path="toy", dtype="fp32", device="cpu"))
+    there, here = RemoteRewardBackend(config=config).score(request()), toy.score(request())
+    torch.testing.assert_close(there.total, here.total, atol=1e-5, rtol=0)
+    torch.testing.assert_close(there.components["editreward_edit_quality"], here.components["edit_quality"])

@@ -116,6 +116,8 @@ class FSDPBackend(TrainBackend):
         if deferred.is_deferred(self.module):
             load_deferred(self.module, self.sharding, cast(Deferrable, bundle), self.adapter, seed)
         self.sharding.adopt(self.module)
+        if bundle.facts.expert_class_names:
+            self.sharding.gather_each_once()
         self.home = next(self.module.parameters()).device
         self.trainable = self.sharding.trainable
         if not self.trainable:

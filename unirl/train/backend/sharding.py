@@ -87,6 +87,9 @@ class Sharding(ABC):
     def first_of_ranks(self, index: int) -> int:
         """The smallest of the ranks' numbers."""
 
+    def gather_each_once(self) -> None:  # noqa: B027
+        """Every piece is ready for a backward pass, whether or not it was part of a forward; a collective."""
+
     def reshard(self) -> None:  # noqa: B027
         """Forget gathered copies, so that the next forward reads the shards."""
 
@@ -246,6 +249,12 @@ class Sharded(Sharding):
         first = torch.tensor(index, device=self.rank.device)
         torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN, group=self.rank.group)
         return int(first)
+
+    def gather_each_once(self) -> None:
+        # FSDP2 makes the place of a piece's gradients when it first gathers it, and looks there after every backward.
+        for module in self.modules:
+            module.unshard()
+            module.reshard()
 
     def reshard(self) -> None:
         for module in self.modules:

@@ -255,7 +255,8 @@ PUBLISHED = {
     "diffusion/flux1_dev_trainside": SD3
     | FIRST_HALF
     | {"backend.lora_cfg.rank": 64, "backend.lora_cfg.alpha": 128.0, "backend.fsdp_cfg.activation_checkpointing": True}
-    | {"sampling.num_inference_steps": 12, "sampling.guidance_scale": 3.5, "sampling.max_sequence_length": 512},
+    | {"sampling.num_inference_steps": 6, "sampling.guidance_scale": 3.5, "sampling.max_sequence_length": 512}
+    | {"sampling.kernel.eta": 0.9, "evaluation.num_inference_steps": 28},
     "diffusion/sd3_mixgrpo": SD3
     | WINDOW
     | {"stack.micro_batch_size": 8, "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}

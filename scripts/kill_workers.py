@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-STEPS = 24
+SPARE_STEPS = 12
+"""That are left when a worker is killed, at the least: it should happen well before the end."""
 MARK = "UNIRL_KILL_TRIAL"
 """Every process of a trial inherits this variable, so that none of them can hide."""
 CLOCKS = ("time/", "mem/", "throughput/")
@@ -37,12 +38,12 @@ RECIPES = {
 }
 
 
-def command(folder: Path, relation: str) -> list[str]:
+def command(folder: Path, relation: str, steps: int) -> list[str]:
     overrides = (
         "scale=toy",
         "runtime=ray",
         "num_devices=2",
-        f"num_rollouts={STEPS}",
+        f"num_rollouts={steps}",
         "save_interval=1",
         "tracking.sample_steps=0",
         "evaluation.eval_steps=0",
@@ -54,13 +55,13 @@ def command(folder: Path, relation: str) -> list[str]:
 class Run:
     """A run in processes of its own, all of which carry the mark."""
 
-    def __init__(self, folder: Path, relation: str) -> None:
+    def __init__(self, folder: Path, relation: str, steps: int) -> None:
         self.mark = uuid.uuid4().hex
         self.log = Path(f"{folder}.log")
         self.folder = folder
         with open(self.log, "ab") as log:
             self.driver = subprocess.Popen(
-                command(folder, relation), env=os.environ | {MARK: self.mark}, stdout=log, stderr=log
+                command(folder, relation, steps), env=os.environ | {MARK: self.mark}, stdout=log, stderr=log
             )
 
     def processes(self) -> dict[int, str]:
@@ -109,9 +110,9 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     return False
 
 
-def outcome(folder: Path) -> dict[str, object]:
+def outcome(folder: Path, steps: int) -> dict[str, object]:
     """Everything that must be equal in a resumed and an unbroken run."""
-    final = folder / "checkpoints" / f"checkpoint-{STEPS:06d}" / "policy"
+    final = folder / "checkpoints" / f"checkpoint-{steps:06d}" / "policy"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "metrics": [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows],
@@ -130,21 +131,22 @@ def digest(path: Path) -> str:
     return sha256(header.encode() + data[size:]).hexdigest()
 
 
-def finish(folder: Path, relation: str) -> None:
-    run = Run(folder, relation)
+def finish(folder: Path, relation: str, steps: int) -> dict[str, object]:
+    """See the run to its end; its outcome."""
+    run = Run(folder, relation, steps)
     try:
         status = run.driver.wait(300)
     finally:
         run.end()
     assert status == 0, run.log.read_text()[-3000:]
+    return outcome(folder, steps)
 
 
-def trial(folder: Path, relation: str, choice: random.Random) -> dict[str, object]:
+def trial(folder: Path, relation: str, steps: int, choice: random.Random) -> dict[str, object]:
     """One kill: when, whom, what was said how soon, what was left, and whether the resumed run is the same."""
-    run = Run(folder, relation)
+    run = Run(folder, relation, steps)
     try:
-        # Well before the end, so that there is something left to kill.
-        wanted, delay = choice.randint(1, STEPS - 12), choice.uniform(0.0, 0.5)
+        wanted, delay = choice.randint(1, steps - SPARE_STEPS), choice.uniform(0.0, 0.5)
         assert wait_until(lambda: run.steps() >= wanted, 240), run.log.read_text()[-3000:]
         time.sleep(delay)
         workers = run.workers()
@@ -177,6 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=24, help=f"of a run; more than {SPARE_STEPS} (default 24)")
     parser.add_argument("--relations", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -187,12 +190,10 @@ def main() -> int:
         for number in range(options.trials):
             relation = options.relations[number % len(options.relations)]
             if relation not in unbroken:
-                finish(Path(scratch, f"unbroken-{relation}"), relation)
-                unbroken[relation] = outcome(Path(scratch, f"unbroken-{relation}"))
+                unbroken[relation] = finish(Path(scratch, f"unbroken-{relation}"), relation, options.steps)
             folder = Path(scratch, f"trial-{number}")
-            result = trial(folder, relation, choice)
-            finish(folder, relation)
-            found = outcome(folder)
+            result = trial(folder, relation, options.steps, choice)
+            found = finish(folder, relation, options.steps)
             result["differs_in"] = [name for name, value in unbroken[relation].items() if found[name] != value]
             result["resumed_exactly"] = not result["differs_in"]
             results.append(result)

@@ -24,9 +24,11 @@ pytestmark = [
 def test_a_worker_killed_at_random(tmp_path) -> None:
     """The evidence of 20 is benchmarks/kill_workers.json, by the same script."""
     out = tmp_path / "kills.json"
-    words = ["scripts/kill_workers.py", "--trials", "1", "--seed", "7", "--relations", "separate", "--out", str(out)]
+    words = ["scripts/kill_workers.py", "--trials", "1", "--seed", "7", "--relations", "separate", "--steps", "15"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, *words, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     (result,) = json.loads(out.read_text())["results"]
     assert result["ok"] and result["resumed_exactly"]

@@ -31,9 +31,9 @@ Each family is a thin adapter over the one denoising loop, held on a toy of the 
 diffusers ([what runs](support.md), [how to add one](extending.md)). The sizes below are counted on the public
 configurations; **published weights were never loaded here**, and nothing ran on a GPU yet.
 
-A recipe names `bundle.path`: one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale` always
-means w in v_uncond + w (v_cond - v_uncond), 1 = off; a distilled model that reads its scale is told it. Sides are in
-pixels; a wrong one is refused with the nearest that works."""
+A recipe names `bundle.path`: one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale`
+always means w in v_uncond + w (v_cond - v_uncond), 1 = off; a distilled model that reads its scale is told it. Sides
+are in pixels; a wrong one is refused with the nearest that works."""
 GUIDANCE: Mapping[type, str] = {
     Guidance: "classic",
     NormCorrectedGuidance: "norm-corrected",

@@ -6,6 +6,7 @@ snapshots and the guard see shards only, so they are the same code for any numbe
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,6 +192,8 @@ class Sharded(Sharding):
             # Losses are divided by the count over all ranks already.
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
+        # The outputs of most video networks are views, and nothing is done to them in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
     @property
     def _reshards(self) -> bool:

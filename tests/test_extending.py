@@ -63,3 +63,16 @@ def test_the_recipe_trains(project) -> None:
 def test_a_wrong_key_is_answered_as_the_page_shows(project) -> None:
     said = run(project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", "algorithm.widht=1", status=2)
     assert block("text").strip() in said
+
+
+def test_every_name_that_the_page_imports_is_there() -> None:
+    imports = re.findall(r"^(from unirl\.\S+ import .+)$", PAGE, re.MULTILINE)
+    assert len(imports) >= 20
+    for line in imports:
+        exec(line, {})
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    paths = re.findall(r"`((?:unirl|tests|examples)/[^`]*)`", PAGE)
+    missing = [path for path in paths if not (ROOT / path).exists() and "sd3_leash" not in path]
+    assert paths and missing == []

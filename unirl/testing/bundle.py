@@ -161,7 +161,8 @@ def _pixels(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
 def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     whole = rollout(6)
     for size in (1, 2, 3, 4, 5, 8):
-        _expect_equal(rollout(size), whole, f"chunks of {size} rows give other bits than one chunk")
+        claim = f"chunks of {size} rows give other bits than one chunk: does the network pad rows to the longest text?"
+        _expect_equal(rollout(size), whole, claim)
     order = [3, 0, 5, 1, 4, 2]
     _expect_equal(rollout(4, lambda req: req.select(order)), whole.select(order), "a permuted request gives other bits")
     _expect_equal(rollout(4, lambda req: req.slice(2, 3)), whole.slice(2, 3), "a row alone gives other bits")

@@ -173,6 +173,25 @@ HUNYUAN_VIDEO = SD3 | {
     "sampling.max_sequence_length": 256,
 }
 """Frames and guidance are ours: the published run drew 5 frames at a scale the model was not distilled for."""
+WAN21 = {key: value for key, value in HUNYUAN_VIDEO.items() if not key.startswith("sampling.sde_steps")} | {
+    "bundle.path": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "backend.lora_cfg.alpha": 128.0,
+    "sampling.num_inference_steps": 14,
+    "sampling.guidance_scale": 5.0,
+    "sampling.max_sequence_length": 512,
+    "sampling.trajectory_dtype": "fp16",
+}
+"""Frames, guidance and the 1.3B model's size are ours: the published runs drew 5 frames at 720 x 1280 unguided."""
+WAN22 = WAN21 | {
+    "bundle.path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "sampling.num_inference_steps": 20,
+    "sampling.width": 640,
+    "sampling.guidance_scale": 4.0,
+    "sampling.guidance_scale_2": 3.0,
+}
+"""Frames, guidance and the part of the steps are ours: the published runs drew one frame, and trained one expert."""
+WAN_HALF = {"sampling.sde_steps.num_steps": None, "sampling.sde_steps.low": 0.0, "sampling.sde_steps.high": 0.5}
+DANCE = {"sampling.kernel._target_": "unirl.sde.kernels.DanceSDEStrategy", "sampling.kernel.eta": 0.7}
 HUNYUAN_VIDEO_15 = HUNYUAN_VIDEO | {
     "bundle.path": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
     "backend.optimizer_cfg.learning_rate": 1e-5,
@@ -274,6 +293,22 @@ PUBLISHED = {
     "diffusion/z_image_trainside": Z_IMAGE,
     "diffusion/hunyuan_video_t2v_trainside": HUNYUAN_VIDEO,
     "diffusion/hunyuan_video15_t2v_dancegrpo_trainside": HUNYUAN_VIDEO_15,
+    "diffusion/wan21_t2v": WAN21 | WAN_HALF,
+    "diffusion/wan21_t2v_dancegrpo": WAN21 | WAN_HALF | DANCE,
+    "diffusion/wan21_t2v_mixgrpo": WAN21 | WINDOW | {"sampling.init_same_noise": True},
+    "diffusion/wan21_i2v": WAN21
+    | WAN_HALF
+    | {"bundle.path": "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "sampling.height": 720, "sampling.width": 1280},
+    "diffusion/wan22_t2v_14b": WAN22 | WAN_HALF | {"sampling.sde_steps.num_steps": 4},
+    "diffusion/wan22_t2v_14b_dancegrpo": WAN22 | WAN_HALF | {"sampling.sde_steps.num_steps": 4} | DANCE,
+    "diffusion/wan22_t2v_14b_mixgrpo": WAN22 | WINDOW | {"sampling.init_same_noise": True},
+    "diffusion/wan22_i2v": WAN22
+    | WAN_HALF
+    | {"bundle.path": "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "sampling.num_inference_steps": 10}
+    | {"sampling.sde_steps.num_steps": 2, "sampling.guidance_scale": 3.5, "sampling.guidance_scale_2": None},
+    "diffusion/wan22_ti2v_5b": WAN21
+    | WAN_HALF
+    | {"bundle.path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "sampling.height": 704, "sampling.width": 1280},
     "diffusion/lumina2_trainside": SD3
     | FIRST_HALF
     | {"sampling.guidance_scale": 4.0, "bundle.path": "Alpha-VLLM/Lumina-Image-2.0"},

@@ -5,18 +5,12 @@ from __future__ import annotations
 from unirl.config.errors import DataError
 from unirl.models.checkpoint import Checkpoint, Config, DiffusersFamily
 from unirl.models.hub import NOT_FOUND
+from unirl.models.hunyuan_video.family import FPS, LORA_TARGETS
 from unirl.models.hunyuan_video15.published import PUBLISHED
 from unirl.models.hunyuan_video15.toy import DISTILLED, TOY, toy_tokenizers
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
-
-FPS = 24.0
-LORA_TARGETS = (
-    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    *(f"{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2")),
-)
 
 
 def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:

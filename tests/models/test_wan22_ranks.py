@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,12 @@ def at_shared_levels(lora: bool, parts: Sequence[Sequence[int]]) -> list[Any]:
     return [*found, dict(backend.gather())]
 
 
+def filled(path: str) -> dict[str, Tensor]:
+    """Weights of a module that was built without storage."""
+    bundle = Wan22Bundle(path=path, dtype="fp32", meta_init=True, components=())
+    return dict(FSDPBackend(bundle, optimizer_cfg=OptimizerConfig(learning_rate=1e-2)).gather())
+
+
 def assert_equal(alone: list[Any], shared: list[Any]) -> None:
     for step in (0, 2):
         of_experts = {name.partition(".")[0]: 0.0 for name in alone[step]}
@@ -133,3 +140,12 @@ def test_parts_that_run_one_expert_lose_no_gradient_of_the_other(lora: bool, par
     [alone] = run_ranks(1, at_shared_levels, lora, parts)
     for shared in run_ranks(2, at_shared_levels, lora, parts):
         assert_equal(alone, shared)
+
+
+def test_ranks_fill_both_experts_from_the_folders_of_a_checkpoint(tmp_path: Path) -> None:
+    pipeline = Wan22Pipeline(Wan22Bundle(path="toy", dtype="fp32"))
+    weights = dict(pipeline.bundle.trainable().named_parameters())
+    folder = pipeline.write_model(weights, tmp_path / "model")
+    for found in run_ranks(2, filled, str(folder)):
+        assert found.keys() == weights.keys()
+        assert all(np.array_equal(found[name], value.detach().numpy()) for name, value in weights.items())

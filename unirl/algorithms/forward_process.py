@@ -86,7 +86,7 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
     def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
         """Raises ConfigError: 2004 for a schedule without enough levels, 2020 for guidance that is not trained."""
         self.times.count(sampling.num_inference_steps)
-        if sampling.guidance_scale != 1.0 and not self.train_guided:
+        if sampling.is_guided and not self.train_guided:
             raise ConfigError(
                 f"sampling.guidance_scale={sampling.guidance_scale:g} is CFG at rollout and not at training: "
                 f"{type(self).__name__} trains the velocity without guidance towards samples that were drawn with it. "

@@ -221,7 +221,12 @@ class DiffusionSamplingParams:
     @property
     def rows_per_sample(self) -> int:
         """2 with guidance in one pass."""
-        return 2 if self.guidance_scale != 1 and self.guidance_passes == 1 else 1
+        return 2 if self.is_guided and self.guidance_passes == 1 else 1
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether some step has a scale other than 1."""
+        return self.guidance_scale != 1 or self.guidance_scale_2 not in (None, 1)
 
     def describe(self) -> str:
         """`8 denoising steps at 512 x 512 x 5 frames`."""

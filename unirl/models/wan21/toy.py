@@ -6,6 +6,7 @@ from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
 from unirl.models.toy_tokenizers import t5_tokenizer
+from unirl.models.wan21.published import I2V, scheduler
 
 LATENT_CHANNELS = 4
 TRANSFORMER: dict[str, Any] = {
@@ -53,16 +54,9 @@ VAE: dict[str, Any] = {
     "latents_mean": (-0.75, 0.1, 0.95, -0.3),
     "latents_std": (2.8, 1.5, 2.3, 1.2),
 }
-SCHEDULER: dict[str, Any] = {
-    "_class_name": "UniPCMultistepScheduler",
-    "prediction_type": "flow_prediction",
-    "use_flow_sigmas": True,
-    "flow_shift": 3.0,
-    "num_train_timesteps": 1000,
-}
 TOY = Checkpoint(
     configs={"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER, "vae": VAE},
-    scheduler=SCHEDULER,
+    scheduler=scheduler(3.0),
 )
 TOY_I2V = Checkpoint(
     configs={
@@ -71,8 +65,8 @@ TOY_I2V = Checkpoint(
         "image_encoder": IMAGE_ENCODER,
         "vae": VAE,
     },
-    scheduler=SCHEDULER,
-    pipeline="WanImageToVideoPipeline",
+    scheduler=scheduler(3.0),
+    pipeline=I2V,
 )
 
 

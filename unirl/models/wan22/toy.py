@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
-from unirl.models.wan21.published import I2V
-from unirl.models.wan21.toy import SCHEDULER, SHOWN, TEXT_ENCODER, TRANSFORMER, VAE
+from unirl.models.wan21.published import I2V, scheduler
+from unirl.models.wan21.toy import SHOWN, TEXT_ENCODER, TRANSFORMER, VAE
 
 SMALL_VAE: dict[str, Any] = VAE | {
     "is_residual": True,
@@ -27,7 +27,7 @@ def _experts(transformer: dict[str, Any], boundary_ratio: float, pipeline: str =
             "text_encoder": TEXT_ENCODER,
             "vae": VAE,
         },
-        scheduler=SCHEDULER,
+        scheduler=scheduler(3.0),
         settings={"boundary_ratio": boundary_ratio},
         pipeline=pipeline,
     )
@@ -37,6 +37,6 @@ TOY = _experts(TRANSFORMER, 0.875)
 TOY_I2V = _experts(TRANSFORMER | SHOWN, 0.9, I2V)
 TOY_TI2V = Checkpoint(
     configs={"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER, "vae": SMALL_VAE},
-    scheduler=SCHEDULER | {"flow_shift": 5.0},
+    scheduler=scheduler(5.0),
     settings={"expand_timesteps": True},
 )

@@ -55,6 +55,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "hunyuan_video15": ("HunyuanVideo 1.5", "hunyuan_video15_t2v_dancegrpo_trainside"),
 }
 """Name, and the recipe that brings model, reward and data."""
+UNGUIDED = {"guidance_scale": 1.0, "init_same_noise": False}
 ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Flow-GRPO": ("sd3_flowgrpo", {}),
     "DanceGRPO": ("sd3_dancegrpo", {}),
@@ -63,10 +64,10 @@ ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Flow-DPPO": ("sd3_flowdppo", {}),
     "PPO": ("sd3_ppo", {}),
     "DPOK": ("sd3_dpok", {}),
-    "NFT": ("sd3_nft", {"guidance_scale": 1.0}),
-    "AWM": ("sd3_awm", {"guidance_scale": 1.0}),
-    "RWR": ("sd3_rwr", {"guidance_scale": 1.0}),
-    "DPO": ("sd3_online_dpo", {"guidance_scale": 1.0}),
+    "NFT": ("sd3_nft", UNGUIDED),
+    "AWM": ("sd3_awm", UNGUIDED),
+    "RWR": ("sd3_rwr", UNGUIDED),
+    "DPO": ("sd3_online_dpo", UNGUIDED),
     "ReFL": ("sd3_refl", {}),
     "DRaFT": ("sd3_draft", {}),
     "DRTune": ("sd3_drtune", {}),
@@ -78,6 +79,7 @@ ENGINES: Mapping[str, str | None] = {
     "replica, separate devices": "sd3_replica_lora_separate",
 }
 OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
+OF_FAMILY = ("height", "width", "num_frames", "guidance_scale", "num_inference_steps", "max_sequence_length")
 OF_ENGINE = ("num_devices", "placement", "rollout", "sync")
 SETTINGS = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.sample_steps=0", "save_interval=0")
 OPENING = """\
@@ -85,16 +87,26 @@ OPENING = """\
 # What runs: families, algorithms, engines
 
 Written by `OMP_NUM_THREADS=1 .venv/bin/python scripts/support_matrix.py` from {count} toy runs: each is a family's own
-recipe with an algorithm's and an engine's keys on top, one step of the real loop on tiny models of the real classes, with
-random weights. A cell is **yes** only if that run ended with a finite reward, an update and a gradient that was not zero.
-It says nothing of full size: the card beside a recipe says what was run there. Other engines (SGLang, vLLM-Omni) are not
-built. Measured {date} at {commit}: {machine}."""
+recipe with an algorithm's and an engine's keys on top, one step of the real loop on tiny models of the real classes,
+with random weights. A cell is **yes** only if that run ended with a finite reward, an update and a gradient that was
+not zero. It says nothing of full size: the card beside a recipe says what was run there. Other engines (SGLang,
+vLLM-Omni) are not built. Measured {date} at {commit}: {machine}."""
 
 
 def own_keys(recipe: str, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """What a recipe says itself of some blocks."""
+    """What a recipe says itself of some blocks; sizes and guidance are the family's."""
     said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
-    return {key: said[key] for key in wanted if key in said}
+    found = {key: said[key] for key in wanted if key in said}
+    if "sampling" in found:
+        found["sampling"] = {key: value for key, value in found["sampling"].items() if key not in OF_FAMILY}
+    return found
+
+
+def lineage(recipe: str) -> tuple[str, dict[str, Any]]:
+    """The whole recipe that one stands on, and what it says itself beside that."""
+    said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    parents = [name for name in said.pop("defaults", []) if name != "_self_"]
+    return (parents[0], said) if parents else (recipe, {})
 
 
 def merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,16 +128,15 @@ def cell_recipe(family: str, algorithm: str, engine: str, folder: Path) -> str:
     """The name of a recipe below `folder` that joins the three."""
     recipe, sampling = ALGORITHMS[algorithm]
     engine_recipe = ENGINES[engine]
+    whole, variant = lineage(FAMILIES[family][1])
     body = merged(
-        own_keys(recipe, OF_ALGORITHM) if recipe else {},
+        variant,
+        own_keys(recipe, OF_ALGORITHM),
         {"sampling": dict(sampling)} if sampling else {},
         own_keys(engine_recipe, OF_ENGINE) if engine_recipe else {},
     )
-    for key in ("height", "width", "guidance_scale", "num_inference_steps", "max_sequence_length"):
-        if key not in sampling and key in body.get("sampling", {}):
-            del body["sampling"][key]  # the family's own
     name = re.sub(r"\W+", "_", f"{family} {algorithm} {engine}".lower())
-    text = yaml.safe_dump({"defaults": [FAMILIES[family][1], "_self_"], **body}, sort_keys=False)
+    text = yaml.safe_dump({"defaults": [whole, "_self_"], **body}, sort_keys=False)
     path = folder / "diffusion" / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# @package _global_\n{text}")

@@ -48,6 +48,16 @@ def test_the_shipped_recipe_may_start():
         (["bundle.path=toy2"], 4001, "toy2"),
         (["data_source.data_path=nowhere.txt"], 4002, "DATA_PATH"),
         (["evaluation.data_path=nowhere.txt"], 4002, "EVAL_DATA_PATH"),
+        (
+            [
+                "sampling.init_same_noise=true",
+                "sampling.kernel={_target_: unirl.sde.kernels.EulerODE}",
+                "backend.ema_lora_cfg={}",
+                "algorithm={_target_: unirl.algorithms.diffusion_nft.DiffusionNFT, velocity_coef: 0}",
+            ],
+            2020,
+            "compares the samples of a prompt, which would all be the same: all samples of a prompt start from one noise",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_rule_and_way_out(overrides, code, says):

@@ -281,17 +281,18 @@ def check_sampling(config: RecipeConfig, needs: Needs) -> None:
     except ValueError as error:
         raise ConfigError(str(error), code=UNSUPPORTED) from error
     algorithm.check_sampling(sampling)
-    if not needs.density:
-        return
+    loss = config.algorithm.schema.owner.__name__
     try:
-        problem = sampling.density_problem(0)
+        density = sampling.density_problem(0) if needs.density else None
+        variety = sampling.variety_problem(0) if sampling.samples_per_prompt > 1 else None
     except UniRLError:
         raise
     except ValueError as error:
         raise ConfigError(str(error), code=2004) from error
-    if problem is not None:
-        loss = config.algorithm.schema.owner.__name__
-        raise ConfigError(f"{loss} trains on log-probs, and {problem}", code=UNSUPPORTED)
+    if density is not None:
+        raise ConfigError(f"{loss} trains on log-probs, and {density}", code=UNSUPPORTED)
+    if variety is not None:
+        raise ConfigError(f"{loss} compares the samples of a prompt, which would all be the same: {variety}", code=2020)
 
 
 def check_evaluation(config: RecipeConfig) -> None:

@@ -40,6 +40,10 @@ class Sampling(Protocol):
         """Why a loss on log-probs has nothing to train in loop step `step`, and the way out; None where it has."""
         ...
 
+    def variety_problem(self, step: int) -> str | None:
+        """Why the samples of a group would all be the same in loop step `step`, and the way out; None where not."""
+        ...
+
     def at_size(self, height: int, width: int) -> Self:
         """These settings for samples of so many pixels. Raises ValueError where samples have none."""
         ...
@@ -247,6 +251,15 @@ class DiffusionSamplingParams:
             "or more steps"
         )
 
+    def variety_problem(self, step: int) -> str | None:
+        """One start and no noise on the way: the siblings of a group are copies."""
+        if not self.init_same_noise or self.resolve_sde_indices(step):
+            return None
+        return (
+            "all samples of a prompt start from one noise (sampling.init_same_noise=true) and no denoising step is "
+            "stochastic. Use sampling.init_same_noise=false"
+        )
+
     def at_size(self, height: int, width: int) -> DiffusionSamplingParams:
         """The same settings with another height and width."""
         return dataclasses.replace(self, height=height, width=width)
@@ -319,6 +332,10 @@ class ARSamplingParams:
             "sampling.temperature=0 draws nothing: every response is the likeliest. Use sampling.temperature=1.0 "
             "(evaluation.temperature=0 is fine)"
         )
+
+    def variety_problem(self, step: int) -> str | None:
+        """Greedy decoding says the same every time."""
+        return self.density_problem(step)
 
     def at_size(self, height: int, width: int) -> ARSamplingParams:
         """Refused: a text has no size in pixels."""

@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "wan21_i2v": ("Wan 2.1 I2V", "wan21_i2v"),
     "wan22_t2v": ("Wan 2.2 T2V A14B", "wan22_t2v_14b"),
     "wan22_i2v": ("Wan 2.2 I2V A14B", "wan22_i2v"),
+    "wan22_ti2v": ("Wan 2.2 TI2V 5B", "wan22_ti2v_5b"),
     "hunyuan_video": ("HunyuanVideo", "hunyuan_video_t2v_trainside"),
     "hunyuan_video15": ("HunyuanVideo 1.5", "hunyuan_video15_t2v_dancegrpo_trainside"),
 }

@@ -61,3 +61,16 @@ def test_an_explicit_schedule_has_no_tail_to_shorten() -> None:
         DiffusionSamplingParams(
             kernel=FlowSDEStrategy(), num_inference_steps=2, sigmas=(1.0, 0.5, 0.0), tail_fraction=0.5
         )
+
+
+@pytest.mark.parametrize(
+    ("scale", "second", "passes", "rows"),
+    [(1.0, None, 1, 1), (4.0, None, 1, 2), (1.0, 3.0, 1, 2), (3.0, 1.0, 1, 2), (1.0, 1.0, 1, 1), (4.0, 3.0, 2, 1)],
+)
+def test_a_sample_takes_two_rows_where_some_step_is_guided_in_one_pass(
+    scale: float, second: float | None, passes: int, rows: int
+) -> None:
+    params = DiffusionSamplingParams(
+        kernel=FlowSDEStrategy(), guidance_scale=scale, guidance_scale_2=second, guidance_passes=passes
+    )
+    assert params.rows_per_sample == rows and params.is_guided == (max(rows, passes) == 2)

@@ -289,7 +289,9 @@ PUBLISHED = {
     | {"algorithm.beta": 1.0, "algorithm.velocity_coef": 0, "backend.ema_lora_cfg.rate": 0.001},
     "diffusion/qwen_image_edit_trainside": QWEN_IMAGE
     | FIRST_HALF
-    | {"sampling.height": 512, "sampling.width": 512, "bundle.path": "Qwen/Qwen-Image-Edit"},
+    | {"sampling.height": 512, "sampling.width": 512, "bundle.path": "Qwen/Qwen-Image-Edit"}
+    | {"bundle._target_": "unirl.models.qwen_image_edit.bundle.QwenImageEditBundle"}
+    | {"pipeline._target_": "unirl.models.qwen_image_edit.pipeline.QwenImageEditPipeline"},
     "diffusion/z_image_trainside": Z_IMAGE,
     "diffusion/hunyuan_video_t2v_trainside": HUNYUAN_VIDEO,
     "diffusion/hunyuan_video15_t2v_dancegrpo_trainside": HUNYUAN_VIDEO_15,

@@ -75,10 +75,9 @@ CASES = (
         without_gradient=QWEN_IMAGE_UNUSED,
     ),
     FamilyCase(
-        name="qwen_image-edit",
-        pipeline_class="qwen_image.pipeline.QwenImagePipeline",
-        bundle_class="qwen_image.bundle.QwenImageBundle",
-        path="toy-edit",
+        name="qwen_image_edit",
+        pipeline_class="qwen_image_edit.pipeline.QwenImageEditPipeline",
+        bundle_class="qwen_image_edit.bundle.QwenImageEditBundle",
         max_sequence_length=40,
         without_gradient=QWEN_IMAGE_UNUSED,
     ),

@@ -58,6 +58,8 @@ class DiffusersFamily:
     """The class of diffusers that the checkpoints belong to."""
     further_pipelines: tuple[str, ...] = ()
     """Of other checkpoints of the same networks (image to video, editing), which are told apart by it."""
+    foreign_pipelines: Mapping[str, str] = field(default_factory=dict)
+    """Of checkpoints of the same networks that another family reads: class of diffusers to what to use."""
     classes: Mapping[str, str]
     """Component name to `library.Class`; those that are trained come first."""
     trained: tuple[str, ...] = ("transformer",)
@@ -122,18 +124,20 @@ class DiffusersFamily:
                     code=NOT_FOUND,
                 )
         index = read_json(root / MODEL_INDEX)
+        named = str(index.get("_class_name", ""))
+        if named in self.foreign_pipelines:
+            raise DataError(
+                f"{root}: {MODEL_INDEX} names {named}, but this bundle ({self.name}) reads checkpoints of "
+                f"{self.pipeline}. Use {self.foreign_pipelines[named]}",
+                code=NOT_FOUND,
+            )
         return Checkpoint(
             configs={name: read_json(root / name / "config.json") for name in self.classes if name in present},
             scheduler=read_json(root / SCHEDULER / "scheduler_config.json"),
             settings={k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)},
-            pipeline=self._pipeline_of(index),
+            pipeline=named if named in self.further_pipelines else "",
             parts={name: read_json(root / name / f"{name}_config.json") for name in self.parts if name in present},
         )
-
-    def _pipeline_of(self, index: Mapping[str, Any]) -> str:
-        """One of `further_pipelines`, or "" where a checkpoint names none of them."""
-        named = str(index.get("_class_name", ""))
-        return named if named in self.further_pipelines else ""
 
     def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
         """Parameter counts by component, from modules that are built without storage."""

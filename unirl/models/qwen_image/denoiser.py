@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unirl.types.conditions import Conditions, LatentCondition, TextEmbedCondition
-
-IMAGE = "image"
-"""The condition that holds the latents of pictures to be edited."""
+from unirl.types.conditions import Conditions, TextEmbedCondition
 
 
 class QwenImageDenoiser:
-    """One forward of the transformer; pictures to be edited stand as tokens after the sample's."""
+    """One forward of the transformer."""
 
     def __init__(self, transformer: Any, patch_size: int) -> None:
         self.transformer = transformer  # diffusers' QwenImageTransformer2DModel, which has no types
         self.patch_size = patch_size
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given `text` and, in editing, `image`."""
+        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given `text`."""
         text = conditions["text"]
         assert isinstance(text, TextEmbedCondition)
-        pictures = [x, *self._references(conditions)]
+        pictures = [x, *self.references(conditions)]
         tokens = [packed(picture, self.patch_size) for picture in pictures]
         grid = [(1, p.shape[-2] // self.patch_size, p.shape[-1] // self.patch_size) for p in pictures]
         dtype = self.transformer.img_in.weight.dtype
@@ -38,13 +36,9 @@ class QwenImageDenoiser:
         )[0]
         return unpacked(v[:, : tokens[0].shape[1]].float(), x.shape, self.patch_size)
 
-    def _references(self, conditions: Conditions) -> list[Tensor]:
-        """Latents [B, C, H, W] of each picture."""
-        image = conditions.get(IMAGE)
-        if image is None:
-            return []
-        assert isinstance(image, LatentCondition)
-        return list(image.latents.unbind(1))
+    def references(self, conditions: Conditions) -> Sequence[Tensor]:
+        """Latents [B, C, H, W] of each picture that stands as tokens after the sample's: there are none."""
+        return ()
 
 
 def packed(latents: Tensor, patch_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the checkpoints of Qwen-Image and Qwen-Image-Edit are made of. Wu et al. 2025 (arXiv:2508.02324)."""
+"""What a Qwen-Image checkpoint is made of. Wu et al. 2025 (arXiv:2508.02324)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from unirl.config.errors import DataError
 from unirl.models.checkpoint import Checkpoint, DiffusersFamily
 from unirl.models.hub import NOT_FOUND
 from unirl.models.qwen_image.published import PUBLISHED
-from unirl.models.qwen_image.templates import EDIT, EDIT_PLUS
-from unirl.models.qwen_image.toy import TOY, TOYS, toy_tokenizers
+from unirl.models.qwen_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import NormCorrectedGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
 
-MOST_PICTURES = {EDIT: 1, EDIT_PLUS: 3}
-"""To be edited or combined, by the pipeline that a checkpoint names; at least one."""
+PIPELINE = "QwenImagePipeline"
+EDIT, EDIT_PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
+"""diffusers' pipelines of checkpoints that edit: one picture, or one to three."""
+EDITING = (
+    "unirl.models.qwen_image_edit.bundle.QwenImageEditBundle and "
+    "unirl.models.qwen_image_edit.pipeline.QwenImageEditPipeline"
+)
+CLASSES = {
+    "transformer": "diffusers.QwenImageTransformer2DModel",
+    "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",
+    "vae": "diffusers.AutoencoderKLQwenImage",
+}
+SEED = 20261
+"""Of the toys' random weights."""
 LORA_TARGETS = tuple(
     f"attn.{name}"
     for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -23,7 +34,7 @@ FOREIGN = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
 
 
 def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
-    """What the rest of the system needs to know; editing is told by the pipeline that the checkpoint names.
+    """What the rest of the system needs to know.
 
     Raises DataError (4001) for a transformer that reads more than Qwen-Image's do.
     """
@@ -36,7 +47,6 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
                 code=NOT_FOUND,
             )
     patch_size = transformer["patch_size"]
-    most = MOST_PICTURES.get(checkpoint.pipeline, 0)
     return LatentFacts(
         family="qwen_image",
         block_class_names=("QwenImageTransformerBlock",),
@@ -49,25 +59,17 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         guidance=NormCorrectedGuidance(patch_size=patch_size),
         batch_multiple=batch_multiple,
         text_width=transformer["joint_attention_dim"],
-        condition_images=(min(most, 1), most),
-        reference_tokens=most > 0,
     )
 
 
 QWEN_IMAGE = DiffusersFamily(
     name="qwen_image",
-    pipeline="QwenImagePipeline",
-    further_pipelines=(EDIT, EDIT_PLUS),
-    classes={
-        "transformer": "diffusers.QwenImageTransformer2DModel",
-        "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",
-        "vae": "diffusers.AutoencoderKLQwenImage",
-    },
-    tokenizers=("tokenizer", "processor"),
+    pipeline=PIPELINE,
+    foreign_pipelines={EDIT: EDITING, EDIT_PLUS: EDITING},
+    classes=CLASSES,
     facts=facts,
     toy=TOY,
-    toys=TOYS,
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
-    seed=20261,
+    seed=SEED,
 )

@@ -1,43 +1,21 @@
-"""Text to image with Qwen-Image, and editing of pictures with Qwen-Image-Edit."""
+"""Text to image with Qwen-Image."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from unirl.models.embeddings import ShownPictures
-from unirl.models.pictures import picture_of
 from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.qwen_image.bundle import PROCESSOR, QwenImageBundle
+from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.denoiser import packed
-from unirl.models.qwen_image.templates import EDIT, IMAGE_PAD, written
+from unirl.models.qwen_image.templates import written
 from unirl.types.sampling import DiffusionSamplingParams
-
-REFERENCE_PIXELS = 1024 * 1024
-"""The area that diffusers brings the pictures to whose latents the transformer reads."""
 
 
 class QwenImagePipeline(DiffusersPipeline[QwenImageBundle]):
-    """Qwen-Image's guidance, schedule and conditioning are the general ones."""
-
-    def handed_over(self) -> Mapping[str, object]:
-        """The processor: diffusers' own way to read it needs torchvision."""
-        return {name: part for name, part in self.bundle.tokenizers.items() if name == PROCESSOR}
-
-    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """The processor's files as the checkpoint has them: ours reads no videos, and would write none of its part."""
-        written_to, family, path = super().write_model(tensors, folder), self.bundle.family, self.bundle.path
-        if self.handed_over() and not family.is_toy(path):
-            root = family.directory(path, self.bundle.revision)
-            shutil.copytree(root / PROCESSOR, written_to / PROCESSOR, dirs_exist_ok=True)
-        return written_to
+    """Guidance, schedule and conditioning are the general ones."""
 
     def draw(
         self,
@@ -47,29 +25,22 @@ class QwenImagePipeline(DiffusersPipeline[QwenImageBundle]):
         params: DiffusionSamplingParams,
         pictures: Sequence[ShownPictures] | None = None,
     ) -> Tensor:
-        """Editing: references of the size drawn, and the encoder's positions of pictures as it was trained with."""
-        if pictures is None:
-            return _drawn(plain, texts, x_T, params)
-        images = [[picture_of(pixels) for pixels in row.pixels] for row in pictures]
-        with _references_of_size(plain, params), _places_known(plain):
-            if self.bundle.checkpoint.pipeline == EDIT:  # one picture of each prompt
-                return _drawn(plain, texts, x_T, params, image=[row[0] for row in images])
-            rows = range(len(texts))  # one prompt a call, with any number of pictures
-            drawn = [_drawn(plain, [texts[i]], x_T[i : i + 1], params, image=images[i]) for i in rows]
-            return torch.cat(drawn)
+        """Pixels [B, 3, H, W]."""
+        return drawn(plain, texts, x_T, params)
 
 
-def _drawn(
+def drawn(
     plain: PlainPipeline,
     texts: Sequence[str],
     x_T: Tensor,  # noqa: N803
     params: DiffusionSamplingParams,
     **pictures: object,
 ) -> Tensor:
+    """Pixels [B, 3, H, W] that a pipeline of Qwen-Image draws with our settings; `pictures` are what it is shown."""
     prompts: dict[str, object] = {"prompt": [written(text) for text in texts]}
     if params.guidance_scale != 1:
         prompts["negative_prompt"] = [written(params.negative_prompt)] * len(texts)
-    drawn: Tensor = plain(
+    pixels: Tensor = plain(
         **prompts,
         **pictures,
         true_cfg_scale=params.guidance_scale,
@@ -81,40 +52,4 @@ def _drawn(
         max_sequence_length=params.max_sequence_length,
         output_type="pt",
     ).images
-    return drawn
-
-
-@contextmanager
-def _references_of_size(plain: PlainPipeline, params: DiffusionSamplingParams) -> Iterator[None]:
-    """diffusers brings references to the size drawn instead of 1024 x 1024 pixels in area."""
-    module: Any = sys.modules[type(plain).__module__]
-    rule = module.calculate_dimensions
-
-    def sized(pixels: int, ratio: float) -> tuple[object, ...]:
-        found: tuple[object, ...] = rule(pixels, ratio)
-        return (params.width, params.height, *found[2:]) if pixels == REFERENCE_PIXELS else found
-
-    module.calculate_dimensions = sized
-    try:
-        yield
-    finally:
-        module.calculate_dimensions = rule
-
-
-@contextmanager
-def _places_known(plain: PlainPipeline) -> Iterator[None]:
-    """Qwen2.5-VL is told which tokens stand for pictures.
-
-    transformers 5 gives them positions in the picture only then; diffusers leaves it out and so silently feeds the
-    encoder positions that it was not trained with (https://github.com/huggingface/diffusers/issues/14194).
-    """
-    picture = plain.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
-
-    def tell(module: object, arguments: tuple[object, ...], named: dict[str, Any]) -> Any:
-        return arguments, {**named, "mm_token_type_ids": (named["input_ids"] == picture).int()}
-
-    handle = plain.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return pixels

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
-from unirl.models.qwen_image.templates import EDIT, EDIT_PLUS
 from unirl.models.qwen_image.toy import SCHEDULER
 from unirl.models.qwen_vl.published import PUBLISHED as QWEN_VL
 
@@ -31,7 +30,8 @@ _VAE: dict[str, Any] = {
 }
 
 
-def _checkpoint(pipeline: str = "", **transformer: Any) -> Checkpoint:
+def published_checkpoint(pipeline: str = "", **transformer: Any) -> Checkpoint:
+    """One of the 20B, with what its transformer's configuration says besides."""
     configs = {
         "transformer": _TRANSFORMER | transformer,
         "text_encoder": QWEN_VL["Qwen/Qwen2.5-VL-7B-Instruct"],
@@ -41,9 +41,6 @@ def _checkpoint(pipeline: str = "", **transformer: Any) -> Checkpoint:
 
 
 PUBLISHED: dict[str, Checkpoint] = {
-    "Qwen/Qwen-Image": _checkpoint(),
-    "Qwen/Qwen-Image-2512": _checkpoint(),
-    "Qwen/Qwen-Image-Edit": _checkpoint(EDIT),
-    "Qwen/Qwen-Image-Edit-2509": _checkpoint(EDIT_PLUS),
-    "Qwen/Qwen-Image-Edit-2511": _checkpoint(EDIT_PLUS, zero_cond_t=True),
+    "Qwen/Qwen-Image": published_checkpoint(),
+    "Qwen/Qwen-Image-2512": published_checkpoint(),
 }

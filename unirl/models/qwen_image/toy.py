@@ -1,27 +1,20 @@
-"""The toy checkpoints: the same classes, tiny, with fixed random weights. `toy-edit` and `toy-edit-plus` read pictures.
+"""The toy checkpoint: the same classes, tiny, with fixed random weights.
 
-The tokenizer knows the words of the chats, so that their openings are as many tokens as the real one makes of them.
+The tokenizer knows the words of the chat, so that its opening is as many tokens as the real one makes of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
-from unirl.models.qwen_image.templates import CLOSING, EDIT, EDIT_PLUS, TEMPLATES
+from unirl.models.qwen_image.templates import CLOSING, DRAW
 from unirl.models.qwen_vl.toy import TOYS as QWEN_VL
 from unirl.models.toy_tokenizers import QWEN_SPECIALS, QWEN_VOCABULARY, qwen_tokenizer
 
 WORD = re.compile(r"'s|\),| ?\w+| \(")
-WORDS = tuple(
-    dict.fromkeys(
-        word
-        for text in (*(template.opening for template in TEMPLATES.values()), CLOSING)
-        for word in WORD.findall(re.sub(r"<\|\w+\|>", "\n", text))
-    )
-)
 _VL = QWEN_VL["toy-qwen2.5"]
 
 _TRANSFORMER: dict[str, Any] = {
@@ -35,17 +28,14 @@ _TRANSFORMER: dict[str, Any] = {
     "guidance_embeds": False,
     "axes_dims_rope": (4, 6, 6),
 }
-_FROZEN: dict[str, Any] = {
-    "text_encoder": _VL | {"text_config": _VL["text_config"] | {"vocab_size": QWEN_VOCABULARY + len(WORDS)}},
-    "vae": {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 1, 1, 1],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-        "latents_mean": [0.1, -0.2, 0.3, 0.05],
-        "latents_std": [1.5, 0.8, 1.2, 2.0],
-    },
+_VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [0.1, -0.2, 0.3, 0.05],
+    "latents_std": [1.5, 0.8, 1.2, 2.0],
 }
 SCHEDULER: dict[str, Any] = {
     "use_dynamic_shifting": True,
@@ -59,21 +49,34 @@ SCHEDULER: dict[str, Any] = {
 """Of the public checkpoints too."""
 
 
-def _checkpoint(pipeline: str, **transformer: Any) -> Checkpoint:
-    configs = {"transformer": _TRANSFORMER | transformer, **_FROZEN}
+def words_of(*openings: str) -> Sequence[str]:
+    """The different words of chats that open so, with the spaces before them."""
+    texts = (re.sub(r"<\|\w+\|>", "\n", text) for text in (*openings, CLOSING))
+    return tuple(dict.fromkeys(word for text in texts for word in WORD.findall(text)))
+
+
+def toy_checkpoint(words: Sequence[str], pipeline: str = "", **transformer: Any) -> Checkpoint:
+    """
+    Args:
+        words: tokens of the encoder besides those of every toy.
+        transformer: what its configuration says besides.
+    """
+    text = _VL["text_config"] | {"vocab_size": QWEN_VOCABULARY + len(words)}
+    configs = {"transformer": _TRANSFORMER | transformer, "text_encoder": _VL | {"text_config": text}, "vae": _VAE}
     return Checkpoint(configs=configs, scheduler=SCHEDULER, pipeline=pipeline)
 
 
-TOY = _checkpoint("")
-TOYS: Mapping[str, Checkpoint] = {
-    "toy-edit": _checkpoint(EDIT),
-    # References without noise of their own, as in the 2511 edition.
-    "toy-edit-plus": _checkpoint(EDIT_PLUS, zero_cond_t=True),
-}
-
-
-def toy_tokenizers() -> dict[str, Any]:
+def toy_tokenizer(words: Sequence[str]) -> Any:
     """Qwen's, one token per byte, special token and word of the chats."""
     tokenizer = qwen_tokenizer(specials=QWEN_SPECIALS)
-    tokenizer.add_tokens(list(WORDS))
-    return {"tokenizer": tokenizer}
+    tokenizer.add_tokens(list(words))
+    return tokenizer
+
+
+WORDS = words_of(DRAW.opening)
+TOY = toy_checkpoint(WORDS)
+
+
+def toy_tokenizers() -> Mapping[str, Any]:
+    """The one of Qwen2.5-VL."""
+    return {"tokenizer": toy_tokenizer(WORDS)}

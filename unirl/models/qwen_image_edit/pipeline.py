@@ -1,0 +1,94 @@
+"""Editing of pictures with Qwen-Image-Edit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unirl.models.embeddings import ShownPictures
+from unirl.models.pictures import picture_of
+from unirl.models.plain import DiffusersPipeline, PlainPipeline
+from unirl.models.qwen_image.pipeline import drawn
+from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
+from unirl.models.qwen_image_edit.family import PROCESSOR
+from unirl.models.qwen_image_edit.templates import IMAGE_PAD
+from unirl.types.sampling import DiffusionSamplingParams
+
+REFERENCE_PIXELS = 1024 * 1024
+"""The area that diffusers brings the pictures to whose latents the transformer reads."""
+
+
+class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
+    """Guidance, schedule and conditioning are the general ones."""
+
+    def handed_over(self) -> Mapping[str, object]:
+        """The processor: diffusers' own way to read it needs torchvision."""
+        return {name: part for name, part in self.bundle.tokenizers.items() if name == PROCESSOR}
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """The processor's files as the checkpoint has them: ours reads no videos, and would write none of its part."""
+        written_to, family, path = super().write_model(tensors, folder), self.bundle.family, self.bundle.path
+        if self.handed_over() and not family.is_toy(path):
+            root = family.directory(path, self.bundle.revision)
+            shutil.copytree(root / PROCESSOR, written_to / PROCESSOR, dirs_exist_ok=True)
+        return written_to
+
+    def draw(
+        self,
+        plain: PlainPipeline,
+        texts: Sequence[str],
+        x_T: Tensor,  # noqa: N803
+        params: DiffusionSamplingParams,
+        pictures: Sequence[ShownPictures] | None = None,
+    ) -> Tensor:
+        """References of the size drawn, and the encoder's positions of pictures as it was trained with."""
+        assert pictures is not None  # facts.condition_images: at least one
+        images = [[picture_of(pixels) for pixels in row.pixels] for row in pictures]
+        with references_of_size(plain, params), places_known(plain):
+            if self.facts.condition_images == (1, 1):  # one picture of each prompt
+                return drawn(plain, texts, x_T, params, image=[row[0] for row in images])
+            rows = range(len(texts))  # one prompt a call, with any number of pictures
+            return torch.cat([drawn(plain, [texts[i]], x_T[i : i + 1], params, image=images[i]) for i in rows])
+
+
+@contextmanager
+def references_of_size(plain: PlainPipeline, params: DiffusionSamplingParams) -> Iterator[None]:
+    """diffusers brings references to the size drawn instead of 1024 x 1024 pixels in area."""
+    module: Any = sys.modules[type(plain).__module__]
+    rule = module.calculate_dimensions
+
+    def sized(pixels: int, ratio: float) -> tuple[object, ...]:
+        found: tuple[object, ...] = rule(pixels, ratio)
+        return (params.width, params.height, *found[2:]) if pixels == REFERENCE_PIXELS else found
+
+    module.calculate_dimensions = sized
+    try:
+        yield
+    finally:
+        module.calculate_dimensions = rule
+
+
+@contextmanager
+def places_known(plain: PlainPipeline) -> Iterator[None]:
+    """Qwen2.5-VL is told which tokens stand for pictures.
+
+    transformers 5 gives them positions in the picture only then; diffusers leaves it out and so silently feeds the
+    encoder positions that it was not trained with (https://github.com/huggingface/diffusers/issues/14194).
+    """
+    picture = plain.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+
+    def tell(module: object, arguments: tuple[object, ...], named: dict[str, Any]) -> Any:
+        return arguments, {**named, "mm_token_type_ids": (named["input_ids"] == picture).int()}
+
+    handle = plain.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

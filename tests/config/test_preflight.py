@@ -56,7 +56,7 @@ def test_the_shipped_recipe_may_start():
                 "algorithm={_target_: unirl.algorithms.diffusion_nft.DiffusionNFT, velocity_coef: 0}",
             ],
             2020,
-            "compares the samples of a prompt, which would all be the same: all samples of a prompt start from one noise",
+            "compares the samples of a prompt, which would all be the same: all samples of a prompt start from one",
         ),
     ],
 )

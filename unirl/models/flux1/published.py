@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
+from unirl.models.vae import kl_config
 
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,
@@ -41,21 +42,7 @@ _REST: dict[str, dict[str, Any]] = {
         "is_encoder_decoder": False,
         "use_cache": False,
     },
-    "vae": {
-        "sample_size": 1024,
-        "in_channels": 3,
-        "out_channels": 3,
-        "latent_channels": 16,
-        "block_out_channels": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "norm_num_groups": 32,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-    },
+    "vae": kl_config(0.3611, 0.1159),
 }
 _DYNAMIC: dict[str, Any] = {
     "shift": 3.0,

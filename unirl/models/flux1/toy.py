@@ -6,6 +6,7 @@ from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
 from unirl.models.toy_tokenizers import CLIP_VOCABULARY, T5_VOCABULARY, clip_tokenizer, t5_tokenizer
+from unirl.models.vae import toy_kl_config
 
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,
@@ -42,21 +43,7 @@ _REST: dict[str, Any] = {
         "is_encoder_decoder": False,
         "use_cache": False,
     },
-    "vae": {
-        "sample_size": 32,
-        "in_channels": 3,
-        "out_channels": 3,
-        "block_out_channels": (8, 8, 16, 16),
-        "layers_per_block": 1,
-        "latent_channels": 4,
-        "norm_num_groups": 4,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-    },
+    "vae": toy_kl_config(0.3611, 0.1159),
 }
 TOY = Checkpoint(
     configs={"transformer": _TRANSFORMER | {"guidance_embeds": True}, **_REST},

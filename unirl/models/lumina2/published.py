@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
+from unirl.models.vae import kl_config
 
 _CONFIGS: dict[str, Any] = {
     "transformer": {
@@ -33,21 +34,7 @@ _CONFIGS: dict[str, Any] = {
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
     },
-    "vae": {
-        "sample_size": 1024,
-        "in_channels": 3,
-        "out_channels": 3,
-        "latent_channels": 16,
-        "block_out_channels": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "norm_num_groups": 32,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-    },
+    "vae": kl_config(0.3611, 0.1159),
 }
 
 PUBLISHED: dict[str, Checkpoint] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
+from unirl.models.vae import kl_config
 
 _CLIP: dict[str, Any] = {
     "vocab_size": 49408,
@@ -44,21 +45,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
         "use_cache": False,
     },
 }
-_VAE: dict[str, Any] = {
-    "sample_size": 1024,
-    "in_channels": 3,
-    "out_channels": 3,
-    "latent_channels": 16,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "norm_num_groups": 32,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-    "scaling_factor": 1.5305,
-    "shift_factor": 0.0609,
-}
+_VAE: dict[str, Any] = kl_config(1.5305, 0.0609)
 _MMDIT: dict[str, Any] = {
     "sample_size": 128,
     "patch_size": 2,

@@ -6,6 +6,7 @@ from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
 from unirl.models.toy_tokenizers import clip_tokenizer, t5_tokenizer
+from unirl.models.vae import toy_kl_config
 
 _CLIP: dict[str, Any] = {
     "vocab_size": 514,
@@ -51,21 +52,7 @@ _CONFIGS: dict[str, Any] = {
         "use_cache": False,
         "decoder_start_token_id": 0,
     },
-    "vae": {
-        "sample_size": 32,
-        "in_channels": 3,
-        "out_channels": 3,
-        "block_out_channels": (8, 8, 16, 16),
-        "layers_per_block": 1,
-        "latent_channels": 4,
-        "norm_num_groups": 4,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "scaling_factor": 1.5305,
-        "shift_factor": 0.0609,
-    },
+    "vae": toy_kl_config(1.5305, 0.0609),
 }
 TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 3.0})
 

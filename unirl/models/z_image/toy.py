@@ -6,6 +6,7 @@ from typing import Any
 
 from unirl.models.checkpoint import Checkpoint
 from unirl.models.toy_tokenizers import QWEN_VOCABULARY, qwen_tokenizer
+from unirl.models.vae import toy_kl_config
 
 _CONFIGS: dict[str, Any] = {
     "transformer": {
@@ -37,21 +38,7 @@ _CONFIGS: dict[str, Any] = {
         "eos_token_id": 258,
         "pad_token_id": 256,
     },
-    "vae": {
-        "sample_size": 32,
-        "in_channels": 3,
-        "out_channels": 3,
-        "block_out_channels": (8, 8, 16, 16),
-        "layers_per_block": 1,
-        "latent_channels": 4,
-        "norm_num_groups": 4,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-    },
+    "vae": toy_kl_config(0.3611, 0.1159),
 }
 TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 6.0})
 

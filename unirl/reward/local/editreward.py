@@ -27,6 +27,7 @@ from unirl.reward.local.hpsv3_reader import (
     filled_length,
     text_constants,
     toy_tokenizer,
+    toy_vl_config,
 )
 from unirl.reward.local.pictures import ROWS
 from unirl.reward.local.pretrained import assemble, fill, fixed_seed, load, part, read_weights
@@ -239,28 +240,8 @@ def toy_network(reader: Reader) -> EditRewardNetwork:
 
 
 def toy_config(reader: Reader) -> Any:
-    """A Qwen2.5-VL of 2 layers, 32 wide."""
+    """Of a Qwen2.5-VL."""
     from transformers import Qwen2_5_VLConfig
 
-    names = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    ids = {f"{name}_token_id": reader.tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}
-    text = {
-        "vocab_size": len(reader.tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "fullatt_block_indexes": [1],
-    }
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    vision = {"intermediate_size": 64, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
+    return toy_vl_config(Qwen2_5_VLConfig, reader, **vision)

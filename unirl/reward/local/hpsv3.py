@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from unirl.models.chunks import full_chunks
 from unirl.reward.base import Device, LocalRewardBackend, single
-from unirl.reward.local.hpsv3_reader import Reader, check_marks, filled_length, published_reader, toy_reader
+from unirl.reward.local.hpsv3_reader import (
+    Reader,
+    check_marks,
+    filled_length,
+    published_reader,
+    toy_reader,
+    toy_vl_config,
+)
 from unirl.reward.local.pictures import ROWS
 from unirl.reward.local.pretrained import assemble, fill, fixed_seed, load, part, read_weights
 from unirl.types.protocols import Capabilities
@@ -154,21 +161,7 @@ def toy_network(reader: Reader) -> HPSv3Network:
 
 
 def toy_config(reader: Reader) -> Any:
-    """A Qwen2-VL of 2 layers, 32 wide."""
+    """Of a Qwen2-VL."""
     from transformers import Qwen2VLConfig
 
-    names = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    ids = {f"{name}_token_id": reader.tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}
-    text = {
-        "vocab_size": len(reader.tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
-    }
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
-    return Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+    return toy_vl_config(Qwen2VLConfig, reader, embed_dim=32)

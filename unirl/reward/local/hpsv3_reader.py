@@ -169,3 +169,21 @@ def toy_tokenizer() -> Any:
     )
     tokenizer.chat_template = TOY_CHAT
     return tokenizer
+
+
+def toy_vl_config(kind: Any, reader: Reader, **vision: object) -> Any:
+    """A configuration of `kind` (that of Qwen2-VL or Qwen2.5-VL): 2 layers, 32 wide, for the reader's tokens."""
+    names = {"image": IMAGE_TOKEN, "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    ids = {f"{name}_token_id": reader.tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}
+    text = {
+        "vocab_size": len(reader.tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+    }
+    return kind(text_config=text, vision_config={"depth": 2, "hidden_size": 32, "num_heads": 2, **vision}, **ids)

@@ -261,6 +261,11 @@ def test_what_a_dropped_row_holds_reaches_no_gradient() -> None:
 # What recipes may say
 
 
+def test_guidance_of_a_second_expert_alone_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"guidance_scale_2=3 is CFG at rollout .* Set sampling.guidance_scale_2=1"):
+        Matching().check_sampling(toy_params(guidance_scale_2=3.0))
+
+
 def test_guidance_at_rollout_alone_is_refused_before_anything_starts() -> None:
     guided = toy_params(guidance_scale=4.5)
     with pytest.raises(ConfigError, match=r"guidance_scale=4.5 is CFG at rollout and not at training.*train_guided"):

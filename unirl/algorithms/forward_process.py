@@ -87,10 +87,11 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
         """Raises ConfigError: 2004 for a schedule without enough levels, 2020 for guidance that is not trained."""
         self.times.count(sampling.num_inference_steps)
         if sampling.is_guided and not self.train_guided:
+            key = "guidance_scale" if sampling.guidance_scale != 1 else "guidance_scale_2"
             raise ConfigError(
-                f"sampling.guidance_scale={sampling.guidance_scale:g} is CFG at rollout and not at training: "
+                f"sampling.{key}={vars(sampling)[key]:g} is CFG at rollout and not at training: "
                 f"{type(self).__name__} trains the velocity without guidance towards samples that were drawn with it. "
-                "Set sampling.guidance_scale=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true",
+                f"Set sampling.{key}=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true",
                 code=2020,
             )
 

@@ -56,7 +56,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "hunyuan_video15": ("HunyuanVideo 1.5", "hunyuan_video15_t2v_dancegrpo_trainside"),
 }
 """Name, and the recipe that brings model, reward and data."""
-UNGUIDED = {"guidance_scale": 1.0, "init_same_noise": False}
+UNGUIDED = {"guidance_scale": 1.0, "guidance_scale_2": None, "init_same_noise": False}
 ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Flow-GRPO": ("sd3_flowgrpo", {}),
     "DanceGRPO": ("sd3_dancegrpo", {}),
@@ -226,7 +226,7 @@ def _mark(cell: Mapping[str, Any], notes: list[str]) -> str:
     if cell["ran"]:
         return "yes"
     why = cell.get("refused") or cell.get("failed") or "the step ended without an update"
-    note = why if len(why) <= 300 else why[:297] + "..."
+    note = why.split(". ")[0]  # the rule, without the way out
     if note not in notes:
         notes.append(note)
     return f"no ({notes.index(note) + 1})"

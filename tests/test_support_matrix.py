@@ -1,0 +1,48 @@
+"""docs/support.md and the README say what the measured support matrix says, and it covers what there is."""
+
+import json
+
+import pytest
+
+from scripts import support_matrix as matrix
+
+RESULT = json.loads(matrix.RESULT.read_text())
+
+
+def test_the_page_and_the_readme_are_the_measured_result():
+    assert matrix.PAGE.read_text() == matrix.page(RESULT), "run scripts/support_matrix.py --render"
+    readme = matrix.README.read_text()
+    assert readme == matrix.with_summary(readme, RESULT), "run scripts/support_matrix.py --render"
+
+
+def test_every_family_algorithm_and_engine_was_tried():
+    assert list(RESULT["cells"]) == list(matrix.FAMILIES)
+    for algorithms in RESULT["cells"].values():
+        assert list(algorithms) == list(matrix.ALGORITHMS)
+        assert all(list(engines) == list(matrix.ENGINES) for engines in algorithms.values())
+
+
+def test_every_recipe_of_a_trained_family_is_a_row():
+    """A folder of models that no row stands for would be support that nobody tried."""
+    bundles = {folder.parent.name for folder in (matrix.ROOT / "unirl" / "models").glob("*/family.py")}
+    recipes = [(matrix.RECIPES / f"{recipe}.yaml").read_text() for _, recipe in matrix.FAMILIES.values()]
+    named = {bundle for bundle in bundles if any(f"unirl.models.{bundle}." in text for text in recipes)}
+    assert named == bundles
+
+
+def test_no_cell_failed_once_it_was_let_start():
+    """A cell is yes, or refused beforehand with a reason: nothing breaks in the middle."""
+    broken = {
+        f"{family}, {algorithm}, {engine}": cell
+        for family, algorithms in RESULT["cells"].items()
+        for algorithm, engines in algorithms.items()
+        for engine, cell in engines.items()
+        if not cell["ran"] and "refused" not in cell
+    }
+    assert broken == {}
+
+
+@pytest.mark.parametrize("family", matrix.FAMILIES)
+def test_grpo_trains_every_family_on_every_engine(family):
+    cells = RESULT["cells"][family]
+    assert all(cell["ran"] for name in ("Flow-GRPO", "DanceGRPO", "MixGRPO") for cell in cells[name].values())

@@ -44,8 +44,8 @@ class SlotCache:
             wide = attention_dtype(key)  # once, and not in every step
             self.layers[layer] = (key.new_zeros(shape, dtype=wide), value.new_zeros(shape, dtype=wide))
         keys, values = self.layers[layer]
-        keys.flatten(0, 1)[places] = key.to(keys.dtype)
-        values.flatten(0, 1)[places] = value.to(values.dtype)
+        keys.flatten(0, 1).index_copy_(0, places, key.to(keys.dtype))
+        values.flatten(0, 1).index_copy_(0, places, value.to(values.dtype))
         return keys, values
 
 
@@ -82,24 +82,28 @@ class Step:
         self.places = torch.arange(len(lengths), device=device) * cache.capacity + self.lengths - 1
         # On an accelerator one kernel for all is worth more than bits that do not depend on neighbours.
         self.groups = _by_blocks(lengths if device.type == "cpu" else [max(lengths)] * len(lengths))
+        # Once for all layers: which of a group's keys each of its slots sees.
+        self.seen = {
+            width: (torch.arange(width, device=device) < self.lengths[slots][:, None])[:, None, None]
+            for width, slots in self.groups.items()
+        }
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.write(layer, self.places, key, value)
         if len(self.groups) == 1:
             [width] = self.groups
-            return self._padded(query, keys[:, :width], values[:, :width], self.lengths, scale)
+            return self._padded(query, keys[:, :width], values[:, :width], self.seen[width], scale)
         out = torch.empty_like(query)
         for width, slots in self.groups.items():
-            lengths = self.lengths[slots]
-            out[slots] = self._padded(query[slots], keys[slots, :width], values[slots, :width], lengths, scale)
+            seen = self.seen[width]
+            out[slots] = self._padded(query[slots], keys[slots, :width], values[slots, :width], seen, scale)
         return out
 
-    def _padded(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    def _padded(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:
         """[S, H, d]: the query heads of one key head are its queries, so keys are not copied for them."""
-        seen = torch.arange(keys.shape[1], device=query.device) < lengths[:, None]
         q = query.unflatten(1, (keys.shape[2], -1))
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        out = softmax_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
+        out = softmax_attention(q, k, v, attn_mask=seen, scale=scale)
         return out.flatten(1, 2)
 
 

@@ -59,7 +59,7 @@ def test_text_beside_clip_has_the_length_that_tells_it_from_pictures() -> None:
 
 @pytest.mark.parametrize("frames", [1, 9])
 def test_a_first_frame_gives_the_tensors_of_diffusers(frames: int) -> None:
-    from unirl.models.wan21.conditioning import as_image
+    from unirl.models.pictures import picture_of
 
     pipeline = of("wan21-i2v")
     plain, params = plain_of(pipeline), replace(PARAMS, num_frames=frames)
@@ -68,7 +68,7 @@ def test_a_first_frame_gives_the_tensors_of_diffusers(frames: int) -> None:
     with torch.no_grad():
         found: Any = pipeline.picture_encoder.encode(pixels, params)
         for row in range(2):
-            image = as_image(pixels[row, 0])
+            image = picture_of(pixels[row, 0])
             shown = plain.video_processor.preprocess(image, height=32, width=48)
             _, expected = plain.prepare_latents(shown, 1, 4, 32, 48, frames, torch.float32, torch.device("cpu"))
             assert expected.shape == (1, 8, (frames - 1) // 4 + 1, 4, 6)

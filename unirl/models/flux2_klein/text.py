@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from unirl.models.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 STACKED = 3
@@ -41,7 +41,7 @@ class KleinTextEncoder:
         ).to(self.text_encoder.device)
         states = self.text_encoder.model(
             input_ids=batch.input_ids,
-            attention_mask=_who_sees_whom(batch.attention_mask),
+            attention_mask=causal_mask(batch.attention_mask),
             output_hidden_states=True,
             use_cache=False,
         ).hidden_states
@@ -58,13 +58,3 @@ class KleinTextEncoder:
 def stacked_layers(num_layers: int) -> tuple[int, ...]:
     """The layers, counted from 1, behind which the hidden states are read."""
     return tuple(num_layers * part // (STACKED + 1) for part in range(1, STACKED + 1))
-
-
-def _who_sees_whom(mask: Tensor) -> Tensor:
-    """[B, 1, L, L] bool, causal, of the real tokens in mask [B, L].
-
-    Written out, since transformers gives a batch in which no text is padded to another kernel, whose bits may differ.
-    """
-    length = mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    return causal & mask.bool()[:, None, None, :]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unirl.models.pictures import picture_of
 from unirl.models.vae import from_unit
 from unirl.models.wan21.denoiser import FIRST_FRAME, VISION
 from unirl.models.wan21.vae import WanVAE
@@ -41,14 +42,7 @@ class FirstFrameEncoder:
         return conditions
 
     def _vision(self, pictures: Tensor) -> VisionCondition:
-        images = [as_image(picture) for picture in pictures]
+        images = [picture_of(picture) for picture in pictures]
         pixels = self.processor(images=images, return_tensors="pt").pixel_values.to(pictures.device)
         states = self.image_encoder(pixel_values=pixels, output_hidden_states=True).hidden_states
         return VisionCondition(embeds=states[-2])
-
-
-def as_image(pixels: Tensor) -> Any:
-    """The PIL image of pixels [3, H, W] on uint8 levels in [0, 1]."""
-    from PIL import Image
-
-    return Image.fromarray(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.embeddings import ShownPictures
+from unirl.models.pictures import picture_of
 from unirl.models.pipeline import VIDEO
 from unirl.models.plain import DiffusersPipeline, PlainPipeline
 from unirl.models.wan21.bundle import Wan21Bundle, WanBundle
-from unirl.models.wan21.conditioning import as_image
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -45,7 +45,7 @@ class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
             *embeds, negative = self.embed([*texts, params.negative_prompt], params.max_sequence_length).embeds.split(1)
             settings = {**settings, "negative_prompt_embeds": negative}
             rows = [
-                plain(image=as_image(shown.pixels[0]), prompt_embeds=text, latents=x, **settings).frames
+                plain(image=picture_of(shown.pixels[0]), prompt_embeds=text, latents=x, **settings).frames
                 for text, x, shown in zip(embeds, x_T.split(1), pictures, strict=True)
             ]
             frames = torch.cat(rows)

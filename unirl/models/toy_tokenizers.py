@@ -29,7 +29,7 @@ def clip_tokenizer() -> Any:
     """CLIP's, of 514 letters: ids 512 and 513 begin and end a text."""
     from transformers import CLIPTokenizer
 
-    letters = byte_letters()
+    letters = sorted(byte_letters())
     pieces = letters + [letter + "</w>" for letter in letters] + ["<|startoftext|>", "<|endoftext|>"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)

@@ -18,10 +18,10 @@ import torch
 from harness import CLOCKS, Ratio, measuring, paired, show, write
 from torch import Tensor
 
-from unirl.models.autoregressive import ARStage
-from unirl.models.chat import TextCodec
-from unirl.models.text_pipeline import prompt_tokens
-from unirl.models.token_policy import policy_class
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.pipeline import prompt_tokens
+from unirl.models.language.policy import policy_class
+from unirl.models.language.stage import ARStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions
 from unirl.types.facts import LanguageFacts

@@ -29,8 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.family_cases import CASES, FamilyCase
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.models.checkpoint import TOY
-from unirl.models.plain import DiffusersPipeline, draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, draw_by_euler
+from unirl.models.loading.checkpoint import TOY
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.steps import FractionSteps
 from unirl.testing.bundle import rollout_of

@@ -34,7 +34,7 @@ from unirl.algorithms.diffusion_rwr import DiffusionRWR
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
 from unirl.algorithms.reward_backprop import RewardBackprop
-from unirl.models.differentiable import DifferentiableStage
+from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.sde.kernels import EulerODE
 from unirl.sde.steps import EquallySpacedSteps, LastSteps
 from unirl.train.configs import EmaLoraConfig

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unirl.algorithms.base import StageAlgorithm
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import FlowSDEStrategy

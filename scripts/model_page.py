@@ -9,8 +9,8 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from unirl.models.checkpoint import TOY, DiffusersFamily
-from unirl.models.estimate import ModelEstimate
+from unirl.models.loading.checkpoint import TOY, DiffusersFamily
+from unirl.models.loading.estimate import ModelEstimate
 from unirl.sde.guidance import (
     EmbeddedGuidance,
     ExpertGuidance,

@@ -15,7 +15,7 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, Link
-from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.toy import ToyBundle, ToyPipeline
 from unirl.train.backend.base import OptimizerConfig

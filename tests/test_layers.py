@@ -29,7 +29,13 @@ LAYERS = {
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}
-STAGES = ("base", "diffusion", "differentiable", "autoregressive", "guidance", "chunks")
+STAGES = (
+    "base",
+    "chunks",
+    "denoising.differentiable",
+    "denoising.stage",
+    "language.stage",
+)
 STAGE_CONTRACTS = {"unirl.models." + name for name in STAGES}
 # What a module may import outside its functions: quick to load, and present wherever the package is.
 AT_TOP = {"torch", "numpy", "PIL", "safetensors", "omegaconf", "hydra", "yaml", "rich", "msgspec"}

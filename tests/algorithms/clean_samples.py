@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.algorithms.forward_process import ForwardProcess, Noised
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import EulerODE
 from unirl.sde.schedule import SigmaSchedule
 from unirl.testing.toy import toy_facts, toy_params, toy_stage, toy_text, toy_track

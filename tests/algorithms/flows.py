@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.pairing import in_pairs
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import toy_facts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.tokens import TokenAlgorithm
-from unirl.models.autoregressive import TokenReplay, ValueGradient
+from unirl.models.language.stage import TokenReplay, ValueGradient
 from unirl.types.conditions import Conditions
 from unirl.types.protocols import Moment
 from unirl.types.rollout_resp import RolloutTrack

@@ -19,7 +19,7 @@ from unirl.algorithms.gae import Credit
 from unirl.algorithms.mismatch import SequenceTIS
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError
-from unirl.models.value import TokenValueHead
+from unirl.models.value_head import TokenValueHead
 from unirl.testing.algorithm import check_algorithm, prepared_track
 from unirl.testing.tokens import TableStage, TokenSampling, token_stage, token_track
 from unirl.tracking.metrics import check_names

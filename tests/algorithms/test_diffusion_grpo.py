@@ -23,7 +23,7 @@ from tests.algorithms.trajectories import (
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowDDIM, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.algorithm import check_algorithm

@@ -23,7 +23,7 @@ from unirl.algorithms.diffusion_nft import AdvantageMode, DiffusionNFT, optimali
 from unirl.algorithms.forward_process import Noised
 from unirl.algorithms.training_times import ScheduleTimes, UniformTimes
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.testing.algorithm import check_algorithm
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

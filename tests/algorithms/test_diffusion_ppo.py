@@ -18,8 +18,8 @@ from tests.algorithms.trajectories import trajectory as unscored
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
-from unirl.models.value import ValueHead
+from unirl.models.denoising.stage import DiffusionStage
+from unirl.models.value_head import ValueHead
 from unirl.sde.kernels import EulerODE
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.toy import ToyBundle, toy_facts, toy_stage, toy_track

@@ -19,7 +19,7 @@ from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
 from unirl.algorithms.reward_backprop import RewardBackprop
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import GradientMask
+from unirl.models.denoising.stage import GradientMask
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.sde.steps import AllSteps, EquallySpacedSteps, FractionSteps, LastSteps, RandomTail

@@ -24,7 +24,7 @@ from unirl.algorithms.forward_process import ForwardProcess, mean_square
 from unirl.algorithms.surrogate import weighted_sum
 from unirl.algorithms.training_times import LogitNormalTimes, ScheduleTimes, TrainingTimes, UniformTimes
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.guidance import Guidance
 from unirl.sde.noise import NoiseSource
 from unirl.testing.algorithm import check_algorithm

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.algorithms.flows import Flow, Method, Run, T, mixture_velocity, rollout, train
 from unirl.algorithms.reward_backprop import RewardBackprop
-from unirl.models.differentiable import DifferentiableStage
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import EulerODE
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.denoising import DenoisingLoss
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import ToyDenoiser, toy_conditions, toy_denoiser, toy_facts, toy_params

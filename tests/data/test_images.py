@@ -16,7 +16,7 @@ from unirl.config.errors import CheckpointError, DataError
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images, image_problems
-from unirl.models.pictures import parts_of, read_picture
+from unirl.models.images import parts_of, read_picture
 
 
 def line(*uris: str, prompt: str = "what is it?", **more: object) -> str:

@@ -23,9 +23,9 @@ from PIL import Image
 from unirl.cli.data import check
 from unirl.config.errors import DataError, DependencyError
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.models import remote
-from unirl.models.pictures import read_picture
-from unirl.models.remote import Bounds, fetch
+from unirl.models.images import read_picture
+from unirl.models.loading import remote_files as remote
+from unirl.models.loading.remote_files import Bounds, fetch
 
 MIB = 2**20
 

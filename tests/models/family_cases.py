@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from unirl.models.plain import DiffusersPipeline
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 
 Size = tuple[int, int, int]
 """Height, width, frames."""

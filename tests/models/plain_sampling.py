@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from unirl.models.differentiable import DifferentiableStage
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.rollout_resp import RolloutTrack
 

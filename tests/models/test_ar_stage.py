@@ -22,9 +22,9 @@ from tests.models.texts import (
     textbook_logp,
 )
 from unirl.config.errors import DivergenceError
-from unirl.models import decoding
-from unirl.models import slots as slots_module
-from unirl.models.autoregressive import ARStage
+from unirl.models.language import decoding
+from unirl.models.language import slot_cache as slots_module
+from unirl.models.language.stage import ARStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.models import attention
-from unirl.models.attention import PackedRows
-from unirl.models.slots import BLOCK, Prefill, SlotCache, Step
+from unirl.models.language import attention
+from unirl.models.language.attention import PackedRows
+from unirl.models.language.slot_cache import BLOCK, Prefill, SlotCache, Step
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
-from unirl.models.chat import TextCodec
-from unirl.models.drawing import draw, inverse_cdf, truncated
-from unirl.models.endings import Endings, Response
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.responses import Endings, Response
+from unirl.models.language.token_sampling import draw, inverse_cdf, truncated
+from unirl.models.language.tools import Calculator
 from unirl.models.qwen3.toy import toy_tokenizer
-from unirl.models.tools import Calculator
 from unirl.types.sampling import ARSamplingParams
 
 # Drawing

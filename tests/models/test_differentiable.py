@@ -20,8 +20,8 @@ from tests.models.plain_sampling import (
     reward_of,
     velocity,
 )
-from unirl.models.differentiable import DifferentiableStage
-from unirl.models.diffusion import DiffusionStage, GradientMask
+from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.models.denoising.stage import DiffusionStage, GradientMask
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DPMSolver2M, EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import toy_facts, toy_params, toy_stage, toy_track

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DPMSolver2M, EulerODE, FlowSDEStrategy, predicted_x0
 from unirl.sde.noise import NoiseSource

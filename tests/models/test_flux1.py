@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from unirl.config.errors import DataError
+from unirl.models.denoising.diffusers_pipeline import base_grid, difference, draw_by_euler, given_levels, plain_pipeline
 from unirl.models.flux1.bundle import Flux1Bundle
 from unirl.models.flux1.denoiser import latents_of, tokens_of
 from unirl.models.flux1.family import FLUX1, facts
 from unirl.models.flux1.pipeline import Flux1Pipeline
-from unirl.models.plain import base_grid, difference, draw_by_euler, given_levels, plain_pipeline
-from unirl.models.quiet import quiet_libraries
+from unirl.models.loading.quiet import quiet_libraries
 from unirl.sde.kernels import EulerODE
 from unirl.types.sampling import DiffusionSamplingParams
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint
 from unirl.models.chunks import select_conditions
-from unirl.models.embeddings import ShownPictures
+from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler, plain_pipeline
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.family import FLUX2_KLEIN, facts
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
 from unirl.models.flux2_klein.text import stacked_layers
-from unirl.models.plain import difference, draw_by_euler, plain_pipeline
+from unirl.models.loading.checkpoint import Checkpoint
 from unirl.sde.guidance import NoGuidance
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -159,7 +159,7 @@ def test_an_unknown_layout_is_refused(component: str, values: dict[str, object],
 
 
 def test_the_value_head_reads_the_mean_of_real_tokens(toy: Flux2KleinPipeline) -> None:
-    from unirl.models.value import pooled_text
+    from unirl.models.value_head import pooled_text
 
     text = toy.encode(PROMPTS, PARAMS)["text"]
     assert isinstance(text, TextEmbedCondition)

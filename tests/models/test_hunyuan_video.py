@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError
+from unirl.models.denoising.diffusers_pipeline import draw_by_euler
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
 from unirl.models.hunyuan_video.family import HUNYUAN_VIDEO
 from unirl.models.hunyuan_video.pipeline import HunyuanVideoPipeline
@@ -21,8 +22,7 @@ from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.family import HUNYUAN_VIDEO_15
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
 from unirl.models.hunyuan_video15.text import CROP_START, GLYPH_TOKENS, SYSTEM_MESSAGE, glyph_text, glyph_tokens
-from unirl.models.plain import draw_by_euler
-from unirl.models.toy_tokenizers import byt5_tokenizer
+from unirl.models.loading.toy_tokenizers import byt5_tokenizer
 from unirl.testing import family
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unirl.config.errors import ConfigError
-from unirl.models.lora import LoraSpec, adapter_names, adapter_start, idle_adapters, inject_lora
+from unirl.models.loading.lora import LoraSpec, adapter_names, adapter_start, idle_adapters, inject_lora
 from unirl.testing.toy import ToyBundle, ToyDenoiser
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

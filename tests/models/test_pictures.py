@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from unirl.models.pictures import fit_picture
+from unirl.models.images import fit_picture
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.models.rollouts import PROMPTS, request_for, roll, sampling
-from unirl.models.embeddings import PromptEmbeddings
-from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.denoising.embeddings import PromptEmbeddings
+from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.sde.kernels import DPMSolver2M

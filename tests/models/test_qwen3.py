@@ -12,8 +12,8 @@ import torch
 
 from tests.models.texts import TEXTS, networks, rollout
 from unirl.config.errors import DataError
-from unirl.models.export import Adapter, write_peft_adapter
-from unirl.models.lora import LoraSpec, inject_lora
+from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
+from unirl.models.loading.lora import LoraSpec, inject_lora
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
 from unirl.models.qwen3.toy import TOY, toy_tokenizer

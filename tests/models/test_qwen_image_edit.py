@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.models.family_cases import CASES, built
 from tests.models.test_qwen_image import RAGGED, expect_equal
 from unirl.config.errors import DataError
-from unirl.models.embeddings import ShownPictures
-from unirl.models.pictures import picture_of
-from unirl.models.plain import difference, draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.images import picture_of
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.templates import written
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from unirl.config.errors import ConfigError, DataError
-from unirl.models.lora import LoraSpec, adapter_names, choose_targets, inject_lora
+from unirl.models.loading.lora import LoraSpec, adapter_names, choose_targets, inject_lora
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.models.qwen_vl.policy import PICTURE, pictures_of

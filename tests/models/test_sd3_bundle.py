@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.family import SD3
 from unirl.models.sd3.pipeline import SD3Pipeline

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.rollouts import PROMPTS, sampling
-from unirl.models.plain import difference, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import difference, plain_pipeline
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.types.conditions import TextEmbedCondition
 

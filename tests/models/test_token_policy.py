@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from benchmarks.harness import memory
 from tests.models.texts import networks, prompts_of_lengths
-from unirl.models import token_policy
-from unirl.models.attention import PackedRows
-from unirl.models.packing import packed_prompts
-from unirl.models.token_policy import Likelihood, Logits
+from unirl.models.language import policy as token_policy
+from unirl.models.language.attention import PackedRows
+from unirl.models.language.packing import packed_prompts
+from unirl.models.language.policy import Likelihood, Logits
 
 LENGTHS = (5, 9, 30, 1)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.models.arithmetic import FUNCTIONS, ExpressionError, evaluate, spelled
-from unirl.models.tools import Calculator, ExpressionEvaluator, Tools
+from unirl.models.language.arithmetic import FUNCTIONS, ExpressionError, evaluate, spelled
+from unirl.models.language.tools import Calculator, ExpressionEvaluator, Tools
 
 Value = Fraction | None
 """None where something is divided by zero."""

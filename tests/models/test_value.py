@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.models.value import TokenValueHead, ValueHead, pooled_text
+from unirl.models.value_head import TokenValueHead, ValueHead, pooled_text
 from unirl.testing.toy import toy_facts, toy_params, toy_stage, toy_track
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.primitives import Texts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.source_tree import ROOT
-from unirl.models.pictures import read_picture
+from unirl.models.images import read_picture
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.models.qwen_vl.policy import PICTURE

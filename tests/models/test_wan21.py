@@ -10,7 +10,7 @@ import torch
 
 from tests.models.family_cases import CASES, built
 from unirl.config.errors import ConfigError, DataError
-from unirl.models.plain import DiffusersPipeline, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, plain_pipeline
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.models.wan21.bundle import Wan21Bundle
@@ -59,7 +59,7 @@ def test_text_beside_clip_has_the_length_that_tells_it_from_pictures() -> None:
 
 @pytest.mark.parametrize("frames", [1, 9])
 def test_a_first_frame_gives_the_tensors_of_diffusers(frames: int) -> None:
-    from unirl.models.pictures import picture_of
+    from unirl.models.images import picture_of
 
     pipeline = of("wan21-i2v")
     plain, params = plain_of(pipeline), replace(PARAMS, num_frames=frames)

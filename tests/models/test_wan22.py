@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.models.family_cases import CASES, built
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
-from unirl.models.embeddings import ShownPictures
-from unirl.models.plain import DiffusersPipeline, difference, draw_by_euler, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, difference, draw_by_euler, plain_pipeline
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.wan22.bundle import Wan22Bundle
 from unirl.models.wan22.family import facts
 from unirl.models.wan22.pipeline import FILES, Wan22Pipeline

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
-from unirl.models.plain import draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import draw_by_euler
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.models.z_image.family import Z_IMAGE
 from unirl.models.z_image.pipeline import ZImagePipeline

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.models.autoregressive import ARStage
-from unirl.models.chat import TextCodec
-from unirl.models.language import language_facts
+from unirl.models.language.bundle import language_facts
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.pipeline import TextPipeline, prompt_tokens
+from unirl.models.language.policy import policy_class
+from unirl.models.language.stage import ARStage
+from unirl.models.language.tools import ToolBox
 from unirl.models.qwen3.bundle import QWEN3
 from unirl.models.qwen3.toy import TOY, toy_tokenizer
-from unirl.models.text_pipeline import TextPipeline, prompt_tokens
-from unirl.models.token_policy import policy_class
-from unirl.models.tools import ToolBox
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.primitives import Texts

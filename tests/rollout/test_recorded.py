@@ -14,7 +14,7 @@ from tests.models.rollouts import request_for, sampling
 from tests.sync_ends import ends, toy_pipeline
 from unirl.config.errors import ConfigError, DataError
 from unirl.models.base import DiffusionBundle
-from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine

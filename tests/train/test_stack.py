@@ -10,7 +10,7 @@ from torch import Tensor
 from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import ConfigError, DivergenceError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.testing.toy import ToyBundle, toy_stage, toy_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

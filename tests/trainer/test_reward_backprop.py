@@ -10,7 +10,7 @@ import torch
 
 from unirl.config.load import load
 from unirl.config.preflight import preflight
-from unirl.models.differentiable import DifferentiableStage
+from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.sde.kernels import EulerODE
 from unirl.trainer.build import build_trainer
 from unirl.trainer.diffusion import DiffusionTrainer

@@ -12,7 +12,7 @@ from unirl.algorithms.base import Part
 from unirl.algorithms.critic import OLD_VALUE, Critic
 from unirl.algorithms.gae import Credit, Moments, Packing, Steps, gae, outcome_rewards, whitened
 from unirl.algorithms.tokens import Surrogate, Tokens, TokenValues
-from unirl.models.autoregressive import TokenReplay, TokenStage, ValueGradient
+from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
 from unirl.types.protocols import Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack
 

@@ -17,7 +17,7 @@ from unirl.algorithms.kl import AdaptiveKL, KLController, KLForm, element_means,
 from unirl.algorithms.step_weights import StepWeights, step_weights
 from unirl.algorithms.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage, Replay
+from unirl.models.denoising.stage import DiffusionStage, Replay
 from unirl.sde.gaussian import HALF_LOG_TWO_PI
 from unirl.types.protocols import REFERENCE, Anchor, Kernel, Moment, Needs, Quantity
 from unirl.types.results import Metric, Metrics

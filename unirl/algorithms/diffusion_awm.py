@@ -20,7 +20,7 @@ from unirl.algorithms.forward_process import (
 from unirl.algorithms.kl import MAX_LOG_RATIO
 from unirl.algorithms.surrogate import clipped_surrogate, fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Moment
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack

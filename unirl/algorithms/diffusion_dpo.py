@@ -14,7 +14,7 @@ from unirl.algorithms.base import START, Columns, LossResult, Part
 from unirl.algorithms.forward_process import ForwardProcess, check_positive, mean_square
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack
 

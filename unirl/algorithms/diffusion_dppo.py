@@ -12,7 +12,7 @@ from unirl.algorithms.denoising import DenoisingLoss, log_ratio_metrics
 from unirl.algorithms.kl import gaussian_kl
 from unirl.algorithms.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import Replay
+from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Moment, Quantity
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack

@@ -18,7 +18,7 @@ from unirl.algorithms.surrogate import (
     ratio_metrics,
 )
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import Replay
+from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Moment, Quantity
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack

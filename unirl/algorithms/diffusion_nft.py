@@ -19,7 +19,7 @@ from unirl.algorithms.forward_process import (
 )
 from unirl.algorithms.kl import element_means
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Moment
 from unirl.types.rollout_resp import RolloutTrack
 

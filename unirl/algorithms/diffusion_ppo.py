@@ -13,7 +13,7 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.gae import Credit, Steps, gae, outcome_rewards
 from unirl.algorithms.surrogate import weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import Moment
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack

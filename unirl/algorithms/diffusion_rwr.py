@@ -18,7 +18,7 @@ from unirl.algorithms.forward_process import (
 )
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack
 

@@ -22,7 +22,7 @@ from unirl.algorithms.surrogate import mean_metric
 from unirl.algorithms.training_times import ScheduleTimes, TrainingTimes
 from unirl.config.errors import ConfigError
 from unirl.models.chunks import select_conditions
-from unirl.models.diffusion import DiffusionStage
+from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.protocols import REFERENCE, Anchor, Needs
 from unirl.types.results import Metrics

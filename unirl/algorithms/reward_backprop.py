@@ -15,8 +15,8 @@ from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorit
 from unirl.algorithms.kl import element_means
 from unirl.algorithms.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.differentiable import DifferentiableStage
-from unirl.models.diffusion import GradientMask
+from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.models.denoising.stage import GradientMask
 from unirl.sde.noise import key_seed
 from unirl.sde.steps import AllSteps
 from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs, StepChoice

@@ -21,7 +21,7 @@ from unirl.algorithms.mismatch import Correction, mismatch_metrics
 from unirl.algorithms.packed import PackedRows, row_of
 from unirl.algorithms.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import ConfigError
-from unirl.models.autoregressive import TokenReplay, TokenStage
+from unirl.models.language.stage import TokenReplay, TokenStage
 from unirl.types.batch import Batch
 from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
 from unirl.types.results import Metric, Metrics

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from unirl.config.errors import DataError
 from unirl.data.datasets import Prompt
 from unirl.data.schema import CONDITION, MEDIA_FORM
-from unirl.models.pictures import parts_of, read_picture
-from unirl.models.remote import fetch, is_remote
+from unirl.models.images import parts_of, read_picture
+from unirl.models.loading.remote_files import fetch, is_remote
 from unirl.types.facts import ModelFacts
 
 OPENED_AT_ONCE = 16

@@ -15,7 +15,7 @@ from unirl.config.extras import need
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images
 from unirl.data.schema import CONDITION
-from unirl.models.pictures import IMAGE_MARK
+from unirl.models.images import IMAGE_MARK
 
 Row = Mapping[str, Any]
 NOT_FOUND = 4001

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from unirl.models.remote import REMOTE_SCHEMES
+from unirl.models.loading.remote_files import REMOTE_SCHEMES
 from unirl.types.primitives import MediaRef, RecordedRole
 
 LEGACY_EMBEDDING = re.compile(r"(^|_)embed(s|ding|dings)?(_(path|paths|mask))?$")

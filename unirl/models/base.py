@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from unirl.config.errors import ConfigError
 from unirl.models.canary import CanaryAnswer
-from unirl.models.diffusion import Denoiser, DiffusionStage
-from unirl.models.saved import SavedWeights
+from unirl.models.denoising.stage import Denoiser, DiffusionStage
+from unirl.models.loading.saved_weights import SavedWeights
 from unirl.types.batch import Batch
 from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts, ModelFacts

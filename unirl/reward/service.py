@@ -13,7 +13,7 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, DataError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
-from unirl.models.pictures import fit_picture, read_picture
+from unirl.models.images import fit_picture, read_picture
 from unirl.reward.failures import STRICT, FailurePolicy
 from unirl.reward.scoring import FAILED, check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unirl.models.base import Pipeline
-from unirl.models.pipeline import DiffusionPipeline
-from unirl.models.value import pooled_text
+from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.value_head import pooled_text
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.batch import Batch
 from unirl.types.primitives import Images, MediaRef, PromptImages, Texts, Videos

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from unirl.models.export import Adapter
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, difference, draw_by_euler, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import (
+    DiffusersPipeline,
+    PlainPipeline,
+    difference,
+    draw_by_euler,
+    plain_pipeline,
+)
+from unirl.models.loading.adapter_files import Adapter
 from unirl.sde.kernels import EulerODE
 from unirl.testing.bundle import PROMPTS, check_bundle, expect
 from unirl.types.sampling import DiffusionSamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.models.text_pipeline import TextPipeline
+from unirl.models.language.pipeline import TextPipeline
 from unirl.testing.bundle import check_facts, check_gradient_flags, expect
 from unirl.testing.engine import equal
 from unirl.testing.text import TRACK, text_params, text_request

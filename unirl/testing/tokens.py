@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from unirl.models import drawing
-from unirl.models.autoregressive import TokenReplay, ValueGradient
-from unirl.models.value import TokenValueHead
+from unirl.models.language import token_sampling as drawing
+from unirl.models.language.stage import TokenReplay, ValueGradient
+from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import toy_facts
 from unirl.types.batch import Batch, row

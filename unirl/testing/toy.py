@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.base import DiffusionBundle, chosen
-from unirl.models.diffusion import DiffusionStage
-from unirl.models.pipeline import DiffusionPipeline
-from unirl.models.saved import ModuleWeights, SavedWeights
+from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.denoising.stage import DiffusionStage
+from unirl.models.loading.saved_weights import ModuleWeights, SavedWeights
 from unirl.sde.guidance import NEGATIVE, Guidance
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource

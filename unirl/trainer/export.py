@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.distributed.group.dispatch import rank0
-from unirl.models.export import Adapter, write_peft_adapter
+from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.train.backend.base import TrainBackend
 from unirl.train.configs import LoraConfig
 from unirl.types.facts import ModelFacts

@@ -26,7 +26,7 @@ from unirl.distributed.group.remote import Remote, Siblings
 from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import Link
-from unirl.models.differentiable import DifferentiableStage
+from unirl.models.denoising.differentiable import DifferentiableStage
 
 ENGINE = {"bundle": "engine_bundle", "pipeline": "engine_pipeline"}
 """What the engine's own model is called among its siblings, which may be those of the trainer."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.vae import KLDecoder, KLEncoder
 from unirl.models.flux1.denoiser import Flux1Denoiser
 from unirl.models.flux1.family import FLUX1
 from unirl.models.flux1.text import Flux1TextEncoder
-from unirl.models.vae import KLDecoder, KLEncoder
+from unirl.models.loading.checkpoint import DiffusersFamily
 
 
 class Flux1Bundle(DiffusersBundle):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
 from unirl.models.flux1.denoiser import PATCH
 from unirl.models.flux1.published import PUBLISHED
 from unirl.models.flux1.toy import SCHNELL, TOY, toy_tokenizers
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import EmbeddedGuidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts

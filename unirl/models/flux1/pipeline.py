@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.flux1.bundle import Flux1Bundle
 from unirl.models.flux1.denoiser import tokens_of
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
 from unirl.types.sampling import DiffusionSamplingParams
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
-from unirl.models.vae import kl_config
+from unirl.models.denoising.vae import kl_config
+from unirl.models.loading.checkpoint import Checkpoint
 
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, Encoder, PictureEncoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
 from unirl.models.flux2_klein.conditioning import KleinPictureEncoder
 from unirl.models.flux2_klein.denoiser import KleinDenoiser
 from unirl.models.flux2_klein.family import FLUX2_KLEIN
 from unirl.models.flux2_klein.text import KleinTextEncoder
 from unirl.models.flux2_klein.vae import KleinDecoder, KleinEncoder
+from unirl.models.loading.checkpoint import DiffusersFamily
 
 
 class Flux2KleinBundle(DiffusersBundle):

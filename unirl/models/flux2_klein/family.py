@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
 from unirl.models.flux2_klein.conditioning import MOST_PICTURES
 from unirl.models.flux2_klein.published import PUBLISHED
 from unirl.models.flux2_klein.text import STACKED
 from unirl.models.flux2_klein.toy import DISTILLED, TOY, toy_tokenizers
 from unirl.models.flux2_klein.vae import PATCH
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts

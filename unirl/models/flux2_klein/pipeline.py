@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.text import stacked_layers
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
 from unirl.types.sampling import DiffusionSamplingParams
 
 

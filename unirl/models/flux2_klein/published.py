@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
 
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,

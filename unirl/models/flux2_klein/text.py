@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unirl.models.embeddings import causal_mask
+from unirl.models.denoising.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 STACKED = 3

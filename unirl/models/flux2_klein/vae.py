@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from unirl.models.vae import from_unit, to_unit
+from unirl.models.denoising.vae import from_unit, to_unit
 
 PATCH = 2
 

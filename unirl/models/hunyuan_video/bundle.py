@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
 from unirl.models.hunyuan_video.denoiser import HunyuanVideoDenoiser
 from unirl.models.hunyuan_video.family import HUNYUAN_VIDEO
 from unirl.models.hunyuan_video.text import HunyuanVideoTextEncoder
 from unirl.models.hunyuan_video.vae import VideoDecoder
+from unirl.models.loading.checkpoint import DiffusersFamily
 
 
 class HunyuanVideoBundle(DiffusersBundle):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, Config, DiffusersFamily
-from unirl.models.hub import NOT_FOUND
 from unirl.models.hunyuan_video.published import PUBLISHED
 from unirl.models.hunyuan_video.toy import TOY, UNDISTILLED, toy_tokenizers
+from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import EmbeddedGuidance, Guidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.pipeline import VIDEO
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
-from unirl.models.pipeline import VIDEO
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unirl.models.embeddings import causal_mask
+from unirl.models.denoising.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 TEMPLATE = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
 from unirl.models.hunyuan_video.text import CROP_START, TEMPLATE
-from unirl.models.toy_tokenizers import clip_tokenizer, qwen_tokenizer, with_pieces
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import clip_tokenizer, qwen_tokenizer, with_pieces
 
 _CONFIGS: dict[str, Any] = {
     "transformer": {

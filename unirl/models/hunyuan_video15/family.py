@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, Config, DiffusersFamily
-from unirl.models.hub import NOT_FOUND
 from unirl.models.hunyuan_video.family import FPS, LORA_TARGETS
 from unirl.models.hunyuan_video15.published import PUBLISHED
 from unirl.models.hunyuan_video15.toy import DISTILLED, TOY, toy_tokenizers
+from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts

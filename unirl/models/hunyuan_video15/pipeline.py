@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
-from unirl.models.export import DIFFUSERS_FILE
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.pipeline import VIDEO
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.text import glyph_tokens
-from unirl.models.pipeline import VIDEO
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.loading.adapter_files import DIFFUSERS_FILE
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.models.embeddings import causal_mask
+from unirl.models.denoising.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 SYSTEM_MESSAGE = (" " * 8).join(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
 from unirl.models.hunyuan_video15.text import CROP_START, SYSTEM_MESSAGE
-from unirl.models.toy_tokenizers import byt5_tokenizer, qwen_tokenizer, with_pieces
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import byt5_tokenizer, qwen_tokenizer, with_pieces
 
 _CONFIGS: dict[str, Any] = {
     "transformer": {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.vae import KLDecoder, KLEncoder
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.lumina2.denoiser import Lumina2Denoiser
 from unirl.models.lumina2.family import LUMINA2
 from unirl.models.lumina2.text import Lumina2TextEncoder
-from unirl.models.vae import KLDecoder, KLEncoder
 
 
 class Lumina2Bundle(DiffusersBundle):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
 from unirl.models.lumina2.published import PUBLISHED
 from unirl.models.lumina2.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import LineNormGuidance

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.lumina2.bundle import Lumina2Bundle
 from unirl.models.lumina2.text import TEMPLATE
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
 from unirl.types.conditions import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 

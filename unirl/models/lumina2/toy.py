@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.denoising.vae import toy_kl_config
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import GEMMA_VOCABULARY, gemma_tokenizer, with_pieces
 from unirl.models.lumina2.text import TEMPLATE
-from unirl.models.toy_tokenizers import GEMMA_VOCABULARY, gemma_tokenizer, with_pieces
-from unirl.models.vae import toy_kl_config
 
 TEMPLATE_PIECES = 3
 

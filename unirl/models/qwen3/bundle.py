@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unirl.models.language import LanguageBundle, LanguageFamily
+from unirl.models.language.bundle import LanguageBundle, LanguageFamily
 from unirl.models.qwen3.published import PUBLISHED
 from unirl.models.qwen3.toy import TOY, toy_tokenizer
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.text_pipeline import TextPipeline
 
 
 class Qwen3Pipeline(TextPipeline[Qwen3Bundle]):

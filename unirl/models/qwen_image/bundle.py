@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
-from unirl.models.diffusion import Denoiser
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.stage import Denoiser
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.qwen_image.denoiser import QwenImageDenoiser
 from unirl.models.qwen_image.family import QWEN_IMAGE
 from unirl.models.qwen_image.templates import DRAW

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.qwen_image.published import PUBLISHED
 from unirl.models.qwen_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import NormCorrectedGuidance

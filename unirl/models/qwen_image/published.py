@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
 from unirl.models.qwen_image.toy import SCHEDULER
 from unirl.models.qwen_vl.published import PUBLISHED as QWEN_VL
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import QWEN_SPECIALS, QWEN_VOCABULARY, qwen_tokenizer
 from unirl.models.qwen_image.templates import CLOSING, DRAW
 from unirl.models.qwen_vl.toy import TOYS as QWEN_VL
-from unirl.models.toy_tokenizers import QWEN_SPECIALS, QWEN_VOCABULARY, qwen_tokenizer
 
 WORD = re.compile(r"'s|\),| ?\w+| \(")
 _VL = QWEN_VL["toy-qwen2.5"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.models.vae import from_unit, to_unit
+from unirl.models.denoising.vae import from_unit, to_unit
 
 
 class QwenImageVAE:

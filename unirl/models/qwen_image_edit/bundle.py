@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from unirl.models.base import PictureEncoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusion import Denoiser
+from unirl.models.denoising.stage import Denoiser
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image_edit.conditioning import ReferenceEncoder
 from unirl.models.qwen_image_edit.denoiser import QwenImageEditDenoiser

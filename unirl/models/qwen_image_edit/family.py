@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
 from unirl.models.qwen_image.family import CLASSES, EDIT, EDIT_PLUS, PIPELINE, SEED
 from unirl.models.qwen_image.family import facts as facts_of_drawing
 from unirl.models.qwen_image_edit.published import PUBLISHED

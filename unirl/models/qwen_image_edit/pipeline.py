@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
-from unirl.models.pictures import picture_of
-from unirl.models.plain import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.images import picture_of
 from unirl.models.qwen_image.pipeline import drawn
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
 from unirl.models.qwen_image_edit.family import PROCESSOR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
 from unirl.models.qwen_image.family import EDIT_PLUS
 from unirl.models.qwen_image.published import published_checkpoint
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.models.pictures import picture_of
+from unirl.models.images import picture_of
 from unirl.models.qwen_image.text import QwenImageTextEncoder
 from unirl.models.qwen_image_edit.templates import IMAGE_PAD, EditTemplate
 from unirl.types.conditions import TextEmbedCondition

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from unirl.config.errors import DataError
-from unirl.models.hub import NOT_FOUND
-from unirl.models.language import CPU, LanguageBundle
+from unirl.models.language.bundle import CPU, LanguageBundle
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.qwen_vl.families import FAMILIES
 from unirl.models.qwen_vl.policy import QwenVLPolicy
 from unirl.models.qwen_vl.published import PUBLISHED

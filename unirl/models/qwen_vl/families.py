@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirl.models.language import LanguageFamily
+from unirl.models.language.bundle import LanguageFamily
 from unirl.models.qwen_vl.policy import DeepstackPolicy, QwenVLPolicy
 
 

@@ -10,7 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from unirl.config.errors import DataError
-from unirl.models.pictures import parts_of
+from unirl.models.images import parts_of
+from unirl.models.language.pipeline import TextPipeline, check_prompt_length
+from unirl.models.language.tools import ToolBox
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.sight import (
     ImageCutter,
@@ -22,8 +24,6 @@ from unirl.models.qwen_vl.sight import (
     positions_of,
     with_places,
 )
-from unirl.models.text_pipeline import TextPipeline, check_prompt_length
-from unirl.models.tools import ToolBox
 from unirl.types.conditions import Conditions
 from unirl.types.primitives import MediaRef, PromptImages
 from unirl.types.rollout_req import RolloutReq

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.models.token_policy import TokenPolicy
+from unirl.models.language.policy import TokenPolicy
 from unirl.types.conditions import Grid, ImagePatches
 
 PICTURE = -1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import ConfigError, DataError
-from unirl.models.pictures import read_picture
+from unirl.models.images import read_picture
 from unirl.models.qwen_vl.policy import CHANNELS, PICTURE, Levels
 from unirl.types.conditions import Grid, ImagePatches, PromptTokens
 from unirl.types.primitives import MediaRef

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.vae import KLDecoder, KLEncoder
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.sd3.denoiser import SD3Denoiser
 from unirl.models.sd3.family import ENCODERS, SD3
 from unirl.models.sd3.text import SD3TextEncoder
 from unirl.models.sd3.vae import PixelDecoder, PixelEncoder
-from unirl.models.vae import KLDecoder, KLEncoder
 
 
 class SD3Bundle(DiffusersBundle):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
 from unirl.models.sd3.published import PUBLISHED
 from unirl.models.sd3.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import Guidance

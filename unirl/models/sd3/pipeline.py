@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.family import ENCODERS
 from unirl.types.conditions import TextEmbedCondition

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
-from unirl.models.toy_tokenizers import clip_tokenizer, t5_tokenizer
-from unirl.models.vae import toy_kl_config
+from unirl.models.denoising.vae import toy_kl_config
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
 
 _CLIP: dict[str, Any] = {
     "vocab_size": 514,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unirl.models.vae import from_unit, to_unit
+from unirl.models.denoising.vae import from_unit, to_unit
 
 
 class PixelDecoder:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from unirl.models.base import Decoder, Encoder, PictureEncoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
-from unirl.models.diffusion import Denoiser
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.stage import Denoiser
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.wan21.conditioning import FirstFrameEncoder
 from unirl.models.wan21.denoiser import WanDenoiser
 from unirl.models.wan21.family import WAN21

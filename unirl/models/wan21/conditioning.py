@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.models.pictures import picture_of
-from unirl.models.vae import from_unit
+from unirl.models.denoising.vae import from_unit
+from unirl.models.images import picture_of
 from unirl.models.wan21.denoiser import FIRST_FRAME, VISION
 from unirl.models.wan21.vae import WanVAE
 from unirl.types.conditions import Conditions, LatentCondition, VisionCondition

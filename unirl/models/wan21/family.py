@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.wan21.published import I2V, PUBLISHED
 from unirl.models.wan21.toy import TOY, TOY_I2V, toy_tokenizers
 from unirl.sde.guidance import Guidance

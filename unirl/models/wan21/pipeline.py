@@ -8,10 +8,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
-from unirl.models.pictures import picture_of
-from unirl.models.pipeline import VIDEO
-from unirl.models.plain import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.pipeline import VIDEO
+from unirl.models.images import picture_of
 from unirl.models.wan21.bundle import Wan21Bundle, WanBundle
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
-from unirl.models.toy_tokenizers import t5_tokenizer
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import t5_tokenizer
 from unirl.models.wan21.published import I2V, scheduler
 
 LATENT_CHANNELS = 4

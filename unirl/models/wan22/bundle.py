@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import nn
 
 from unirl.models.base import PictureEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusion import Denoiser
-from unirl.models.saved import JoinedWeights, SavedWeights
+from unirl.models.denoising.stage import Denoiser
+from unirl.models.loading.checkpoint import DiffusersFamily
+from unirl.models.loading.saved_weights import JoinedWeights, SavedWeights
 from unirl.models.wan21.bundle import WanBundle
 from unirl.models.wan22.conditioning import FirstLatentEncoder
 from unirl.models.wan22.denoiser import ExpertsDenoiser, FirstFrameDenoiser

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.wan21.family import CLASSES, FURTHER_PIPELINES, PIPELINE, wan_facts
 from unirl.models.wan21.toy import toy_tokenizers
 from unirl.models.wan22.published import PUBLISHED

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
-from unirl.models.export import DIFFUSERS_FILE, Adapter, write_diffusers_lora
-from unirl.models.plain import PlainPipeline, without_bar
+from unirl.models.denoising.diffusers_pipeline import PlainPipeline, without_bar
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.loading.adapter_files import DIFFUSERS_FILE, Adapter, write_diffusers_lora
 from unirl.models.wan21.pipeline import WanVideoPipeline
 from unirl.models.wan22.bundle import Wan22Bundle
 from unirl.models.wan22.family import HIGH, LOW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
 from unirl.models.wan21.published import I2V, TRANSFORMER_14B, UMT5_XXL, VAE, scheduler
 
 TRANSFORMER_5B: dict[str, Any] = TRANSFORMER_14B | {

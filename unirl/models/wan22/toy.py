@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import Checkpoint
 from unirl.models.wan21.published import I2V, scheduler
 from unirl.models.wan21.toy import SHOWN, TEXT_ENCODER, TRANSFORMER, VAE
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.checkpoint import DiffusersFamily
-from unirl.models.diffusers_bundle import DiffusersBundle
-from unirl.models.vae import KLDecoder, KLEncoder
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.vae import KLDecoder, KLEncoder
+from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.z_image.denoiser import ZImageDenoiser
 from unirl.models.z_image.family import Z_IMAGE
 from unirl.models.z_image.text import ZImageTextEncoder

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unirl.config.errors import DataError
-from unirl.models.checkpoint import Checkpoint, Config, DiffusersFamily
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.z_image.published import PUBLISHED
 from unirl.models.z_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import Guidance

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unirl.models.embeddings import ShownPictures
-from unirl.models.plain import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.embeddings import ShownPictures
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.types.sampling import DiffusionSamplingParams
 

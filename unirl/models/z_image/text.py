@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unirl.models.embeddings import causal_mask
+from unirl.models.denoising.embeddings import causal_mask
 from unirl.types.conditions import TextEmbedCondition
 
 

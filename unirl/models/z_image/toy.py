@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.checkpoint import Checkpoint
-from unirl.models.toy_tokenizers import QWEN_VOCABULARY, qwen_tokenizer
-from unirl.models.vae import toy_kl_config
+from unirl.models.denoising.vae import toy_kl_config
+from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.toy_tokenizers import QWEN_VOCABULARY, qwen_tokenizer
 
 _CONFIGS: dict[str, Any] = {
     "transformer": {

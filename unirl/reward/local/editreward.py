@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unirl.config.errors import DataError, RewardError
 from unirl.models.chunks import full_chunks
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.reward.base import Device, LocalRewardBackend
 from unirl.reward.local.hpsv3_reader import (
     PROMPT_PLACE,

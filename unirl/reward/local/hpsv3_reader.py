@@ -16,7 +16,7 @@ from torch import Tensor
 from unirl.config.errors import DataError, RewardError
 from unirl.config.extras import need
 from unirl.models.chunks import round_up
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.hub import NOT_FOUND
 from unirl.reward.local.pictures import as_pil
 from unirl.reward.local.pretrained import load
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
-from unirl.models.hub import HUB_ID, NOT_FOUND
-from unirl.models.quiet import quiet_libraries
+from unirl.models.loading.hub import HUB_ID, NOT_FOUND
+from unirl.models.loading.quiet import quiet_libraries
 
 DAMAGED = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
 """What the libraries raise for files that are cut, foreign, or hold more than tensors."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unirl.config.errors import ConfigError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.weight_sync.base import Payload
-from unirl.models.lora import LoraSpec
+from unirl.models.loading.lora import LoraSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
-from unirl.models.lora import adapter_names, adapter_start
-from unirl.models.saved import SavedWeights
+from unirl.models.loading.lora import adapter_names, adapter_start
+from unirl.models.loading.saved_weights import SavedWeights
 from unirl.train.backend.sharding import Sharding
 
 NOT_FOUND = 4001

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
-from unirl.models.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
-from unirl.models.saved import SavedWeights
+from unirl.models.loading.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
+from unirl.models.loading.saved_weights import SavedWeights
 from unirl.train.backend import deferred, state
 from unirl.train.backend.adamw import adamw
 from unirl.train.backend.base import (

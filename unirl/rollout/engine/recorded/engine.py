@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.rollout.engine.recorded.pictures import read_pictures
 from unirl.rollout.engine.trainside.engine import TrainedWeights, TrainsideRolloutEngine
 from unirl.types.primitives import MediaRefs

@@ -18,7 +18,7 @@ from unirl.distributed.weight_sync.receiver import Receiver
 from unirl.distributed.weight_sync.sender import uncompiled
 from unirl.models.base import Pipeline
 from unirl.models.canary import CanaryAnswer
-from unirl.models.lora import LoraSpec, adapter_names, idle_adapters, inject_lora
+from unirl.models.loading.lora import LoraSpec, adapter_names, idle_adapters, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.types.batch import Batch
 from unirl.types.facts import ModelFacts

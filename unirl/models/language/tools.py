@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from unirl.models.arithmetic import FUNCTIONS, ExpressionError, Function, evaluate, spelled
+from unirl.models.language.arithmetic import FUNCTIONS, ExpressionError, Function, evaluate, spelled
 
 
 class ToolBox(Protocol):

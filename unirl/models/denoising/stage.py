@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unirl.models.canary import CanaryAnswer, LatentCanary
 from unirl.models.chunks import filled_rows, select_conditions
-from unirl.models.value import ValueHead, pooled_text
+from unirl.models.value_head import ValueHead, pooled_text
 from unirl.sde.guidance import Network
 from unirl.sde.kernels import EulerODE, predicted_x0
 from unirl.sde.noise import NoiseAhead, NoiseSource

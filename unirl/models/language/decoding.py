@@ -18,11 +18,11 @@ from torch import Tensor
 
 from unirl.config.errors import DivergenceError
 from unirl.models.chunks import filled_rows, round_up
-from unirl.models.drawing import draw
-from unirl.models.endings import Endings, Response
-from unirl.models.packing import like_positions, packed_prompts, prompts_of, same_prompts
-from unirl.models.slots import Prefill, SlotCache, Step
-from unirl.models.token_policy import Answers, Logits, TokenFeed, tempered
+from unirl.models.language.packing import like_positions, packed_prompts, prompts_of, same_prompts
+from unirl.models.language.policy import Answers, Logits, TokenFeed, tempered
+from unirl.models.language.responses import Endings, Response
+from unirl.models.language.slot_cache import Prefill, SlotCache, Step
+from unirl.models.language.token_sampling import draw
 from unirl.types.conditions import Conditions
 from unirl.types.sampling import ARSamplingParams
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unirl.config.errors import DataError
-from unirl.models.estimate import ModelEstimate, linears_of, parameters_of
-from unirl.models.hub import MODEL_INDEX, NOT_FOUND, components, model_directory, read_json
+from unirl.models.loading.estimate import ModelEstimate, linears_of, parameters_of
+from unirl.models.loading.hub import MODEL_INDEX, NOT_FOUND, components, model_directory, read_json
 from unirl.types.facts import LatentFacts
 
 if TYPE_CHECKING:

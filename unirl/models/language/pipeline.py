@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
-from unirl.models import text_export
 from unirl.models.canary import PROMPTS
-from unirl.models.chat import ChatFormat
-from unirl.models.export import Adapter, write_peft_adapter
-from unirl.models.language import LanguageBundle
-from unirl.models.tools import ToolBox
+from unirl.models.language import export as text_export
+from unirl.models.language.bundle import LanguageBundle
+from unirl.models.language.chat import ChatFormat
+from unirl.models.language.tools import ToolBox
+from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.primitives import Texts

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.diffusers_bundle import DiffusersBundle
-from unirl.models.embeddings import ShownPictures
-from unirl.models.export import Adapter, write_diffusers_lora
-from unirl.models.hub import components
-from unirl.models.pipeline import DiffusionPipeline
-from unirl.models.quiet import quiet_libraries
+from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
+from unirl.models.loading.hub import components
+from unirl.models.loading.quiet import quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import DiffusionSamplingParams
 

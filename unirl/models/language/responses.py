@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from unirl.models.chat import TextCodec
-from unirl.models.tools import ToolBox
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.tools import ToolBox
 from unirl.types.sampling import ARSamplingParams
 
 

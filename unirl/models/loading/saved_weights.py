@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
-from unirl.models.hub import NOT_FOUND
+from unirl.models.loading.hub import NOT_FOUND
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 """The file of a component of diffusers; a larger one is cut into several, which an index beside them names."""

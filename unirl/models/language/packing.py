@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.models.attention import Attend
 from unirl.models.chunks import round_up
-from unirl.models.token_policy import Ask, TokenFeed
+from unirl.models.language.attention import Attend
+from unirl.models.language.policy import Ask, TokenFeed
 from unirl.types.conditions import Conditions, ImagePatches, PromptTokens
 from unirl.types.segments import TextSegment
 

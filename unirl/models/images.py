@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError, UniRLError
-from unirl.models.remote import UNREADABLE, fetch, is_remote
+from unirl.models.loading.remote_files import UNREADABLE, fetch, is_remote
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -15,16 +15,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from unirl.models.attention import PackedRows
 from unirl.models.canary import CanaryAnswer
-from unirl.models.chat import TextCodec
 from unirl.models.chunks import filled_rows
-from unirl.models.decoding import Decoding
-from unirl.models.endings import Endings, Response
-from unirl.models.packing import packed_prompts, packed_responses
-from unirl.models.token_policy import Answers, Likelihood, Logits, TokenFeed
-from unirl.models.tools import ToolBox
-from unirl.models.value import TokenValueHead
+from unirl.models.language.attention import PackedRows
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.decoding import Decoding
+from unirl.models.language.packing import packed_prompts, packed_responses
+from unirl.models.language.policy import Answers, Likelihood, Logits, TokenFeed
+from unirl.models.language.responses import Endings, Response
+from unirl.models.language.tools import ToolBox
+from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.facts import LanguageFacts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.chunks import even_size, full_chunks
-from unirl.models.diffusion import DiffusionStage, GradientMask
+from unirl.models.denoising.stage import DiffusionStage, GradientMask
 from unirl.sde.gaussian import per_row
 from unirl.sde.noise import NoiseSource
 from unirl.types.rollout_resp import RolloutTrack

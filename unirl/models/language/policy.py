@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unirl.models.attention import ATTENTION, Attend, register_attention
 from unirl.models.chunks import round_up
+from unirl.models.language.attention import ATTENTION, Attend, register_attention
 from unirl.types.conditions import ImagePatches
 
 LOGITS_AT_ONCE = 2**25

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unirl.models.attention import PackedRows, attention_dtype, softmax_attention
 from unirl.models.chunks import round_up
+from unirl.models.language.attention import PackedRows, attention_dtype, softmax_attention
 
 BLOCK = 64
 """Cached tokens are read in multiples of this: a row's bits depend on its own length alone."""

@@ -17,15 +17,21 @@ from safetensors import SafetensorError
 from torch import nn
 
 from unirl.config.errors import DataError
-from unirl.models.autoregressive import ARStage
 from unirl.models.base import Bundle, chosen
-from unirl.models.chat import TextCodec
-from unirl.models.estimate import ModelEstimate, language_estimate
-from unirl.models.hub import NOT_FOUND, language_directory, read_json
-from unirl.models.quiet import quiet_libraries
-from unirl.models.saved import LANGUAGE_WEIGHTS, ModuleWeights, RenamedWeights, SafetensorsWeights, SavedWeights
-from unirl.models.token_policy import TokenPolicy, policy_class
-from unirl.models.tools import ToolBox
+from unirl.models.language.chat import TextCodec
+from unirl.models.language.policy import TokenPolicy, policy_class
+from unirl.models.language.stage import ARStage
+from unirl.models.language.tools import ToolBox
+from unirl.models.loading.estimate import ModelEstimate, language_estimate
+from unirl.models.loading.hub import NOT_FOUND, language_directory, read_json
+from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.saved_weights import (
+    LANGUAGE_WEIGHTS,
+    ModuleWeights,
+    RenamedWeights,
+    SafetensorsWeights,
+    SavedWeights,
+)
 from unirl.types.facts import LanguageFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 

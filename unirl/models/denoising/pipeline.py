@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import ConfigError, DataError
-from unirl.models.ahead import DecodeAhead
 from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
-from unirl.models.embeddings import PromptEmbeddings, ShownPictures
-from unirl.models.pictures import fit_picture, read_picture
+from unirl.models.denoising.decode_ahead import DecodeAhead
+from unirl.models.denoising.embeddings import PromptEmbeddings, ShownPictures
+from unirl.models.images import fit_picture, read_picture
 from unirl.sde.guidance import NEGATIVE
 from unirl.sde.kernels import EulerODE
 from unirl.sde.noise import NoiseSource

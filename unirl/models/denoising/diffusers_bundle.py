@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.base import DiffusionBundle, chosen
-from unirl.models.checkpoint import TOY, DiffusersFamily
-from unirl.models.estimate import ModelEstimate
-from unirl.models.hub import components as components_of
-from unirl.models.quiet import quiet_libraries
-from unirl.models.saved import ModuleWeights, SafetensorsWeights, SavedWeights
+from unirl.models.loading.checkpoint import TOY, DiffusersFamily
+from unirl.models.loading.estimate import ModelEstimate
+from unirl.models.loading.hub import components as components_of
+from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.saved_weights import ModuleWeights, SafetensorsWeights, SavedWeights
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 

@@ -33,7 +33,7 @@ from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.algorithms.diffusion_rwr import DiffusionRWR
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
-from unirl.algorithms.reward_backprop import RewardBackprop
+from unirl.algorithms.shared.reward_backprop import RewardBackprop
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.sde.kernels import EulerODE
 from unirl.sde.steps import EquallySpacedSteps, LastSteps

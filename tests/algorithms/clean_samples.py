@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from unirl.algorithms.forward_process import ForwardProcess, Noised
+from unirl.algorithms.shared.forward_process import ForwardProcess, Noised
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import EulerODE
 from unirl.sde.schedule import SigmaSchedule

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.base import StageAlgorithm
-from unirl.algorithms.pairing import in_pairs
+from unirl.algorithms.shared.advantages import GroupAdvantage
+from unirl.algorithms.shared.pairing import in_pairs
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.models.language.stage import TokenReplay, ValueGradient
 from unirl.types.conditions import Conditions
 from unirl.types.protocols import Moment

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.advantages import GroupAdvantage
+from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.config.errors import ConfigError, RewardError
 from unirl.types.results import values
 from unirl.types.rollout_resp import AdvantageResult, Scores

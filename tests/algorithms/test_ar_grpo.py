@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.algorithms.ragged import LeafStage, Sequence, assert_same_gradient, looped, ragged, value
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.kl import k1, k2, k3
+from unirl.algorithms.shared.kl import k1, k2, k3
 from unirl.testing.tokens import PromptNumber, TableStage, token_stage
 from unirl.types.protocols import Moment
 from unirl.types.results import values

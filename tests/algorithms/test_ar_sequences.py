@@ -10,7 +10,7 @@ from tests.algorithms.ragged import LeafStage, assert_same_gradient, ragged, val
 from unirl.algorithms.ar_gmpo import GMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 

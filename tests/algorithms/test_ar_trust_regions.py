@@ -14,8 +14,8 @@ from unirl.algorithms.ar_cispo import CISPO
 from unirl.algorithms.ar_dppo import CPPO, DPPO
 from unirl.algorithms.ar_drpo import DRPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.packed import PackedRows
-from unirl.algorithms.token_surrogates import (
+from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.token_surrogates import (
     binary_kl,
     binary_tv,
     penalized_gain,
@@ -23,7 +23,7 @@ from unirl.algorithms.token_surrogates import (
     weighted_score,
     within_prefix_budget,
 )
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.advantages import GroupAdvantage
-from unirl.algorithms.estimator import Estimator, Ramp
-from unirl.algorithms.running import RunningAdvantage
-from unirl.algorithms.selection import Selection
+from unirl.algorithms.shared.advantages import GroupAdvantage
+from unirl.algorithms.shared.estimator import Estimator, Ramp
+from unirl.algorithms.shared.running import RunningAdvantage
+from unirl.algorithms.shared.selection import Selection
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError, RewardError
 from unirl.config.hints import WRITE_INSTEAD
@@ -152,7 +152,7 @@ def test_a_ramp_out_of_order_or_range_is_refused(points: tuple[tuple[float, floa
 
 def test_a_recipe_writes_numbers_and_ramps() -> None:
     tree = {
-        "_target_": "unirl.algorithms.advantages.GroupAdvantage",
+        "_target_": "unirl.algorithms.shared.advantages.GroupAdvantage",
         "combine": "advantages",
         "weights": {"ocr": 1, "hps": {"points": [[0, 1.0], [0.5, 0.2]]}},
         "select": {"keep": 8},
@@ -174,7 +174,7 @@ def test_a_recipe_writes_numbers_and_ramps() -> None:
 )
 def test_a_recipe_is_refused_by_the_path_of_the_key(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        check_node({"_target_": "unirl.algorithms.advantages.GroupAdvantage"} | keys, path="advantage")
+        check_node({"_target_": "unirl.algorithms.shared.advantages.GroupAdvantage"} | keys, path="advantage")
     assert raised.value.code == 2004
 
 
@@ -184,6 +184,6 @@ def test_words_of_other_systems_are_answered_with_keys_that_exist() -> None:
     rules = set(re.findall(r"advantage\.select\.(\w+)", answers))
     assert {"std", "weights", "trim"} <= keys <= set(schema_of(GroupAdvantage).keys)
     assert rules == set(schema_of(Selection).keys)
-    assert find_target("unirl.algorithms.running.RunningAdvantage", "advantage", ()) is RunningAdvantage
+    assert find_target("unirl.algorithms.shared.running.RunningAdvantage", "advantage", ()) is RunningAdvantage
     with pytest.raises(ConfigError, match=r"unknown key 'advantage\.bestofn'.*Write advantage\.select\.keep="):
-        check_node({"_target_": "unirl.algorithms.advantages.GroupAdvantage", "bestofn": 8}, path="advantage")
+        check_node({"_target_": "unirl.algorithms.shared.advantages.GroupAdvantage", "bestofn": 8}, path="advantage")

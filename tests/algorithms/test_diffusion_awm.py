@@ -19,7 +19,7 @@ from tests.algorithms.clean_samples import (
     weights64,
 )
 from unirl.algorithms.diffusion_awm import FORMS, DiffusionAWM, Form, log_prob_surrogate
-from unirl.algorithms.training_times import UniformTimes
+from unirl.algorithms.shared.training_times import UniformTimes
 from unirl.config.errors import ConfigError
 from unirl.testing.algorithm import check_algorithm
 from unirl.types.protocols import Anchor

@@ -21,7 +21,7 @@ from tests.algorithms.trajectories import (
     trajectory,
 )
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.shared.kl import AdaptiveKL
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowDDIM, FlowSDEStrategy

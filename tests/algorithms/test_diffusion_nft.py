@@ -20,8 +20,8 @@ from tests.algorithms.clean_samples import (
     weights64,
 )
 from unirl.algorithms.diffusion_nft import AdvantageMode, DiffusionNFT, optimality, prediction_loss
-from unirl.algorithms.forward_process import Noised
-from unirl.algorithms.training_times import ScheduleTimes, UniformTimes
+from unirl.algorithms.shared.forward_process import Noised
+from unirl.algorithms.shared.training_times import ScheduleTimes, UniformTimes
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.testing.algorithm import check_algorithm

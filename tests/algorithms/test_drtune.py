@@ -17,7 +17,7 @@ from unirl.algorithms.alignprop import AlignProp
 from unirl.algorithms.draft import DRaFT, DRaFTLV
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
-from unirl.algorithms.reward_backprop import RewardBackprop
+from unirl.algorithms.shared.reward_backprop import RewardBackprop
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import GradientMask
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy

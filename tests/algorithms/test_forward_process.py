@@ -20,9 +20,9 @@ from tests.algorithms.clean_samples import (
     weights64,
 )
 from unirl.algorithms.base import START, LossResult, Part
-from unirl.algorithms.forward_process import ForwardProcess, mean_square
-from unirl.algorithms.surrogate import weighted_sum
-from unirl.algorithms.training_times import LogitNormalTimes, ScheduleTimes, TrainingTimes, UniformTimes
+from unirl.algorithms.shared.forward_process import ForwardProcess, mean_square
+from unirl.algorithms.shared.surrogate import weighted_sum
+from unirl.algorithms.shared.training_times import LogitNormalTimes, ScheduleTimes, TrainingTimes, UniformTimes
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.guidance import Guidance

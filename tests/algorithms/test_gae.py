@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.gae import (
+from unirl.algorithms.shared.gae import (
     Moments,
     Packing,
     Steps,

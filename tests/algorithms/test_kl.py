@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from unirl.algorithms.kl import AdaptiveKL, KLController, KLEstimator, gaussian_kl, k1, k2, k3, kl_estimate
+from unirl.algorithms.shared.kl import AdaptiveKL, KLController, KLEstimator, gaussian_kl, k1, k2, k3, kl_estimate
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Stateful
 

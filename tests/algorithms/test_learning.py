@@ -6,9 +6,9 @@ import pytest
 
 from tests.algorithms.flows import Method, Run, T
 from tests.algorithms.toys import GAUSSIAN, MIXTURE
-from unirl.algorithms.denoising import DenoisingLoss
 from unirl.algorithms.diffusion_dppo import DiffusionDPPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.shared.denoising import DenoisingLoss
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowDDIM, FlowSDEStrategy
 from unirl.types.protocols import Kernel
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.algorithms.ragged import Sequence, assert_same_gradient, looped, ragged, value
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.mismatch import Correction, GeometricRejection, MaskedIS, SequenceTIS, TokenTIS
-from unirl.algorithms.packed import PackedRows
+from unirl.algorithms.shared.mismatch import Correction, GeometricRejection, MaskedIS, SequenceTIS, TokenTIS
+from unirl.algorithms.shared.packed import PackedRows
 from unirl.config.errors import ConfigError
 from unirl.testing.tokens import token_stage, token_track
 from unirl.types.results import values

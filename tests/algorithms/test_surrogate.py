@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.algorithms.surrogate import (
+from unirl.algorithms.shared.surrogate import (
     approx_kl,
     clip_scale,
     clipped_surrogate,

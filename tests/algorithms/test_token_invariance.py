@@ -21,8 +21,8 @@ from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_opd import AROPD
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.mismatch import TokenTIS
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.mismatch import TokenTIS
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
 from unirl.distributed.group.layout import rank_rows

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.flows import Run
-from unirl.algorithms.advantages import GroupAdvantage
 from unirl.algorithms.ar_cispo import CISPO
 from unirl.algorithms.ar_dppo import CPPO, DPPO
 from unirl.algorithms.ar_drpo import DRPO
@@ -16,8 +15,9 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.mismatch import TokenTIS
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.advantages import GroupAdvantage
+from unirl.algorithms.shared.mismatch import TokenTIS
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.testing.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

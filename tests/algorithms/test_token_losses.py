@@ -27,8 +27,8 @@ from unirl.algorithms.ar_gmpo import GMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.mismatch import MaskedIS, SequenceTIS, TokenTIS
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.mismatch import MaskedIS, SequenceTIS, TokenTIS
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.tokens import TokenSampling, token_stage, token_track
 from unirl.types.results import merge, values

@@ -18,8 +18,8 @@ from tests.algorithms.test_token_losses import CASES
 from tests.models.texts import networks, prompts_of_lengths, segment_of_lengths, stage_of, textbook_logp
 from tests.train.ranks import run_ranks
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.mismatch import SequenceTIS
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.mismatch import SequenceTIS
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.distributed import current
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.train.backend.base import OptimizerConfig

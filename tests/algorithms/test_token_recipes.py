@@ -14,9 +14,9 @@ from unirl.algorithms.ar_gmpo import GMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.kl import AdaptiveKL
-from unirl.algorithms.mismatch import TokenTIS
-from unirl.algorithms.tokens import TokenAlgorithm, drift_metrics
+from unirl.algorithms.shared.kl import AdaptiveKL
+from unirl.algorithms.shared.mismatch import TokenTIS
+from unirl.algorithms.shared.tokens import TokenAlgorithm, drift_metrics
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError
 from unirl.tracking.metrics import check_names
@@ -149,7 +149,7 @@ def written(options: Mapping[str, Any]) -> Any:
                 "_target_": "unirl.algorithms.ar_drpo.DRPO",
                 "loss_agg_mode": "seq-mean-token-sum-norm",
                 "horizon": 8192,
-                "mismatch": {"_target_": "unirl.algorithms.mismatch.TokenTIS", "cap": 3},
+                "mismatch": {"_target_": "unirl.algorithms.shared.mismatch.TokenTIS", "cap": 3},
                 "kl_coef": 0.001,
                 "kl_adaptive": {"target": 0.02},
             },
@@ -173,8 +173,11 @@ def test_a_recipe_is_told_which_key_is_wrong() -> None:
         written({"_target_": "unirl.algorithms.ar_grpo.ARGRPO", "kl_estimator": "k4"})
     with pytest.raises(ConfigError, match=r"algorithm\.mismatch"):
         written(
-            {"_target_": "unirl.algorithms.ar_grpo.ARGRPO", "mismatch": {"_target_": "unirl.algorithms.kl.AdaptiveKL"}}
+            {
+                "_target_": "unirl.algorithms.ar_grpo.ARGRPO",
+                "mismatch": {"_target_": "unirl.algorithms.shared.kl.AdaptiveKL"},
+            }
         )
     with pytest.raises(ConfigError, match=r"algorithm\.mismatch\.cap"):
-        cap = {"_target_": "unirl.algorithms.mismatch.TokenTIS", "cap": 0.5}
+        cap = {"_target_": "unirl.algorithms.shared.mismatch.TokenTIS", "cap": 0.5}
         written({"_target_": "unirl.algorithms.ar_grpo.ARGRPO", "mismatch": cap})

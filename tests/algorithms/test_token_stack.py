@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.algorithms.ragged import AGGREGATIONS
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.testing.tokens import TableStage, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

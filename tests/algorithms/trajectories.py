@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.algorithms.denoising import DenoisingLoss
+from unirl.algorithms.shared.denoising import DenoisingLoss
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource

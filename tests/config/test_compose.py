@@ -124,12 +124,12 @@ def test_a_variant_extends_exactly_one_recipe_of_its_domain(examples, defaults):
 
 
 def test_another_class_replaces_a_block_whose_own_is_the_default():
-    running = "unirl.algorithms.running.RunningAdvantage"
+    running = "unirl.algorithms.shared.running.RunningAdvantage"
     assert compose("diffusion/sd3_trainside", ()).tree["advantage"] == {"std": "batch"}
     tree = compose("diffusion/sd3_trainside", (f"advantage={{_target_: {running}}}",)).tree
     assert tree["advantage"] == {"_target_": running}
     default = compose(
-        "diffusion/sd3_trainside", ("advantage._target_=unirl.algorithms.advantages.GroupAdvantage",)
+        "diffusion/sd3_trainside", ("advantage._target_=unirl.algorithms.shared.advantages.GroupAdvantage",)
     ).tree
     assert default["advantage"]["std"] == "batch"
 

@@ -132,7 +132,11 @@ def test_losses_on_clean_samples_are_refused_what_they_cannot_work_with(override
         (*NFT, OLD),
         (*NFT, OLD, "algorithm.times={num_times: 12}"),
         (*NFT, OLD, "sampling.guidance_scale=4.5", "algorithm.train_guided=true"),
-        (*NFT, OLD, "algorithm.times={_target_: unirl.algorithms.training_times.LogitNormalTimes, num_times: 12}"),
+        (
+            *NFT,
+            OLD,
+            "algorithm.times={_target_: unirl.algorithms.shared.training_times.LogitNormalTimes, num_times: 12}",
+        ),
         (*AWM, OLD, "algorithm.ema_coef=0.1"),
         (*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=99"),
         (*DPO, "scale=toy"),

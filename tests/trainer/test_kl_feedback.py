@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_files import metrics_of
-from unirl.algorithms.kl import AdaptiveKL
+from unirl.algorithms.shared.kl import AdaptiveKL
 from unirl.config.load import load
 from unirl.config.preflight import preflight
 from unirl.trainer.build import build_trainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unirl.algorithms.token_surrogates import weighted_score
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.token_surrogates import weighted_score
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
 

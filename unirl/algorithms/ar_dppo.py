@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.token_surrogates import binary_kl, binary_tv, moves_back, within_prefix_budget
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.token_surrogates import binary_kl, binary_tv, moves_back, within_prefix_budget
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.algorithms.token_surrogates import penalized_gain
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.token_surrogates import penalized_gain
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unirl.algorithms.aggregation import Aggregation
-from unirl.algorithms.token_surrogates import bounded_gain, sequence_log_ratio
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.aggregation import Aggregation
+from unirl.algorithms.shared.token_surrogates import bounded_gain, sequence_log_ratio
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
 

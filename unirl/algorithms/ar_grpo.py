@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.algorithms.surrogate import ClipSchedule, clip_scale, clipped_surrogate
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, clipped_surrogate
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
 from unirl.types.results import Metric

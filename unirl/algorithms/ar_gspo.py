@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.algorithms.aggregation import Aggregation
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.token_surrogates import sequence_log_ratio
-from unirl.algorithms.tokens import Tokens
+from unirl.algorithms.shared.aggregation import Aggregation
+from unirl.algorithms.shared.token_surrogates import sequence_log_ratio
+from unirl.algorithms.shared.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

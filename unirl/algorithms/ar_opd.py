@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import Part
-from unirl.algorithms.surrogate import mean_metric
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import mean_metric
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Anchor, Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.base import Part
-from unirl.algorithms.critic import OLD_VALUE, Critic
-from unirl.algorithms.gae import Credit, Moments, Packing, Steps, gae, outcome_rewards, whitened
-from unirl.algorithms.tokens import Surrogate, Tokens, TokenValues
+from unirl.algorithms.shared.critic import OLD_VALUE, Critic
+from unirl.algorithms.shared.gae import Credit, Moments, Packing, Steps, gae, outcome_rewards, whitened
+from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
 from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
 from unirl.types.protocols import Moment, Needs
 from unirl.types.rollout_resp import RolloutTrack

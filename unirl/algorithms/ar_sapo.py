@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.algorithms.aggregation import Aggregation
-from unirl.algorithms.token_surrogates import soft_gate
-from unirl.algorithms.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.aggregation import Aggregation
+from unirl.algorithms.shared.token_surrogates import soft_gate
+from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Moment
 

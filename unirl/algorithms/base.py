@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.kl import KLController
+from unirl.algorithms.shared.kl import KLController
 from unirl.types.protocols import Anchor, Moment, Needs, Quantity
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack

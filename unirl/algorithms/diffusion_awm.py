@@ -10,15 +10,21 @@ from typing import Literal
 from torch import Tensor
 
 from unirl.algorithms.base import START, Columns, LossResult, Part
-from unirl.algorithms.forward_process import (
+from unirl.algorithms.shared.forward_process import (
     ForwardProcess,
     Noised,
     check_coefficients,
     check_positive,
     mean_square,
 )
-from unirl.algorithms.kl import MAX_LOG_RATIO
-from unirl.algorithms.surrogate import clipped_surrogate, fraction_metrics, mean_metric, spread_metrics, weighted_sum
+from unirl.algorithms.shared.kl import MAX_LOG_RATIO
+from unirl.algorithms.shared.surrogate import (
+    clipped_surrogate,
+    fraction_metrics,
+    mean_metric,
+    spread_metrics,
+    weighted_sum,
+)
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Moment

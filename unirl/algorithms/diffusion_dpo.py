@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unirl.algorithms.base import START, Columns, LossResult, Part
-from unirl.algorithms.forward_process import ForwardProcess, check_positive, mean_square
-from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.algorithms.shared.forward_process import ForwardProcess, check_positive, mean_square
+from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
@@ -100,5 +100,5 @@ def _check_pairs(rows: RolloutTrack) -> None:
         first = f"rows {2 * apart[0]} and {2 * apart[0] + 1} are of two prompts" if apart else "one row is left over"
         raise ValueError(
             f"DiffusionDPO compares rows 2 i (winner) and 2 i + 1 (loser) of one prompt, and {first}: order the rows "
-            "with unirl.algorithms.pairing.in_pairs"
+            "with unirl.algorithms.shared.pairing.in_pairs"
         )

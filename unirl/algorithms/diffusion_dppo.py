@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import Part
-from unirl.algorithms.denoising import DenoisingLoss, log_ratio_metrics
-from unirl.algorithms.kl import gaussian_kl
-from unirl.algorithms.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
+from unirl.algorithms.shared.denoising import DenoisingLoss, log_ratio_metrics
+from unirl.algorithms.shared.kl import gaussian_kl
+from unirl.algorithms.shared.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Moment, Quantity

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import Part
-from unirl.algorithms.denoising import DenoisingLoss, log_ratio_metrics
-from unirl.algorithms.surrogate import (
+from unirl.algorithms.shared.denoising import DenoisingLoss, log_ratio_metrics
+from unirl.algorithms.shared.surrogate import (
     ClipSchedule,
     clip_scale,
     clipped_surrogate,

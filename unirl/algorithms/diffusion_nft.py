@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from unirl.algorithms.base import START, Columns, LossResult, Part
-from unirl.algorithms.forward_process import (
+from unirl.algorithms.shared.forward_process import (
     ForwardProcess,
     Noised,
     check_coefficients,
@@ -17,8 +17,8 @@ from unirl.algorithms.forward_process import (
     mean_square,
     velocity_metric,
 )
-from unirl.algorithms.kl import element_means
-from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.algorithms.shared.kl import element_means
+from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Moment
 from unirl.types.rollout_resp import RolloutTrack

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, Backward, Columns, LossResult, Part
-from unirl.algorithms.critic import OLD_VALUE, Critic
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.gae import Credit, Steps, gae, outcome_rewards
-from unirl.algorithms.surrogate import weighted_sum
+from unirl.algorithms.shared.critic import OLD_VALUE, Critic
+from unirl.algorithms.shared.gae import Credit, Steps, gae, outcome_rewards
+from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import Moment

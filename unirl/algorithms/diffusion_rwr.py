@@ -9,14 +9,14 @@ from typing import Literal
 from torch import Tensor
 
 from unirl.algorithms.base import START, LossResult, Part
-from unirl.algorithms.forward_process import (
+from unirl.algorithms.shared.forward_process import (
     ForwardProcess,
     check_coefficients,
     check_positive,
     kept,
     mean_square,
 )
-from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Moment, Needs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unirl.algorithms.reward_backprop import RewardBackprop
+from unirl.algorithms.shared.reward_backprop import RewardBackprop
 from unirl.sde.steps import LastSteps
 from unirl.types.protocols import StepChoice
 

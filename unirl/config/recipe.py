@@ -151,7 +151,7 @@ class RecipeConfig:
     """The engine that samples."""
     reward: Node
     """What scores the samples."""
-    advantage: Node = field(metadata={"target": "unirl.algorithms.advantages.GroupAdvantage"})
+    advantage: Node = field(metadata={"target": "unirl.algorithms.shared.advantages.GroupAdvantage"})
     """Rewards to one advantage per sample."""
     algorithm: Node
     """The loss."""

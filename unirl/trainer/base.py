@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from unirl.algorithms.gae import explained_variance
-from unirl.algorithms.kl import KLController
-from unirl.algorithms.pairing import in_pairs
+from unirl.algorithms.shared.gae import explained_variance
+from unirl.algorithms.shared.kl import KLController
+from unirl.algorithms.shared.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
 from unirl.config.preflight import needs_of
 from unirl.config.recipe import RecipeConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unirl.algorithms.groups import Groups
+from unirl.algorithms.shared.groups import Groups
 from unirl.config.recipe import RefillConfig
 from unirl.reward.service import concat_scored
 from unirl.types.rollout_req import RolloutReq

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unirl.algorithms.packed import PackedRows
+from unirl.algorithms.shared.packed import PackedRows
 
 
 def weighted_score(log_ratio: Tensor, logp: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unirl.algorithms.estimator import Estimator, Reward, Standardized
-from unirl.algorithms.groups import Groups
+from unirl.algorithms.shared.estimator import Estimator, Reward, Standardized
+from unirl.algorithms.shared.groups import Groups
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import State
 from unirl.types.results import Metric

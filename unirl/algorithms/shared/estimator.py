@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from unirl.algorithms.groups import Groups
-from unirl.algorithms.selection import Selection
+from unirl.algorithms.shared.groups import Groups
+from unirl.algorithms.shared.selection import Selection
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import AdvantageResult, Scores

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.algorithms.groups import Groups
+from unirl.algorithms.shared.groups import Groups
 from unirl.config.errors import ConfigError
 from unirl.types.results import Metric, Metrics
 

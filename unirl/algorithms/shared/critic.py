@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import Stage, StageAlgorithm
-from unirl.algorithms.gae import value_loss, value_metrics
-from unirl.algorithms.surrogate import mean_metric
+from unirl.algorithms.shared.gae import value_loss, value_metrics
+from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.config.errors import ConfigError
 from unirl.types.protocols import Anchor, Needs
 from unirl.types.results import Metrics

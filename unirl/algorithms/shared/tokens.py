@@ -14,12 +14,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.aggregation import NORMED, Aggregation, token_count, token_shares
 from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
-from unirl.algorithms.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
-from unirl.algorithms.mismatch import Correction, mismatch_metrics
-from unirl.algorithms.packed import PackedRows, row_of
-from unirl.algorithms.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
+from unirl.algorithms.shared.aggregation import NORMED, Aggregation, token_count, token_shares
+from unirl.algorithms.shared.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
+from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
+from unirl.algorithms.shared.packed import PackedRows, row_of
+from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.language.stage import TokenReplay, TokenStage
 from unirl.types.batch import Batch

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unirl.algorithms.kl import MAX_LOG_RATIO, k3
-from unirl.algorithms.packed import PackedRows
-from unirl.algorithms.surrogate import mean_metric
+from unirl.algorithms.shared.kl import MAX_LOG_RATIO, k3
+from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.config.errors import ConfigError
 from unirl.types.results import Metrics
 

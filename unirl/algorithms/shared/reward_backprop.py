@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
-from unirl.algorithms.kl import element_means
-from unirl.algorithms.surrogate import mean_metric, weighted_sum
+from unirl.algorithms.shared.kl import element_means
+from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.stage import GradientMask

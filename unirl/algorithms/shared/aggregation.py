@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.packed import PackedRows
+from unirl.algorithms.shared.packed import PackedRows
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unirl.algorithms.packed import row_of
-from unirl.algorithms.surrogate import mean_metric
+from unirl.algorithms.shared.packed import row_of
+from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.types.results import Metric, Metrics
 
 VARIANCE_FLOOR = 1e-8

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
-from unirl.algorithms.kl import AdaptiveKL, KLController, KLForm, element_means, gaussian_kl, k1
-from unirl.algorithms.step_weights import StepWeights, step_weights
-from unirl.algorithms.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
+from unirl.algorithms.shared.kl import AdaptiveKL, KLController, KLForm, element_means, gaussian_kl, k1
+from unirl.algorithms.shared.step_weights import StepWeights, step_weights
+from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage, Replay
 from unirl.sde.gaussian import HALF_LOG_TWO_PI

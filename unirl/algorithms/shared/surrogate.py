@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.kl import MAX_LOG_RATIO, element_means, k2
+from unirl.algorithms.shared.kl import MAX_LOG_RATIO, element_means, k2
 from unirl.types.results import Metric, Metrics
 
 ClipSchedule = Literal["constant", "linear", "cosine"]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import Columns, Part, StageAlgorithm
-from unirl.algorithms.kl import element_means
-from unirl.algorithms.surrogate import mean_metric
-from unirl.algorithms.training_times import ScheduleTimes, TrainingTimes
+from unirl.algorithms.shared.kl import element_means
+from unirl.algorithms.shared.surrogate import mean_metric
+from unirl.algorithms.shared.training_times import ScheduleTimes, TrainingTimes
 from unirl.config.errors import ConfigError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.stage import DiffusionStage
@@ -65,7 +65,7 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
     """What all losses on (x0, t, eps) share: an entry of a part is the number of a training time."""
 
     times: TrainingTimes = field(
-        default=ScheduleTimes(), metadata={"target": "unirl.algorithms.training_times.ScheduleTimes"}
+        default=ScheduleTimes(), metadata={"target": "unirl.algorithms.shared.training_times.ScheduleTimes"}
     )
     """At which noise levels samples are trained."""
     times_per_forward: int = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from unirl.algorithms.estimator import Estimator, Reward, Standardized
-from unirl.algorithms.groups import Groups
+from unirl.algorithms.shared.estimator import Estimator, Reward, Standardized
+from unirl.algorithms.shared.groups import Groups
 from unirl.config.errors import ConfigError
 from unirl.types.rollout_resp import Scores
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unirl.algorithms.estimator import Estimator, Reward, Standardized
-from unirl.algorithms.groups import Groups
+from unirl.algorithms.shared.estimator import Estimator, Reward, Standardized
+from unirl.algorithms.shared.groups import Groups
 from unirl.types.rollout_resp import AdvantageResult, RolloutTrack, Scores
 
 

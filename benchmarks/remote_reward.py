@@ -33,8 +33,8 @@ from reward_service.running import RunningService  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.harness import machine  # noqa: E402
-from unirl.reward import wire  # noqa: E402
-from unirl.reward.encoding import image_medium  # noqa: E402
+from unirl.reward.client import wire  # noqa: E402
+from unirl.reward.client.encoding import image_medium  # noqa: E402
 from unirl.reward.registry import make_scorer  # noqa: E402
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec  # noqa: E402
 from unirl.types.reward import RewardRequest  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from unirl.reward.wire import JSON, MSGPACK, Item, ScoreRequest, ScoreResponse, decode, encode
+from unirl.reward.client.wire import JSON, MSGPACK, Item, ScoreRequest, ScoreResponse, decode, encode
 
 
 @dataclass

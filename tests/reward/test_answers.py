@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.config.errors import RewardError
-from unirl.reward.answers import last_boxed
 from unirl.reward.local.exact_match import ExactMatchRewardScorer, ExactMatchSpec
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer, GSM8KExactMatchSpec
 from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer, chosen
+from unirl.reward.mathematics.text_answers import last_boxed
 from unirl.reward.scoring import check_prompt, checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest

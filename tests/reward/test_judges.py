@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.reward.judges import JudgeServer, Said
 from unirl.config.errors import ConfigError, RewardError
-from unirl.reward.endpoint import Endpoint, Reply
-from unirl.reward.judge import read_scores
+from unirl.reward.judges.endpoint import Endpoint, Reply
+from unirl.reward.judges.judge import read_scores
 from unirl.reward.local.geneval2 import GenEval2RewardScorer, GenEval2Spec, geometric_mean, probability
 from unirl.reward.local.unified_reward import UnifiedRewardRewardScorer, UnifiedRewardSpec
 from unirl.reward.local.wise import WiseRewardScorer, WiseSpec
@@ -265,7 +265,7 @@ def test_what_stays_broken_is_an_error_that_says_so(serve, said, attempts, why, 
 
 
 def test_an_endless_answer_is_not_read_to_its_end(serve, monkeypatch):
-    monkeypatch.setattr("unirl.reward.connection.MAX_ANSWER", 10_000)
+    monkeypatch.setattr("unirl.reward.client.connection.MAX_ANSWER", 10_000)
     with pytest.raises(RewardError, match="more than 10000 bytes"):
         checked_score(wise(serve(Said("x" * 20_000)), retries=0), request(), "wise")
 

@@ -15,7 +15,7 @@ from unirl.config.errors import DependencyError, RewardError
 from unirl.reward import math_checker, math_worker
 from unirl.reward.local.math_boxed import MathBoxedRewardScorer, MathBoxedSpec
 from unirl.reward.local.math_verify import MathVerifyRewardScorer, MathVerifySpec
-from unirl.reward.math_checker import MathChecker
+from unirl.reward.mathematics.checker import MathChecker
 from unirl.reward.scoring import check_prompt, checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
@@ -116,7 +116,7 @@ def test_the_process_ends_with_its_owner_even_in_an_endless_comparison():
     """The owner is killed while the process computes: nobody is left to end it but its own alarm."""
     script = f"""
 import threading
-from unirl.reward.math_checker import MathChecker
+from unirl.reward.mathematics.checker import MathChecker
 checker = MathChecker(0.25)
 checker.judge("1", "1")
 checker.deadline_s = 1000.0

@@ -13,15 +13,15 @@ import torch
 
 from tests.reward.stub_service import Reply, plain, scores, stub
 from unirl.config.errors import ConfigError, RewardError
+from unirl.reward.client.connection import Connection, ConnectionConfig
+from unirl.reward.client.delivery import BREAK_AFTER, deliver
+from unirl.reward.client.wire import JSON, Item, ItemError, ScoreResponse, Turn, encode
 from unirl.reward.combine import WeightedRewards
-from unirl.reward.connection import Connection, ConnectionConfig
-from unirl.reward.delivery import BREAK_AFTER, deliver
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.local.length import LengthRewardScorer
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 from unirl.reward.scoring import check_start
 from unirl.reward.service import RewardService
-from unirl.reward.wire import JSON, Item, ItemError, ScoreResponse, Turn, encode
 from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest
 
@@ -213,7 +213,7 @@ def test_an_open_circuit_asks_for_health_only_until_the_service_is_back():
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("unirl.reward.connection.MAX_ANSWER", 1000)
+    monkeypatch.setattr("unirl.reward.client.connection.MAX_ANSWER", 1000)
 
     def answer(items, n):
         body = msgspec.msgpack.decode(scores(items).body) | ({"more": "x" * 2000} if n == 0 else {})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.reward.wire import (
+from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
     Item,
@@ -155,5 +155,5 @@ def test_an_error_says_its_kind():
 
 
 def test_the_wire_loads_neither_torch_nor_numpy():
-    script = "import sys, unirl.reward.wire; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    script = "import sys, unirl.reward.client.wire; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -20,7 +20,7 @@ from reward_service.openapi import HEALTH_DOC, METRICS_DOC, REWARDS_DOC, SCORE_D
 from reward_service.refusals import Budget, Refused
 from reward_service.rewards import Reward
 from reward_service.scoring import Scoring
-from unirl.reward.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, decode, encode
+from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, decode, encode
 
 
 class Service:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from unirl.config.errors import RewardError
-from unirl.reward.connection import Connection, ConnectionConfig
-from unirl.reward.delivery import Scores, deliver
-from unirl.reward.wire import Health, Item, ItemError
+from unirl.reward.client.connection import Connection, ConnectionConfig
+from unirl.reward.client.delivery import Scores, deliver
+from unirl.reward.client.wire import Health, Item, ItemError
 
 
 class RewardClient:
@@ -43,7 +43,7 @@ class RewardClient:
 
         Raises:
             RewardError: the service cannot be reached, or refuses.
-            msgspec.ValidationError: an item has another form than `unirl.reward.wire.Item`.
+            msgspec.ValidationError: an item has another form than `unirl.reward.client.wire.Item`.
         """
         found = deliver(self._connection, [msgspec.convert(item, Item) for item in items])
         return [outcome.scores for outcome in found]

@@ -26,7 +26,7 @@ from msgspec import Struct
 from PIL import Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
 from reward_service.frames import Channel, Decode, Decoded, Lost, end_with_parent
-from unirl.reward.wire import Medium
+from unirl.reward.client.wire import Medium
 
 PLAIN_MODES = ("RGB", "L", "P", "1")
 READERS = {"PNG": PngImagePlugin, "JPEG": JpegImagePlugin, "WEBP": WebPImagePlugin}

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from unirl.reward.wire import ScoreResponse, decode, encode
+from unirl.reward.client.wire import ScoreResponse, decode, encode
 
 FAULTS = ("drop", "lose", "error", "late_error", "delay", "nan", "truncate", "garble")
 """Closed before the service sees the request, or after; a 500 before, or after; an answer later than the client waits,

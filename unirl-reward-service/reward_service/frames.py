@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from unirl.reward.wire import ItemError, Medium, Said
+from unirl.reward.client.wire import ItemError, Medium, Said
 
 LENGTH = 8
 MAX_FRAME = 2**32

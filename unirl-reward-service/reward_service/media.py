@@ -13,7 +13,7 @@ from reward_service.config import MIB, LimitsConfig
 from reward_service.decoder import VIDEO_TIME, DecodeLimits
 from reward_service.frames import Decode, Decoded, Lost
 from reward_service.metrics import Metrics
-from unirl.reward.wire import Medium, Turn
+from unirl.reward.client.wire import Medium, Turn
 
 PATIENCE = 10
 """A decoder is given this many times the CPU time of its medium before it counts as stuck."""

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from unirl.reward.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, ScoreResponse
+from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, ScoreResponse
 
 Json = dict[str, Any]
 

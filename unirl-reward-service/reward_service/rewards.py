@@ -24,7 +24,7 @@ from unirl.config.errors import (
     UniRLError,
     UsageError,
 )
-from unirl.reward.wire import ItemError
+from unirl.reward.client.wire import ItemError
 
 log = logging.getLogger("reward_service")
 

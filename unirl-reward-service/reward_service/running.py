@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from unirl.config.errors import RewardError
-from unirl.reward.connection import UNREACHABLE
+from unirl.reward.client.connection import UNREACHABLE
 
 SERVING = b"serving "
 

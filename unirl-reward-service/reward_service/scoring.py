@@ -17,7 +17,7 @@ from reward_service.metrics import Metrics
 from reward_service.refusals import Refused, Share
 from reward_service.rewards import Job, Reward
 from unirl.config.errors import did_you_mean
-from unirl.reward.wire import RETRYABLE, Item, ItemError, Medium, Said, Score, ScoreRequest, ScoreResponse
+from unirl.reward.client.wire import RETRYABLE, Item, ItemError, Medium, Said, Score, ScoreRequest, ScoreResponse
 
 Key = tuple[str, str]
 """A reward and a request id."""

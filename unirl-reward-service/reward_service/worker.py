@@ -32,9 +32,9 @@ from reward_service.frames import (
 )
 from unirl.config.errors import ConfigError, DependencyError, RewardError, UniRLError
 from unirl.reward.base import LocalRewardBackend
+from unirl.reward.client.wire import ItemError, Kind, Medium, Said
 from unirl.reward.registry import make_scorer
 from unirl.reward.scoring import FAILED, NOT_FINITE, UNREACHABLE, scored_apart
-from unirl.reward.wire import ItemError, Kind, Medium, Said
 from unirl.types.primitives import Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse

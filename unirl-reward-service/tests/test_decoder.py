@@ -25,7 +25,7 @@ from reward_service.frames import Decode
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
 from reward_service.metrics import Metrics
 
-from unirl.reward.wire import Medium, Turn
+from unirl.reward.client.wire import Medium, Turn
 
 from .conftest import a_picture
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from reward_service.fault_proxy import FAULTS, FaultProxy
 
-from unirl.reward.connection import Connection, ConnectionConfig
-from unirl.reward.delivery import deliver
-from unirl.reward.wire import Item, Turn
+from unirl.reward.client.connection import Connection, ConnectionConfig
+from unirl.reward.client.delivery import deliver
+from unirl.reward.client.wire import Item, Turn
 
 from .test_service import figure
 

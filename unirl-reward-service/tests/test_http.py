@@ -20,7 +20,7 @@ from reward_service.refusals import Refused
 from reward_service.rewards import Job
 
 from unirl.config.errors import ConfigError, UsageError
-from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode
+from unirl.reward.client.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode
 
 TOKEN = "a-token-of-sixteen-or-more"
 JSON_TYPE = {"content-type": JSON}

@@ -23,10 +23,21 @@ from reward_service.damage import image_file, noise, video_file
 
 from tests.processes import is_running, wait_until
 from unirl.config.errors import RewardError
+from unirl.reward.client.wire import (
+    JSON,
+    MSGPACK,
+    Item,
+    ItemError,
+    Medium,
+    ScoreRequest,
+    ScoreResponse,
+    Turn,
+    decode,
+    encode,
+)
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer, GSM8KExactMatchSpec
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
-from unirl.reward.wire import JSON, MSGPACK, Item, ItemError, Medium, ScoreRequest, ScoreResponse, Turn, decode, encode
 from unirl.types.evaluation import accuracy
 from unirl.types.reward import RewardRequest
 

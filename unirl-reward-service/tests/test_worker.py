@@ -12,8 +12,8 @@ from reward_service.worker import built, outcomes, pixels
 
 from unirl.config.errors import ConfigError, DependencyError
 from unirl.reward.base import RewardScorer, single
+from unirl.reward.client.wire import ItemError, Medium
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
-from unirl.reward.wire import ItemError, Medium
 from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 

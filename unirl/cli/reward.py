@@ -119,7 +119,7 @@ def ping(argv: Sequence[str]) -> int:
     parser = _service_parser("reward ping", "Ask a service which rewards it has, and which replicas are ready.")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
-    from unirl.reward.connection import Connection, ConnectionConfig
+    from unirl.reward.client.connection import Connection, ConnectionConfig
 
     connection = Connection(ConnectionConfig(base_url=options.url, token_file=options.token_file))
     found = connection.health(options.patience)

@@ -15,11 +15,11 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
-from unirl.reward.connection import SOON_S, UNREACHABLE, Connection, ConnectionConfig
-from unirl.reward.delivery import Outcome, Scores, deliver
-from unirl.reward.encoding import image_medium, video_medium
+from unirl.reward.client.connection import SOON_S, UNREACHABLE, Connection, ConnectionConfig
+from unirl.reward.client.delivery import Outcome, Scores, deliver
+from unirl.reward.client.encoding import image_medium, video_medium
+from unirl.reward.client.wire import ImageFormat, Item, ItemError, Medium, Turn
 from unirl.reward.scoring import FAILED, NOT_FINITE
-from unirl.reward.wire import ImageFormat, Item, ItemError, Medium, Turn
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 

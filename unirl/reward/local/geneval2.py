@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unirl.config.errors import RewardError
-from unirl.reward.endpoint import JudgeSpec, Reply
-from unirl.reward.judge import JudgeScorer
+from unirl.reward.judges.endpoint import JudgeSpec, Reply
+from unirl.reward.judges.judge import JudgeScorer
 
 KEY = "vqa_list"
 ONE_WORD = "{question} Answer in one word."

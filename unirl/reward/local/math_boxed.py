@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.answers import last_boxed
-from unirl.reward.math_answers import MathScorer, MathSpec
+from unirl.reward.mathematics.answers import MathScorer, MathSpec
+from unirl.reward.mathematics.text_answers import last_boxed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.math_answers import MathScorer, MathSpec
+from unirl.reward.mathematics.answers import MathScorer, MathSpec
 
 
 @dataclass(frozen=True, kw_only=True)

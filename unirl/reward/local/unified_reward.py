@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unirl.reward.endpoint import JudgeSpec
-from unirl.reward.judge import JudgeScorer, read_scores
+from unirl.reward.judges.endpoint import JudgeSpec
+from unirl.reward.judges.judge import JudgeScorer, read_scores
 
 LABELS = {"alignment": "Alignment Score", "coherence": "Coherence Score", "style": "Style Score"}
 LOW, HIGH = 1, 5

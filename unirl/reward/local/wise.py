@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirl.config.errors import RewardError
-from unirl.reward.endpoint import JudgeSpec
-from unirl.reward.judge import JudgeScorer, read_scores
+from unirl.reward.judges.endpoint import JudgeSpec
+from unirl.reward.judges.judge import JudgeScorer, read_scores
 
 WEIGHTS = {"consistency": 0.7, "realism": 0.2, "aesthetic": 0.1}
 LABELS = {"consistency": "Consistency", "realism": "Realism", "aesthetic": "Aesthetic Quality"}

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from unirl.config.extras import need
-from unirl.reward.answers import AnswerScorer, AnswerSpec, Judgement
-from unirl.reward.math_checker import MathChecker
+from unirl.reward.mathematics.checker import MathChecker
+from unirl.reward.mathematics.text_answers import AnswerScorer, AnswerSpec, Judgement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 import msgspec
 
 from unirl.config.errors import ConfigError, RewardError
-from unirl.reward.wire import (
+from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
     Health,

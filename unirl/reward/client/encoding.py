@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from unirl.config.extras import need
-from unirl.reward.wire import ImageFormat, Medium
+from unirl.reward.client.wire import ImageFormat, Medium
 
 # Method 0 is the fastest; exact keeps nothing hidden, as there is no alpha.
 SAVE: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
-from unirl.reward.encoding import image_medium
-from unirl.reward.endpoint import SHOWN, TOY, Endpoint, JudgeSpec, Reply, api_key
+from unirl.reward.client.encoding import image_medium
+from unirl.reward.judges.endpoint import SHOWN, TOY, Endpoint, JudgeSpec, Reply, api_key
 from unirl.reward.rows import score_rows
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -68,7 +68,7 @@ class JudgeScorer(RewardScorer):
 
 def on_this_machine(config: JudgeSpec) -> JudgeSpec:
     """The same, asked of a stand-in."""
-    from unirl.reward.toy_judge import toy_endpoint
+    from unirl.reward.judges.toy_judge import toy_endpoint
 
     return replace(config, base_url=toy_endpoint())
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
-from unirl.reward.connection import CONNECT_S, MAX_PAUSE_S, SOON_S, UNREACHABLE, Busy, Fault, bounded
+from unirl.reward.client.connection import CONNECT_S, MAX_PAUSE_S, SOON_S, UNREACHABLE, Busy, Fault, bounded
 
 TOP = 20
 """Alternatives of a token that are asked for: what servers give at most."""

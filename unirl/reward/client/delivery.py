@@ -20,8 +20,8 @@ from uuid import uuid4
 
 import msgspec
 
-from unirl.reward.connection import MAX_PAUSE_S, Busy, Connection, Fault, TooLarge
-from unirl.reward.wire import RETRYABLE, Item, ItemError, Said, Score
+from unirl.reward.client.connection import MAX_PAUSE_S, Busy, Connection, Fault, TooLarge
+from unirl.reward.client.wire import RETRYABLE, Item, ItemError, Said, Score
 
 BREAK_AFTER: Final = 5
 """Failures in a row after which only /health is asked, by one thread, until it answers."""

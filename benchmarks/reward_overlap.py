@@ -20,8 +20,8 @@ import torch
 from harness import paired, report
 
 from unirl.config.load import load
-from unirl.config.preflight import preflight
 from unirl.distributed.group.ray_cluster import connect
+from unirl.plan.preflight import preflight
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer

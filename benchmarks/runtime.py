@@ -18,8 +18,8 @@ import torch
 from harness import Ratio, paired, report
 
 from unirl.config.load import load
-from unirl.config.preflight import preflight
 from unirl.distributed.group.ray_cluster import connect
+from unirl.plan.preflight import preflight
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from harness import Ratio, paired, report
 
-from unirl.config.placement import Slab
+from unirl.config.device_sets import Slab
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.fingerprint import fingerprint

@@ -148,8 +148,8 @@ def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
     """What one step gave, or why there was none."""
     from unirl.config.errors import UniRLError
     from unirl.config.load import load
-    from unirl.config.preflight import preflight
     from unirl.config.recipes import search_path
+    from unirl.plan.preflight import preflight
     from unirl.trainer.build import build_trainer
 
     start = time.perf_counter()

@@ -20,12 +20,13 @@ LAYERS = {
     "data": 4,
     "envs": 4,
     "train": 5,
-    "trainer": 6,
-    "testing": 7,
-    "cli": 8,
+    "plan": 6,
+    "trainer": 7,
+    "testing": 8,
+    "cli": 9,
     # The entrypoints `python -m unirl.train_<domain>` are the command line under another name.
-    "train_diffusion": 9,
-    "train_vlm": 9,
+    "train_diffusion": 10,
+    "train_vlm": 10,
 }
 TORCH_ONLY = {"types", "sde"}
 NO_PROCESSES = {"models", "algorithms", "sde", "types"}

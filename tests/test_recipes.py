@@ -12,8 +12,8 @@ from unirl.config.compose import ComposedConfig, compose
 from unirl.config.errors import ConfigError
 from unirl.config.layers import get, leaves
 from unirl.config.load import check, load
-from unirl.config.preflight import preflight
 from unirl.config.recipes import CARD_SUFFIX, Card, list_recipes
+from unirl.plan.preflight import preflight
 
 RECIPES = list_recipes((ROOT / "examples",))
 NAMES = [recipe.name for recipe in RECIPES]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from unirl.cli import memory
 from unirl.cli.main import main
+from unirl.plan import memory
 
 COLOCATE, SEPARATE = (f"diffusion/sd3_replica_lora_{layout}" for layout in ("colocate", "separate"))
 PARTS = ("policy", "optimizer", "frozen", "engine", "reward")

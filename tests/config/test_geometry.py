@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.config.errors import ConfigError
-from unirl.config.geometry import KNOBS, Geometry, check_geometry, geometry_table, nearest_legal
 from unirl.config.load import load
 from unirl.distributed.group.layout import rank_rows
+from unirl.plan.geometry import KNOBS, Geometry, check_geometry, geometry_table, nearest_legal
 
 COUNT = st.integers(1, 24)
 

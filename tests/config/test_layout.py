@@ -6,11 +6,11 @@ import time
 import pytest
 
 from unirl.config.errors import DependencyError, UniRLError
-from unirl.config.layout import transport_of
 from unirl.config.load import load
-from unirl.config.placement import plan_of
-from unirl.config.preflight import preflight
 from unirl.config.ray_address import check_ray_address
+from unirl.plan.layout import transport_of
+from unirl.plan.placement import plan_of
+from unirl.plan.preflight import preflight
 
 TRAINSIDE = "diffusion/sd3_trainside"
 COLOCATE = "diffusion/sd3_replica_lora_colocate"

@@ -13,9 +13,9 @@ from unirl.config.errors import ConfigError, UniRLError, did_you_mean, nearest, 
 from unirl.config.layers import Layer, fold, leaves, put
 from unirl.config.load import check, load
 from unirl.config.overrides import command_line_layer
-from unirl.config.preflight import preflight
 from unirl.config.recipes import list_recipes
 from unirl.config.walk import schemas_of
+from unirl.plan.preflight import preflight
 
 RECIPE = "diffusion/sd3_trainside"
 CHECKED = load(RECIPE)

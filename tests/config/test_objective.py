@@ -4,7 +4,7 @@ import pytest
 
 from unirl.config.errors import UniRLError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 
 RECIPE = "diffusion/sd3_drtune"
 BRIGHTNESS = "unirl.reward.local.image_statistics.BrightnessRewardScorer"

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unirl.config.device_sets import Slab, num_named, num_slabs, scaled, slab_at, spell
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
-from unirl.config.placement import plan_of
-from unirl.config.preflight import preflight
 from unirl.config.recipe import RecipeConfig
-from unirl.config.slabs import Slab, num_named, num_slabs, scaled, slab_at, spell
+from unirl.plan.placement import plan_of
+from unirl.plan.preflight import preflight
 
 TRAINSIDE = load("diffusion/sd3_trainside").config
 DEDICATED = load("diffusion/sd3_replica_lora_colocate").config

@@ -9,9 +9,9 @@ import pytest
 
 from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
 from unirl.config.load import load
-from unirl.config.preflight import check_disk, preflight
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipes import find_recipe
+from unirl.plan.preflight import check_disk, preflight
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
 RECIPE = "diffusion/sd3_trainside"
@@ -89,6 +89,7 @@ def test_a_missing_data_file_is_answered_with_the_most_similar_one(tmp_path):
 
 
 EULER = "sampling.kernel._target_=unirl.sde.kernels.EulerODE"
+LOGIT_NORMAL = "unirl.algorithms.shared.training_times.LogitNormalTimes"
 NFT = ("algorithm._target_=unirl.algorithms.diffusion_nft.DiffusionNFT", EULER)
 DPO = ("algorithm._target_=unirl.algorithms.diffusion_dpo.DiffusionDPO", EULER)
 AWM = ("algorithm._target_=unirl.algorithms.diffusion_awm.DiffusionAWM", EULER)

@@ -6,7 +6,7 @@ import pytest
 
 from unirl.config.errors import ConfigError, UniRLError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 
 OFFLINE, ONLINE = "diffusion/sd3_dpo_offline", "diffusion/sd3_online_dpo"
 ALGORITHMS = "algorithm._target_=unirl.algorithms."

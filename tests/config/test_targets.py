@@ -33,7 +33,7 @@ def refused(dotted, plugins=("tests",)):
         "unirl.config.recipes.yaml.load",
         "unirl.config.layers.fold",
         "unirl.config.recipes.Path",
-        "unirl.config.preflight.shutil.rmtree",
+        "unirl.plan.preflight.shutil.rmtree",
         "unirl.config.compose.os.system",
         "unirl.config.compose.ComposedConfig.text",
         "unirl.config.recipes.RecipeFile.card",

@@ -7,12 +7,12 @@ import yaml
 
 from unirl.config.errors import ConfigError
 from unirl.config.layers import Layer, fold, get
-from unirl.config.layout import check_layout
 from unirl.config.load import load
-from unirl.config.placement import plan_of
-from unirl.config.preflight import preflight
 from unirl.config.recipes import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
+from unirl.plan.layout import check_layout
+from unirl.plan.placement import plan_of
+from unirl.plan.preflight import preflight
 from unirl.reward.local.aesthetic import AestheticSpec
 
 RECIPES = [recipe.name for recipe in list_recipes()]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unirl.config.device_sets import Slab
 from unirl.config.errors import StallError, WorkerError
-from unirl.config.placement import Slab
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, cut, scatter
 from unirl.distributed.group.remote import Remote

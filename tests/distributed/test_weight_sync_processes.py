@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.sync_ends import FaultyEngine, toy_pipeline
+from unirl.config.device_sets import Slab
 from unirl.config.errors import SyncError
-from unirl.config.placement import Slab
 from unirl.distributed.group import Pool, Remote, broadcast, collect
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender

@@ -15,9 +15,9 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
 from unirl.distributed import current
 from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.plan.preflight import preflight
 from unirl.testing.toy import ToyBundle, toy_track
 from unirl.train.backend.base import LrSchedulerConfig, OptimizerConfig
 from unirl.train.backend.fsdp import VALUE_HEAD, FSDPBackend

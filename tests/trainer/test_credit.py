@@ -15,7 +15,7 @@ from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.algorithms.shared.selection import Selection
 from unirl.config.errors import Preempted
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.tracking.run import RunDirectory, RunIdentity
 from unirl.tracking.tracker import Tracker
 from unirl.trainer.base import Trainer

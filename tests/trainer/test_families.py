@@ -11,7 +11,7 @@ from scripts.support_matrix import FAMILIES
 from tests.run_files import metrics_of
 from unirl.config.errors import Preempted
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.build import build_trainer
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from tests.run_files import metrics_of
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
 from unirl.types.protocols import Moment

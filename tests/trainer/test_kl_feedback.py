@@ -9,7 +9,7 @@ import pytest
 from tests.run_files import metrics_of
 from unirl.algorithms.shared.kl import AdaptiveKL
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.build import build_trainer
 
 COEF, RULE = 0.5, AdaptiveKL(target=1e-9, horizon=20.0)

@@ -13,7 +13,7 @@ import torch
 from tests.run_files import metrics_of
 from unirl.config.errors import CheckpointError, ConfigError, DataError, Interrupted, Preempted, RewardError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.base import spread_rows
 from unirl.trainer.build import build_trainer
 from unirl.trainer.resume import changed_keys
@@ -206,7 +206,7 @@ def test_going_back_to_an_earlier_checkpoint_of_a_run_forgets_its_later_ones(fin
 
 def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(tmp_path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("unirl.config.preflight.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("unirl.plan.preflight.shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"checkpoints needs .* Free some, set run.dir"):
         trainer_of(tmp_path)
 

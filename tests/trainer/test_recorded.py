@@ -14,7 +14,7 @@ from PIL import Image
 from tests.run_files import metrics_of
 from unirl.config.errors import ConfigError, DataError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.rollout.engine.recorded.pictures import read_pictures
 from unirl.sde.guidance import Guidance
 from unirl.trainer.base import Trainer

@@ -15,9 +15,9 @@ from tests.trainer.child import begin, said
 from tests.trainer.tied_reward import TiedRewardScorer
 from unirl.config.errors import ConfigError, Preempted
 from unirl.config.load import load
-from unirl.config.preflight import preflight
 from unirl.config.recipe import RefillConfig
 from unirl.data.data_source import MultimodalRLDataSource
+from unirl.plan.preflight import preflight
 from unirl.testing.toy import toy_params, toy_request, toy_stage, toy_track
 from unirl.trainer.build import build_trainer
 from unirl.trainer.refill import Draws, teaching_groups

@@ -11,7 +11,7 @@ import pytest
 from tests.run_files import metrics_of
 from unirl.config.errors import DivergenceError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.build import build_trainer
 
 COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from unirl.config.placement import Plan
-from unirl.config.slabs import Slab
+from unirl.config.device_sets import Slab
+from unirl.plan.placement import Plan
 from unirl.trainer.residency import MAX_STALENESS, NEEDS, PHASES, Residency, home_of, parts_of, resident, takes_turns
 
 TRAIN, OTHER, THIRD, CPU = Slab("device", (0, 1)), Slab("device", (2, 3)), Slab("device", (4,)), Slab("cpu", (0,))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from unirl.config.load import load
-from unirl.config.preflight import preflight
 from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.plan.preflight import preflight
 from unirl.sde.kernels import EulerODE
 from unirl.trainer.build import build_trainer
 from unirl.trainer.diffusion import DiffusionTrainer

@@ -12,7 +12,7 @@ from tests.trainer.test_loop import run, trainer_of, weights_of
 from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError, RewardError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.build import build_trainer
 from unirl.trainer.overlap import in_parts, queue_metrics
 

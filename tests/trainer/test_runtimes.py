@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer import build
 
 STEPS = 5

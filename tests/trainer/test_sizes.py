@@ -15,7 +15,7 @@ from tests.trainer.test_loop import COMMON, trainer_of, weights_of
 from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
 

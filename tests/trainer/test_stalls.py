@@ -11,7 +11,7 @@ from tests.processes import is_running, wait_until
 from tests.trainer.child import begin, said
 from unirl.config.errors import StallError, WorkerError
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.build import build_trainer
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.source_tree import ROOT
 from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError, Preempted
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.tracking.kinds import read_samples
 from unirl.tracking.samples import manifest_rows
 from unirl.trainer.build import build_trainer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.source_tree import ROOT
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer import build
 
 STEPS = 2

@@ -10,7 +10,7 @@ from reward_service.running import RunningService
 from tests.processes import is_running, wait_until
 from tests.run_files import metrics_of
 from unirl.config.load import load
-from unirl.config.preflight import preflight
+from unirl.plan.preflight import preflight
 from unirl.trainer.build import build_trainer
 
 from .conftest import children

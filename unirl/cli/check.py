@@ -25,7 +25,7 @@ def run(argv: list[str], session: Session) -> int:
     if arguments.options.json:
         print(json.dumps(recipe.resolved(), indent=1))
     else:
-        from unirl.config.placement import plan_of
+        from unirl.plan.placement import plan_of
 
         print(f"{recipe.file.name}: valid ({recipe.file.path})\n{plan_of(recipe.config).describe()}")
     return 0
@@ -37,7 +37,7 @@ def checked(recipe: str, overrides: Sequence[str]):
     What the user should know without it being wrong goes to stderr.
     """
     from unirl.config.load import load
-    from unirl.config.preflight import preflight
+    from unirl.plan.preflight import preflight
 
     found = load(recipe, overrides)
     for notice in preflight(found).notices:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unirl.cli import memory
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.failures import Session
+from unirl.plan import memory
 
 EXAMPLES = (
     "unirl plan diffusion/sd3_trainside",
@@ -28,8 +28,8 @@ def run(argv: list[str], session: Session) -> int:
 
 def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> int:
     """Print the plan of a recipe; gives back the exit status."""
-    from unirl.config.geometry import geometry_table
-    from unirl.config.placement import plan_of
+    from unirl.plan.geometry import geometry_table
+    from unirl.plan.placement import plan_of
     from unirl.trainer.residency import PHASES, home_of, parts_of, resident
 
     found = checked(recipe, overrides)
@@ -70,7 +70,7 @@ class Travel:
 
 
 def _travel(recipe, plan, estimate, sizes: memory.Sizes) -> Travel:
-    from unirl.config.layout import transport_of
+    from unirl.plan.layout import transport_of
 
     config = recipe.config
     if not plan.is_dedicated:
@@ -138,7 +138,7 @@ def _estimate(recipe):
 
 def _sizes(recipe, plan, estimate) -> memory.Sizes:
     from unirl.config.build import build
-    from unirl.config.preflight import needs_of, sizes_of
+    from unirl.plan.preflight import needs_of, sizes_of
     from unirl.types.protocols import REFERENCE
 
     policy = estimate.parameters[estimate.facts.trainable_attr]

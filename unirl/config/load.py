@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from unirl.config.build import SPECIAL, build, check_node
 from unirl.config.compose import ComposedConfig, compose
+from unirl.config.device_sets import refuse_layout_keys
 from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean, nearest
 from unirl.config.layers import Layer, Tree, get, join, leaves, put
 from unirl.config.node import Node
-from unirl.config.placement import check_seed_words
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipes import RecipeFile, search_path
 from unirl.config.schema import schema_of
@@ -85,7 +85,7 @@ def check(composed: ComposedConfig) -> Recipe:
     tree = composed.resolved()
     plugins = _plugins(tree, composed)
     composed = _drop_idle_environment(composed, tree, plugins)
-    check_seed_words(tree)
+    refuse_layout_keys(tree)
     if get(tree, "scale") == "toy":
         typed = composed.layers[-1].tree
         composed = composed.under_command_line(toy_layer(tree, plugins, typed))

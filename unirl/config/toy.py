@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirl.config.build import SPECIAL
+from unirl.config.device_sets import num_named, num_slabs, scaled
 from unirl.config.layers import Layer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES
-from unirl.config.slabs import num_named, num_slabs, scaled
 from unirl.config.walk import schemas_of
 
 SOURCE = "scale=toy"

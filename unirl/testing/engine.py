@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unirl.config.device_sets import Slab
 from unirl.config.errors import SyncError
-from unirl.config.placement import Slab
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.sender import WeightSender

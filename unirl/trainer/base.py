@@ -15,7 +15,6 @@ from unirl.algorithms.shared.gae import explained_variance
 from unirl.algorithms.shared.kl import KLController
 from unirl.algorithms.shared.pairing import in_pairs
 from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
-from unirl.config.preflight import needs_of
 from unirl.config.recipe import RecipeConfig
 from unirl.data.buckets import by_size, sizes_of
 from unirl.data.datasets import Prompt
@@ -23,6 +22,7 @@ from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool
 from unirl.distributed.weight_sync.base import SyncReport, WeightSync
+from unirl.plan.preflight import needs_of
 from unirl.reward.failures import DropBudget, drop_reasons
 from unirl.tracking.kinds import media_of
 from unirl.tracking.samples import SampleTable

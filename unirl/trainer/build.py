@@ -12,16 +12,16 @@ import torch
 from unirl import __version__
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
-from unirl.config.declared import capabilities_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
-from unirl.config.placement import Plan, plan_of
-from unirl.config.preflight import check_disk, known_facts
 from unirl.config.recipe import EvaluationConfig, RecipeConfig
 from unirl.data.datasets import Prompt
 from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
+from unirl.plan.declared import capabilities_of
+from unirl.plan.placement import Plan, plan_of
+from unirl.plan.preflight import check_disk, known_facts
 from unirl.reward.base import StartChecker
 from unirl.reward.failures import STRICT, DropBudget, FailurePolicy
 from unirl.reward.scoring import check_start

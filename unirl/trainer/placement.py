@@ -16,8 +16,6 @@ from typing import Any
 
 from unirl.config.build import build
 from unirl.config.node import Node
-from unirl.config.placement import Plan
-from unirl.config.preflight import KnownModel, needs_of
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed import current
 from unirl.distributed.group.handle import Group, Handle
@@ -27,6 +25,8 @@ from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import Link
 from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.plan.placement import Plan
+from unirl.plan.preflight import KnownModel, needs_of
 
 ENGINE = {"bundle": "engine_bundle", "pipeline": "engine_pipeline"}
 """What the engine's own model is called among its siblings, which may be those of the trainer."""

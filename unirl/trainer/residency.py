@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
-from unirl.config.placement import Plan, Relation, Slab
+from unirl.config.device_sets import Slab
 from unirl.distributed.group.handle import Handle
+from unirl.plan.placement import Plan, Relation
 
 Phase = Literal["sync", "generate", "reward", "train", "eval", "checkpoint"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

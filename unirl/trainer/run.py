@@ -8,9 +8,9 @@ from pathlib import Path
 
 import unirl
 from unirl.config.errors import ConfigError, DependencyError
-from unirl.config.geometry import geometry_table
 from unirl.config.load import Recipe
-from unirl.config.placement import plan_of
+from unirl.plan.geometry import geometry_table
+from unirl.plan.placement import plan_of
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.backends.base import RunAbout
 from unirl.tracking.console import Banner, Console

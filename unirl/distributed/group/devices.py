@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from unirl.config.device_sets import Slab
 from unirl.config.errors import ConfigError
-from unirl.config.placement import Slab
 from unirl.distributed.group.handle import Group
 from unirl.distributed.tensor.traffic import Traffic
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from unirl.config.device_sets import Slab
 from unirl.config.errors import ConfigError
-from unirl.config.placement import Slab
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from unirl.config.device_sets import Slab
 from unirl.config.errors import ConfigError
-from unirl.config.placement import Slab
 
 __all__ = ["Slab", "placement"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from unirl.config.device_sets import Slab
 from unirl.config.errors import ConfigError
-from unirl.config.placement import Slab
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle

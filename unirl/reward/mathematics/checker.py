@@ -97,7 +97,7 @@ class MathChecker:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            script = str(Path(__file__).with_name("math_worker.py"))
+            script = str(Path(__file__).with_name("worker.py"))
             self._noise, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115 - lives as long as the process
             self._process = subprocess.Popen(
                 # -P: the folder of the script is not searched for modules.

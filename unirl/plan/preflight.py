@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from unirl.config.build import build
-from unirl.config.declared import capabilities_of
+from unirl.config.device_sets import UNSUPPORTED
 from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
-from unirl.config.geometry import Geometry, check_geometry, geometry_of
-from unirl.config.layout import check_layout, layout_notices
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
-from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
-from unirl.config.slabs import UNSUPPORTED
+from unirl.plan.declared import capabilities_of
+from unirl.plan.geometry import Geometry, check_geometry, geometry_of
+from unirl.plan.layout import check_layout, layout_notices
+from unirl.plan.placement import Plan, plan_of
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities, Needs
 from unirl.types.sampling import Sampling, sampling_as

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from unirl.config.build import build
+from unirl.config.device_sets import GEOMETRY, UNSUPPORTED
 from unirl.config.errors import ConfigError
 from unirl.config.node import Node, nodes_below
-from unirl.config.placement import REPLICA, SYNC, Plan
 from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
-from unirl.config.slabs import GEOMETRY, UNSUPPORTED
+from unirl.plan.placement import REPLICA, SYNC, Plan
 
 BETWEEN_PROCESSES = ("broadcast", "ray")
 

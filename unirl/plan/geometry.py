@@ -13,8 +13,8 @@ from typing import Any
 
 from unirl.config.build import build
 from unirl.config.errors import ConfigError
-from unirl.config.placement import Plan, plan_of
 from unirl.config.recipe import RecipeConfig
+from unirl.plan.placement import Plan, plan_of
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling
 

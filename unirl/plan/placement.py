@@ -10,15 +10,14 @@ processes too, unless weights travel by CUDA IPC: then the engine has a second p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from unirl.config.declared import capabilities_of
+from unirl.config.device_sets import GEOMETRY, UNSUPPORTED, Slab, everywhere, example, show, slab_at, spell
 from unirl.config.errors import ConfigError, did_you_mean
-from unirl.config.recipe import MAX_DEVICES, RecipeConfig, Where
-from unirl.config.slabs import GEOMETRY, UNSUPPORTED, Slab, everywhere, example, show, slab_at, spell
+from unirl.config.recipe import RecipeConfig, Where
+from unirl.plan.declared import capabilities_of
 
 ROLES = ("train", "rollout", "reward")
 
@@ -137,46 +136,6 @@ def _crosses_processes(config: RecipeConfig) -> bool:
     """Whether weights shall travel from one process of a device to another, which takes workers."""
     transport = None if config.sync is None else config.sync.values.get("transport")
     return config.runtime_in_use == "ray" and transport == "cuda_ipc"
-
-
-# Words of other systems
-
-
-def check_seed_words(tree: Mapping[str, Any]) -> None:
-    """Answer `layout: colocate|separate` and `train_fraction: 0.5` with the placement line to write.
-
-    Raises:
-        ConfigError: 2003, or 2010 for a fraction that is no whole number of devices.
-    """
-    layout, fraction = tree.get("layout"), tree.get("train_fraction")
-    if layout not in (None, "colocate", "separate") or (layout is None and fraction is None):
-        return
-    total = tree.get("num_devices", 1)
-    num_devices = total if type(total) is int and 0 < total <= MAX_DEVICES else 1
-    said = ", ".join(f"{key}={tree[key]}" for key in ("layout", "train_fraction") if tree.get(key) is not None)
-    if layout == "colocate":
-        everything = everywhere(num_devices)
-        line = f"placement={{train: {everything}, rollout: {everything}}}, or nothing, which means the same"
-    elif num_devices == 1:
-        line = f"{example(2)} and num_devices=2"
-    else:
-        line = example(num_devices, _whole_devices(fraction, num_devices))
-    raise ConfigError(f"{said}: where the roles stand says this. Write {line}")
-
-
-def _whole_devices(fraction: Any, num_devices: int) -> int | None:
-    """Devices of a fraction of the pool; None for no fraction, which means half."""
-    if fraction is None:
-        return None
-    numeric = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
-    devices = fraction * num_devices if numeric else 0
-    if devices != round(devices) or not 0 < devices < num_devices:
-        raise ConfigError(
-            f"train_fraction={fraction} of num_devices={num_devices} is no whole number of devices that leaves some "
-            f"for rollout. Write where the roles are instead, such as {example(num_devices)}",
-            code=GEOMETRY,
-        )
-    return int(devices)
 
 
 def _list(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from harness import Ratio, paired, report
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.fingerprint import fingerprint
@@ -61,8 +61,8 @@ def sender_of(neighbour: str, siblings: Any) -> Any:
 
 def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> EngineSync:
     """A trainer and an engine with a way between them."""
-    train = pool.group(Slab("device", (0,)))
-    rollout = train if route == "in_process" else pool.group(Slab("device", (1,)))
+    train = pool.group(DeviceSet("device", (0,)))
+    rollout = train if route == "in_process" else pool.group(DeviceSet("device", (1,)))
     train.place(Remote("bundle", partial(bundle_of, shape)))
     train.place(Remote("backend", partial(backend_of, payload["lora"])))
     engine = rollout.place(Remote("rollout", partial(engine_of, shape)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.bucket import Bucket
@@ -94,5 +94,5 @@ def ends(
 
 def placed(pool: Pool, device: int, name: str, role: Any) -> Link:
     """A role that exists already, on a device of its own."""
-    group = pool.group(Slab("device", (device,)))
+    group = pool.group(DeviceSet("device", (device,)))
     return Link(group, group.place(Remote(name, lambda siblings: role)))

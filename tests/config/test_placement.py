@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.config.device_sets import Slab, num_named, num_slabs, scaled, slab_at, spell
+from unirl.config.device_sets import DeviceSet, num_named, num_slabs, scaled, slab_at, spell
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
 from unirl.config.recipe import RecipeConfig
@@ -23,8 +23,8 @@ def config(base: RecipeConfig, num_devices: int, **placement) -> RecipeConfig:
     return dataclasses.replace(base, num_devices=num_devices, placement=placement or None)
 
 
-def device(*indices: int) -> Slab:
-    return Slab("device", indices)
+def device(*indices: int) -> DeviceSet:
+    return DeviceSet("device", indices)
 
 
 def refused(base: RecipeConfig, num_devices: int, **placement) -> ConfigError:
@@ -84,7 +84,7 @@ def test_the_reward_stands_beside_the_rollout_unless_it_says_otherwise():
     layout = {"train": "0-1", "rollout": 2}
     assert plan_of(config(DEDICATED, 3, **layout)).reward == device(2)
     assert plan_of(config(DEDICATED, 3, **layout, reward="in train")).reward == device(0, 1)
-    assert plan_of(config(DEDICATED, 3, **layout, reward="cpu x2")).reward == Slab("cpu", (0, 1))
+    assert plan_of(config(DEDICATED, 3, **layout, reward="cpu x2")).reward == DeviceSet("cpu", (0, 1))
     assert plan_of(config(DEDICATED, 4, **layout, reward=3)).reward == device(3)
     assert plan_of(config(TRAINSIDE, 2, train=0, reward=1)).reward == device(1)
 
@@ -96,7 +96,7 @@ def test_the_plan_says_itself_in_one_line():
 
 
 def test_an_engine_that_gets_its_weights_by_cuda_ipc_has_processes_of_its_own_on_the_trainers_devices():
-    train, engine = device(0, 1), Slab("device", (0, 1), process=1)
+    train, engine = device(0, 1), DeviceSet("device", (0, 1), process=1)
     for placement in ({}, {"train": "0-1", "rollout": "0-1"}, {"reward": "in rollout"}):
         plan = plan_of(config(BY_CUDA_IPC, 2, **placement))
         assert (plan.train, plan.rollout, plan.reward, plan.relation) == (train, engine, engine, "colocate")

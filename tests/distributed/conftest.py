@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unirl.distributed.group import Pool, Slab, open_pool
+from unirl.distributed.group import DeviceSet, Pool, open_pool
 
 
 @pytest.fixture
@@ -21,6 +21,6 @@ def pool(request) -> Pool:
 
 
 @pytest.fixture
-def slab(pool) -> Slab:
+def slab(pool) -> DeviceSet:
     """The largest slab that tests place one group on: two ranks where the runtime has them."""
-    return Slab("device", (0,) if type(pool).__name__ == "LocalPool" else (0, 1))
+    return DeviceSet("device", (0,) if type(pool).__name__ == "LocalPool" else (0, 1))

@@ -49,7 +49,7 @@ DRIVER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from tests.distributed.roles import Saboteur
-from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group import Remote, DeviceSet
 from unirl.distributed.group.ray_cluster import descendants
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -60,7 +60,7 @@ def freeze_agents():
         os.kill(pid, signal.SIGSTOP)
 
 pool = RayPool(2, deadline_s=60.0, preload=())
-saboteur = pool.group(Slab("device", (0, 1))).place(Remote("saboteur", Saboteur))
+saboteur = pool.group(DeviceSet("device", (0, 1))).place(Remote("saboteur", Saboteur))
 saboteur.deadlock.submit()
 {then}
 """
@@ -157,9 +157,9 @@ def test_a_submitted_call_that_hangs_does_not_keep_the_process_alive() -> None:
     started = time.monotonic()
     done = drive("""
 from tests.distributed.roles import Saboteur
-from unirl.distributed.group import Remote, Slab, open_pool
+from unirl.distributed.group import Remote, DeviceSet, open_pool
 pool = open_pool("local", 1)
-pool.group(Slab("device", (0,))).place(Remote("saboteur", Saboteur)).deadlock.submit()
+pool.group(DeviceSet("device", (0,))).place(Remote("saboteur", Saboteur)).deadlock.submit()
 pool.close()
 """)
     assert done.returncode == 0, done.stderr
@@ -173,7 +173,7 @@ import os, signal, time
 from ray.cluster_utils import Cluster
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import WorkerError
-from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group import Remote, DeviceSet
 from unirl.distributed.group.ray_cluster import HEALTH
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -184,7 +184,7 @@ for number, per_node in ((signal.SIGKILL, 2), (signal.SIGSTOP, 1)):
     node = cluster.add_node(**small)
     devices = tuple(range(2 * per_node))
     pool = RayPool(len(devices), devices_per_node=per_node, deadline_s=60.0, preload=())
-    camera = pool.group(Slab("device", devices)).place(Remote("camera", Camera))
+    camera = pool.group(DeviceSet("device", devices)).place(Remote("camera", Camera))
     assert camera.total() == sum(rank + 1.0 for rank in devices)
     assert camera.develop(camera.shoot(ids(8))).tolist() == list(range(8))
     pending = camera.nap.submit(40.0)
@@ -213,16 +213,16 @@ def test_a_machine_that_is_lost_is_noticed_killed_or_frozen() -> None:
 GPUS = """
 import ray
 from tests.distributed.roles import Camera
-from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group import Remote, DeviceSet
 from unirl.distributed.group.ray_pool import RayPool
 
 sizes = {"num_gpus": 2, "num_cpus": 1, "object_store_memory": 100 * 2**20}
 ray.init("local", include_dashboard=False, logging_level="ERROR", **sizes)
 pool = RayPool(2, preload=())
-slabs = [Slab("device", (0,)), Slab("device", (1,)), Slab("cpu", (0,))]
+slabs = [DeviceSet("device", (0,)), DeviceSet("device", (1,)), DeviceSet("cpu", (0,))]
 print("apart", [pool.group(slab).place(Remote("camera", Camera)).visible() for slab in slabs])
 pool.clear()
-slabs = [Slab("device", (0, 1)), Slab("device", (0, 1), process=1)]
+slabs = [DeviceSet("device", (0, 1)), DeviceSet("device", (0, 1), process=1)]
 first, second = (pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
 assert len({*first.pids(), *second.pids()}) == 4
 print("beside", first.visible() == second.visible(), sorted(second.visible()))

@@ -12,12 +12,12 @@ import pytest
 from tests.distributed.roles import Camera, Saboteur, ids
 from tests.processes import is_running, wait_until
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
-from unirl.distributed.group import Remote, Slab
+from unirl.distributed.group import DeviceSet, Remote
 from unirl.distributed.group.failures import Failure, first_cause
 from unirl.distributed.group.ray_cluster import check_interpreter, check_version, reserve
 from unirl.distributed.group.ray_pool import RayPool
 
-PAIR = Slab("device", (0, 1))
+PAIR = DeviceSet("device", (0, 1))
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_a_worker_that_dies_between_calls_is_named_by_the_next(ray_pool) -> None
 
 @pytest.mark.slow
 def test_a_death_in_another_group_ends_the_wait(ray_pool) -> None:
-    waiting = ray_pool.group(Slab("device", (0,))).place(Remote("camera", Camera))
-    dying = ray_pool.group(Slab("device", (1,))).place(Remote("saboteur", Saboteur))
+    waiting = ray_pool.group(DeviceSet("device", (0,))).place(Remote("camera", Camera))
+    dying = ray_pool.group(DeviceSet("device", (1,))).place(Remote("saboteur", Saboteur))
     started = time.monotonic()
     pending = waiting.nap.submit(30.0)
     dying.vanish.submit()

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
-from unirl.distributed.group import Remote, Slab, placement
+from unirl.distributed.group import DeviceSet, Remote, placement
 from unirl.distributed.group.ray_crew import Place
 from unirl.types.column import Column
 
@@ -75,7 +75,7 @@ def test_siblings_are_built_from_each_other(group, camera) -> None:
 
 
 def test_an_equal_slab_is_the_same_group(pool, slab, group) -> None:
-    assert pool.group(Slab("device", slab.indices)) is group
+    assert pool.group(DeviceSet("device", slab.indices)) is group
 
 
 def test_a_role_is_placed_once(group, camera) -> None:
@@ -85,7 +85,7 @@ def test_a_role_is_placed_once(group, camera) -> None:
 
 def test_a_slab_outside_the_pool_is_refused(pool) -> None:
     with pytest.raises(ConfigError, match=r"device 4 needs devices of the 4 that num_devices gives \(0 to 3\)"):
-        pool.group(Slab("device", (4,)))
+        pool.group(DeviceSet("device", (4,)))
 
 
 def test_a_submitted_call_runs_while_the_driver_goes_on(camera) -> None:
@@ -119,7 +119,7 @@ def test_cleared_workers_take_new_roles(pool, slab, camera) -> None:
 
 def test_a_column_is_read_on_another_slab(pool, slab, camera) -> None:
     shots = camera.shoot(ids(4))
-    viewer = pool.group(Slab("cpu", (0,))).place(Remote("viewer", Camera))
+    viewer = pool.group(DeviceSet("cpu", (0,))).place(Remote("viewer", Camera))
     before = pool.traffic.total
     assert viewer.develop(shots.select([3, 0])).tolist() == [3, 0]
     assert pool.traffic.total - before < 10_000
@@ -139,24 +139,24 @@ def test_placements_follow_each_other_over_the_pool(pool) -> None:
 
 def test_a_local_group_has_one_worker(local_pool) -> None:
     with pytest.raises(ConfigError, match=r"devices 0-1 needs 2 workers.*Set runtime=ray"):
-        local_pool.group(Slab("device", (0, 1)))
+        local_pool.group(DeviceSet("device", (0, 1)))
 
 
 # Ray alone
 
 
 def test_workers_are_processes_that_keep_the_cores_to_themselves(ray_pool) -> None:
-    camera = ray_pool.group(Slab("device", (0, 1))).place(Remote("camera", Camera))
+    camera = ray_pool.group(DeviceSet("device", (0, 1))).place(Remote("camera", Camera))
     assert len({os.getpid(), *camera.pids()}) == 3
     assert camera.threads() == [1, 1]
 
 
 def test_ray_answers_on_loopback_alone(ray_pool) -> None:
-    assert ray_pool.group(Slab("device", (0, 1))).hosts == ("127.0.0.1",) * 2
+    assert ray_pool.group(DeviceSet("device", (0, 1))).hosts == ("127.0.0.1",) * 2
 
 
 def test_rows_are_cut_by_update_first_and_by_rank_second(ray_pool) -> None:
-    camera = ray_pool.group(Slab("device", (0, 1))).place(Remote("camera", Camera))
+    camera = ray_pool.group(DeviceSet("device", (0, 1))).place(Remote("camera", Camera))
     ray_pool.num_updates = 2
     try:
         assert camera.rows_of_ranks(ids(8)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -166,21 +166,21 @@ def test_rows_are_cut_by_update_first_and_by_rank_second(ray_pool) -> None:
 
 
 def test_groups_share_all_workers_or_none(ray_pool) -> None:
-    ray_pool.group(Slab("device", (0, 1)))
+    ray_pool.group(DeviceSet("device", (0, 1)))
     with pytest.raises(ConfigError, match="devices 0-1 and on devices 1-2 share some devices and not all"):
-        ray_pool.group(Slab("device", (1, 2)))
+        ray_pool.group(DeviceSet("device", (1, 2)))
 
 
 @pytest.mark.slow
 def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) -> None:
-    slabs = [Slab("device", (0, 1)), Slab("device", (0, 1), process=1)]
+    slabs = [DeviceSet("device", (0, 1)), DeviceSet("device", (0, 1), process=1)]
     one, other = (ray_pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
     assert len({*one.pids(), *other.pids()}) == 4
     assert one.total() == other.total() == 3.0
     assert other.threads() == one.threads()
     assert other.develop(one.shoot(ids(4))).tolist() == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="share some devices and not all"):
-        ray_pool.group(Slab("device", (1, 2), process=1))
+        ray_pool.group(DeviceSet("device", (1, 2), process=1))
 
 
 @pytest.mark.slow
@@ -197,19 +197,19 @@ def test_a_second_process_ends_when_its_device_gets_another_first(ray_pool) -> N
 
 @pytest.mark.slow
 def test_groups_of_other_slabs_reuse_the_workers(ray_pool) -> None:
-    two = ray_pool.group(Slab("device", (0, 1))).place(Remote("camera", Camera)).pids()
+    two = ray_pool.group(DeviceSet("device", (0, 1))).place(Remote("camera", Camera)).pids()
     ray_pool.clear()
-    four = ray_pool.group(Slab("device", (0, 1, 2, 3))).place(Remote("camera", Camera))
+    four = ray_pool.group(DeviceSet("device", (0, 1, 2, 3))).place(Remote("camera", Camera))
     assert four.pids()[:2] == two and four.total() == 10.0
     ray_pool.clear()
-    pairs = [ray_pool.group(Slab("device", pair)).place(Remote("camera", Camera)) for pair in ((0, 1), (2, 3))]
+    pairs = [ray_pool.group(DeviceSet("device", pair)).place(Remote("camera", Camera)) for pair in ((0, 1), (2, 3))]
     assert [pair.total() for pair in pairs] == [3.0, 3.0]
     assert pairs[1].develop(pairs[0].shoot(ids(4))).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
 def test_the_memory_of_workers_is_known(ray_pool) -> None:
-    group = ray_pool.group(Slab("device", (0, 1)))
+    group = ray_pool.group(DeviceSet("device", (0, 1)))
     group.hosts  # noqa: B018 - waits for the workers
     peak = ray_pool.memory()["mem/host_peak_gib"]
     assert 0.1 < peak < 8.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, cut, scatter
@@ -315,7 +315,7 @@ def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
 
 @pytest.mark.slow
 def test_groups_of_any_sizes_read_each_others_rows_at_once(ray_pool) -> None:
-    pools = [ray_pool.group(Slab("device", places)) for places in ((0, 1, 2), (3,))]
+    pools = [ray_pool.group(DeviceSet("device", places)) for places in ((0, 1, 2), (3,))]
     many, one = [group.place(Remote("camera", lambda siblings: Camera())) for group in pools]
     first, second = many.make(asked(list(range(7)))), one.make(asked(list(range(7))))
     copies = [many.copy.submit(second.select([6, 0, 3, 1])), one.copy.submit(first.select([5, 1, 6]))]
@@ -326,7 +326,7 @@ def test_groups_of_any_sizes_read_each_others_rows_at_once(ray_pool) -> None:
 
 @pytest.mark.slow
 def test_heavy_rows_never_pass_the_driver(ray_pool) -> None:
-    group = ray_pool.group(Slab("device", (0, 1)))
+    group = ray_pool.group(DeviceSet("device", (0, 1)))
     camera = group.place(Remote("camera", lambda siblings: Camera()))
     before = ray_pool.traffic.total
     images = camera.shoot(asked(list(range(64))))
@@ -365,7 +365,7 @@ class Mover:
 
 @pytest.mark.slow
 def test_rows_move_over_the_process_group_of_two_processes(ray_pool) -> None:
-    mover = ray_pool.group(Slab("device", (0, 1))).place(Remote("mover", lambda siblings: Mover()))
+    mover = ray_pool.group(DeviceSet("device", (0, 1))).place(Remote("mover", lambda siblings: Mover()))
     result = Sample.concat(mover.make())
     calls = [(result.select(rows), rows) for rows in ([7, 0, 5], [3, 6, 2])]
     mover.exchange(Exchange(plan_moves(calls, ["r0", "r1"]), calls))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.sync_ends import FaultyEngine, toy_pipeline
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import SyncError
 from unirl.distributed.group import Pool, Remote, broadcast, collect
 from unirl.distributed.weight_sync.bucket import Bucket
@@ -22,8 +22,8 @@ from unirl.train.configs import LoraConfig
 
 pytestmark = pytest.mark.slow
 WIDTH = 128
-TRAIN, OTHERS = Slab("device", (0, 1)), Slab("device", (2, 3))
-BESIDE = Slab("device", (0, 1), process=1)
+TRAIN, OTHERS = DeviceSet("device", (0, 1)), DeviceSet("device", (2, 3))
+BESIDE = DeviceSet("device", (0, 1), process=1)
 
 
 class MovingBackend(FSDPBackend):
@@ -74,7 +74,7 @@ def make_engine(siblings: Any) -> BreakableEngine:
     return BreakableEngine(toy_pipeline(width=WIDTH))
 
 
-def joined(pool: Pool, rollout: Slab, lora: LoraConfig | None, **keys: Any) -> dict[str, Any]:
+def joined(pool: Pool, rollout: DeviceSet, lora: LoraConfig | None, **keys: Any) -> dict[str, Any]:
     """Handles of all roles, and the sync between them in buckets of one tensor or two."""
     train_group, rollout_group = pool.group(TRAIN), pool.group(rollout)
     engine = rollout_group.place(Remote("rollout", make_engine))

@@ -5,12 +5,17 @@ from itertools import product
 
 import pytest
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.plan.placement import Plan
 from unirl.trainer.residency import MAX_STALENESS, NEEDS, PHASES, Residency, home_of, parts_of, resident, takes_turns
 
-TRAIN, OTHER, THIRD, CPU = Slab("device", (0, 1)), Slab("device", (2, 3)), Slab("device", (4,)), Slab("cpu", (0,))
-BESIDE = Slab("device", (0, 1), process=1)
+TRAIN, OTHER, THIRD, CPU = (
+    DeviceSet("device", (0, 1)),
+    DeviceSet("device", (2, 3)),
+    DeviceSet("device", (4,)),
+    DeviceSet("cpu", (0,)),
+)
+BESIDE = DeviceSet("device", (0, 1), process=1)
 
 PLANS = {
     "trainside": Plan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="trainside"),

@@ -18,7 +18,7 @@ GEOMETRY, UNSUPPORTED = 2010, 2020
 
 
 @dataclass(frozen=True)
-class Slab:
+class DeviceSet:
     """Devices (or processes of the host's own CPUs) that one group of sibling roles shares."""
 
     kind: Literal["device", "cpu"]
@@ -35,9 +35,9 @@ class Slab:
         return spell(self.indices)
 
     @property
-    def devices(self) -> Slab:
+    def devices(self) -> DeviceSet:
         """The same devices, whichever processes use them."""
-        return Slab(self.kind, self.indices)
+        return DeviceSet(self.kind, self.indices)
 
     @property
     def words(self) -> str:
@@ -47,7 +47,7 @@ class Slab:
         return f"{'device' if len(self) == 1 else 'devices'} {self}"
 
 
-def slab_at(role: str, where: Where, num_devices: int) -> Slab:
+def slab_at(role: str, where: Where, num_devices: int) -> DeviceSet:
     """The slab of one place: `0-3`, `0,2`, `3`, `[0, 2]`, `all`; for rewards also `cpu` and `cpu x2`."""
     if where == "all":
         return everywhere(num_devices)
@@ -61,10 +61,10 @@ def slab_at(role: str, where: Where, num_devices: int) -> Slab:
     twice = sorted(index for index, count in Counter(found).items() if count > 1)
     if twice:
         raise ConfigError(f"placement.{role}={show(where)} names device {twice[0]} twice", code=GEOMETRY)
-    return Slab("device", tuple(sorted(found)))
+    return DeviceSet("device", tuple(sorted(found)))
 
 
-def _cpu_slab(role: str, where: Where, count: int) -> Slab:
+def _cpu_slab(role: str, where: Where, count: int) -> DeviceSet:
     if role != "reward":
         raise ConfigError(
             f"placement.{role}={where}: only reward leaves the devices (where there is no GPU, a device is a CPU "
@@ -73,7 +73,7 @@ def _cpu_slab(role: str, where: Where, count: int) -> Slab:
         )
     if count < 1:
         raise ConfigError(f"placement.{role}={where}: that is no process. Write cpu, or cpu x2", code=2004)
-    return Slab("cpu", tuple(range(count)))
+    return DeviceSet("cpu", tuple(range(count)))
 
 
 def _ranges(role: str, where: Where) -> Iterator[tuple[int, int]]:
@@ -109,9 +109,9 @@ def _check_range(role: str, where: Where, first: int, last: int, num_devices: in
         )
 
 
-def everywhere(num_devices: int) -> Slab:
+def everywhere(num_devices: int) -> DeviceSet:
     """All devices of the pool."""
-    return Slab("device", tuple(range(num_devices)))
+    return DeviceSet("device", tuple(range(num_devices)))
 
 
 def spell(indices: Sequence[int]) -> str:
@@ -164,7 +164,7 @@ def num_named(placement: Mapping[str, Any]) -> int:
     return len({index for slab in _named_slabs(placement).values() for index in slab.indices}) or 1
 
 
-def _named_slabs(placement: Mapping[str, Any]) -> dict[str, Slab]:
+def _named_slabs(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
     """The slabs of the roles that are placed by number; none if one of them cannot be read, which is said later."""
     try:
         return {role: slab_at(role, place, MAX_DEVICES) for role, place in placement.items() if _is_numbered(place)}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unirl.config.device_sets import GEOMETRY, UNSUPPORTED, Slab, everywhere, example, show, slab_at, spell
+from unirl.config.device_sets import GEOMETRY, UNSUPPORTED, DeviceSet, everywhere, example, show, slab_at, spell
 from unirl.config.errors import ConfigError, did_you_mean
 from unirl.config.recipe import RecipeConfig, Where
 from unirl.plan.declared import capabilities_of
@@ -32,9 +32,9 @@ SYNC = "unirl.distributed.weight_sync.sync.EngineSync"
 class Plan:
     """The slab of every role."""
 
-    train: Slab
-    rollout: Slab
-    reward: Slab
+    train: DeviceSet
+    rollout: DeviceSet
+    reward: DeviceSet
     relation: Relation
 
     @property
@@ -43,13 +43,13 @@ class Plan:
         return self.relation != "trainside"
 
     @property
-    def slabs(self) -> dict[str, Slab]:
+    def slabs(self) -> dict[str, DeviceSet]:
         """Role to slab."""
         return {"train": self.train, "rollout": self.rollout, "reward": self.reward}
 
     def describe(self) -> str:
         """`separate: train on devices 0-3, rollout and reward on devices 4-7`."""
-        roles: dict[Slab, list[str]] = {}
+        roles: dict[DeviceSet, list[str]] = {}
         for role, slab in self.slabs.items():
             roles.setdefault(slab, []).append(role)
         return f"{self.relation}: " + ", ".join(
@@ -89,7 +89,7 @@ def _check_roles(placement: Mapping[str, Where]) -> None:
             )
 
 
-def _train_slab(placement: Mapping[str, Where], num_devices: int) -> Slab:
+def _train_slab(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:
     if "train" in placement:
         return slab_at("train", placement["train"], num_devices)
     if placement.keys() & {"rollout"} and placement["rollout"] != "in train":
@@ -100,7 +100,9 @@ def _train_slab(placement: Mapping[str, Where], num_devices: int) -> Slab:
     return everywhere(num_devices)
 
 
-def _rollout_slab(placement: Mapping[str, Where], train: Slab, num_devices: int, engine: str, dedicated: bool) -> Slab:
+def _rollout_slab(
+    placement: Mapping[str, Where], train: DeviceSet, num_devices: int, engine: str, dedicated: bool
+) -> DeviceSet:
     where = placement.get("rollout", None if dedicated else "in train")
     if where is None:
         return train
@@ -120,7 +122,7 @@ def _rollout_slab(placement: Mapping[str, Where], train: Slab, num_devices: int,
     return train if where == "in train" else slab_at("rollout", where, num_devices)
 
 
-def _reward_slab(placement: Mapping[str, Where], train: Slab, rollout: Slab, num_devices: int) -> Slab:
+def _reward_slab(placement: Mapping[str, Where], train: DeviceSet, rollout: DeviceSet, num_devices: int) -> DeviceSet:
     where = placement.get("reward", "in rollout")
     beside = {"in train": train, "in rollout": rollout}
     if isinstance(where, str) and where in beside:
@@ -128,7 +130,7 @@ def _reward_slab(placement: Mapping[str, Where], train: Slab, rollout: Slab, num
     return slab_at("reward", where, num_devices)
 
 
-def _relation(train: Slab, rollout: Slab) -> Relation:
+def _relation(train: DeviceSet, rollout: DeviceSet) -> Relation:
     return "colocate" if train == rollout else "separate"
 
 
@@ -169,7 +171,7 @@ def _check_all_used(plan: Plan, num_devices: int) -> None:
         line = example(num_devices) if plan.is_dedicated else "placement.train=all"
         fewer = f", or set num_devices={len(used)}" if idle[0] == len(used) else ""
         raise ConfigError(
-            f"placement leaves {Slab('device', tuple(idle)).words} of num_devices={num_devices} without a role. Give "
+            f"placement leaves {DeviceSet('device', tuple(idle)).words} of num_devices={num_devices} without a role. Give "
             f"every device one, such as {line}{fewer}",
             code=GEOMETRY,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import SyncError
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
@@ -66,7 +66,7 @@ def join(pool: Pool, engine: DedicatedEngine, pipeline: Pipeline, backend: Train
 
 
 def _placed(pool: Pool, device: int, name: str, role: Any) -> Link:
-    group = pool.group(Slab("device", (device,)))
+    group = pool.group(DeviceSet("device", (device,)))
     return Link(group, group.place(Remote(name, lambda siblings: role)))
 
 

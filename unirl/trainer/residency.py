@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.handle import Handle
 from unirl.plan.placement import Plan, Relation
 
@@ -46,7 +46,7 @@ MAX_STALENESS: Mapping[Relation, int | None] = {"trainside": 0, "colocate": 0, "
 """Updates by which samples may lag behind the weights that they train; None = as many as the recipe allows."""
 
 
-def home_of(plan: Plan, part: Part) -> Slab:
+def home_of(plan: Plan, part: Part) -> DeviceSet:
     """The devices that a part lives on, whichever processes hold it."""
     return {"engine": plan.rollout, "reward": plan.reward}.get(part, plan.train).devices
 

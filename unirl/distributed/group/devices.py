@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.tensor.traffic import Traffic
@@ -33,7 +33,7 @@ class Pool(ABC):
         self.num_taken = 0
 
     @abstractmethod
-    def group(self, slab: Slab) -> Group:
+    def group(self, slab: DeviceSet) -> Group:
         """The group of workers on a slab: the same one for an equal slab."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Pool(ABC):
     def close(self) -> None:
         """End everything, whatever it is doing. May be called again."""
 
-    def take(self, count: int) -> Slab:
+    def take(self, count: int) -> DeviceSet:
         """The next `count` devices.
 
         Raises:
@@ -74,9 +74,9 @@ class Pool(ABC):
                 code=2020,
             )
         first, self.num_taken = self.num_taken, self.num_taken + count
-        return Slab("device", tuple(range(first, self.num_taken)))
+        return DeviceSet("device", tuple(range(first, self.num_taken)))
 
-    def check(self, slab: Slab) -> None:
+    def check(self, slab: DeviceSet) -> None:
         """Raise ConfigError 2004 when a slab has devices that the pool does not."""
         if not slab.indices or (slab.kind == "device" and not set(slab.indices) <= set(range(self.num_devices))):
             raise ConfigError(

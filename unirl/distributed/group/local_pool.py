@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Dispatch, cut, remote_methods
@@ -89,7 +89,7 @@ class LocalGroup:
     workers: tuple[Any, ...] = ()
     hosts = ("127.0.0.1",)
 
-    def __init__(self, pool: LocalPool, slab: Slab, worker: Worker) -> None:
+    def __init__(self, pool: LocalPool, slab: DeviceSet, worker: Worker) -> None:
         self.pool = pool
         self.name = slab.words
         self.deadline_s = pool.deadline_s
@@ -128,9 +128,9 @@ class LocalPool(Pool):
     def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.transport = InProcessTransport()
-        self.groups: dict[Slab, LocalGroup] = {}
+        self.groups: dict[DeviceSet, LocalGroup] = {}
 
-    def group(self, slab: Slab) -> LocalGroup:
+    def group(self, slab: DeviceSet) -> LocalGroup:
         """The group on a slab of one place.
 
         Raises:
@@ -147,7 +147,7 @@ class LocalPool(Pool):
             self.groups[slab] = self._group(slab)
         return self.groups[slab]
 
-    def _group(self, slab: Slab) -> LocalGroup:
+    def _group(self, slab: DeviceSet) -> LocalGroup:
         name = f"local-{os.getpid()}-{slab.kind}-{slab.indices[0]}-{slab.process}"
         worker = Worker(name, local_device(slab), self.transport)
         worker.enter(Seat(group=name))
@@ -176,7 +176,7 @@ class LocalPool(Pool):
         self.clear()
 
 
-def local_device(slab: Slab) -> torch.device:
+def local_device(slab: DeviceSet) -> torch.device:
     """The accelerator of a slab's place, if this process sees any: places beyond the last share them in turn."""
     if slab.kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError
 
-__all__ = ["Slab", "placement"]
+__all__ = ["DeviceSet", "placement"]
 
 if TYPE_CHECKING:
     from unirl.distributed.group.handle import Group

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from unirl.config.device_sets import Slab
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
@@ -48,7 +48,7 @@ class RayPending:
 class RayGroup:
     """The workers of a slab, rank by rank."""
 
-    def __init__(self, pool: RayPool, slab: Slab) -> None:
+    def __init__(self, pool: RayPool, slab: DeviceSet) -> None:
         self.pool = pool
         self.name = slab.words
         self.deadline_s = pool.deadline_s
@@ -133,7 +133,7 @@ class RayPool(Pool):
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices)
-        self.groups: dict[Slab, RayGroup] = {}
+        self.groups: dict[DeviceSet, RayGroup] = {}
         self.is_closed = False
         self.phase = ""
         self.row_transport = row_transport
@@ -145,7 +145,7 @@ class RayPool(Pool):
             raise
         self.crew = Crew(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
 
-    def group(self, slab: Slab) -> RayGroup:
+    def group(self, slab: DeviceSet) -> RayGroup:
         """The group on a slab. Its workers start at once, and are waited for when the first role is placed.
 
         Raises:

@@ -81,11 +81,11 @@ class Member:
         return describe(str(self.place), self.about)
 
     def ask(self, what: str, method: str, *args: Any) -> Ref:
-        """Start a method of the worker, to be waited for by `Crew.gather`."""
+        """Start a method of the worker, to be waited for by `WorkerGroup.gather`."""
         return self.actor.attempt.remote(what, method, *args)
 
 
-class Crew:
+class WorkerGroup:
     """All workers of a pool."""
 
     def __init__(self, name: str, reservation: Reservation, deadline_s: float, preload: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
-from unirl.distributed.group.ray_crew import Crew, Member, Place, Ref
+from unirl.distributed.group.ray_group import Member, Place, Ref, WorkerGroup
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import Seat
 from unirl.distributed.tensor.collective import plan_moves, workers_of
@@ -143,7 +143,7 @@ class RayPool(Pool):
         except BaseException:
             self._leave_ray()
             raise
-        self.crew = Crew(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
+        self.crew = WorkerGroup(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
 
     def group(self, slab: DeviceSet) -> RayGroup:
         """The group on a slab. Its workers start at once, and are waited for when the first role is placed.

@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from unirl.distributed.group.ray_group import Place
 
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
 from unirl.distributed.group import DeviceSet, Remote, placement
+from unirl.distributed.group.ray_group import Place
 from unirl.types.column import Column
 
 

@@ -22,7 +22,7 @@ from unirl.distributed.group.dispatch import Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import stack_folder, stacks_of, stall, watchdog
-from unirl.distributed.group.worker import Seat, Worker
+from unirl.distributed.group.worker import RankAssignment, Worker
 from unirl.distributed.tensor.transport import InProcessTransport
 
 
@@ -150,7 +150,7 @@ class LocalPool(Pool):
     def _group(self, slab: DeviceSet) -> LocalGroup:
         name = f"local-{os.getpid()}-{slab.kind}-{slab.indices[0]}-{slab.process}"
         worker = Worker(name, local_device(slab), self.transport)
-        worker.enter(Seat(group=name))
+        worker.enter(RankAssignment(group=name))
         self.transport.add(worker.store)
         return LocalGroup(self, slab, worker)
 

@@ -15,9 +15,9 @@ from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
-from unirl.distributed.group.ray_group import Member, Place, Ref, WorkerGroup
+from unirl.distributed.group.ray_group import Place, Ref, WorkerGroup, WorkerRef
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.group.worker import Seat
+from unirl.distributed.group.worker import RankAssignment
 from unirl.distributed.tensor.collective import plan_moves, workers_of
 from unirl.distributed.tensor.transport import RowTransport
 
@@ -33,7 +33,7 @@ class RayPending:
 
     what: str
     group: RayGroup
-    calls: dict[Ref, Member]
+    calls: dict[Ref, WorkerRef]
     parts: Cut
 
     def result(self, deadline_s: float | None = None) -> Any:
@@ -97,7 +97,7 @@ class RayGroup:
         """Give every worker its seat; the ranks of a group of several meet in a store of rank 0."""
         if self.has_entered:
             return
-        seat = Seat(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
+        seat = RankAssignment(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
         if self.num_ranks > 1:
             what, first = "opening the store of ranks", self.members[0]
             [(host, port)] = self._wait(what, {first.ask(what, "host_store"): first})
@@ -109,7 +109,7 @@ class RayGroup:
     def _all(self, what: str, method: str, *args: Any) -> list[Any]:
         return self._wait(what, {member.ask(what, method, *args): member for member in self.members})
 
-    def _wait(self, what: str, calls: dict[Ref, Member]) -> list[Any]:
+    def _wait(self, what: str, calls: dict[Ref, WorkerRef]) -> list[Any]:
         return self.pool.gather(what, calls, self.deadline_s)
 
 
@@ -172,12 +172,12 @@ class RayPool(Pool):
         finally:
             self.phase = before
 
-    def gather(self, what: str, calls: dict[Ref, Member], deadline_s: float) -> list[Any]:
+    def gather(self, what: str, calls: dict[Ref, WorkerRef], deadline_s: float) -> list[Any]:
         """The results of calls on workers, in order; errors name the phase that the driver is in."""
         during = f" (phase {self.phase})" if self.phase else ""
         return self.crew.gather(what + during, calls, deadline_s, self.stack_dir)
 
-    def move_rows(self, calls: Sequence[Any], members: Sequence[Member]) -> None:
+    def move_rows(self, calls: Sequence[Any], members: Sequence[WorkerRef]) -> None:
         """Where rows travel over a process group: bring those that `calls` read to the members that they are for."""
         if self.row_transport == "object_store":
             return
@@ -189,7 +189,7 @@ class RayPool(Pool):
         what, taking_part = "moving rows", [workers[name] for name in workers_of(moves)]
         self.gather(what, {member.ask(what, "exchange", moves): member for member in taking_part}, self.deadline_s)
 
-    def _join_rows(self, workers: Mapping[str, Member]) -> None:
+    def _join_rows(self, workers: Mapping[str, WorkerRef]) -> None:
         """All workers of the pool in one process group, anew when a worker is new."""
         if self.row_workers == set(workers):
             return

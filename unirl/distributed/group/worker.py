@@ -32,7 +32,7 @@ PARENT_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankAssignment:
     """Where a worker sits in its group, and where it meets the others."""
 
     group: str
@@ -52,7 +52,7 @@ class Worker:
         self.roles: dict[str, Any] = {}
         self.rank = RankInfo(device=device)
 
-    def enter(self, seat: Seat) -> None:
+    def enter(self, seat: RankAssignment) -> None:
         """Take a seat in a group; returns when all of its ranks have."""
         group = None
         if seat.world_size > 1:

@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class WorkerRef:
     """One worker."""
 
     name: str
@@ -93,10 +93,10 @@ class WorkerGroup:
         self.reservation = reservation
         self.deadline_s = deadline_s
         self.preload = tuple(preload)
-        self.members: dict[Place, Member] = {}
+        self.members: dict[Place, WorkerRef] = {}
         self.numbers = count()
 
-    def member(self, place: Place) -> Member:
+    def member(self, place: Place) -> WorkerRef:
         """The worker on a place, started if there is none. Waits for the device's first process alone, if for any."""
         if place.process:
             self.member(place.holder)
@@ -121,7 +121,7 @@ class WorkerGroup:
             found |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return found
 
-    def _start(self, place: Place, needs: Mapping[str, int], environment: Mapping[str, str]) -> Member:
+    def _start(self, place: Place, needs: Mapping[str, int], environment: Mapping[str, str]) -> WorkerRef:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         held, has_device = self.reservation, place.kind == "device"
@@ -139,10 +139,10 @@ class WorkerGroup:
         )
         if has_device and self.preload:
             actor.preload.remote(self.preload)
-        return Member(name, place, actor, actor.live.remote(), actor.about.remote())
+        return WorkerRef(name, place, actor, actor.live.remote(), actor.about.remote())
 
     def gather(
-        self, what: str, calls: Mapping[Ref, Member], deadline_s: float, stack_dir: Path | None = None
+        self, what: str, calls: Mapping[Ref, WorkerRef], deadline_s: float, stack_dir: Path | None = None
     ) -> list[Any]:
         """The results of calls, in order. The first cause is raised when one fails or any worker of the crew dies.
 
@@ -178,7 +178,7 @@ class WorkerGroup:
             raise stall(what, deadline_s, self._write_stacks(folder), folder)
         return [results[ref] for ref in calls]
 
-    def _outcome(self, what: str, ref: Ref, member: Member) -> Any:
+    def _outcome(self, what: str, ref: Ref, member: WorkerRef) -> Any:
         """What a call gave, or the Failure that stands for it."""
         import ray
 
@@ -219,7 +219,7 @@ class WorkerGroup:
         failed = [ref for ref in done if isinstance(self._outcome(method, ref, asked[ref]), Failure)]
         self.kill([asked[ref] for ref in [*late, *failed]])
 
-    def kill(self, members: Sequence[Member]) -> None:
+    def kill(self, members: Sequence[WorkerRef]) -> None:
         """End workers at once, whatever they do. The next call to their place starts another."""
         import ray
 
@@ -232,7 +232,7 @@ class WorkerGroup:
             ray.kill(member.actor, no_restart=True)
         self.forget(members)
 
-    def forget(self, members: Sequence[Member]) -> None:
+    def forget(self, members: Sequence[WorkerRef]) -> None:
         """Take workers that are gone off the list."""
         self.members = {place: member for place, member in self.members.items() if member not in members}
 
@@ -264,7 +264,7 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
-def _verdict(member: Member) -> Exception | None:
+def _verdict(member: WorkerRef) -> Exception | None:
     """What Ray knows about a worker whose connection is lost, which may take it some seconds to find out."""
     import ray
 

@@ -47,7 +47,7 @@ class LocalPending:
             raise stall(self.what, seconds, {self.group.name: stacks.where}, folder) from timeout
 
 
-class Lane:
+class SerialExecutor:
     """One thread that runs calls in order. It keeps no process alive: a call that hangs ends with the process."""
 
     def __init__(self, name: str) -> None:
@@ -95,7 +95,7 @@ class LocalGroup:
         self.deadline_s = pool.deadline_s
         self.worker = worker
         self.marks: dict[str, dict[str, Dispatch]] = {}
-        self.lane = Lane(worker.name)
+        self.lane = SerialExecutor(worker.name)
 
     def place(self, remote: Remote) -> Handle:
         """Build a role beside its siblings and give its handle."""

@@ -19,7 +19,7 @@ from unirl.distributed.tensor.collective import CollectiveTransport, Move, plan_
 from unirl.distributed.tensor.packing import pack, unpack
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.traffic import Traffic, num_bytes
-from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport, Parcel
+from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport, RowPayload
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.types.batch import Batch, row
 from unirl.types.column import Column, Piece
@@ -215,7 +215,7 @@ class Arriving:
     """Rows that were packed elsewhere."""
 
     def __init__(self, on_accelerator: bool) -> None:
-        self.parcel = Parcel(torch.zeros(1, 3, 2, 2), on_accelerator)
+        self.parcel = RowPayload(torch.zeros(1, 3, 2, 2), on_accelerator)
 
     def fetch(self, wanted):
         return {owner: [self.parcel for _ in pieces] for owner, pieces in wanted.items()}

@@ -24,7 +24,7 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import Stacks, stacks_of
 from unirl.distributed.tensor.collective import CollectiveTransport, Move
 from unirl.distributed.tensor.ray_transport import RayTransport
-from unirl.distributed.tensor.transport import ColumnStore, Parcel, Transport
+from unirl.distributed.tensor.transport import ColumnStore, RowPayload, Transport
 from unirl.tracking.timing import peak_memory
 from unirl.types.column import Piece
 
@@ -188,7 +188,7 @@ class RemoteWorker(Worker):
         self.store.transport = self.object_store
         self.rows = self.rows_store = None
 
-    def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
+    def read(self, pieces: Sequence[Piece]) -> list[RowPayload]:
         """Rows of this worker that another one asks for."""
         return self.store.read(pieces)
 

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed.tensor.packing import as_bytes
-from unirl.distributed.tensor.transport import CPU, ColumnStore, Parcel, by_owner, columns_in, is_on_accelerator
+from unirl.distributed.tensor.transport import CPU, ColumnStore, RowPayload, by_owner, columns_in, is_on_accelerator
 from unirl.types.column import Piece
 
 
@@ -68,7 +68,7 @@ class CollectiveTransport:
         self.ranks = ranks
         self.wire = wire
         self.deadline_s = deadline_s
-        self.arrived: dict[Piece, Parcel] = {}
+        self.arrived: dict[Piece, RowPayload] = {}
 
     def exchange(self, store: ColumnStore, moves: Sequence[Move]) -> None:
         """Send what the moves want of this worker's store and keep what they bring, for the call that follows.
@@ -88,7 +88,7 @@ class CollectiveTransport:
             for work in works:
                 channel.wait(work)
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[Parcel]]:
+    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner; each move can be read once."""
         missing = [piece for pieces in wanted.values() for piece in pieces if piece not in self.arrived]
         if missing:
@@ -124,11 +124,11 @@ class Channel:
         flat = as_bytes(tensor.to(self.wire))
         return self.group.send([flat], self.rank, self.tag), flat
 
-    def receive(self) -> list[Parcel]:
+    def receive(self) -> list[RowPayload]:
         """The values, in order, where their owner had them: on the wire's device, or the CPU."""
         length = int(self._read(torch.int64, [1]))
         description = json.loads(bytes(self._read(torch.uint8, [length]).cpu().numpy()))
-        return [Parcel(self._build(value, on_accelerator), on_accelerator) for value, on_accelerator in description]
+        return [RowPayload(self._build(value, on_accelerator), on_accelerator) for value, on_accelerator in description]
 
     def _build(self, described: dict[str, Any], on_accelerator: bool) -> Any:
         if "list" in described:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed.tensor.packing import unpack
-from unirl.distributed.tensor.transport import Parcel
+from unirl.distributed.tensor.transport import RowPayload
 from unirl.types.column import Piece
 
 
@@ -23,7 +23,7 @@ class RayTransport:
         self.deadline_s = deadline_s
         self.actors: dict[str, Any] = {}
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[Parcel]]:
+    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner.
 
         Raises:
@@ -46,12 +46,12 @@ class RayTransport:
                 raise WorkerError(f"worker {owner!r}, which owns rows of this step, is gone: resume the run") from error
         return self.actors[owner]
 
-    def _answer(self, owner: str, answer: Any, end: float) -> list[Parcel]:
+    def _answer(self, owner: str, answer: Any, end: float) -> list[RowPayload]:
         import ray
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         try:
-            parcels: list[Parcel] = ray.get(answer, timeout=max(end - monotonic(), 0.0))
+            parcels: list[RowPayload] = ray.get(answer, timeout=max(end - monotonic(), 0.0))
         except GetTimeoutError as error:
             raise StallError(
                 f"worker {owner!r} did not send its rows within {self.deadline_s:g} s", code=8001
@@ -60,4 +60,4 @@ class RayTransport:
             raise WorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:
             raise error.cause from error
-        return [Parcel(unpack(parcel.value), parcel.on_accelerator) for parcel in parcels]
+        return [RowPayload(unpack(parcel.value), parcel.on_accelerator) for parcel in parcels]

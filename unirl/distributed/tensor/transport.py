@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Parcel:
+class RowPayload:
     """Rows of one stored value on their way to another worker."""
 
     value: Any
@@ -33,7 +33,7 @@ class Parcel:
 class Transport(Protocol):
     """Brings rows that other workers own."""
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> Mapping[str, Sequence[Parcel]]:
+    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> Mapping[str, Sequence[RowPayload]]:
         """The rows of the pieces of each owner, in the same order: one request per owner, all owners at once."""
         ...
 
@@ -97,9 +97,9 @@ class ColumnStore:
             raise LookupError(self._absent(piece)) from None
         return take_rows(stored, list(piece.rows))
 
-    def read(self, pieces: Sequence[Piece]) -> list[Parcel]:
+    def read(self, pieces: Sequence[Piece]) -> list[RowPayload]:
         """The rows of pieces that are stored here, packed to be shipped to another process."""
-        return [Parcel(pack(compact(value)), is_on_accelerator(value)) for value in map(self.rows, pieces)]
+        return [RowPayload(pack(compact(value)), is_on_accelerator(value)) for value in map(self.rows, pieces)]
 
     def _absent(self, piece: Piece) -> str:
         step, number = piece.key.split("/")
@@ -130,7 +130,7 @@ class ColumnStore:
             for piece, parcel in zip(owned, arrived[owner], strict=True)
         }
 
-    def _placed(self, parcel: Parcel) -> Any:
+    def _placed(self, parcel: RowPayload) -> Any:
         return map_value(parcel.value, lambda t: t.to(self.device)) if parcel.on_accelerator else parcel.value
 
 
@@ -144,15 +144,15 @@ class InProcessTransport:
         """Make the values of a store readable to the others."""
         self.stores[store.owner] = store
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[Parcel]]:
+    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner."""
         return {owner: [self._parcel(owner, piece) for piece in pieces] for owner, pieces in wanted.items()}
 
-    def _parcel(self, owner: str, piece: Piece) -> Parcel:
+    def _parcel(self, owner: str, piece: Piece) -> RowPayload:
         if owner not in self.stores:
             raise LookupError(f"no worker is named {owner!r}; there are {sorted(self.stores)}")
         value = self.stores[owner].rows(piece)
-        return Parcel(value, is_on_accelerator(value))
+        return RowPayload(value, is_on_accelerator(value))
 
 
 def by_owner(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

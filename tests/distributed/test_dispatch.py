@@ -10,8 +10,8 @@ from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, cut, 
 from unirl.distributed.group.layout import rank_rows, sent_order
 from unirl.testing.toy import toy_request
 from unirl.types.batch import concat_rows, take_rows
-from unirl.types.column import Column, Piece
 from unirl.types.primitives import Images, Texts
+from unirl.types.remote_rows import RemoteRows, StoredRows
 
 RANKS = st.integers(1, 6)
 UPDATES = st.integers(1, 5)
@@ -60,7 +60,7 @@ def test_a_cut_call_comes_back_as_it_was_sent(num_rows, num_updates, num_ranks) 
 
 def test_only_rows_are_cut_and_everything_else_goes_to_all_ranks() -> None:
     images = Images(pixels=torch.arange(4.0).view(4, 1, 1, 1))
-    table, names, column = torch.arange(4), ["a", "b", "c", "d"], Column((Piece("w", "0/0", (0, 1, 2, 3)),))
+    table, names, column = torch.arange(4), ["a", "b", "c", "d"], RemoteRows((StoredRows("w", "0/0", (0, 1, 2, 3)),))
     calls = cut("role.f", METRICS, ((images, table), {"names": names, "column": column}), 2).calls
     for rank, (args, kwargs) in enumerate(calls):
         assert args[0].pixels.flatten().tolist() == [2.0 * rank, 2.0 * rank + 1]

@@ -12,7 +12,7 @@ from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
 from unirl.distributed.group import DeviceSet, Remote, placement
 from unirl.distributed.group.ray_group import Place
-from unirl.types.column import Column
+from unirl.types.remote_rows import RemoteRows
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_rows_come_back_as_they_were_sent(camera, num_rows) -> None:
 def test_heavy_fields_stay_on_the_workers(pool, camera) -> None:
     before = pool.traffic.total
     shots = camera.shoot(ids(8))
-    assert type(shots.pixels) is Column and len(shots) == 8
+    assert type(shots.pixels) is RemoteRows and len(shots) == 8
     assert camera.develop(shots.select([5, 2, 2, 7])).tolist() == [5, 2, 2, 7]
     assert pool.traffic.total - before < 8 * 256 * 256 * 4 / 10
 

@@ -22,8 +22,8 @@ from unirl.distributed.tensor.traffic import Traffic, num_bytes
 from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport, RowPayload
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.types.batch import Batch, row
-from unirl.types.column import Column, Piece
 from unirl.types.primitives import Images, Texts
+from unirl.types.remote_rows import RemoteRows, StoredRows
 from unirl.types.results import Metric, TrainStepResult
 from unirl.types.rollout_resp import RolloutResp
 
@@ -139,7 +139,7 @@ def test_what_a_rank_samples_it_trains_on_without_a_move(rows_each, num_updates,
 def test_the_driver_holds_columns_and_the_callee_tensors() -> None:
     (store,) = workers(1, InProcessTransport())
     result = made_by([store], [4])
-    assert {type(result.tensor), type(result.names), type(result.mapping["a"])} == {Column}
+    assert {type(result.tensor), type(result.names), type(result.mapping["a"])} == {RemoteRows}
     assert_rows(store.fetch((result.select([3, 1]),))[0], [3, 1])
 
 
@@ -171,7 +171,7 @@ def test_a_stored_slice_does_not_keep_the_rest_alive() -> None:
 def test_shipped_rows_do_not_bring_the_rest_along() -> None:
     store = ColumnStore("w")
     store.stash(Images(pixels=torch.zeros(64, 3, 2, 2)))
-    (parcel,) = store.read([Piece("w", "0/0", (3, 4))])
+    (parcel,) = store.read([StoredRows("w", "0/0", (3, 4))])
     assert num_bytes(parcel) < 2 * 12 * 4 + 1000 and not parcel.on_accelerator
 
 
@@ -202,13 +202,13 @@ def test_released_rows_say_so() -> None:
 
 def test_rows_of_an_earlier_worker_of_the_same_name_are_not_taken_for_ones_own() -> None:
     with pytest.raises(LookupError, match=r"w has never stored rows 0/7"):
-        ColumnStore("w").rows(Piece("w", "0/7", (0,)))
+        ColumnStore("w").rows(StoredRows("w", "0/7", (0,)))
 
 
 def test_an_unknown_owner_is_named() -> None:
     (store,) = workers(1, InProcessTransport())
     with pytest.raises(LookupError, match=r"no worker is named 'gone'; there are \['w0'\]"):
-        store.fetch(Images(pixels=Column((Piece("gone", "0/0", (0,)),))))  # type: ignore[arg-type]
+        store.fetch(Images(pixels=RemoteRows((StoredRows("gone", "0/0", (0,)),))))  # type: ignore[arg-type]
 
 
 class Arriving:
@@ -225,7 +225,7 @@ class Arriving:
 def test_rows_arrive_on_the_kind_of_device_where_their_owner_has_them(on_accelerator, device) -> None:
     store = ColumnStore("w", Arriving(on_accelerator), torch.device("meta"))
     own = store.stash(Images(pixels=torch.ones(2, 3, 2, 2, device=device)))
-    foreign = Images(pixels=Column((Piece("other", "0/0", (0,)),)))  # type: ignore[arg-type]
+    foreign = Images(pixels=RemoteRows((StoredRows("other", "0/0", (0,)),)))  # type: ignore[arg-type]
     found = store.fetch(Images.concat([own, foreign])).pixels
     assert found.device.type == device and found.shape == (3, 3, 2, 2)
 
@@ -289,7 +289,7 @@ def test_no_move_is_planned_for_rows_that_lie_where_they_are_read() -> None:
 def test_rows_that_were_not_moved_are_refused() -> None:
     transport = CollectiveTransport(None, {}, CPU, 1.0)  # type: ignore[arg-type]
     with pytest.raises(LookupError, match=r"rows 0/0 of w1 were not moved before the call"):
-        transport.fetch({"w1": [Piece("w1", "0/0", (0,))]})
+        transport.fetch({"w1": [StoredRows("w1", "0/0", (0,))]})
 
 
 def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
@@ -305,7 +305,7 @@ def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
         thread.join()
     reader = ColumnStore("w0")
     transport = CollectiveTransport(groups[0], {"w0": 0, "w1": 1}, CPU, 0.2)
-    moves = plan_moves([Images(pixels=Column((Piece("w1", "0/0", (0,)),)))], ["w0"])  # type: ignore[arg-type]
+    moves = plan_moves([Images(pixels=RemoteRows((StoredRows("w1", "0/0", (0,)),)))], ["w0"])  # type: ignore[arg-type]
     with pytest.raises(StallError, match=r"worker 'w1' did not take part in a move of rows within 0.2 s"):
         transport.exchange(reader, moves)
 
@@ -379,7 +379,7 @@ def test_an_owner_that_is_late_dead_or_unknown_is_named(ray_session) -> None:
         def read(self, pieces):
             threading.Event().wait(60)
 
-    wanted = {"late-worker": [Piece("late-worker", "0/0", (0,))]}
+    wanted = {"late-worker": [StoredRows("late-worker", "0/0", (0,))]}
     actor = ray.remote(num_cpus=0)(Late).options(name="late-worker").remote()
     ray.get(actor.__ray_ready__.remote())
     transport = RayTransport(deadline_s=0.2)
@@ -411,5 +411,5 @@ def test_no_heavy_field_passes_the_driver() -> None:
     traffic.sent(light)
     segment = light.tracks["image"].segment
     held = track.segment.latents.nbytes + track.conditions["text"].embeds.nbytes
-    assert type(segment.latents) is Column
+    assert type(segment.latents) is RemoteRows
     assert traffic.to_driver < heavy - held and traffic.to_workers == 2 * traffic.to_driver

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.types.batch import Batch, compact, num_rows, packed, packed_offsets, reduced, row, shared
-from unirl.types.column import Column, Piece
 from unirl.types.primitives import Images, Texts, Videos
+from unirl.types.remote_rows import RemoteRows, StoredRows
 from unirl.types.segments import TextSegment
 
 
@@ -134,19 +134,19 @@ def test_rows_out_of_range_are_refused() -> None:
 def test_only_heavy_fields_become_columns() -> None:
     marked = {"images": Images(pixels=torch.zeros(2, 3, 1, 1)), "text": Texts(texts=["a", "b"])}
     batch = everything([1, 1]).replace(inner=marked)
-    heavy = batch.map_heavy(lambda value: Column((Piece("w", "k", tuple(range(num_rows(value)))),)))
-    assert type(heavy.values) is Column and type(heavy.inner["images"].pixels) is Column
+    heavy = batch.map_heavy(lambda value: RemoteRows((StoredRows("w", "k", tuple(range(num_rows(value)))),)))
+    assert type(heavy.values) is RemoteRows and type(heavy.inner["images"].pixels) is RemoteRows
     assert heavy.names == ["n0", "n1"] and heavy.inner["text"].texts == ["a", "b"]
     assert len(heavy.select([1, 1, 0])) == 3
 
 
 def test_packed_columns_are_selected_and_joined_by_entries() -> None:
-    column = Column((Piece("w", "k", (0, 1, 2, 3, 4)),))
+    column = RemoteRows((StoredRows("w", "k", (0, 1, 2, 3, 4)),))
     videos = Videos(frames=column, offsets=torch.tensor([0, 2, 5]))  # type: ignore[arg-type]
     last = videos.select([1])
-    assert last.frames.pieces == (Piece("w", "k", (2, 3, 4)),)  # type: ignore[attr-defined]
+    assert last.frames.pieces == (StoredRows("w", "k", (2, 3, 4)),)  # type: ignore[attr-defined]
     joined = Videos.concat([last, videos.select([0])])
-    assert joined.frames.pieces == (Piece("w", "k", (2, 3, 4, 0, 1)),)  # type: ignore[attr-defined]
+    assert joined.frames.pieces == (StoredRows("w", "k", (2, 3, 4, 0, 1)),)  # type: ignore[attr-defined]
 
 
 def text(lengths: list[int], start: int = 0) -> TextSegment:
@@ -180,9 +180,9 @@ def test_packed_mappings_move_with_their_batch_and_are_heavy() -> None:
     segment = text([2, 1])
     doubled = segment.map_tensors(lambda tensor: tensor * 2)
     assert doubled.anchors["old_logp"].tolist() == [0.0, 0.0, 4.0] and doubled.offsets.tolist() == [0, 2, 3]
-    columns = segment.map_heavy(lambda value: Column((Piece("w", "k", tuple(range(num_rows(value) or 0))),)))
-    assert type(columns.anchors["old_pair"]) is Column and columns.tokens is segment.tokens
-    assert columns.select([1]).anchors["old_pair"].pieces == (Piece("w", "k", (2,)),)  # type: ignore[attr-defined]
+    columns = segment.map_heavy(lambda value: RemoteRows((StoredRows("w", "k", tuple(range(num_rows(value) or 0))),)))
+    assert type(columns.anchors["old_pair"]) is RemoteRows and columns.tokens is segment.tokens
+    assert columns.select([1]).anchors["old_pair"].pieces == (StoredRows("w", "k", (2,)),)  # type: ignore[attr-defined]
 
 
 def test_an_entry_of_a_packed_mapping_that_does_not_fit_is_refused() -> None:
@@ -201,7 +201,7 @@ def test_a_compact_view_holds_its_own_rows_only() -> None:
 
 
 def test_a_column_cannot_be_read_on_the_driver() -> None:
-    column = Column((Piece("worker", "key", (0, 1)),))
+    column = RemoteRows((StoredRows("worker", "key", (0, 1)),))
     with pytest.raises(AttributeError):
         column.mean()  # type: ignore[attr-defined]
     with pytest.raises(TypeError):

@@ -67,11 +67,11 @@ def peak(rows: Collection[Row]) -> Mapping[str, float]:
     return {phase: sum(row.gib[phase] for row in rows) for phase in PHASES}
 
 
-Piece = tuple[str, str, float, Collection[str]]
+StoredRows = tuple[str, str, float, Collection[str]]
 """What it is, the part that it belongs to, its bytes, and the phases in which it exists."""
 
 
-def _trained(sizes: Sizes, policy: int) -> Iterator[Piece]:
+def _trained(sizes: Sizes, policy: int) -> Iterator[StoredRows]:
     trainable = sizes.trainable_parameters * MASTER_BYTES / sizes.num_shards
     yield "policy weights", "policy", policy / sizes.num_shards, PHASES
     yield "adapters", "policy", 0 if sizes.full_training else trainable, PHASES
@@ -81,7 +81,7 @@ def _trained(sizes: Sizes, policy: int) -> Iterator[Piece]:
     yield "activations of training", "policy", _stored_bytes(sizes), ("train",)
 
 
-def _sampling(sizes: Sizes, policy: int) -> Iterator[Piece]:
+def _sampling(sizes: Sizes, policy: int) -> Iterator[StoredRows]:
     """Of the engine that borrows the trained module, gathered while it samples; or of one that has its own."""
     adapters = 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES
     borrows = sizes.engine_dtype_bytes == 0

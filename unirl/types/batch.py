@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from unirl.types.column import Column
+from unirl.types.remote_rows import RemoteRows
 from unirl.types.rows import Rows
 
 
@@ -302,7 +302,7 @@ def _(value: Tensor) -> int | None:
 
 
 @num_rows.register(list)
-@num_rows.register(Column)
+@num_rows.register(RemoteRows)
 @num_rows.register(Batch)
 def _(value: Any) -> int | None:
     return len(value)
@@ -327,7 +327,7 @@ def _(value: list[Any], indices: list[int]) -> Any:
     return [value[i] for i in indices]
 
 
-@take_rows.register(Column)
+@take_rows.register(RemoteRows)
 @take_rows.register(Batch)
 def _(value: Any, indices: list[int]) -> Any:
     return value.select(indices)
@@ -358,7 +358,7 @@ def _(first: list[Any], values: Sequence[list[Any]]) -> Any:
     return [entry for value in values for entry in value]
 
 
-@_concat.register(Column)
+@_concat.register(RemoteRows)
 @_concat.register(Batch)
 def _(first: Any, values: Sequence[Any]) -> Any:
     return type(first).concat(values)

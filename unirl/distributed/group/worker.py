@@ -26,7 +26,7 @@ from unirl.distributed.tensor.collective import CollectiveTransport, Move
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.transport import ColumnStore, RowPayload, Transport
 from unirl.tracking.timing import peak_memory
-from unirl.types.column import Piece
+from unirl.types.remote_rows import StoredRows
 
 PARENT_CHECK_S = 0.5
 
@@ -188,7 +188,7 @@ class RemoteWorker(Worker):
         self.store.transport = self.object_store
         self.rows = self.rows_store = None
 
-    def read(self, pieces: Sequence[Piece]) -> list[RowPayload]:
+    def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
         """Rows of this worker that another one asks for."""
         return self.store.read(pieces)
 

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed.tensor.packing import as_bytes
 from unirl.distributed.tensor.transport import CPU, ColumnStore, RowPayload, by_owner, columns_in, is_on_accelerator
-from unirl.types.column import Piece
+from unirl.types.remote_rows import StoredRows
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Move:
 
     owner: str
     reader: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRows, ...]
 
 
 def plan_moves(calls: Sequence[Any], readers: Sequence[str]) -> list[Move]:
@@ -68,7 +68,7 @@ class CollectiveTransport:
         self.ranks = ranks
         self.wire = wire
         self.deadline_s = deadline_s
-        self.arrived: dict[Piece, RowPayload] = {}
+        self.arrived: dict[StoredRows, RowPayload] = {}
 
     def exchange(self, store: ColumnStore, moves: Sequence[Move]) -> None:
         """Send what the moves want of this worker's store and keep what they bring, for the call that follows.
@@ -88,7 +88,7 @@ class CollectiveTransport:
             for work in works:
                 channel.wait(work)
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[RowPayload]]:
+    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner; each move can be read once."""
         missing = [piece for pieces in wanted.values() for piece in pieces if piece not in self.arrived]
         if missing:

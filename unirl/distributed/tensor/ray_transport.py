@@ -9,7 +9,7 @@ from typing import Any
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed.tensor.packing import unpack
 from unirl.distributed.tensor.transport import RowPayload
-from unirl.types.column import Piece
+from unirl.types.remote_rows import StoredRows
 
 
 class RayTransport:
@@ -23,7 +23,7 @@ class RayTransport:
         self.deadline_s = deadline_s
         self.actors: dict[str, Any] = {}
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[RowPayload]]:
+    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner.
 
         Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.distributed.tensor.packing import pack
 from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value, num_rows, take_rows
-from unirl.types.column import Column, Piece
+from unirl.types.remote_rows import RemoteRows, StoredRows
 from unirl.types.rollout_resp import RolloutResp
 
 RowTransport = Literal["object_store", "collective"]
@@ -33,7 +33,7 @@ class RowPayload:
 class Transport(Protocol):
     """Brings rows that other workers own."""
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> Mapping[str, Sequence[RowPayload]]:
+    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> Mapping[str, Sequence[RowPayload]]:
         """The rows of the pieces of each owner, in the same order: one request per owner, all owners at once."""
         ...
 
@@ -72,20 +72,20 @@ class ColumnStore:
     def fetch(self, value: Any) -> Any:
         """A copy of a call's arguments with columns replaced by their rows."""
         found = self._resolved(columns_in(value))
-        return _walk(value, lambda v: found[v] if isinstance(v, Column) else v, _unchanged)
+        return _walk(value, lambda v: found[v] if isinstance(v, RemoteRows) else v, _unchanged)
 
     def stash(self, value: Any) -> Any:
         """A copy of a call's result with heavy fields replaced by columns, and the light tensors on the CPU."""
-        return _walk(value, lambda v: v if isinstance(v, Column) else self.put(v), to_cpu)
+        return _walk(value, lambda v: v if isinstance(v, RemoteRows) else self.put(v), to_cpu)
 
-    def put(self, value: Any) -> Column:
+    def put(self, value: Any) -> RemoteRows:
         """Keep a per-row value, on its device, and give the column of its rows."""
         key = f"{self.step}/{self.num_stored}"
         self.num_stored += 1
         self.values[key] = compact(value)
-        return Column((Piece(self.owner, key, tuple(range(num_rows(value) or 0))),))
+        return RemoteRows((StoredRows(self.owner, key, tuple(range(num_rows(value) or 0))),))
 
-    def rows(self, piece: Piece) -> Any:
+    def rows(self, piece: StoredRows) -> Any:
         """The rows of a piece that is stored here; neighbours are a view of the stored value.
 
         Raises:
@@ -97,11 +97,11 @@ class ColumnStore:
             raise LookupError(self._absent(piece)) from None
         return take_rows(stored, list(piece.rows))
 
-    def read(self, pieces: Sequence[Piece]) -> list[RowPayload]:
+    def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
         """The rows of pieces that are stored here, packed to be shipped to another process."""
         return [RowPayload(pack(compact(value)), is_on_accelerator(value)) for value in map(self.rows, pieces)]
 
-    def _absent(self, piece: Piece) -> str:
+    def _absent(self, piece: StoredRows) -> str:
         step, number = piece.key.split("/")
         if int(number) < self.num_stored:
             return (
@@ -110,14 +110,14 @@ class ColumnStore:
             )
         return f"{self.owner} has never stored rows {piece.key}: they belong to another worker of this name"
 
-    def _resolved(self, columns: Iterable[Column]) -> dict[Column, Any]:
+    def _resolved(self, columns: Iterable[RemoteRows]) -> dict[RemoteRows, Any]:
         distinct = dict.fromkeys(columns)
         pieces = dict.fromkeys(piece for column in distinct for piece in column.pieces)
         rows = {piece: self.rows(piece) for piece in pieces if piece.owner == self.owner}
         rows |= self._foreign([piece for piece in pieces if piece.owner != self.owner])
         return {column: _joined([rows[piece] for piece in column.pieces]) for column in distinct}
 
-    def _foreign(self, pieces: Sequence[Piece]) -> dict[Piece, Any]:
+    def _foreign(self, pieces: Sequence[StoredRows]) -> dict[StoredRows, Any]:
         wanted = by_owner(pieces)
         if not wanted:
             return {}
@@ -144,31 +144,31 @@ class InProcessTransport:
         """Make the values of a store readable to the others."""
         self.stores[store.owner] = store
 
-    def fetch(self, wanted: Mapping[str, Sequence[Piece]]) -> dict[str, list[RowPayload]]:
+    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner."""
         return {owner: [self._parcel(owner, piece) for piece in pieces] for owner, pieces in wanted.items()}
 
-    def _parcel(self, owner: str, piece: Piece) -> RowPayload:
+    def _parcel(self, owner: str, piece: StoredRows) -> RowPayload:
         if owner not in self.stores:
             raise LookupError(f"no worker is named {owner!r}; there are {sorted(self.stores)}")
         value = self.stores[owner].rows(piece)
         return RowPayload(value, is_on_accelerator(value))
 
 
-def by_owner(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def by_owner(pieces: Iterable[StoredRows]) -> dict[str, list[StoredRows]]:
     """The pieces of each owner, in order."""
-    owned: dict[str, list[Piece]] = {}
+    owned: dict[str, list[StoredRows]] = {}
     for piece in pieces:
         owned.setdefault(piece.owner, []).append(piece)
     return owned
 
 
-def columns_in(value: Any) -> list[Column]:
+def columns_in(value: Any) -> list[RemoteRows]:
     """The columns among the heavy fields of a call's arguments, at any depth."""
-    found: list[Column] = []
+    found: list[RemoteRows] = []
 
     def note(leaf: Any) -> Any:
-        if isinstance(leaf, Column):
+        if isinstance(leaf, RemoteRows):
             found.append(leaf)
         return leaf
 
@@ -220,7 +220,7 @@ def _(value: Any, heavy: Change, light: Change) -> Any:
 
 
 @_walk.register
-def _(value: Column, heavy: Change, light: Change) -> Any:
+def _(value: RemoteRows, heavy: Change, light: Change) -> Any:
     return heavy(value)
 
 

@@ -23,7 +23,7 @@ from unirl.train.stack import TrainStack
 from unirl.types.conditions import Conditions
 from unirl.types.facts import LatentFacts
 from unirl.types.primitives import Texts
-from unirl.types.protocols import Kernel, Moment
+from unirl.types.protocols import Kernel, TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -140,7 +140,7 @@ def train(flow: Flow, size: int, reward: Callable[[Tensor], Tensor], method: Met
         track, _ = track.compute_advantages(method.advantage)
         if method.algorithm.needs.pairs:
             track = in_pairs(track, method.algorithm.needs.pairs)
-        moment = Moment(progress=step / (steps - 1))
+        moment = TrainingProgress(progress=step / (steps - 1))
         run.updates += [values(update) for update in stack.train_track(track, moment).updates]
         run.rewards.append(mean_reward)
     return run

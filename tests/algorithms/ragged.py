@@ -13,7 +13,7 @@ from torch import Tensor
 from unirl.algorithms.shared.tokens import TokenAlgorithm
 from unirl.models.language.stage import TokenReplay, ValueGradient
 from unirl.types.conditions import Conditions
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import TextSegment
 
@@ -112,9 +112,9 @@ def ragged(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> tuple[LeafStage
     return stage, track
 
 
-def value(algorithm: TokenAlgorithm, stage: Any, track: RolloutTrack, now: Moment | None = None) -> Tensor:
+def value(algorithm: TokenAlgorithm, stage: Any, track: RolloutTrack, now: TrainingProgress | None = None) -> Tensor:
     """The loss as the stack divides it."""
-    return algorithm.loss(stage, track, (0,), now or Moment()).loss / algorithm.count(track)
+    return algorithm.loss(stage, track, (0,), now or TrainingProgress()).loss / algorithm.count(track)
 
 
 def sequences(stage: LeafStage, track: RolloutTrack) -> list[Sequence]:

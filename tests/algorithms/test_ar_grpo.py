@@ -12,7 +12,7 @@ from tests.algorithms.ragged import LeafStage, Sequence, assert_same_gradient, l
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.kl import k1, k2, k3
 from unirl.testing.tokens import PromptNumber, TableStage, token_stage
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import TextSegment
@@ -63,7 +63,8 @@ def test_the_clip_range_follows_its_schedule() -> None:
     assert algorithm.clip_at(1.0) == pytest.approx((0.1, 0.15))
     stage, track = one_token(1.0, 1.2)
     early, late = (
-        algorithm.loss(stage, track, (0,), Moment(progress=p)).metrics["train/clip_fraction"] for p in (0.0, 1.0)
+        algorithm.loss(stage, track, (0,), TrainingProgress(progress=p)).metrics["train/clip_fraction"]
+        for p in (0.0, 1.0)
     )
     assert (early.value, late.value) == (0.0, 1.0)
 
@@ -101,9 +102,9 @@ def test_a_kl_in_the_loss_is_aggregated_as_the_loss_is(estimator: Any, term: Any
         gain = torch.minimum(row.ratio * row.advantage, row.ratio.clamp(0.8, 1.2) * row.advantage)
         return -gain + 2.0 * 0.3 * term(row.new - row.ref)
 
-    found = value(algorithm, stage, track, Moment(kl_scale=2.0))
+    found = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))
     assert_same_gradient(stage, found, looped(stage, track, per_token, mode))
-    metrics = values(algorithm.loss(stage, track, (0,), Moment(kl_scale=2.0)).metrics)
+    metrics = values(algorithm.loss(stage, track, (0,), TrainingProgress(kl_scale=2.0)).metrics)
     parts = metrics["train/policy_loss"] + metrics["train/kl_loss"]
     assert parts == pytest.approx(found.item(), rel=1e-12)
     assert metrics["train/kl_coef"] == 0.6
@@ -118,7 +119,7 @@ def test_a_kl_in_the_reward_is_paid_by_all_tokens_up_to_its_own() -> None:
         advantage = torch.stack([row.advantage - price[t:].sum() for t in range(len(price))])
         return -torch.minimum(row.ratio * advantage, row.ratio.clamp(0.8, 1.2) * advantage)
 
-    found = value(algorithm, stage, track, Moment(kl_scale=2.0))
+    found = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))
     assert_same_gradient(stage, found, looped(stage, track, per_token, "token-mean"))
 
 

@@ -23,11 +23,11 @@ from unirl.models.value_head import TokenValueHead
 from unirl.testing.algorithm import check_algorithm, prepared_track
 from unirl.testing.tokens import TableStage, TokenSampling, token_stage, token_track
 from unirl.tracking.metrics import check_names
-from unirl.types.protocols import Anchor, Moment
+from unirl.types.protocols import Anchor, TrainingProgress
 from unirl.types.results import merge, values
 from unirl.types.rollout_resp import RolloutTrack
 
-NOW = Moment(progress=0.5, kl_scale=2.0)
+NOW = TrainingProgress(progress=0.5, kl_scale=2.0)
 KL_IN_REWARD: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -59,7 +59,7 @@ def judged(seed: int, lengths: tuple[int, ...] | None = None) -> tuple[LeafStage
     return stage, track.replace(segment=segment, rewards=rewards)
 
 
-def in_step(algorithm: ARPPO, track: RolloutTrack, now: Moment = NOW) -> Moment:
+def in_step(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW) -> TrainingProgress:
     """`now`, in a step of exactly these rows."""
     return replace(now, totals=tuple(algorithm.totals(track, now).tolist())) if algorithm.whiten else now
 
@@ -77,7 +77,7 @@ class Row:
     weight: float
 
 
-def rewards_of(algorithm: ARPPO, track: RolloutTrack, b: int, tokens: list[int], now: Moment) -> list[float]:
+def rewards_of(algorithm: ARPPO, track: RolloutTrack, b: int, tokens: list[int], now: TrainingProgress) -> list[float]:
     """The price of every token, and the outcome on the last."""
     anchors, outcome = track.segment.anchors, track.rewards if algorithm.outcome == "rewards" else track.advantages
     found = [0.0] * len(tokens)
@@ -88,7 +88,7 @@ def rewards_of(algorithm: ARPPO, track: RolloutTrack, b: int, tokens: list[int],
     return found
 
 
-def rows_of(algorithm: ARPPO, track: RolloutTrack, now: Moment) -> list[Row]:
+def rows_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress) -> list[Row]:
     found, old = [], track.segment.anchors["old_value"]
     for b, (start, stop) in enumerate(itertools.pairwise(track.segment.offsets.tolist())):
         weight = float(track.weight[b])
@@ -109,7 +109,7 @@ def rows_of(algorithm: ARPPO, track: RolloutTrack, now: Moment) -> list[Row]:
     return found
 
 
-def wanted(algorithm: ARPPO, track: RolloutTrack, logp: Tensor, said: Tensor, now: Moment = NOW) -> Tensor:
+def wanted(algorithm: ARPPO, track: RolloutTrack, logp: Tensor, said: Tensor, now: TrainingProgress = NOW) -> Tensor:
     """The loss, divided, of log-probs and values [sum L] with their graphs."""
     anchors, (low, high) = track.segment.anchors, algorithm.clip_at(now.progress)
     rows = rows_of(algorithm, track, now)
@@ -134,7 +134,7 @@ def wanted(algorithm: ARPPO, track: RolloutTrack, logp: Tensor, said: Tensor, no
     return total / count
 
 
-def found(algorithm: ARPPO, stage: Any, track: RolloutTrack, now: Moment = NOW) -> Tensor:
+def found(algorithm: ARPPO, stage: Any, track: RolloutTrack, now: TrainingProgress = NOW) -> Tensor:
     return algorithm.loss(stage, track, (0,), in_step(algorithm, track, now)).loss / algorithm.count(track)
 
 
@@ -217,14 +217,16 @@ def test_only_a_value_gradient_through_the_policy_reaches_the_policy() -> None:
 # Credit on packed rows
 
 
-def credit_of(algorithm: ARPPO, track: RolloutTrack, now: Moment = NOW) -> tuple[Credit, Tensor]:
+def credit_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW) -> tuple[Credit, Tensor]:
     """What each packed token was worth, and which count."""
     tokens = algorithm.tokens(track.segment.logp, track, (0,))
     old = tokens.rows.kept(track.segment.anchors["old_value"])
     return algorithm.credit(tokens, old, track, (0,), now), tokens.rows.counts
 
 
-def alone(algorithm: ARPPO, track: RolloutTrack, now: Moment = NOW) -> list[tuple[list[int], list[float], list[float]]]:
+def alone(
+    algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW
+) -> list[tuple[list[int], list[float], list[float]]]:
     """Of each row that counts: its tokens, their rewards, and their old values."""
     rows = [row.tokens for row in rows_of(replace(algorithm, whiten=False), track, now)]
     old = track.segment.anchors["old_value"]
@@ -389,7 +391,7 @@ def test_metrics_are_those_of_the_tokens_that_count() -> None:
     stage, track = judged(4)
     metrics = values(algorithm.loss(stage, track, (0,)).metrics)
     check_names(metrics)
-    rows = rows_of(algorithm, track, Moment())
+    rows = rows_of(algorithm, track, TrainingProgress())
     tokens = [t for row in rows for t in row.tokens]
     weight = torch.tensor([row.weight for row in rows for _ in row.tokens], dtype=torch.float64)
     target = torch.tensor([r for row in rows for r in row.returns], dtype=torch.float64)

@@ -29,7 +29,7 @@ from unirl.sde.noise import NoiseSource
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.toy import toy_params, toy_stage, toy_track
 from unirl.types.conditions import Conditions
-from unirl.types.protocols import Anchor, Kernel, Moment
+from unirl.types.protocols import Anchor, Kernel, TrainingProgress
 from unirl.types.results import merge, values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -240,7 +240,7 @@ def test_the_loss_clips_by_the_range_of_its_moment_and_logs_it() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionGRPO(clip_range=2 * LOW, clip_range_high=2 * HIGH, clip_schedule="linear")
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
-    late = found(algorithm, named.new, track, Moment(progress=1.0))
+    late = found(algorithm, named.new, track, TrainingProgress(progress=1.0))
     assert_same(late, expected(named, track, flow_grpo))
     assert late.metrics["train/clip_range"] == pytest.approx(LOW)
 
@@ -349,11 +349,13 @@ def test_the_parts_of_the_loss_add_up_to_it() -> None:
 
 def test_the_coefficient_follows_its_schedule_and_the_feedback() -> None:
     algorithm = DiffusionGRPO(kl_coef=0.2, kl_schedule="linear")
-    assert algorithm.kl_at(Moment()) == 0.2
-    assert algorithm.kl_at(Moment(progress=1.0, kl_scale=3.0)) == pytest.approx(0.2 * 0.5 * 3.0)
+    assert algorithm.kl_at(TrainingProgress()) == 0.2
+    assert algorithm.kl_at(TrainingProgress(progress=1.0, kl_scale=3.0)) == pytest.approx(0.2 * 0.5 * 3.0)
     named = policies(IMAGE)
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
-    early, late = (found(algorithm, named.new, track, now).metrics for now in (Moment(), Moment(kl_scale=3.0)))
+    early, late = (
+        found(algorithm, named.new, track, now).metrics for now in (TrainingProgress(), TrainingProgress(kl_scale=3.0))
+    )
     assert (early["train/kl_coef"], late["train/kl_coef"]) == pytest.approx((0.2, 0.6))
     assert late["train/kl_loss"] == pytest.approx(3 * early["train/kl_loss"]) and late["train/kl"] == early["train/kl"]
 

@@ -29,7 +29,7 @@ from unirl.sde.guidance import Guidance
 from unirl.sde.noise import NoiseSource
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.toy import toy_params, toy_stage, toy_track
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 NOISE = NoiseSource(11, "r", 3)
@@ -50,7 +50,7 @@ WAYS: list[TrainingTimes] = [
 class Matching(ForwardProcess):
     """The plainest of these losses: regression to all samples."""
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         noised = self.noised(rows, part)
         v = self.velocity(stage, rows, noised)
         error = self.expand(rows, part) * mean_square(v, noised.target)

@@ -19,7 +19,7 @@ from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import ToyDenoiser, toy_conditions, toy_denoiser, toy_facts, toy_params
-from unirl.types.protocols import Kernel, Moment
+from unirl.types.protocols import Kernel, TrainingProgress
 from unirl.types.results import merge, values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -86,7 +86,9 @@ class Found:
     metrics: dict[str, float]
 
 
-def found(algorithm: DenoisingLoss, stage: DiffusionStage, track: RolloutTrack, now: Moment | None = None) -> Found:
+def found(
+    algorithm: DenoisingLoss, stage: DiffusionStage, track: RolloutTrack, now: TrainingProgress | None = None
+) -> Found:
     """What the code makes of a track, as the stack would call it."""
     parameters, losses = list(stage.denoiser.parameters()), []  # type: ignore[attr-defined]
     stage.denoiser.zero_grad()  # type: ignore[attr-defined]
@@ -95,7 +97,7 @@ def found(algorithm: DenoisingLoss, stage: DiffusionStage, track: RolloutTrack, 
         losses.append(loss.item())
         loss.backward()
 
-    metrics = algorithm.compute_loss_and_backward(stage, track, backward, now or Moment())
+    metrics = algorithm.compute_loss_and_backward(stage, track, backward, now or TrainingProgress())
     return Found(sum(losses), torch.cat([p.grad.flatten() for p in parameters]), values(merge([metrics])))
 
 

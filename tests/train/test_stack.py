@@ -16,7 +16,7 @@ from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig
 from unirl.train.stack import TrainStack, merge_ranks
-from unirl.types.protocols import Anchor, Moment
+from unirl.types.protocols import Anchor, TrainingProgress
 from unirl.types.results import Metrics, TrainStepResult, values
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment
@@ -149,7 +149,7 @@ class ReferenceGap(StageAlgorithm[DiffusionStage]):
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
         return {"logp": stage.replay(rows.conditions, rows.segment, part).logp.detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         logp = stage.replay(rows.conditions, rows.segment, part).logp
         reference = self.anchor(rows, "ref_logp", part)
         assert reference is not None

@@ -14,7 +14,7 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.results import TrainStepResult
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -103,7 +103,7 @@ def test_online_preferences_train_the_best_and_the_worst_of_each_group(tmp_path:
     trained: list[RolloutTrack] = []
     learn = trainer.roles.stack.train_track
 
-    def watch(track: RolloutTrack, now: Moment) -> TrainStepResult:
+    def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
         trained.append(track)
         return learn(track, now)
 

@@ -19,7 +19,7 @@ from unirl.rollout.engine.recorded.pictures import read_pictures
 from unirl.sde.guidance import Guidance
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.results import TrainStepResult
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -69,7 +69,7 @@ def watched(trainer: Trainer) -> list[tuple[RolloutTrack, torch.Tensor]]:
     trained: list[tuple[RolloutTrack, torch.Tensor]] = []
     learn = trainer.roles.stack.train_track
 
-    def watch(track: RolloutTrack, now: Moment) -> TrainStepResult:
+    def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
         trained.append((track, trainer.roles.rollout.preview(track.decoded).pixels))
         return learn(track, now)
 

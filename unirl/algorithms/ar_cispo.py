@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unirl.algorithms.shared.token_surrogates import weighted_score
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class CISPO(TokenAlgorithm):
                 f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 4 is usual", code=2004
             )
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = 1.0 - (1.0 if self.clip_range is None else self.clip_range), 1.0 + self.clip_range_high
         losses = weighted_score(tokens.log_ratio, tokens.logp, tokens.advantages, low, high)
         ratio = tokens.log_ratio.detach().exp()

@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.algorithms.shared.token_surrogates import binary_kl, binary_tv, moves_back, within_prefix_budget
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class MaskedPolicyGradient(TokenAlgorithm):
     def is_near(self, tokens: Tokens) -> Tensor:
         """[sum L] bool, pi_theta is close enough to pi_old."""
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         ratio = tokens.log_ratio.detach().exp()
         own = (tokens.log_ratio - tokens.log_ratio.detach()).exp()  # 1, with the gradient of log pi_theta
         dropped = ~(moves_back(tokens.log_ratio, tokens.advantages) | self.is_near(tokens))

@@ -9,7 +9,7 @@ import torch
 from unirl.algorithms.shared.token_surrogates import penalized_gain
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class DRPO(TokenAlgorithm):
                 f"algorithm.drpo_epsilon must be > 0, got {self.drpo_epsilon}; 12.5 is usual, 0.2 for SPO", code=2004
             )
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         mu = tokens.old_logp.exp() if self.penalty_mu_weighted else torch.ones_like(tokens.old_logp)
         losses = penalized_gain(tokens.log_ratio, tokens.advantages, mu / (2.0 * self.drpo_epsilon))
         beyond = mu * tokens.log_ratio.detach().expm1() / self.drpo_epsilon

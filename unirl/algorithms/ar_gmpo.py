@@ -9,7 +9,7 @@ from unirl.algorithms.shared.aggregation import Aggregation
 from unirl.algorithms.shared.token_surrogates import bounded_gain, sequence_log_ratio
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class GMPO(TokenAlgorithm):
             if value is not None and not 0.0 < value < math.inf:
                 raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value}; 0.4 is usual", code=2004)
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_range, self.clip_range if self.clip_range_high is None else self.clip_range_high
         gain = sequence_log_ratio(bounded_gain(tokens.log_ratio, tokens.advantages, low, high), tokens.rows)
         log_ratio = tokens.log_ratio.detach()

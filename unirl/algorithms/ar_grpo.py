@@ -10,7 +10,7 @@ from torch import Tensor
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, clipped_surrogate
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric
 
 
@@ -46,7 +46,7 @@ class ARGRPO(TokenAlgorithm):
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ConfigError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual", code=2004)
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_at(now.progress)
         log_ratio = self.log_ratio(tokens)
         losses = clipped_surrogate(log_ratio, tokens.advantages, low, high, self.dual_clip)

@@ -13,7 +13,7 @@ from unirl.algorithms.base import Part
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Anchor, Moment, Needs
+from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 
@@ -49,7 +49,7 @@ class AROPD(TokenAlgorithm):
         assert teacher is not None, "the anchor pass comes before the loss"
         return teacher - old_logp
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         gap = tokens.advantages
         bounded = gap if self.gap_clip is None else gap.clamp(-self.gap_clip, self.gap_clip)
         metrics = {"train/kl_teacher": mean_metric(-gap, tokens.weights)}

@@ -13,7 +13,7 @@ from unirl.algorithms.shared.critic import OLD_VALUE, Critic
 from unirl.algorithms.shared.gae import Credit, Moments, Packing, Steps, gae, outcome_rewards, whitened
 from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
 from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
-from unirl.types.protocols import Moment, Needs
+from unirl.types.protocols import Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 ALL_TOKENS: Part = (0,)
@@ -52,7 +52,9 @@ class ARPPO(Critic[TokenStage], ARGRPO):
     def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
 
-    def credited(self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: Moment) -> Tokens:
+    def credited(
+        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
+    ) -> Tokens:
         assert replay.values is not None, "the stage was asked for values and gave none"
         said = tokens.rows.kept(replay.values)
         recorded = self.anchor(rows, OLD_VALUE, part)
@@ -65,13 +67,13 @@ class ARPPO(Critic[TokenStage], ARGRPO):
             advantages = whitened(advantages, self.credited_tokens(tokens, rows), moments)
         return replace(tokens, advantages=advantages, values=TokenValues(said, old, credit.returns))
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         policy, values = super().surrogate(tokens, now), tokens.values
         assert values is not None, "credited() comes first"
         losses, metrics = self.value_losses(values.said, values.old, values.returns, tokens.weights)
         return replace(policy, metrics=policy.metrics | metrics, terms={"train/critic_loss": self.vf_coef * losses})
 
-    def totals(self, rows: RolloutTrack, now: Moment) -> Tensor:
+    def totals(self, rows: RolloutTrack, now: TrainingProgress) -> Tensor:
         """[3] number, sum and sum of squares of the advantages."""
         recorded = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
         assert recorded is not None, "the anchor pass comes first"
@@ -80,7 +82,7 @@ class ARPPO(Critic[TokenStage], ARGRPO):
         moments = Moments.of(credit.advantages, self.credited_tokens(tokens, rows))
         return torch.stack([moments.count, moments.total, moments.squares])
 
-    def credit(self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: Moment) -> Credit:
+    def credit(self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Credit:
         """[sum L] twice: GAE from old values [sum L]; 0 where a token does not count."""
         packing = Packing.of(rows.segment.offsets, old.device)
         mask, values = packing.dense(self.credited_tokens(tokens, rows)), packing.dense(old)

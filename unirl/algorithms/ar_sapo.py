@@ -10,7 +10,7 @@ from unirl.algorithms.shared.aggregation import Aggregation
 from unirl.algorithms.shared.token_surrogates import soft_gate
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import ConfigError
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class SAPO(TokenAlgorithm):
             if not value > 0.0:
                 raise ConfigError(f"algorithm.{name} must be > 0, got {value}; 1 and 1.05 are usual", code=2004)
 
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         losses = soft_gate(tokens.log_ratio, tokens.advantages, self.tau_pos, self.tau_neg)
         nowhere = torch.zeros_like(tokens.rows.counts)
         return Surrogate(losses, tokens.log_ratio, nowhere, nowhere)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.shared.kl import KLController
-from unirl.types.protocols import Anchor, Moment, Needs, Quantity
+from unirl.types.protocols import Anchor, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
@@ -25,7 +25,7 @@ Part = tuple[int, ...]
 Columns = dict[Quantity, Tensor]
 """What a policy says of some rows and a part, detached: quantity -> [B, len(part), ...]."""
 
-START = Moment()
+START = TrainingProgress()
 """The beginning of a run."""
 
 Backward = Callable[[Tensor, bool], None]
@@ -84,7 +84,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         """The pieces of the work, from the recipe and the segment's shared fields alone: equal on every rank."""
 
     @abstractmethod
-    def loss(self, stage: Stage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: Stage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         """The loss of `rows` and one part. A live anchor that is absent is the loss's own detached value."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         order = [entry for each in self.parts(rows.segment) for entry in each]
         return column[:, [order.index(entry) for entry in part]]
 
-    def totals(self, rows: RolloutTrack, now: Moment) -> Tensor:
+    def totals(self, rows: RolloutTrack, now: TrainingProgress) -> Tensor:
         """[K] float64 sums over `rows`, whose anchors are filled: `loss` finds those of the whole step in `now.totals`.
 
         Asked by the stack if `needs.totals`.
@@ -124,7 +124,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return None
 
     def kl_controller(self) -> KLController | None:
-        """Feedback from the logged `train/kl` to `Moment.kl_scale`, kept by the trainer; None: the scale stays 1."""
+        """Feedback from the logged `train/kl` to `TrainingProgress.kl_scale`, kept by the trainer; None: the scale stays 1."""
         return None
 
     def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
@@ -152,7 +152,12 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(found)
 
     def compute_loss_and_backward(
-        self, stage: Stage, rows: RolloutTrack, backward: Backward, now: Moment = START, first_update: bool = False
+        self,
+        stage: Stage,
+        rows: RolloutTrack,
+        backward: Backward,
+        now: TrainingProgress = START,
+        first_update: bool = False,
     ) -> Metrics:
         """The gradient of `rows`, one part at a time, so that one graph is alive at once.
 

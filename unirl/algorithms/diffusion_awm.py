@@ -27,7 +27,7 @@ from unirl.algorithms.shared.surrogate import (
 )
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import REFERENCE, Anchor, Moment
+from unirl.types.protocols import REFERENCE, Anchor, TrainingProgress
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -108,7 +108,7 @@ class DiffusionAWM(ForwardProcess):
         v = self.velocity(stage, rows, noised)
         return {"velocity": v.detach(), "logp": self._surrogate(noised, v).detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         logp = self._surrogate(noised, v)

@@ -15,7 +15,7 @@ from unirl.algorithms.shared.forward_process import ForwardProcess, check_positi
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
+from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 
@@ -69,7 +69,7 @@ class DiffusionDPO(ForwardProcess):
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
         return {"logp": self._logp(stage, rows, part).detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         logp = self._logp(stage, rows, part)
         columns: Columns = {"logp": logp.detach()}
         margin = preference_margin(logp, self.of_snapshot(rows, "ref_logp", part), self.beta)

@@ -13,7 +13,7 @@ from unirl.algorithms.shared.kl import gaussian_kl
 from unirl.algorithms.shared.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import Replay
-from unirl.types.protocols import Moment, Quantity
+from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -40,7 +40,7 @@ class DiffusionDPPO(DenoisingLoss):
         return ("logp", "mean")
 
     def policy_loss(
-        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: Moment
+        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
     ) -> tuple[Tensor, Metrics]:
         weights = rows.weight[:, None].expand_as(new.logp)
         log_ratio = torch.where(weights > 0, new.logp - self.old_logp(new, rows, part), 0.0)

@@ -19,7 +19,7 @@ from unirl.algorithms.shared.surrogate import (
 )
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import Replay
-from unirl.types.protocols import Moment, Quantity
+from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -65,7 +65,7 @@ class DiffusionGRPO(DenoisingLoss):
         return ("mean",) if self.ratio == "guard" else ("logp",)
 
     def policy_loss(
-        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: Moment
+        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
     ) -> tuple[Tensor, Metrics]:
         weights = rows.weight[:, None].expand_as(new.logp)
         low, high = self.clip_at(now.progress)

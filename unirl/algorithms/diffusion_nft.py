@@ -20,7 +20,7 @@ from unirl.algorithms.shared.forward_process import (
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import REFERENCE, Anchor, Moment
+from unirl.types.protocols import REFERENCE, Anchor, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
@@ -97,7 +97,7 @@ class DiffusionNFT(ForwardProcess):
     def anchors(self) -> Mapping[str, Anchor]:
         return {"old_velocity": Anchor("old", "velocity"), **super().anchors()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v, v_old = self.velocity(stage, rows, noised), self.of_snapshot(rows, "old_velocity", part)
         q = optimality(self.expand(rows, part).double(), self.adv_clip_max, self.adv_mode)

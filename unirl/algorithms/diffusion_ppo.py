@@ -14,7 +14,7 @@ from unirl.algorithms.shared.gae import Credit, Steps, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import Moment
+from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -46,7 +46,7 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
         said = stage.values(rows.conditions, rows.segment, part)
         return {**super().measure(stage, rows, part), "value": said.detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         rows = self.valued(stage, rows)
         policy = super().loss(stage, rows, part, now)
         said = stage.values(rows.conditions, rows.segment, part)  # [B, S']
@@ -62,7 +62,7 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
         stage: DiffusionStage,
         rows: RolloutTrack,
         backward: Backward,
-        now: Moment = START,
+        now: TrainingProgress = START,
         first_update: bool = False,
     ) -> Metrics:
         # Once for all parts.

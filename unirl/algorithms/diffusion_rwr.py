@@ -19,7 +19,7 @@ from unirl.algorithms.shared.forward_process import (
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import REFERENCE, Moment, Needs
+from unirl.types.protocols import REFERENCE, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 
@@ -59,7 +59,7 @@ class DiffusionRWR(ForwardProcess):
         self._refuse_negative(rows)
         return super().count(rows)
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         error, worth = mean_square(v, noised.target), self._worth(rows, part)

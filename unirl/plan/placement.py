@@ -171,7 +171,7 @@ def _check_all_used(plan: Plan, num_devices: int) -> None:
         line = example(num_devices) if plan.is_dedicated else "placement.train=all"
         fewer = f", or set num_devices={len(used)}" if idle[0] == len(used) else ""
         raise ConfigError(
-            f"placement leaves {DeviceSet('device', tuple(idle)).words} of num_devices={num_devices} without a role. Give "
-            f"every device one, such as {line}{fewer}",
+            f"placement leaves {DeviceSet('device', tuple(idle)).words} of num_devices={num_devices} without a role. "
+            f"Give every device one, such as {line}{fewer}",
             code=GEOMETRY,
         )

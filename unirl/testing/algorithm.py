@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, StageAlgorithm
-from unirl.types.protocols import Anchor, Moment
+from unirl.types.protocols import Anchor, TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -63,12 +63,12 @@ def moved_away(track: RolloutTrack) -> RolloutTrack:
     return track.replace(segment=track.segment.replace(anchors=anchors))
 
 
-def step_of(algorithm: Algorithm, prepared: RolloutTrack) -> Moment:
+def step_of(algorithm: Algorithm, prepared: RolloutTrack) -> TrainingProgress:
     """The start of a run, in a step of exactly these rows."""
     return replace(START, totals=tuple(algorithm.totals(prepared, START).tolist())) if algorithm.needs.totals else START
 
 
-def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment = START) -> Tensor:
+def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress = START) -> Tensor:
     """[] the sum over all parts, with its graph."""
     return torch.stack([algorithm.loss(stage, rows, part, now).loss for part in algorithm.parts(rows.segment)]).sum()
 
@@ -82,7 +82,7 @@ def _close(a: Tensor, b: Tensor, scale: float) -> bool:
     return bool((a.detach() - b.detach()).abs() <= TOLERANCE * max(scale, 1e-12))
 
 
-def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> float:
+def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> float:
     """The sum of the rows' absolute losses: what round-off is relative to."""
     return sum(abs(total_loss(algorithm, stage, row, now).item()) for row in rows.chunk(algorithm.needs.rows_together))
 
@@ -120,7 +120,7 @@ def _totals_add_up(algorithm: Algorithm, rows: RolloutTrack) -> None:
         _expect(algorithm, torch.allclose(torch.stack(pieces).sum(0), whole), "totals() must be sums over rows")
 
 
-def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
+def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     size = algorithm.needs.rows_together
     pieces = rows.chunk(size)
     apart = torch.stack([total_loss(algorithm, stage, piece, now).detach() for piece in pieces]).sum()
@@ -130,7 +130,7 @@ def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Mo
     _expect(algorithm, abs(count - algorithm.count(rows)) < 1e-6, "count() must be a sum over rows")
 
 
-def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
+def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     size = algorithm.needs.rows_together
     kept = rows.slice(size, len(rows))
     weight = rows.weight.clone()
@@ -149,7 +149,7 @@ def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, no
     )
 
 
-def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
+def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     size = algorithm.needs.rows_together
     starts = range(len(rows) - size, -1, -size)
     turned = rows.select([start + i for start in starts for i in range(size)])
@@ -158,7 +158,7 @@ def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Mo
     _expect(algorithm, same, "the loss must not depend on the order of rows")
 
 
-def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
+def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     part = algorithm.parts(rows.segment)[0]
     result = algorithm.loss(stage, rows, part, now)
     _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
@@ -169,7 +169,7 @@ def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, 
         _expect(algorithm, len(column) == entries, f"column {name!r} must hold the entries of its rows and no other")
 
 
-def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Moment) -> None:
+def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     metrics = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0], now).metrics
     strange = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
     _expect(algorithm, not strange, f"metrics are named train/... or rollout/..., not {strange}")

@@ -16,7 +16,7 @@ from unirl.distributed.group.dispatch import scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
 from unirl.train.micros import Micro, as_many, within_budget
 from unirl.train.parity import parity_of
-from unirl.types.protocols import REFERENCE, Moment
+from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -105,7 +105,7 @@ class TrainStack:
         self.backend.snapshot(name)
 
     @scatter(merge_ranks)
-    def train_track(self, track: RolloutTrack, now: Moment = START) -> TrainStepResult:
+    def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
         """Train on all rows of `track`. One entry of metrics per update."""
         updates = self._split(track)
         parity = self._prepare(updates)
@@ -181,7 +181,7 @@ class TrainStack:
                         found.append(parity)
         return merge(found)
 
-    def _with_totals(self, updates: list[Update], now: Moment) -> Moment:
+    def _with_totals(self, updates: list[Update], now: TrainingProgress) -> TrainingProgress:
         """`now` with what the loss wants summed over all rows of the step and all ranks; a collective."""
         if not self.algorithm.needs.totals:
             return now
@@ -189,7 +189,7 @@ class TrainStack:
         rank = current()
         return replace(now, totals=tuple(rank.sum_over_dp(total) for total in torch.stack(own).sum(0).tolist()))
 
-    def _update(self, micros: Update, now: Moment, first: bool) -> Metrics:
+    def _update(self, micros: Update, now: TrainingProgress, first: bool) -> Metrics:
         """One optimizer update over `micros`."""
         rank = current()
         count = rank.sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))

@@ -48,7 +48,7 @@ from unirl.types.batch import Batch
 from unirl.types.evaluation import EvalResult
 from unirl.types.facts import ModelFacts
 from unirl.types.primitives import PromptImages, Texts
-from unirl.types.protocols import DataSource, Moment, State, Stateful
+from unirl.types.protocols import DataSource, State, Stateful, TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
 from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
@@ -274,10 +274,10 @@ class Trainer(ABC, Generic[SamplingT]):
         prefix = f"{name}/" if len(resp.tracks) > 1 else ""
         self.tracker.record({prefix + key: value for key, value in metrics.items()})
 
-    def moment(self, step: int) -> Moment:
+    def moment(self, step: int) -> TrainingProgress:
         """Where the run stands in step `step`."""
         kl_scale = self.parts.kl.scale if self.parts.kl is not None else 1.0
-        return Moment(progress=step / max(self.config.num_rollouts - 1, 1), kl_scale=kl_scale)
+        return TrainingProgress(progress=step / max(self.config.num_rollouts - 1, 1), kl_scale=kl_scale)
 
     def learn(self, step: int, resp: RolloutResp) -> None:
         """Update the policy on one step's samples."""

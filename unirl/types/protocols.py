@@ -144,7 +144,7 @@ class Anchor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class TrainingProgress:
     """Where the run stands when an update is made: what schedules read. Equal on every rank."""
 
     progress: float = 0.0

@@ -19,7 +19,7 @@ from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_met
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import DiffusionStage, Replay
 from unirl.sde.gaussian import HALF_LOG_TWO_PI
-from unirl.types.protocols import REFERENCE, Anchor, Kernel, Moment, Needs, Quantity
+from unirl.types.protocols import REFERENCE, Anchor, Kernel, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -80,7 +80,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
 
     @abstractmethod
     def policy_loss(
-        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: Moment
+        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
     ) -> tuple[Tensor, Metrics]:
         """[B, S'] P per element, from `advantages` [B, S'], and its telemetry."""
 
@@ -122,7 +122,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
         return self._columns(stage.replay(rows.conditions, rows.segment, part))
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         self._check_density(rows.segment.kernel)
         new = stage.replay(rows.conditions, rows.segment, part)
         weights = rows.weight[:, None].expand_as(new.logp)
@@ -146,7 +146,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         losses = sum((term for _, term in regularisers), policy)
         return LossResult(weighted_sum(losses, weights), metrics, self._columns(new))
 
-    def kl_at(self, now: Moment) -> float:
+    def kl_at(self, now: TrainingProgress) -> float:
         """beta at this point of the run."""
         return self.kl_coef * clip_scale(self.kl_schedule, now.progress) * now.kl_scale
 

@@ -19,7 +19,7 @@ from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.stage import GradientMask
 from unirl.sde.noise import key_seed
 from unirl.sde.steps import AllSteps
-from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs, StepChoice
+from unirl.types.protocols import REFERENCE, Anchor, Needs, StepChoice, TrainingProgress
 from unirl.types.results import Metric
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
@@ -102,7 +102,9 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     def measure(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part) -> Columns:
         return {"velocity": stage.velocity(rows).detach()[:, None]} if self.velocity_coef > 0 else {}
 
-    def loss(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(
+        self, stage: DifferentiableStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         route = self.route(rows.segment)
         rewards = self.rewards(stage, rows, route)
         losses, weights = self.shaped(rewards), rows.weight[:, None].expand_as(rewards) / rewards.shape[1]

@@ -23,7 +23,7 @@ from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spr
 from unirl.config.errors import ConfigError
 from unirl.models.language.stage import TokenReplay, TokenStage
 from unirl.types.batch import Batch
-from unirl.types.protocols import REFERENCE, Anchor, Moment, Needs
+from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
@@ -144,7 +144,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
             )
 
     @abstractmethod
-    def surrogate(self, tokens: Tokens, now: Moment) -> Surrogate:
+    def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         """The policy loss per token: a pure function of the tokens and the recipe."""
 
     # What the rest must offer
@@ -182,7 +182,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
     def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> Columns:
         return self._columns(self.replay(stage, rows))
 
-    def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: Moment = START) -> LossResult:
+    def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
         terms, metrics = self._entropy(replay, tokens)
@@ -239,12 +239,14 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         """[sum L] the advantages that the surrogate sees; read only where a token counts."""
         return self.expand(rows, part)
 
-    def credited(self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: Moment) -> Tokens:
+    def credited(
+        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
+    ) -> Tokens:
         """The tokens with the advantages that their rewards give them."""
         price = self.price(tokens, rows, part, now)
         return tokens if price is None else penalized(tokens, price)
 
-    def price(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: Moment) -> Tensor | None:
+    def price(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Tensor | None:
         """[sum L] what the reference takes off the reward of each token; None where it takes nothing."""
         if self.kl_coef == 0.0 or self.kl_in == "loss":
             return None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import ConfigError, DivergenceError
 from unirl.models.denoising.stage import DiffusionStage
@@ -146,7 +146,7 @@ class ReferenceGap(StageAlgorithm[DiffusionStage]):
     def parts(self, segment: LatentSegment) -> list[Part]:
         return [(step,) for step in segment.sde_indices]
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return {"logp": stage.replay(rows.conditions, rows.segment, part).logp.detach()}
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:

@@ -22,7 +22,7 @@ Stage = TypeVar("Stage")
 Part = tuple[int, ...]
 """A piece of the work on a row, forwarded at once: denoising steps, timesteps, or all tokens."""
 
-Columns = dict[Quantity, Tensor]
+PolicyOutputs = dict[Quantity, Tensor]
 """What a policy says of some rows and a part, detached: quantity -> [B, len(part), ...]."""
 
 START = TrainingProgress()
@@ -39,7 +39,7 @@ class LossResult:
     loss: Tensor
     """[] SUM over the elements (row x entry of the part), each times its row's weight."""
     metrics: Metrics
-    columns: Columns
+    columns: PolicyOutputs
     """What the weights that were differentiated said: the anchors of a first update."""
 
 
@@ -76,7 +76,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         )
 
     def anchors(self) -> Mapping[str, Anchor]:
-        """Columns of other policies that `loss` reads, by name."""
+        """PolicyOutputs of other policies that `loss` reads, by name."""
         return {}
 
     @abstractmethod
@@ -88,7 +88,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         """The loss of `rows` and one part. A live anchor that is absent is the loss's own detached value."""
 
     @abstractmethod
-    def measure(self, stage: Stage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: Stage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         """What the stage's current weights say of `rows` and one part, computed as `loss` computes it."""
 
     def count(self, rows: RolloutTrack) -> float:
@@ -127,7 +127,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         """Feedback from the logged `train/kl` to `TrainingProgress.kl_scale`, kept by the trainer; None: the scale stays 1."""
         return None
 
-    def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
+    def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:
         """How far `columns` (measured on the weights that sampled) are from what the engine recorded."""
         return {}
 
@@ -176,5 +176,5 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
-    """Columns of several parts as one; packed columns come in one piece."""
+    """PolicyOutputs of several parts as one; packed columns come in one piece."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
 from unirl.algorithms.shared.forward_process import (
     ForwardProcess,
     Noised,
@@ -103,7 +103,7 @@ class DiffusionAWM(ForwardProcess):
     def anchors(self) -> Mapping[str, Anchor]:
         return {"old_logp": Anchor("live", "logp"), **super().anchors()}
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         noised = self.noised(rows, part)
         v = self.velocity(stage, rows, noised)
         return {"velocity": v.detach(), "logp": self._surrogate(noised, v).detach()}
@@ -112,7 +112,7 @@ class DiffusionAWM(ForwardProcess):
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         logp = self._surrogate(noised, v)
-        columns: Columns = {"velocity": v.detach(), "logp": logp.detach()}
+        columns: PolicyOutputs = {"velocity": v.detach(), "logp": logp.detach()}
         old = self.anchor(rows, "old_logp", part)
         log_ratio = logp - (columns["logp"] if old is None else old)
         policy, found = self._policy_loss(log_ratio, self.expand(rows, part).double(), weights)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
 from unirl.algorithms.shared.forward_process import ForwardProcess, check_positive, mean_square
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
@@ -66,12 +66,12 @@ class DiffusionDPO(ForwardProcess):
     def count(self, rows: RolloutTrack) -> float:
         return float(self._pair_weights(rows).sum()) * sum(len(part) for part in self.parts(rows.segment))
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return {"logp": self._logp(stage, rows, part).detach()}
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         logp = self._logp(stage, rows, part)
-        columns: Columns = {"logp": logp.detach()}
+        columns: PolicyOutputs = {"logp": logp.detach()}
         margin = preference_margin(logp, self.of_snapshot(rows, "ref_logp", part), self.beta)
         weights = self._pair_weights(rows)[:, None].expand_as(margin)
         metrics = {

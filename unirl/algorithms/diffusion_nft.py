@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
 from unirl.algorithms.shared.forward_process import (
     ForwardProcess,
     Noised,
@@ -112,5 +112,5 @@ class DiffusionNFT(ForwardProcess):
             "train/optimality": mean_metric(q, weights),
             velocity_metric("old"): mean_metric(mean_square(v.detach(), v_old), weights),
         }
-        columns: Columns = {"velocity": v.detach()}
+        columns: PolicyOutputs = {"velocity": v.detach()}
         return LossResult(weighted_sum(policy + pull, weights), metrics, columns)

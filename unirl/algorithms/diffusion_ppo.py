@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Backward, Columns, LossResult, Part
+from unirl.algorithms.base import START, Backward, LossResult, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.shared.critic import OLD_VALUE, Critic
 from unirl.algorithms.shared.gae import Credit, Steps, gae, outcome_rewards
@@ -42,7 +42,7 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
                 code=2004,
             )
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         said = stage.values(rows.conditions, rows.segment, part)
         return {**super().measure(stage, rows, part), "value": said.detach()}
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.kl import AdaptiveKL, KLController, KLForm, element_means, gaussian_kl, k1
 from unirl.algorithms.shared.step_weights import StepWeights, step_weights
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
@@ -119,7 +119,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         steps, size = segment.sde_indices, self.steps_per_forward
         return [steps[i : i + size] for i in range(0, len(steps), size)]
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return self._columns(stage.replay(rows.conditions, rows.segment, part))
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
@@ -173,7 +173,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
             return own.detach()
         return torch.where(rows.weight.view(-1, *[1] * (own.dim() - 1)) > 0, column, own.detach())
 
-    def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
+    def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:
         recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
         gap = torch.where(rows.weight[:, None] > 0, (recorded - columns["logp"]).abs(), 0.0)
         return {"rollout/parity_absdiff_max": Metric.max(gap.max())}
@@ -182,9 +182,9 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
     def _kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
 
-    def _columns(self, new: Replay) -> Columns:
+    def _columns(self, new: Replay) -> PolicyOutputs:
         """What the anchors and the parity gate read of a forward."""
-        said: Columns = {"logp": new.logp, "mean": new.mean, "velocity": new.velocity}
+        said: PolicyOutputs = {"logp": new.logp, "mean": new.mean, "velocity": new.velocity}
         read = {anchor.quantity for anchor in self.anchors().values()} | {"logp"}
         return {quantity: value.detach() for quantity, value in said.items() if quantity in read}
 

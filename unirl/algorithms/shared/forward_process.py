@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import Columns, Part, StageAlgorithm
+from unirl.algorithms.base import Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.algorithms.shared.training_times import ScheduleTimes, TrainingTimes
@@ -128,7 +128,7 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
         v = stage.velocity(noised.x.flatten(0, 1), noised.t.flatten(), conditions, guidance)
         return v.reshape(batch, count, *v.shape[1:])
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return {"velocity": self.velocity(stage, rows, self.noised(rows, part)).detach()}
 
     def expand(self, rows: RolloutTrack, part: Part) -> Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import ConfigError
@@ -99,7 +99,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     def parts(self, segment: LatentSegment) -> list[Part]:
         return [(0,)]
 
-    def measure(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return {"velocity": stage.velocity(rows).detach()[:, None]} if self.velocity_coef > 0 else {}
 
     def loss(
@@ -108,7 +108,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
         route = self.route(rows.segment)
         rewards = self.rewards(stage, rows, route)
         losses, weights = self.shaped(rewards), rows.weight[:, None].expand_as(rewards) / rewards.shape[1]
-        total, columns = weighted_sum(losses, weights), Columns()
+        total, columns = weighted_sum(losses, weights), PolicyOutputs()
         metrics = {
             "train/reward_mean": mean_metric(rewards, weights),
             "train/denoising_steps": Metric.mean(float(route.num_steps)),

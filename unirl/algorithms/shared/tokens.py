@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Columns, LossResult, Part, StageAlgorithm
+from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.aggregation import NORMED, Aggregation, token_count, token_shares
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
@@ -179,7 +179,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         column: Tensor | None = rows.segment.anchors.get(name)
         return column
 
-    def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> Columns:
+    def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return self._columns(self.replay(stage, rows))
 
     def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
@@ -198,7 +198,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         loss, found = self._aggregated(terms | surrogate.terms, tokens, rows)
         return LossResult(loss, metrics | found, self._columns(replay))
 
-    def parity(self, rows: RolloutTrack, part: Part, columns: Columns) -> Metrics:
+    def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:
         packed = self.counted(rows)
         return drift_metrics(packed.kept(rows.segment.logp - columns["logp"]), packed.kept(packed.spread(rows.weight)))
 
@@ -216,8 +216,8 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         return stage.replay(rows.conditions, rows.segment, entropy=entropy)
 
     @staticmethod
-    def _columns(replay: TokenReplay) -> Columns:
-        columns: Columns = {"logp": replay.logp.detach()}
+    def _columns(replay: TokenReplay) -> PolicyOutputs:
+        columns: PolicyOutputs = {"logp": replay.logp.detach()}
         return columns if replay.values is None else columns | {"value": replay.values.detach()}
 
     def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync import fingerprint as module
-from unirl.distributed.weight_sync.base import Layout, Numerics, TensorInfo, Terms
+from unirl.distributed.weight_sync.base import Layout, Numerics, TensorInfo, TransferConfig
 from unirl.distributed.weight_sync.bucket import Bucket, fill, largest, plan_buckets
 from unirl.distributed.weight_sync.fingerprint import digest, fingerprint, fingerprints
 
@@ -110,7 +110,7 @@ def layout_of(tensors: dict[str, Tensor]) -> Layout:
 def test_buckets_give_back_what_was_put_in_and_stay_within_their_size(bucket_bytes: int) -> None:
     generator = random.Random(bucket_bytes)
     tensors = {f"t{i}": sample(generator) for i in range(30)}
-    terms = Terms({name: tensor.dtype for name, tensor in tensors.items()}, None, bucket_bytes)
+    terms = TransferConfig({name: tensor.dtype for name, tensor in tensors.items()}, None, bucket_bytes)
     plans = plan_buckets(layout_of(tensors), terms)
     stream = iter(tensors.items())
     found: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def test_buckets_give_back_what_was_put_in_and_stay_within_their_size(bucket_byt
 
 def test_a_cut_buffer_names_the_first_tensor_that_is_not_whole() -> None:
     tensors = {"whole": torch.ones(4), "cut": torch.ones(8)}
-    [plan] = plan_buckets(layout_of(tensors), Terms(dict.fromkeys(tensors, torch.float32), None, 1000))
+    [plan] = plan_buckets(layout_of(tensors), TransferConfig(dict.fromkeys(tensors, torch.float32), None, 1000))
     data = fill(plan, iter(tensors.items()), torch.device("cpu"))
     bucket = Bucket(3, "live", 0, plan.entries, data[: len(data) - 1])
     assert torch.equal(bucket.values(plan.entries[0]), torch.ones(4))

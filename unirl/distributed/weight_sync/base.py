@@ -72,7 +72,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Binding:
+class ParamMapping:
     """The engine's answer to a layout: every tensor has its parameter."""
 
     dtypes: Mapping[str, torch.dtype]
@@ -81,7 +81,7 @@ class Binding:
 
 
 @dataclass(frozen=True)
-class Terms:
+class TransferConfig:
     """How tensors travel."""
 
     stored: Mapping[str, torch.dtype]

@@ -15,7 +15,7 @@ from unirl.config.errors import StallError, SyncError
 from unirl.distributed.group.process_group import group_beside
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import END, Inlet, Ledger, Neighbour, Outlet, bucket_of, header_of
+from unirl.distributed.weight_sync.channel import END, ColocatedEngine, Ledger, Receiver, Sender, bucket_of, header_of
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Broadcast:
     every_rank: ClassVar[bool] = False
     listens: ClassVar[bool] = True
 
-    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """Returns when all engines have joined."""
         ledger = Ledger(self.host, self.port, self.deadline_s)
         return BroadcastOutlet(ledger, Ring(self, ledger, 0))
 
-    def inlet(self, rank: int) -> Inlet:
+    def inlet(self, rank: int) -> Receiver:
         """Returns when all ends have joined."""
         ledger = Ledger(self.host, self.port, self.deadline_s)
         return BroadcastInlet(ledger, Ring(self, ledger, rank + 1))

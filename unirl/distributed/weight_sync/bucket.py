@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import SyncError
-from unirl.distributed.weight_sync.base import Layout, Terms
+from unirl.distributed.weight_sync.base import Layout, TransferConfig
 
 ALIGNMENT = 16
 """Bytes; every tensor starts at a multiple of it, so that it can be viewed in its own dtype."""
@@ -58,7 +58,7 @@ class Bucket:
         return self.data[entry.offset : end].view(entry.dtype).view(entry.shape)
 
 
-def plan_buckets(layout: Layout, terms: Terms) -> list[Plan]:
+def plan_buckets(layout: Layout, terms: TransferConfig) -> list[Plan]:
     """The layout's tensors in their order, cut into buckets of at most `terms.bucket_bytes`.
 
     A tensor that is larger has a bucket to itself.

@@ -17,13 +17,13 @@ from unirl.config.errors import StallError, SyncError
 from unirl.distributed.weight_sync.bucket import Bucket, Entry
 
 
-class Neighbour(Protocol):
+class ColocatedEngine(Protocol):
     """An engine in the sender's own process."""
 
     def receive(self, bucket: Bucket) -> None: ...
 
 
-class Outlet(Protocol):
+class Sender(Protocol):
     """The sender's end."""
 
     def begin(self) -> None:
@@ -43,7 +43,7 @@ class Outlet(Protocol):
         ...
 
 
-class Inlet(Protocol):
+class Receiver(Protocol):
     """An engine's end, where it listens."""
 
     def buckets(self) -> Iterator[Bucket]:
@@ -59,11 +59,11 @@ class Route(Protocol):
     listens: ClassVar[bool]
     """The engine must be listening while the sender sends."""
 
-    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """The end of the trainer's rank that calls."""
         ...
 
-    def inlet(self, rank: int) -> Inlet:
+    def inlet(self, rank: int) -> Receiver:
         """The end of engine rank `rank`."""
         ...
 
@@ -74,19 +74,19 @@ class InProcess:
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = False
 
-    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """The neighbour itself."""
         assert neighbour is not None, "the route is chosen where there is a neighbour"
         return NeighbourOutlet(neighbour)
 
-    def inlet(self, rank: int) -> Inlet:
+    def inlet(self, rank: int) -> Receiver:
         raise AssertionError("nobody listens on this route")
 
 
 class NeighbourOutlet:
     """Hands buckets over."""
 
-    def __init__(self, neighbour: Neighbour) -> None:
+    def __init__(self, neighbour: ColocatedEngine) -> None:
         self.neighbour = neighbour
 
     def begin(self) -> None:

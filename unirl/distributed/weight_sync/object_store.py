@@ -12,7 +12,7 @@ import torch
 from unirl.config.errors import StallError
 from unirl.distributed.group.failures import Failure
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import Inlet, Neighbour, Outlet, bucket_of, header_of
+from unirl.distributed.weight_sync.channel import ColocatedEngine, Receiver, Sender, bucket_of, header_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ObjectStore:
     every_rank: ClassVar[bool] = False
     listens: ClassVar[bool] = False
 
-    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         return ObjectStoreOutlet(self)
 
-    def inlet(self, rank: int) -> Inlet:
+    def inlet(self, rank: int) -> Receiver:
         raise AssertionError("nobody listens on this route")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from unirl.config.errors import SyncError
-from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout, SendReport, Terms
+from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping, SendReport, TransferConfig
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -64,7 +64,9 @@ def _likely_cause(expected: Fingerprint, found: Fingerprint | None) -> str:
     )
 
 
-def check_canary(layout: Layout, binding: Binding, terms: Terms, results: Sequence[CanaryResult]) -> float:
+def check_canary(
+    layout: Layout, binding: ParamMapping, terms: TransferConfig, results: Sequence[CanaryResult]
+) -> float:
     """The largest absolute difference of the ranks. Raises SyncError when a forward is not the trainer's."""
     exact = _same_bits_expected(layout, binding, terms)
     limit = 0.0 if exact else _tolerance(layout, binding, terms)
@@ -81,12 +83,12 @@ def check_canary(layout: Layout, binding: Binding, terms: Terms, results: Sequen
     return max(result.absdiff for result in results)
 
 
-def _same_bits_expected(layout: Layout, binding: Binding, terms: Terms) -> bool:
+def _same_bits_expected(layout: Layout, binding: ParamMapping, terms: TransferConfig) -> bool:
     unrounded = all(info.dtype == terms.wire(name) == terms.stored[name] for name, info in layout.tensors.items())
     return layout.payload != "merged" and unrounded and layout.numerics == binding.numerics
 
 
-def _tolerance(layout: Layout, binding: Binding, terms: Terms) -> float:
+def _tolerance(layout: Layout, binding: ParamMapping, terms: TransferConfig) -> float:
     """That of the coarsest dtype in which anything is computed, sent or stored."""
     dtypes = {layout.numerics.compute, binding.numerics.compute, *terms.stored.values()}
     return max(TOLERANCE[dtype] for dtype in dtypes | {terms.wire(name) for name in layout.tensors})

@@ -13,9 +13,18 @@ from unirl.config.errors import ConfigError, SyncError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.group.process_group import host_store
 from unirl.distributed.group.rank import current
-from unirl.distributed.weight_sync.base import Canary, Layout, Numerics, Payload, SendReport, TensorInfo, Terms, Weights
+from unirl.distributed.weight_sync.base import (
+    Canary,
+    Layout,
+    Numerics,
+    Payload,
+    SendReport,
+    TensorInfo,
+    TransferConfig,
+    Weights,
+)
 from unirl.distributed.weight_sync.bucket import Bucket, fill, plan_buckets
-from unirl.distributed.weight_sync.channel import Neighbour, Outlet, Route
+from unirl.distributed.weight_sync.channel import ColocatedEngine, Route, Sender
 from unirl.distributed.weight_sync.fingerprint import Pending
 
 LIVE = "live"
@@ -24,7 +33,7 @@ LIVE = "live"
 class WeightSender:
     """Packs a backend's weights and puts them on the way. Materialising them is a collective: all ranks take part."""
 
-    def __init__(self, weights: Weights, stage: Canary, neighbour: Neighbour | None = None) -> None:
+    def __init__(self, weights: Weights, stage: Canary, neighbour: ColocatedEngine | None = None) -> None:
         """
         Args:
             weights: the backend.
@@ -35,8 +44,8 @@ class WeightSender:
         self.stage = stage
         self.neighbour = neighbour
         self.layout: Layout | None = None
-        self.terms: Terms | None = None
-        self.outlet: Outlet | None = None
+        self.terms: TransferConfig | None = None
+        self.outlet: Sender | None = None
 
     @broadcast
     def prepare(self, merge_adapters: bool) -> Layout:
@@ -63,7 +72,7 @@ class WeightSender:
         return host_store(host)
 
     @broadcast
-    def connect(self, terms: Terms, route: Route) -> None:
+    def connect(self, terms: TransferConfig, route: Route) -> None:
         """Open this end of the route. Returns when the other ends have opened theirs."""
         self.terms = terms
         if route.every_rank or current().rank == 0:
@@ -109,7 +118,9 @@ class WeightSender:
         return SendReport(version, weights, prints.result(), num_bytes)
 
     @staticmethod
-    def _observed(tensors: Iterator[tuple[str, Tensor]], terms: Terms, prints: Pending) -> Iterator[tuple[str, Tensor]]:
+    def _observed(
+        tensors: Iterator[tuple[str, Tensor]], terms: TransferConfig, prints: Pending
+    ) -> Iterator[tuple[str, Tensor]]:
         """`tensors`, the fingerprint of each taken as the engine should store it."""
         for name, tensor in tensors:
             if name in terms.stored:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import END, Inlet, Ledger, Neighbour, Outlet, bucket_of, header_of
+from unirl.distributed.weight_sync.channel import END, ColocatedEngine, Ledger, Receiver, Sender, bucket_of, header_of
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -35,11 +35,11 @@ class SharedBuffer:
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = True
 
-    def outlet(self, neighbour: Neighbour | None) -> Outlet:
+    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """Returns when the engine has opened the buffer."""
         return SharedBufferOutlet(self.num_bytes, self._ledger(current().rank))
 
-    def inlet(self, rank: int) -> Inlet:
+    def inlet(self, rank: int) -> Receiver:
         """Returns when the buffer is open."""
         return SharedBufferInlet(self._ledger(rank))
 

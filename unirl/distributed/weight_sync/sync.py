@@ -8,7 +8,14 @@ from typing import Literal
 
 from unirl.config.errors import ConfigError, StallError, SyncError, UniRLError
 from unirl.distributed.group.handle import Group, Handle, Pending
-from unirl.distributed.weight_sync.base import Binding, CanaryResult, Layout, SendReport, SyncReport, Terms
+from unirl.distributed.weight_sync.base import (
+    CanaryResult,
+    Layout,
+    ParamMapping,
+    SendReport,
+    SyncReport,
+    TransferConfig,
+)
 from unirl.distributed.weight_sync.broadcast import Broadcast
 from unirl.distributed.weight_sync.bucket import largest, plan_buckets
 from unirl.distributed.weight_sync.channel import InProcess, Route
@@ -36,8 +43,8 @@ class Agreement:
     """What both ends settled before the first transfer."""
 
     layout: Layout
-    binding: Binding
-    terms: Terms
+    binding: ParamMapping
+    terms: TransferConfig
     route: Route
 
 
@@ -106,7 +113,7 @@ class EngineSync:
         """Before the first transfer: the trainer says what comes, the engine binds it, and both open the route."""
         layout: Layout = self.train.handle.prepare(self.merge_adapters)
         binding = _common(self.rollout.handle.prepare(layout))
-        terms = Terms(binding.dtypes, self.wire_dtype, self.bucket_bytes)
+        terms = TransferConfig(binding.dtypes, self.wire_dtype, self.bucket_bytes)
         route = self._choose_route(layout, terms)
         waiting = self.rollout.handle.connect.submit(route) if route.listens else None
         self.train.handle.connect(terms, route)
@@ -114,7 +121,7 @@ class EngineSync:
             waiting.result(self.deadline_s)
         return Agreement(layout, binding, terms, route)
 
-    def _choose_route(self, layout: Layout, terms: Terms) -> Route:
+    def _choose_route(self, layout: Layout, terms: TransferConfig) -> Route:
         transport = choose_transport(self.transport, layout.has_neighbour)
         if transport == "in_process":
             return InProcess()
@@ -175,7 +182,7 @@ def choose_transport(transport: Transport, same_process: bool) -> Transport:
     return transport
 
 
-def _common(bindings: list[Binding]) -> Binding:
+def _common(bindings: list[ParamMapping]) -> ParamMapping:
     """The binding of all ranks. Raises SyncError when they differ."""
     for rank, binding in enumerate(bindings):
         if binding.dtypes != bindings[0].dtypes:

@@ -10,9 +10,9 @@ import torch
 from unirl.config.errors import SyncError
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.distributed.group.rank import current
-from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout
+from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import Inlet, Route
+from unirl.distributed.weight_sync.channel import Receiver, Route
 from unirl.distributed.weight_sync.object_store import unpacked
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.facts import ModelFacts
@@ -53,7 +53,7 @@ class DedicatedEngine(RolloutEngine):
 
     held: tuple[int, str] | None = None
     """Optimizer updates behind the weights that it holds, and their name; None = no proven weights."""
-    inlet: Inlet | None = None
+    inlet: Receiver | None = None
     is_asleep: bool = False
 
     def generate(self, req: RolloutReq) -> RolloutResp:
@@ -86,7 +86,7 @@ class DedicatedEngine(RolloutEngine):
 
     @collect
     @abstractmethod
-    def prepare(self, layout: Layout) -> Binding:
+    def prepare(self, layout: Layout) -> ParamMapping:
         """Bind every tensor that will come to exactly one parameter; inject adapters if these are what comes."""
 
     @broadcast

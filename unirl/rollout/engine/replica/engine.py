@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unirl.config.errors import SyncError
-from unirl.distributed.weight_sync.base import Arrival, Binding, CanaryResult, Layout, Numerics
+from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, Numerics, ParamMapping
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.receiver import Receiver
 from unirl.distributed.weight_sync.sender import uncompiled
@@ -68,7 +68,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
         """One pass of the pipeline."""
         return self.pipeline.generate(req, self.forward_batch_size)
 
-    def prepare(self, layout: Layout) -> Binding:
+    def prepare(self, layout: Layout) -> ParamMapping:
         """Adapters are injected as the trainer's are; every tensor of the layout gets its parameter."""
         self.held = None
         if layout.adapter is not None and not adapter_names(self.network):
@@ -80,7 +80,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in layout.tensors and layout.payload != "merged")
         numerics = Numerics.of(self.network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)
-        return Binding(self.receiver.dtypes(), numerics)
+        return ParamMapping(self.receiver.dtypes(), numerics)
 
     def _check_adapters(self, layout: Layout) -> None:
         """No adapter acts that the trainer does not send, and those that it sends do."""

@@ -104,7 +104,7 @@ def test_the_plan_says_what_travels_and_how(recipe, overrides, payload, transpor
         assert 0 < plan["sync"]["num_bytes"] < 2 * plan["parameters"]["transformer"]
 
 
-def test_the_plan_for_people_has_a_block_for_each_slab(capsys):
+def test_the_plan_for_people_has_a_block_for_each_device_set(capsys):
     assert main(["plan", SEPARATE]) == 0
     shown = capsys.readouterr().out
     assert "placement  separate: train on devices 0-3, rollout and reward on devices 4-7\n" in shown

@@ -66,7 +66,12 @@ def said(recipe, *overrides):
         ),
         (SEPARATE, ["backend.topology.dp=8"], 2010, "topology.dp=8, but 4 ranks train"),
         (SEPARATE, ["backend.topology.tp=2"], 2020, "topology.tp=2 is not available"),
-        (SEPARATE, ["num_devices=6", "placement={train: 0-2, rollout: 3-5}"], 2010, "a train slab of 2|4 devices"),
+        (
+            SEPARATE,
+            ["num_devices=6", "placement={train: 0-2, rollout: 3-5}"],
+            2010,
+            "a train device_set of 2|4 devices",
+        ),
     ],
 )
 def test_what_the_plan_cannot_have_is_refused_with_the_way_out(recipe, overrides, code, says):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.config.device_sets import DeviceSet, num_named, num_slabs, scaled, slab_at, spell
+from unirl.config.device_sets import DeviceSet, device_set_at, num_device_sets, num_named, scaled, spell
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
 from unirl.config.recipe import RecipeConfig
@@ -46,20 +46,20 @@ def refused(base: RecipeConfig, num_devices: int, **placement) -> ConfigError:
     ],
 )
 def test_every_way_to_write_devices_is_read(where, indices):
-    assert slab_at("train", where, 4) == device(*indices)
+    assert device_set_at("train", where, 4) == device(*indices)
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_a_slab_is_written_as_it_is_read(indices):
-    slab = device(*sorted(indices))
-    assert slab_at("train", spell(slab.indices), 41) == slab
-    assert slab_at("train", tuple(sorted(indices, reverse=True)), 41) == slab
+    device_set = device(*sorted(indices))
+    assert device_set_at("train", spell(device_set.indices), 41) == device_set
+    assert device_set_at("train", tuple(sorted(indices, reverse=True)), 41) == device_set
 
 
 def test_roles_share_everything_when_no_place_is_written():
     for base, relation in ((TRAINSIDE, "trainside"), (DEDICATED, "colocate")):
         plan = plan_of(config(base, 4))
-        assert set(plan.slabs.values()) == {device(0, 1, 2, 3)}
+        assert set(plan.device_sets.values()) == {device(0, 1, 2, 3)}
         assert plan.relation == relation
         assert plan.is_dedicated == (relation != "trainside")
 
@@ -75,7 +75,7 @@ def test_roles_share_everything_when_no_place_is_written():
         ({"reward": "cpu"}, "colocate"),
     ],
 )
-def test_the_relation_follows_from_the_slabs(placement, relation):
+def test_the_relation_follows_from_the_device_sets(placement, relation):
     plan = plan_of(config(DEDICATED, 4, **placement))
     assert plan.relation == relation
 
@@ -179,7 +179,7 @@ def test_a_layout_keeps_its_relation_and_wastes_no_device_at_any_size(train, rol
     written = {"train": spell(range(train)), "rollout": spell(range(train, train + rollout)), "reward": "in rollout"}
     small = scaled(written, num_devices)
     assert small["reward"] == "in rollout"
-    if num_devices < num_slabs(written):
+    if num_devices < num_device_sets(written):
         assert refused(DEDICATED, num_devices, **small).code == 2010
         return
     plan = plan_of(config(DEDICATED, num_devices, **small))
@@ -196,5 +196,5 @@ def test_equal_slabs_stay_equal_and_what_cannot_be_read_stays_as_it_is():
     }
     assert scaled({"train": "7-0", "rollout": "all"}, 3) == {"train": "7-0", "rollout": "all"}
     assert scaled({"train": "4-7", "rollout": "0-3"}, 2) == {"train": "1", "rollout": "0"}
-    assert (num_slabs({"train": "0-7", "rollout": "0-7"}), num_named({"train": "0-1", "rollout": 2})) == (1, 3)
-    assert (num_slabs({"train": "all"}), num_named({})) == (1, 1)
+    assert (num_device_sets({"train": "0-7", "rollout": "0-7"}), num_named({"train": "0-1", "rollout": 2})) == (1, 3)
+    assert (num_device_sets({"train": "all"}), num_named({})) == (1, 1)

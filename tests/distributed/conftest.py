@@ -21,6 +21,6 @@ def pool(request) -> Pool:
 
 
 @pytest.fixture
-def slab(pool) -> DeviceSet:
-    """The largest slab that tests place one group on: two ranks where the runtime has them."""
+def device_set(pool) -> DeviceSet:
+    """The largest device_set that tests place one group on: two ranks where the runtime has them."""
     return DeviceSet("device", (0,) if type(pool).__name__ == "LocalPool" else (0, 1))

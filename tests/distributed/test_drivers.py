@@ -219,11 +219,11 @@ from unirl.distributed.group.ray_pool import RayPool
 sizes = {"num_gpus": 2, "num_cpus": 1, "object_store_memory": 100 * 2**20}
 ray.init("local", include_dashboard=False, logging_level="ERROR", **sizes)
 pool = RayPool(2, preload=())
-slabs = [DeviceSet("device", (0,)), DeviceSet("device", (1,)), DeviceSet("cpu", (0,))]
-print("apart", [pool.group(slab).place(Remote("camera", Camera)).visible() for slab in slabs])
+device_sets = [DeviceSet("device", (0,)), DeviceSet("device", (1,)), DeviceSet("cpu", (0,))]
+print("apart", [pool.group(device_set).place(Remote("camera", Camera)).visible() for device_set in device_sets])
 pool.clear()
-slabs = [DeviceSet("device", (0, 1)), DeviceSet("device", (0, 1), process=1)]
-first, second = (pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
+device_sets = [DeviceSet("device", (0, 1)), DeviceSet("device", (0, 1), process=1)]
+first, second = (pool.group(device_set).place(Remote("camera", Camera)) for device_set in device_sets)
 assert len({*first.pids(), *second.pids()}) == 4
 print("beside", first.visible() == second.visible(), sorted(second.visible()))
 pool.close()

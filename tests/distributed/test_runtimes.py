@@ -16,8 +16,8 @@ from unirl.types.remote_rows import RemoteRows
 
 
 @pytest.fixture
-def group(pool, slab):
-    return pool.group(slab)
+def group(pool, device_set):
+    return pool.group(device_set)
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_siblings_are_built_from_each_other(group, camera) -> None:
     assert second.sibling_names() == [["camera"]] * group.num_ranks
 
 
-def test_an_equal_slab_is_the_same_group(pool, slab, group) -> None:
-    assert pool.group(DeviceSet("device", slab.indices)) is group
+def test_an_equal_slab_is_the_same_group(pool, device_set, group) -> None:
+    assert pool.group(DeviceSet("device", device_set.indices)) is group
 
 
 def test_a_role_is_placed_once(group, camera) -> None:
@@ -109,15 +109,15 @@ def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -
     assert pending.result(30.0) == 0.8
 
 
-def test_cleared_workers_take_new_roles(pool, slab, camera) -> None:
+def test_cleared_workers_take_new_roles(pool, device_set, camera) -> None:
     before = camera.pids()
     pool.clear()
-    camera = pool.group(slab).place(Remote("camera", Camera))
+    camera = pool.group(device_set).place(Remote("camera", Camera))
     assert camera.pids() == before
-    assert camera.total() == sum(range(1, len(slab.indices) + 1))
+    assert camera.total() == sum(range(1, len(device_set.indices) + 1))
 
 
-def test_a_column_is_read_on_another_slab(pool, slab, camera) -> None:
+def test_a_column_is_read_on_another_device_set(pool, device_set, camera) -> None:
     shots = camera.shoot(ids(4))
     viewer = pool.group(DeviceSet("cpu", (0,))).place(Remote("viewer", Camera))
     before = pool.traffic.total
@@ -173,8 +173,8 @@ def test_groups_share_all_workers_or_none(ray_pool) -> None:
 
 @pytest.mark.slow
 def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) -> None:
-    slabs = [DeviceSet("device", (0, 1)), DeviceSet("device", (0, 1), process=1)]
-    one, other = (ray_pool.group(slab).place(Remote("camera", Camera)) for slab in slabs)
+    device_sets = [DeviceSet("device", (0, 1)), DeviceSet("device", (0, 1), process=1)]
+    one, other = (ray_pool.group(device_set).place(Remote("camera", Camera)) for device_set in device_sets)
     assert len({*one.pids(), *other.pids()}) == 4
     assert one.total() == other.total() == 3.0
     assert other.threads() == one.threads()

@@ -97,8 +97,8 @@ WAYS = {
 @pytest.mark.parametrize("lora", [LoraConfig(rank=2, alpha=4.0), None], ids=["lora", "full"])
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_weights_reach_every_engine_rank_bit_for_bit(ray_pool: Pool, way: str, lora: LoraConfig | None) -> None:
-    slab, keys = WAYS[way]
-    parts = joined(ray_pool, slab, lora, **keys)
+    device_set, keys = WAYS[way]
+    parts = joined(ray_pool, device_set, lora, **keys)
     for version in (1, 2):
         parts["backend"].move()
         before = ray_pool.traffic.total
@@ -117,8 +117,8 @@ def test_sharded_weights_reach_every_engine_rank_bit_for_bit(ray_pool: Pool, way
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bit_that_flips_at_one_rank_is_named_with_that_rank(ray_pool: Pool, way: str) -> None:
-    slab, keys = WAYS[way]
-    parts = joined(ray_pool, slab, LoraConfig(rank=2, alpha=4.0), **keys)
+    device_set, keys = WAYS[way]
+    parts = joined(ray_pool, device_set, LoraConfig(rank=2, alpha=4.0), **keys)
     parts["sync"].push(0)
     parts["engine"].break_on(1)
     parts["backend"].move()

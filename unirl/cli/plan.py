@@ -41,7 +41,7 @@ def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> i
     if as_json:
         facts = {
             "recipe": found.file.name,
-            "placement": {role: slab.words for role, slab in plan.slabs.items()},
+            "placement": {role: device_set.words for role, device_set in plan.device_sets.items()},
             "relation": plan.relation,
             "sync": asdict(travels),
             "resident": on_devices,
@@ -192,12 +192,12 @@ def _count(number: int) -> str:
 
 
 def _memory_text(rows: Sequence[memory.Row], homes: Mapping[str, str]) -> str:
-    """One block per slab; a dash = not on the device in this phase."""
+    """One block per device_set; a dash = not on the device in this phase."""
     lines = [f"memory     {'GiB per device, estimated':<26}{''.join(f'{phase:>10}' for phase in memory.PHASES)}"]
-    slabs = list(dict.fromkeys(homes[row.part] for row in rows))
-    for slab in slabs:
-        here = [row for row in rows if homes[row.part] == slab]
-        lines += [f"           {slab}:"] if len(slabs) > 1 else []
+    device_sets = list(dict.fromkeys(homes[row.part] for row in rows))
+    for device_set in device_sets:
+        here = [row for row in rows if homes[row.part] == device_set]
+        lines += [f"           {device_set}:"] if len(device_sets) > 1 else []
         lines += [_memory_line(row.role, row.gib) for row in here if any(row.gib.values())]
         lines.append(_memory_line("sum", memory.peak(here)))
     lines.append("             (reward models, the decoder's activations and allocator slack come on top)")

@@ -47,13 +47,13 @@ class DeviceSet:
         return f"{'device' if len(self) == 1 else 'devices'} {self}"
 
 
-def slab_at(role: str, where: Where, num_devices: int) -> DeviceSet:
-    """The slab of one place: `0-3`, `0,2`, `3`, `[0, 2]`, `all`; for rewards also `cpu` and `cpu x2`."""
+def device_set_at(role: str, where: Where, num_devices: int) -> DeviceSet:
+    """The device_set of one place: `0-3`, `0,2`, `3`, `[0, 2]`, `all`; for rewards also `cpu` and `cpu x2`."""
     if where == "all":
         return everywhere(num_devices)
     cpu = re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where) if isinstance(where, str) else None
     if cpu:
-        return _cpu_slab(role, where, int(cpu[1] or 1))
+        return _cpu_device_set(role, where, int(cpu[1] or 1))
     found: list[int] = []
     for first, last in _ranges(role, where):
         _check_range(role, where, first, last, num_devices)
@@ -64,7 +64,7 @@ def slab_at(role: str, where: Where, num_devices: int) -> DeviceSet:
     return DeviceSet("device", tuple(sorted(found)))
 
 
-def _cpu_slab(role: str, where: Where, count: int) -> DeviceSet:
+def _cpu_device_set(role: str, where: Where, count: int) -> DeviceSet:
     if role != "reward":
         raise ConfigError(
             f"placement.{role}={where}: only reward leaves the devices (where there is no GPU, a device is a CPU "
@@ -147,27 +147,31 @@ def scaled(placement: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
     Places that are words stay as they are. Too few devices for the layout make a placement that the pool does not
     have, which is then refused with the number that it takes.
     """
-    slabs = _named_slabs(placement)
-    blocks = sorted(set(slabs.values()), key=lambda slab: slab.indices)
+    device_sets = _named_device_sets(placement)
+    blocks = sorted(set(device_sets.values()), key=lambda device_set: device_set.indices)
     ranges = _proportional([len(block) for block in blocks], max(num_devices, len(blocks)))
     shares = dict(zip(blocks, ranges, strict=True))
-    return {role: spell(shares[slabs[role]]) if role in slabs else place for role, place in placement.items()}
+    return {
+        role: spell(shares[device_sets[role]]) if role in device_sets else place for role, place in placement.items()
+    }
 
 
-def num_slabs(placement: Mapping[str, Any]) -> int:
-    """The number of different slabs: the fewest devices that a layout can have."""
-    return len(set(_named_slabs(placement).values())) or 1
+def num_device_sets(placement: Mapping[str, Any]) -> int:
+    """The number of different device_sets: the fewest devices that a layout can have."""
+    return len(set(_named_device_sets(placement).values())) or 1
 
 
 def num_named(placement: Mapping[str, Any]) -> int:
     """The number of devices that a layout names."""
-    return len({index for slab in _named_slabs(placement).values() for index in slab.indices}) or 1
+    return len({index for device_set in _named_device_sets(placement).values() for index in device_set.indices}) or 1
 
 
-def _named_slabs(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
-    """The slabs of the roles that are placed by number; none if one of them cannot be read, which is said later."""
+def _named_device_sets(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
+    """The device_sets of the roles that are placed by number; none if one of them cannot be read, which is said later."""
     try:
-        return {role: slab_at(role, place, MAX_DEVICES) for role, place in placement.items() if _is_numbered(place)}
+        return {
+            role: device_set_at(role, place, MAX_DEVICES) for role, place in placement.items() if _is_numbered(place)
+        }
     except ConfigError:
         return {}
 

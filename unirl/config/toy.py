@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirl.config.build import SPECIAL
-from unirl.config.device_sets import num_named, num_slabs, scaled
+from unirl.config.device_sets import num_device_sets, num_named, scaled
 from unirl.config.layers import Layer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES
 from unirl.config.walk import schemas_of
@@ -84,11 +84,11 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
         return {"num_devices": 1, "runtime": None}
     if get(typed, "placement.train") is not None or get(typed, "placement.rollout") is not None:
         return {"num_devices": num_named(placement)}
-    fewest = num_slabs(placement)
+    fewest = num_device_sets(placement)
     wanted = typed.get("num_devices", fewest)
     if type(wanted) is not int or not 0 < wanted <= MAX_DEVICES:
         return {}
-    # One process plays a layout of one device a slab.
+    # One process plays a layout of one device a device_set.
     return {
         "num_devices": fewest,
         "placement": scaled(placement, wanted),

@@ -200,7 +200,7 @@ def _ways_out(geometry: Geometry) -> Iterator[str]:
     for field, key in KNOBS.items():
         values = [str(value) for value in nearest_legal(geometry, field)]
         if values and field == "num_devices" and geometry.placed:
-            yield f"a train slab of {'|'.join(values)} devices"
+            yield f"a train device_set of {'|'.join(values)} devices"
         elif values:
             yield f"{key}={'|'.join(values)}"
 

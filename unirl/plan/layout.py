@@ -43,7 +43,7 @@ def check_layout(config: RecipeConfig, plan: Plan) -> None:
 
 def _check_parts(config: RecipeConfig, plan: Plan) -> None:
     """A reward that works while the engine does has a place of its own."""
-    shared = [role for role in ("train", "rollout") if plan.slabs[role].devices == plan.reward.devices]
+    shared = [role for role in ("train", "rollout") if plan.device_sets[role].devices == plan.reward.devices]
     if config.reward_parts > 1 and shared:
         raise ConfigError(
             f"reward_parts={config.reward_parts} scores one part of a step while the next is drawn, and the reward "
@@ -70,11 +70,11 @@ def transport_of(config: RecipeConfig, plan: Plan) -> str:
 
 
 def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
-    for role, slab in plan.slabs.items():
-        if config.runtime_in_use == "local" and len(slab) > 1:
+    for role, device_set in plan.device_sets.items():
+        if config.runtime_in_use == "local" and len(device_set) > 1:
             fewer = "set num_devices=1" if config.placement is None else f"give {role} one"
             raise ConfigError(
-                f"runtime=local is one process, and {role} has {len(slab)} devices ({slab}). Set runtime=ray, which "
+                f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set runtime=ray, which "
                 f"has one worker per device, or {fewer}",
                 code=UNSUPPORTED,
             )
@@ -167,10 +167,10 @@ def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterat
         yield f"row_transport={config.row_transport} has no effect: runtime=local is this one process"
     if config.runtime_in_use == "local" and config.devices_per_node is not None:
         yield f"devices_per_node={config.devices_per_node} has no effect: runtime=local is this one process"
-    for role, slab in {"rollout": plan.rollout, "reward": plan.reward}.items():
-        filled = -num_samples % len(slab)
+    for role, device_set in {"rollout": plan.rollout, "reward": plan.reward}.items():
+        filled = -num_samples % len(device_set)
         if filled:
             yield (
-                f"{role} has {len(slab)} devices, which do not divide the {num_samples} samples: {filled} copies fill "
+                f"{role} has {len(device_set)} devices, which do not divide the {num_samples} samples: {filled} copies fill "
                 "up the last share, and are thrown away"
             )

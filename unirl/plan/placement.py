@@ -1,6 +1,6 @@
-"""Who sits where: roles on slabs of the pool's devices. All else about a layout is derived from it.
+"""Who sits where: roles on device_sets of the pool's devices. All else about a layout is derived from it.
 
-    placement: {train: 0-3, rollout: 4-7}    disjoint slabs: separate
+    placement: {train: 0-3, rollout: 4-7}    disjoint device_sets: separate
     placement: {train: 0-3, rollout: 0-3}    equal devices: colocate, they take turns
     (none)                                   all roles on all devices
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unirl.config.device_sets import GEOMETRY, UNSUPPORTED, DeviceSet, everywhere, example, show, slab_at, spell
+from unirl.config.device_sets import GEOMETRY, UNSUPPORTED, DeviceSet, device_set_at, everywhere, example, show, spell
 from unirl.config.errors import ConfigError, did_you_mean
 from unirl.config.recipe import RecipeConfig, Where
 from unirl.plan.declared import capabilities_of
@@ -30,7 +30,7 @@ SYNC = "unirl.distributed.weight_sync.sync.EngineSync"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The slab of every role."""
+    """The device_set of every role."""
 
     train: DeviceSet
     rollout: DeviceSet
@@ -43,18 +43,18 @@ class Plan:
         return self.relation != "trainside"
 
     @property
-    def slabs(self) -> dict[str, DeviceSet]:
-        """Role to slab."""
+    def device_sets(self) -> dict[str, DeviceSet]:
+        """Role to device_set."""
         return {"train": self.train, "rollout": self.rollout, "reward": self.reward}
 
     def describe(self) -> str:
         """`separate: train on devices 0-3, rollout and reward on devices 4-7`."""
         roles: dict[DeviceSet, list[str]] = {}
-        for role, slab in self.slabs.items():
-            roles.setdefault(slab, []).append(role)
+        for role, device_set in self.device_sets.items():
+            roles.setdefault(device_set, []).append(role)
         return f"{self.relation}: " + ", ".join(
-            f"{_list(names)} on {slab.words}{' in processes of their own' if slab.process else ''}"
-            for slab, names in roles.items()
+            f"{_list(names)} on {device_set.words}{' in processes of their own' if device_set.process else ''}"
+            for device_set, names in roles.items()
         )
 
 
@@ -62,19 +62,19 @@ def plan_of(config: RecipeConfig) -> Plan:
     """The plan of a recipe.
 
     Raises:
-        ConfigError: 2003 unknown role, 2004 a place that cannot be read, 2010 slabs that do not fit the pool or each
+        ConfigError: 2003 unknown role, 2004 a place that cannot be read, 2010 device_sets that do not fit the pool or each
             other, 2020 a layout that the engine cannot have.
     """
     placement = {} if config.placement is None else dict(config.placement)
     _check_roles(placement)
     dedicated = capabilities_of(config.rollout).dedicated
     engine = config.rollout.schema.owner.__name__
-    train = _train_slab(placement, config.num_devices)
-    rollout = _rollout_slab(placement, train, config.num_devices, engine, dedicated)
+    train = _train_device_set(placement, config.num_devices)
+    rollout = _rollout_device_set(placement, train, config.num_devices, engine, dedicated)
     relation = _relation(train, rollout) if dedicated else "trainside"
     if relation == "colocate" and _crosses_processes(config):
         rollout = replace(rollout, process=1)
-    reward = _reward_slab(placement, train, rollout, config.num_devices)
+    reward = _reward_device_set(placement, train, rollout, config.num_devices)
     plan = Plan(train=train, rollout=rollout, reward=reward, relation=relation)
     _check_overlaps(plan, config.num_devices)
     _check_all_used(plan, config.num_devices)
@@ -89,9 +89,9 @@ def _check_roles(placement: Mapping[str, Where]) -> None:
             )
 
 
-def _train_slab(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:
+def _train_device_set(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:
     if "train" in placement:
-        return slab_at("train", placement["train"], num_devices)
+        return device_set_at("train", placement["train"], num_devices)
     if placement.keys() & {"rollout"} and placement["rollout"] != "in train":
         raise ConfigError(
             f"placement places rollout and not train. Write {example(num_devices)}",
@@ -100,7 +100,7 @@ def _train_slab(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:
     return everywhere(num_devices)
 
 
-def _rollout_slab(
+def _rollout_device_set(
     placement: Mapping[str, Where], train: DeviceSet, num_devices: int, engine: str, dedicated: bool
 ) -> DeviceSet:
     where = placement.get("rollout", None if dedicated else "in train")
@@ -119,15 +119,17 @@ def _rollout_slab(
             f"rollout._target_={REPLICA} sync._target_={SYNC}",
             code=UNSUPPORTED,
         )
-    return train if where == "in train" else slab_at("rollout", where, num_devices)
+    return train if where == "in train" else device_set_at("rollout", where, num_devices)
 
 
-def _reward_slab(placement: Mapping[str, Where], train: DeviceSet, rollout: DeviceSet, num_devices: int) -> DeviceSet:
+def _reward_device_set(
+    placement: Mapping[str, Where], train: DeviceSet, rollout: DeviceSet, num_devices: int
+) -> DeviceSet:
     where = placement.get("reward", "in rollout")
     beside = {"in train": train, "in rollout": rollout}
     if isinstance(where, str) and where in beside:
         return beside[where]
-    return slab_at("reward", where, num_devices)
+    return device_set_at("reward", where, num_devices)
 
 
 def _relation(train: DeviceSet, rollout: DeviceSet) -> Relation:
@@ -149,7 +151,7 @@ def _list(names: Sequence[str]) -> str:
 
 def _check_overlaps(plan: Plan, num_devices: int) -> None:
     for one, other in (("rollout", "train"), ("reward", "train"), ("reward", "rollout")):
-        a, b = plan.slabs[one], plan.slabs[other]
+        a, b = plan.device_sets[one], plan.device_sets[other]
         shared = sorted(set(a.indices) & set(b.indices)) if a.kind == b.kind == "device" else []
         if shared and a.devices != b.devices:
             ways = (
@@ -165,7 +167,9 @@ def _check_overlaps(plan: Plan, num_devices: int) -> None:
 
 
 def _check_all_used(plan: Plan, num_devices: int) -> None:
-    used = {index for slab in plan.slabs.values() if slab.kind == "device" for index in slab.indices}
+    used = {
+        index for device_set in plan.device_sets.values() if device_set.kind == "device" for index in device_set.indices
+    }
     idle = [index for index in range(num_devices) if index not in used]
     if idle:
         line = example(num_devices) if plan.is_dedicated else "placement.train=all"

@@ -1,10 +1,10 @@
-"""Who sits where: the roles of a recipe on the slabs of its plan.
+"""Who sits where: the roles of a recipe on the device_sets of its plan.
 
-trainside    train slab: bundle pipeline stage backend algorithm stack rollout
+trainside    train device_set: bundle pipeline stage backend algorithm stack rollout
              (with the reward before the stage, where the loss differentiates through both)
-otherwise    train slab: bundle stage backend algorithm stack sender        (of the model, the trained module alone)
-             rollout slab: engine_bundle engine_pipeline rollout            (the whole model)
-reward       beside the rollout, unless it has a slab of its own
+otherwise    train device_set: bundle stage backend algorithm stack sender        (of the model, the trained module alone)
+             rollout device_set: engine_bundle engine_pipeline rollout            (the whole model)
+reward       beside the rollout, unless it has a device_set of its own
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Placed:
 
 def place_roles(pool: Pool, plan: Plan, config: RecipeConfig, **wired: Any) -> Placed:
     """Build every role of the recipe beside its siblings; a role takes the siblings that its constructor names."""
-    train, rollout, reward = (pool.group(slab) for slab in (plan.train, plan.rollout, plan.reward))
+    train, rollout, reward = (pool.group(device_set) for device_set in (plan.train, plan.rollout, plan.reward))
     sync: WeightSync = NoSync()
     if plan.is_dedicated:
         handles = _place_trainer(train, config, wired) | _place_engine(rollout, config, wired)

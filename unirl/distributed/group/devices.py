@@ -33,8 +33,8 @@ class Pool(ABC):
         self.num_taken = 0
 
     @abstractmethod
-    def group(self, slab: DeviceSet) -> Group:
-        """The group of workers on a slab: the same one for an equal slab."""
+    def group(self, device_set: DeviceSet) -> Group:
+        """The group of workers on a device_set: the same one for an equal device_set."""
 
     @abstractmethod
     def watch(self, phase: str) -> AbstractContextManager[None]:
@@ -76,11 +76,13 @@ class Pool(ABC):
         first, self.num_taken = self.num_taken, self.num_taken + count
         return DeviceSet("device", tuple(range(first, self.num_taken)))
 
-    def check(self, slab: DeviceSet) -> None:
-        """Raise ConfigError 2004 when a slab has devices that the pool does not."""
-        if not slab.indices or (slab.kind == "device" and not set(slab.indices) <= set(range(self.num_devices))):
+    def check(self, device_set: DeviceSet) -> None:
+        """Raise ConfigError 2004 when a device_set has devices that the pool does not."""
+        if not device_set.indices or (
+            device_set.kind == "device" and not set(device_set.indices) <= set(range(self.num_devices))
+        ):
             raise ConfigError(
-                f"a placement on {slab.words} needs devices of the {self.num_devices} that num_devices gives "
+                f"a placement on {device_set.words} needs devices of the {self.num_devices} that num_devices gives "
                 f"(0 to {self.num_devices - 1})",
                 code=2004,
             )

@@ -89,9 +89,9 @@ class LocalGroup:
     workers: tuple[Any, ...] = ()
     hosts = ("127.0.0.1",)
 
-    def __init__(self, pool: LocalPool, slab: DeviceSet, worker: Worker) -> None:
+    def __init__(self, pool: LocalPool, device_set: DeviceSet, worker: Worker) -> None:
         self.pool = pool
-        self.name = slab.words
+        self.name = device_set.words
         self.deadline_s = pool.deadline_s
         self.worker = worker
         self.marks: dict[str, dict[str, Dispatch]] = {}
@@ -123,36 +123,36 @@ class LocalGroup:
 
 
 class LocalPool(Pool):
-    """Devices of this process. A slab has one; several slabs are several groups beside each other."""
+    """Devices of this process. A device_set has one; several device_sets are several groups beside each other."""
 
     def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.transport = InProcessTransport()
         self.groups: dict[DeviceSet, LocalGroup] = {}
 
-    def group(self, slab: DeviceSet) -> LocalGroup:
-        """The group on a slab of one place.
+    def group(self, device_set: DeviceSet) -> LocalGroup:
+        """The group on a device_set of one place.
 
         Raises:
-            ConfigError: 2020 when the slab has more.
+            ConfigError: 2020 when the device_set has more.
         """
-        self.check(slab)
-        if len(slab.indices) > 1:
+        self.check(device_set)
+        if len(device_set.indices) > 1:
             raise ConfigError(
-                f"a placement on {slab.words} needs {len(slab.indices)} workers, and runtime: local has one process, "
+                f"a placement on {device_set.words} needs {len(device_set.indices)} workers, and runtime: local has one process, "
                 "which is one worker. Set runtime=ray, or place the role on one device",
                 code=2020,
             )
-        if slab not in self.groups:
-            self.groups[slab] = self._group(slab)
-        return self.groups[slab]
+        if device_set not in self.groups:
+            self.groups[device_set] = self._group(device_set)
+        return self.groups[device_set]
 
-    def _group(self, slab: DeviceSet) -> LocalGroup:
-        name = f"local-{os.getpid()}-{slab.kind}-{slab.indices[0]}-{slab.process}"
-        worker = Worker(name, local_device(slab), self.transport)
+    def _group(self, device_set: DeviceSet) -> LocalGroup:
+        name = f"local-{os.getpid()}-{device_set.kind}-{device_set.indices[0]}-{device_set.process}"
+        worker = Worker(name, local_device(device_set), self.transport)
         worker.enter(RankAssignment(group=name))
         self.transport.add(worker.store)
-        return LocalGroup(self, slab, worker)
+        return LocalGroup(self, device_set, worker)
 
     def watch(self, phase: str) -> AbstractContextManager[None]:
         """End the process when the block takes longer than the deadline."""
@@ -176,8 +176,8 @@ class LocalPool(Pool):
         self.clear()
 
 
-def local_device(slab: DeviceSet) -> torch.device:
-    """The accelerator of a slab's place, if this process sees any: places beyond the last share them in turn."""
-    if slab.kind == "cpu" or not torch.cuda.is_available():
+def local_device(device_set: DeviceSet) -> torch.device:
+    """The accelerator of a device_set's place, if this process sees any: places beyond the last share them in turn."""
+    if device_set.kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", slab.indices[0] % torch.cuda.device_count())
+    return torch.device("cuda", device_set.indices[0] % torch.cuda.device_count())

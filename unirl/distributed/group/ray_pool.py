@@ -46,13 +46,15 @@ class RayPending:
 
 
 class RayGroup:
-    """The workers of a slab, rank by rank."""
+    """The workers of a device_set, rank by rank."""
 
-    def __init__(self, pool: RayPool, slab: DeviceSet) -> None:
+    def __init__(self, pool: RayPool, device_set: DeviceSet) -> None:
         self.pool = pool
-        self.name = slab.words
+        self.name = device_set.words
         self.deadline_s = pool.deadline_s
-        self.members = [pool.crew.member(Place(slab.kind, index, slab.process)) for index in slab.indices]
+        self.members = [
+            pool.crew.member(Place(device_set.kind, index, device_set.process)) for index in device_set.indices
+        ]
         self.num_ranks = len(self.members)
         self.marks: dict[str, dict[str, Dispatch]] = {}
         self.has_entered = False
@@ -145,23 +147,27 @@ class RayPool(Pool):
             raise
         self.crew = WorkerGroup(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
 
-    def group(self, slab: DeviceSet) -> RayGroup:
-        """The group on a slab. Its workers start at once, and are waited for when the first role is placed.
+    def group(self, device_set: DeviceSet) -> RayGroup:
+        """The group on a device_set. Its workers start at once, and are waited for when the first role is placed.
 
         Raises:
             ConfigError: 2020 when another group has some of its places.
         """
-        self.check(slab)
+        self.check(device_set)
         for other in self.groups:
-            if other.devices != slab.devices and other.kind == slab.kind and set(other.indices) & set(slab.indices):
+            if (
+                other.devices != device_set.devices
+                and other.kind == device_set.kind
+                and set(other.indices) & set(device_set.indices)
+            ):
                 raise ConfigError(
-                    f"placements on {other.words} and on {slab.words} share some devices and not all, and a worker "
+                    f"placements on {other.words} and on {device_set.words} share some devices and not all, and a worker "
                     "belongs to one group. Give both the same devices, or disjoint ones",
                     code=2020,
                 )
-        if slab not in self.groups:
-            self.groups[slab] = RayGroup(self, slab)
-        return self.groups[slab]
+        if device_set not in self.groups:
+            self.groups[device_set] = RayGroup(self, device_set)
+        return self.groups[device_set]
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:

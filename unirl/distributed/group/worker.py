@@ -1,4 +1,4 @@
-"""One worker: the roles of one rank of a slab, and the columns that they made."""
+"""One worker: the roles of one rank of a device_set, and the columns that they made."""
 
 from __future__ import annotations
 

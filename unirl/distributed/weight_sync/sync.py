@@ -164,7 +164,7 @@ def _await_engine(listening: Pending, error: UniRLError) -> None:
 def choose_transport(transport: Transport, same_process: bool) -> Transport:
     """How weights travel, given whether trainer and engine share their processes.
 
-    They do on equal slabs (colocate), and always in runtime: local.
+    They do on equal device_sets (colocate), and always in runtime: local.
 
     Raises:
         ConfigError: 2020 when the transport does not fit.

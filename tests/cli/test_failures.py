@@ -22,8 +22,8 @@ def fail_with(error: BaseException, argv=(), run_dir=None) -> int:
 @pytest.mark.parametrize(
     ("error", "status", "start"),
     [
-        (errors.UsageError("no", code=2001), 2, "error[2001]: no"),
-        (errors.ConfigError("no", code=2010), 2, "error[2010]: no"),
+        (errors.UsageError("no"), 2, "error[2001]: no"),
+        (errors.GeometryError("no"), 2, "error[2010]: no"),
         (errors.DependencyError("no"), 3, "error[3001]: no"),
         (errors.DataError("no"), 4, "error[4002]: no"),
         (errors.ResourceError("no"), 5, "error[5001]: no"),

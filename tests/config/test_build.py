@@ -9,7 +9,7 @@ import yaml
 from tests.config import stand_ins
 from tests.config.stand_ins import Inner, Nested, Outer, Square, Worker
 from unirl.config.build import build, check_node
-from unirl.config.errors import ConfigError
+from unirl.config.errors import ConfigError, GeometryError
 from unirl.config.listing import list_keys
 from unirl.config.schema import docs_of, schema_of
 
@@ -126,7 +126,7 @@ def test_a_dataclass_may_raise_its_own_config_error_and_it_names_the_path_too():
 
         def __post_init__(self):
             if self.count < 1:
-                raise ConfigError(f"strict.count must be >= 1, got {self.count}", code=2010)
+                raise GeometryError(f"strict.count must be >= 1, got {self.count}")
 
     error = refused({"count": 0}, Strict)
     assert (str(error), error.code) == ("top.count must be >= 1, got 0", 2010)

@@ -107,7 +107,7 @@ class Saboteur:
 
     @broadcast
     def fail(self) -> None:
-        raise DataError("the prompt is empty", code=4002)
+        raise DataError("the prompt is empty")
 
     @broadcast
     def crash(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reward.test_service import LEVELS, a_request, a_response, flat
-from unirl.config.errors import ConfigError, RewardError
+from unirl.config.errors import ConfigError, RewardError, RewardUnreachableError
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.failures import DropBudget, FailurePolicy, drop_reasons
@@ -74,7 +74,7 @@ def test_when_retries_are_spent_and_nothing_may_be_dropped_the_step_stops():
 
 def test_a_reward_that_cannot_be_reached_is_no_sample_to_drop():
     def gone(request):
-        raise RewardError("no server at http://127.0.0.1:1", code=6001)
+        raise RewardUnreachableError("no server at http://127.0.0.1:1")
 
     with pytest.raises(RewardError, match="no server") as caught:
         scored(SimpleNamespace(reads=("images",), score=gone))

@@ -12,7 +12,8 @@ import time
 import pytest
 
 from unirl.config.errors import DependencyError, RewardError
-from unirl.reward import math_checker, math_worker
+from unirl.reward.mathematics import checker as math_checker
+from unirl.reward.mathematics import worker as math_worker
 from unirl.reward.local.math_boxed import MathBoxedRewardScorer, MathBoxedSpec
 from unirl.reward.local.math_verify import MathVerifyRewardScorer, MathVerifySpec
 from unirl.reward.mathematics.checker import MathChecker

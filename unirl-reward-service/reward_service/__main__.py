@@ -18,9 +18,8 @@ from reward_service.app import Service, make_app
 from reward_service.config import ServiceConfig, read_config, read_token
 from reward_service.frames import end_with_parent
 from reward_service.impatient import impatient
-from unirl.config.errors import DependencyError, UniRLError, report
+from unirl.config.errors import AddressError, DependencyError, UniRLError, report
 
-PORT_IN_USE = 3003
 GRACE_S = 10
 """What is being scored when the service is asked to stop may take so long."""
 
@@ -113,9 +112,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> DependencyError:
-    return DependencyError(
-        f"server: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or 0 for a free one",
-        code=PORT_IN_USE,
+    return AddressError(
+        f"server: cannot listen on {host}:{port}: {error.strerror}. Choose another port, or 0 for a free one"
     )
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 
 from unirl.config.build import build, check_node
-from unirl.config.errors import ConfigError, UsageError
+from unirl.config.errors import ConfigError, ExposedServerError, UsageError
 
 MIB = 2**20
-OPEN_WITHOUT_TOKEN = 2040
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
@@ -198,10 +197,9 @@ def read_token(server: ServerConfig) -> str | None:
     """
     if server.token_file is None:
         if not is_loopback(server.host):
-            raise UsageError(
+            raise ExposedServerError(
                 f"server.host={server.host} is reachable from other machines, and anyone there could score and fill "
-                "memory. Set server.token_file to a file with a long random token, or server.host to 127.0.0.1",
-                code=OPEN_WITHOUT_TOKEN,
+                "memory. Set server.token_file to a file with a long random token, or server.host to 127.0.0.1"
             )
         return None
     try:
@@ -209,9 +207,8 @@ def read_token(server: ServerConfig) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"server.token_file={server.token_file} cannot be read: {error}") from error
     if len(token) < 16 or not token.isprintable() or " " in token:
-        raise UsageError(
-            f"server.token_file={server.token_file} holds no token: at least 16 letters and digits on one line",
-            code=OPEN_WITHOUT_TOKEN,
+        raise ExposedServerError(
+            f"server.token_file={server.token_file} holds no token: at least 16 letters and digits on one line"
         )
     return token
 

@@ -288,4 +288,4 @@ class Replica:
 def _as_said(answer: Unbuilt) -> UniRLError:
     """The error of a worker as one of this process."""
     kinds = {kind.exit_status: kind for kind in (UsageError, DependencyError, DataError, ResourceError)}
-    return kinds.get(answer.exit_status, RewardError)(answer.message, code=answer.code)
+    return kinds.get(answer.exit_status, RewardError).of_code(answer.code)(answer.message)

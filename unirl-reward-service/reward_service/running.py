@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from unirl.config.errors import RewardError
-from unirl.reward.client.connection import UNREACHABLE
+from unirl.config.errors import RewardUnreachableError
 
 SERVING = b"serving "
 
@@ -65,8 +64,8 @@ class RunningService:
                     break
         if not line.startswith(SERVING):
             self.kill()
-            raise RewardError(
-                f"the reward service did not start: {self.log.read_text(errors='replace')[-2000:]}", code=UNREACHABLE
+            raise RewardUnreachableError(
+                f"the reward service did not start: {self.log.read_text(errors='replace')[-2000:]}"
             )
         return line.split()[-1].decode()
 

@@ -30,16 +30,27 @@ from reward_service.frames import (
     Unbuilt,
     end_with_parent,
 )
-from unirl.config.errors import ConfigError, DependencyError, RewardError, UniRLError
+from unirl.config.errors import (
+    ConfigError,
+    DependencyError,
+    InvalidScoreError,
+    RewardError,
+    RewardUnreachableError,
+    UniRLError,
+)
 from unirl.reward.base import LocalRewardBackend
 from unirl.reward.client.wire import ItemError, Kind, Medium, Said
 from unirl.reward.registry import make_scorer
-from unirl.reward.scoring import FAILED, NOT_FINITE, UNREACHABLE, scored_apart
+from unirl.reward.scoring import scored_apart
 from unirl.types.primitives import Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
-KINDS: dict[int, Kind] = {FAILED: "failed", NOT_FINITE: "not_finite", UNREACHABLE: "unavailable"}
+KINDS: dict[int, Kind] = {
+    RewardError.code: "failed",
+    InvalidScoreError.code: "not_finite",
+    RewardUnreachableError.code: "unavailable",
+}
 COLUMNS = ("prompts", "images", "videos", "texts", "sources", "metadata")
 TOTAL = "total"
 

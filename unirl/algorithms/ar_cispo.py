@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unirl.algorithms.shared.token_surrogates import weighted_score
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
@@ -27,13 +27,12 @@ class CISPO(TokenAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_range is not None and not 0.0 < self.clip_range < 1.0:
-            raise ConfigError(
-                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; leave it out for no lower bound",
-                code=2004,
+            raise InvalidValueError(
+                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; leave it out for no lower bound"
             )
         if not 0.0 < self.clip_range_high < math.inf:
-            raise ConfigError(
-                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 4 is usual", code=2004
+            raise InvalidValueError(
+                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 4 is usual"
             )
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:

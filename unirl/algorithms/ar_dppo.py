@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unirl.algorithms.shared.token_surrogates import binary_kl, binary_tv, moves_back, within_prefix_budget
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
@@ -25,7 +25,7 @@ class MaskedPolicyGradient(TokenAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.ratio_cap > 1.0:
-            raise ConfigError(f"algorithm.ratio_cap must be > 1, got {self.ratio_cap}; 20 is usual", code=2004)
+            raise InvalidValueError(f"algorithm.ratio_cap must be > 1, got {self.ratio_cap}; 20 is usual")
 
     @abstractmethod
     def is_near(self, tokens: Tokens) -> Tensor:
@@ -58,7 +58,7 @@ class DPPO(MaskedPolicyGradient):
         super().__post_init__()
         for name, value in (("delta", self.delta), ("delta_high", self.delta_high)):
             if value is not None and not value > 0.0:
-                raise ConfigError(f"algorithm.{name} must be > 0, got {value}; 0.15 is usual for tv", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be > 0, got {value}; 0.15 is usual for tv")
 
     def is_near(self, tokens: Tokens) -> Tensor:
         measure = binary_tv if self.divergence == "tv" else binary_kl
@@ -86,9 +86,9 @@ class CPPO(MaskedPolicyGradient):
         super().__post_init__()
         for name, value in (("delta", self.delta), ("delta_b", self.delta_b)):
             if not value > 0.0:
-                raise ConfigError(f"algorithm.{name} must be > 0, got {value}; 0.2 and 0.02 are usual", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be > 0, got {value}; 0.2 and 0.02 are usual")
         if not 0.0 < self.w_min <= 1.0:
-            raise ConfigError(f"algorithm.w_min must lie in (0, 1], got {self.w_min}; 0.8 is usual", code=2004)
+            raise InvalidValueError(f"algorithm.w_min must lie in (0, 1], got {self.w_min}; 0.8 is usual")
 
     def is_near(self, tokens: Tokens) -> Tensor:
         divergence = tokens.rows.kept(binary_tv(tokens.logp, tokens.old_logp))

@@ -8,7 +8,7 @@ import torch
 
 from unirl.algorithms.shared.token_surrogates import penalized_gain
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
@@ -28,8 +28,8 @@ class DRPO(TokenAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.drpo_epsilon > 0.0:
-            raise ConfigError(
-                f"algorithm.drpo_epsilon must be > 0, got {self.drpo_epsilon}; 12.5 is usual, 0.2 for SPO", code=2004
+            raise InvalidValueError(
+                f"algorithm.drpo_epsilon must be > 0, got {self.drpo_epsilon}; 12.5 is usual, 0.2 for SPO"
             )
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unirl.algorithms.shared.aggregation import Aggregation
 from unirl.algorithms.shared.token_surrogates import bounded_gain, sequence_log_ratio
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
@@ -30,7 +30,7 @@ class GMPO(TokenAlgorithm):
         super().__post_init__()
         for name, value in (("clip_range", self.clip_range), ("clip_range_high", self.clip_range_high)):
             if value is not None and not 0.0 < value < math.inf:
-                raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value}; 0.4 is usual", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value}; 0.4 is usual")
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_range, self.clip_range if self.clip_range_high is None else self.clip_range_high

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, clipped_surrogate
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric
 
@@ -35,16 +35,13 @@ class ARGRPO(TokenAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.clip_range < 1.0:
-            raise ConfigError(
-                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; 0.2 is usual", code=2004
-            )
+            raise InvalidValueError(f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; 0.2 is usual")
         if self.clip_range_high is not None and not 0.0 < self.clip_range_high < math.inf:
-            raise ConfigError(
-                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 0.28 is usual",
-                code=2004,
+            raise InvalidValueError(
+                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 0.28 is usual"
             )
         if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ConfigError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual", code=2004)
+            raise InvalidValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual")
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_at(now.progress)

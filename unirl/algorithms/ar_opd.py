@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.algorithms.base import Part
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -35,7 +35,7 @@ class AROPD(TokenAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gap_clip is not None and not self.gap_clip > 0.0:
-            raise ConfigError(f"algorithm.gap_clip must be > 0, got {self.gap_clip}; null for no bound", code=2004)
+            raise InvalidValueError(f"algorithm.gap_clip must be > 0, got {self.gap_clip}; null for no bound")
 
     @property
     def needs(self) -> Needs:

@@ -9,7 +9,7 @@ import torch
 from unirl.algorithms.shared.aggregation import Aggregation
 from unirl.algorithms.shared.token_surrogates import soft_gate
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
@@ -29,7 +29,7 @@ class SAPO(TokenAlgorithm):
         super().__post_init__()
         for name, value in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
             if not value > 0.0:
-                raise ConfigError(f"algorithm.{name} must be > 0, got {value}; 1 and 1.05 are usual", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be > 0, got {value}; 1 and 1.05 are usual")
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         losses = soft_gate(tokens.log_ratio, tokens.advantages, self.tau_pos, self.tau_neg)

@@ -124,7 +124,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return None
 
     def kl_controller(self) -> KLController | None:
-        """Feedback from the logged `train/kl` to `TrainingProgress.kl_scale`, kept by the trainer; None: the scale stays 1."""
+        """Controller that turns the logged `train/kl` into `TrainingProgress.kl_scale`. None keeps the scale at 1."""
         return None
 
     def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:

@@ -25,7 +25,7 @@ from unirl.algorithms.shared.surrogate import (
     spread_metrics,
     weighted_sum,
 )
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, TrainingProgress
 from unirl.types.results import Metrics
@@ -92,9 +92,8 @@ class DiffusionAWM(ForwardProcess):
         check_positive(huber_power=self.huber_power)
         check_coefficients(velocity_coef=self.velocity_coef, ema_coef=self.ema_coef)
         if self.clip_range is not None and not 0.0 < self.clip_range < 1.0:
-            raise ConfigError(
-                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range:g}; write null for no clipping",
-                code=2004,
+            raise InvalidValueError(
+                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range:g}; write null for no clipping"
             )
 
     def pulls(self) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
 from unirl.algorithms.shared.forward_process import ForwardProcess, check_positive, mean_square
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
@@ -50,7 +50,7 @@ class DiffusionDPO(ForwardProcess):
         super().__post_init__()
         check_positive(beta=self.beta)
         if self.pairs_per_group < 1:
-            raise ConfigError(f"algorithm.pairs_per_group must be >= 1, got {self.pairs_per_group}", code=2004)
+            raise InvalidValueError(f"algorithm.pairs_per_group must be >= 1, got {self.pairs_per_group}")
 
     @property
     def needs(self) -> Needs:

@@ -11,7 +11,7 @@ from unirl.algorithms.base import Part
 from unirl.algorithms.shared.denoising import DenoisingLoss, log_ratio_metrics
 from unirl.algorithms.shared.kl import gaussian_kl
 from unirl.algorithms.shared.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
@@ -34,7 +34,7 @@ class DiffusionDPPO(DenoisingLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.kl_threshold >= 0.0:
-            raise ConfigError(f"algorithm.kl_threshold must be >= 0, got {self.kl_threshold}; 1e-5 is usual", code=2004)
+            raise InvalidValueError(f"algorithm.kl_threshold must be >= 0, got {self.kl_threshold}; 1e-5 is usual")
 
     def old_quantities(self) -> tuple[Quantity, ...]:
         return ("logp", "mean")

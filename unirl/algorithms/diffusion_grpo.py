@@ -17,7 +17,7 @@ from unirl.algorithms.shared.surrogate import (
     guard_log_ratio,
     ratio_metrics,
 )
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
@@ -47,14 +47,13 @@ class DiffusionGRPO(DenoisingLoss):
         super().__post_init__()
         for name, value in (("clip_range", self.clip_range), ("clip_range_high", self.clip_range_high)):
             if value is not None and not 0.0 < value < 1.0:
-                raise ConfigError(f"algorithm.{name} must lie in (0, 1), got {value}; 1e-4 is usual", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must lie in (0, 1), got {value}; 1e-4 is usual")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ConfigError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual", code=2004)
+            raise InvalidValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual")
         if self.ratio == "guard" and self.old_logp_source == "rollout":
-            raise ConfigError(
+            raise InvalidValueError(
                 "algorithm.ratio=guard compares means, which an engine does not record: it needs "
-                "algorithm.old_logp_source=replay",
-                code=2004,
+                "algorithm.old_logp_source=replay"
             )
 
     @property

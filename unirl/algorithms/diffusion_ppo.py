@@ -12,7 +12,7 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.shared.critic import OLD_VALUE, Critic
 from unirl.algorithms.shared.gae import Credit, Steps, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metrics
@@ -36,10 +36,9 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
         super().__post_init__()
         self.check_critic()
         if self.kl_in == "reward":
-            raise ConfigError(
+            raise InvalidValueError(
                 "algorithm.kl_in=reward takes the KL of one step off that step's advantage, and the advantages of "
-                "DiffusionPPO hold what later steps earn as well. Use algorithm.kl_in=loss",
-                code=2004,
+                "DiffusionPPO hold what later steps earn as well. Use algorithm.kl_in=loss"
             )
 
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:

@@ -17,7 +17,7 @@ from unirl.algorithms.shared.forward_process import (
     mean_square,
 )
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
@@ -86,9 +86,8 @@ class DiffusionRWR(ForwardProcess):
         worth = self._worth(rows, (0,))[:, 0]
         bad = ((worth < 0) & (rows.weight > 0)).nonzero().flatten().tolist()
         if bad:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"algorithm.weighting={self.weighting} weighs a sample by its {self.weighting}, and that of "
                 f"{rows.sample_ids[bad[0]]!r} is {float(worth[bad[0]]):g}: regression away from a sample has no "
-                "optimum. Use weighting=exponential, or DiffusionAWM, which takes advantages of both signs",
-                code=2020,
+                "optimum. Use weighting=exponential, or DiffusionAWM, which takes advantages of both signs"
             )

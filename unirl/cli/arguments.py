@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from unirl.config.errors import UsageError, did_you_mean
+from unirl.config.errors import ArgumentError, UsageError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,14 +25,14 @@ class Parser(argparse.ArgumentParser):
         return "examples:\n" + "".join(f"  {line}\n" for line in self.examples) + "\n" + super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}. See {self.prog} -h", code=2002)
+        raise ArgumentError(f"{self.prog}: {message}. See {self.prog} -h")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options and positionals of a command that takes no recipe settings."""
         parsed, unknown = self.parse_known_args(list(argv))
         if unknown:
             hint = did_you_mean(unknown[0], self.takes_value)
-            raise UsageError(f"{self.prog}: unknown argument '{unknown[0]}'.{hint} See {self.prog} -h", code=2002)
+            raise ArgumentError(f"{self.prog}: unknown argument '{unknown[0]}'.{hint} See {self.prog} -h")
         return parsed
 
 
@@ -81,9 +81,9 @@ def parse_recipe(parser: Parser, argv: Sequence[str], default: str | None = None
     options = parser.parse(own)
     named = [name for name in (options.recipe, options.config_name) if name]
     if len(named) == 2:
-        raise UsageError(f"{parser.prog}: two recipes are named, '{named[0]}' and '{named[1]}'; name one", code=2002)
+        raise ArgumentError(f"{parser.prog}: two recipes are named, '{named[0]}' and '{named[1]}'; name one")
     if not named and default is None:
-        raise UsageError(f"{parser.prog}: name a recipe. They are listed by `unirl recipes`", code=2001)
+        raise UsageError(f"{parser.prog}: name a recipe. They are listed by `unirl recipes`")
     return RecipeArguments((*named, default or "")[0], tuple(overrides), options)
 
 
@@ -122,7 +122,7 @@ def _setting(option: str, value: str) -> str:
 def _value_after(option: str, words: Iterator[str]) -> str:
     value = next(words, None)
     if value is None:
-        raise UsageError(f"{option} needs a value: {option} VALUE, or {option}=VALUE", code=2002)
+        raise ArgumentError(f"{option} needs a value: {option} VALUE, or {option}=VALUE")
     return value
 
 
@@ -137,7 +137,7 @@ def run_verb(
     default = next(iter(verbs))
     verb, *rest = argv if argv and not argv[0].startswith("-") else (default, *argv)
     if verb not in verbs:
-        raise UsageError(
-            f"unirl {noun}: unknown verb '{verb}'.{did_you_mean(verb, verbs)} Verbs: {', '.join(verbs)}", code=2002
+        raise ArgumentError(
+            f"unirl {noun}: unknown verb '{verb}'.{did_you_mean(verb, verbs)} Verbs: {', '.join(verbs)}"
         )
     return verbs[verb](rest)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.cli.failures import Session
-from unirl.config.errors import CheckpointError, UsageError
+from unirl.config.errors import ArgumentError, CheckpointError, InvalidValueError
 
 EXAMPLES = ("unirl ckpt ls runs/unirl/first", "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050",
             "unirl ckpt prune runs/unirl/first --keep 1 --yes")  # fmt: skip
@@ -64,7 +64,7 @@ def prune(argv: Sequence[str]) -> int:
     parser.option("--yes", action="store_true", help="do not ask")
     options = parser.parse(argv)
     if options.keep < 1:
-        raise UsageError(f"--keep must be >= 1, got {options.keep}: the last checkpoint is never deleted", code=2004)
+        raise InvalidValueError(f"--keep must be >= 1, got {options.keep}: the last checkpoint is never deleted")
     store = _store(options.run, keep=options.keep)
     doomed = store.beyond_keep()
     if not doomed:
@@ -94,5 +94,5 @@ def _problems(path: Path) -> list[str]:
 def _agreed(doomed) -> bool:
     names = ", ".join(found.path.name for found in doomed)
     if not sys.stdin.isatty():
-        raise UsageError(f"this would delete {names}; add --yes to do it", code=2002)
+        raise ArgumentError(f"this would delete {names}; add --yes to do it")
     return input(f"delete {names}? [y/N] ").strip().lower() == "y"

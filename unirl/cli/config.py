@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from unirl.cli.arguments import parse_recipe, recipe_parser, run_verb
 from unirl.cli.check import checked
 from unirl.cli.failures import Session
-from unirl.config.errors import UsageError
+from unirl.config.errors import ArgumentError
 
 EXAMPLES = (
     "unirl config show diffusion/sd3_trainside",
@@ -32,7 +32,7 @@ def why(argv: Sequence[str]) -> int:
         if argv[:1] in (["-h"], ["--help"]):
             print("examples:\n  " + EXAMPLES[2] + "\n\nusage: unirl config why KEY RECIPE [key=value ...]")
             return 0
-        raise UsageError("unirl config why: name a key, then a recipe: unirl config why KEY RECIPE", code=2002)
+        raise ArgumentError("unirl config why: name a key, then a recipe: unirl config why KEY RECIPE")
     key, *rest = argv
     arguments = parse_recipe(recipe_parser("config why", "Say who set a key.", EXAMPLES), rest)
     recipe = checked(arguments.recipe, arguments.overrides)

@@ -10,7 +10,7 @@ from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb, split_settings
 from unirl.cli.failures import Session
-from unirl.config.errors import DataError, RewardError, UsageError
+from unirl.config.errors import ArgumentError, DataError, InvalidValueError, RewardError
 
 EXAMPLES = (
     "unirl data check my_prompts.jsonl --reward ocr",
@@ -75,16 +75,16 @@ def check(argv: Sequence[str]) -> int:
 
 def _task_of_files(options: Any, settings: Sequence[str]) -> Task:
     if settings:
-        raise UsageError(f"unirl data check: '{settings[0]}' is a setting of a recipe, and none is named", code=2002)
+        raise ArgumentError(f"unirl data check: '{settings[0]}' is a setting of a recipe, and none is named")
     if not options.files:
-        raise UsageError("unirl data check: name a prompt file, or a recipe with --recipe", code=2002)
+        raise ArgumentError("unirl data check: name a prompt file, or a recipe with --recipe")
     scorer = _scorer(options.reward, options.set) if options.reward else None
     return Task(tuple(options.files), options.prompt_key, scorer)
 
 
 def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
     if options.files or options.reward:
-        raise UsageError("unirl data check: --recipe brings its own files and reward; name no others", code=2002)
+        raise ArgumentError("unirl data check: --recipe brings its own files and reward; name no others")
     from unirl.cli.check import checked
     from unirl.config.build import build
     from unirl.trainer.build import data_of
@@ -94,7 +94,7 @@ def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
     values = config.data_source.values
     files = [path for path in (values.get("data_path"), config.evaluation.data_path) if path is not None]
     if not files:
-        raise UsageError(f"recipe {options.recipe} reads no prompt file: there is nothing to check", code=2002)
+        raise ArgumentError(f"recipe {options.recipe} reads no prompt file: there is nothing to check")
     return Task(
         files=tuple(dict.fromkeys(map(str, files))),
         prompt_key=str(values.get("prompt_key", "prompt")),
@@ -178,7 +178,7 @@ def preview(argv: Sequence[str]) -> int:
     parser.option("--json", action="store_true", help="one JSON object a line, whole")
     options = parser.parse(argv)
     if options.number < 1:
-        raise UsageError(f"-n must be >= 1, got {options.number}", code=2004)
+        raise InvalidValueError(f"-n must be >= 1, got {options.number}")
     from unirl.data.datasets import load_prompts
 
     prompts = load_prompts(Path(options.file), prompt_key=options.prompt_key)

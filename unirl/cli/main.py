@@ -72,7 +72,7 @@ def _dispatch(argv: list[str], session: Session) -> int:
     command, *rest = argv
     if command not in COMMANDS:
         raise UsageError(
-            f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}", code=2001
+            f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} Commands: {', '.join(COMMANDS)}"
         )
     return import_module(f"unirl.cli.{command}").run(rest, session)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.failures import Session
-from unirl.config.errors import DivergenceError
+from unirl.config.errors import NoImprovementError
 
 RECIPE = "diffusion/quickstart"
 PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1}
@@ -107,8 +107,7 @@ def check_promise(recipe: str, scores: Sequence[dict[str, float]], overrides: Se
     """Raises DivergenceError (9003) when the recipe, as it is shipped, did not improve as it promises."""
     rise, promise = scores[-1]["eval/reward_mean"] - scores[0]["eval/reward_mean"], PROMISES.get(recipe, 0.0)
     if all(setting.lstrip("+").startswith(NEUTRAL) for setting in overrides) and rise < promise:
-        raise DivergenceError(
+        raise NoImprovementError(
             f"the held-out reward rose by {rise:.3f}, and {recipe} promises at least {promise}: "
-            "something is broken here. Please report it, with the output of `unirl env`",
-            code=9003,
+            "something is broken here. Please report it, with the output of `unirl env`"
         )

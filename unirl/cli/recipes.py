@@ -30,7 +30,7 @@ def search(argv: Sequence[str]) -> int:
     wanted = [word.lower() for word in options.words]
     found = [recipe for recipe in list_recipes() if all(word in _searchable(recipe) for word in wanted)]
     if not found and not options.json:
-        raise UsageError(f"no recipe mentions {' and '.join(options.words)}. All: unirl recipes", code=2001)
+        raise UsageError(f"no recipe mentions {' and '.join(options.words)}. All: unirl recipes")
     return _print_listing(found, options.json)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.cli.failures import Session
-from unirl.config.errors import DataError, RewardError, UsageError
+from unirl.config.errors import ArgumentError, DataError, RewardError
 from unirl.config.extras import need
 
 EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
@@ -82,7 +82,7 @@ def lint(argv: Sequence[str]) -> int:
     scorer = _scorer(options)
     request = rows_of(options, scorer.reads) if _has_rows(options) else drawn_rows(scorer.reads, options.reward)
     if len(request) < 3:
-        raise UsageError(f"unirl reward lint needs at least 3 rows that differ, got {len(request)}", code=2002)
+        raise ArgumentError(f"unirl reward lint needs at least 3 rows that differ, got {len(request)}")
     from unirl.reward.service import RewardService
     from unirl.testing.reward import check_gradient, check_reward
 
@@ -144,7 +144,7 @@ def bench(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     for name in ("items", "batch", "clients", "side"):
         if getattr(options, name) < 1:
-            raise UsageError(f"--{name} must be >= 1, got {getattr(options, name)}", code=2002)
+            raise ArgumentError(f"--{name} must be >= 1, got {getattr(options, name)}")
     from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 
     spec = RemoteRewardSpec(
@@ -218,7 +218,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UsageError(f"--set {word}: write --set key=value", code=2002)
+            raise ArgumentError(f"--set {word}: write --set key=value")
         settings[key] = yaml.safe_load(value)
     return settings
 
@@ -237,15 +237,14 @@ def rows_of(options: Namespace, reads: Sequence[str]) -> Any:
     columns: dict[str, Any] = {}
     for column in reads:
         if column not in given:
-            raise UsageError(f"{options.reward} reads {column}, which the command line has no rows of", code=2002)
+            raise ArgumentError(f"{options.reward} reads {column}, which the command line has no rows of")
         values = given[column]
         if len(values) == 1 and column in ("prompts", "metadata"):
             values = values * count
         if len(values) != count or not count:
-            raise UsageError(
+            raise ArgumentError(
                 f"{options.reward} reads {column}: give {option_of[column]} once for each of the {max(count, 1)} rows"
-                f" (it stands {len(values)} times)",
-                code=2002,
+                f" (it stands {len(values)} times)"
             )
         columns[column] = values
     names = options.image or [f"row {row}" for row in range(count)]
@@ -267,7 +266,7 @@ def _pictures(paths: Sequence[str]) -> Any:
             with Image.open(path) as image:
                 arrays.append(np.asarray(image.convert("RGB")))
         except (OSError, UnidentifiedImageError) as error:
-            raise DataError(f"--image {path} cannot be read as a picture: {error}", code=4002) from error
+            raise DataError(f"--image {path} cannot be read as a picture: {error}") from error
     sizes = {array.shape for array in arrays}
     if len(sizes) > 1:
         raise DataError(f"the pictures differ in size {sorted(sizes)}: score those of one size together")
@@ -278,9 +277,9 @@ def _mapping(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--metadata {text}: not valid JSON: {error.msg}", code=2002) from error
+        raise ArgumentError(f"--metadata {text}: not valid JSON: {error.msg}") from error
     if not isinstance(value, dict):
-        raise UsageError(f'--metadata {text}: a JSON object is needed, such as \'{{"answer": "4"}}\'', code=2002)
+        raise ArgumentError(f'--metadata {text}: a JSON object is needed, such as \'{{"answer": "4"}}\'')
     return value
 
 
@@ -300,10 +299,9 @@ def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
 
     drawable = {"images", "prompts"}
     if not set(reads) <= drawable:
-        raise UsageError(
+        raise ArgumentError(
             f"{name} reads {', '.join(sorted(set(reads) - drawable))}, which cannot be drawn: give rows of your own "
-            "(--prompt, --text, --metadata)",
-            code=2002,
+            "(--prompt, --text, --metadata)"
         )
     pictures = []
     for number, (word, color) in enumerate(zip(WORDS, COLORS, strict=True)):

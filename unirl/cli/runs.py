@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from unirl.cli.failures import Session, failure_of
-from unirl.config.errors import ConfigError, UsageError
+from unirl.config.errors import InvalidValueError, UsageError
 
 if TYPE_CHECKING:
     from unirl.config.layers import Tree
@@ -48,7 +48,7 @@ def open_saved(saved: SavedRun, out: Path, session: Session) -> Iterator[Trainer
     try:
         run = RunDirectory(out, identity)
     except RunDirectoryError as error:
-        raise ConfigError(str(error), code=2004) from error
+        raise InvalidValueError(str(error)) from error
     with _trainer(saved.recipe, data, Tracker(run), session) as trainer:
         yield trainer
 
@@ -104,9 +104,7 @@ def saved_run(path: str, overrides: Sequence[str] = (), settings: Tree | None = 
     from unirl.train.backend.checkpoint import open_checkpoint
 
     if not Path(path).is_dir():
-        raise UsageError(
-            f"{path}: there is no such folder. Give a run (runs/<project>/<name>) or a checkpoint", code=2001
-        )
+        raise UsageError(f"{path}: there is no such folder. Give a run (runs/<project>/<name>) or a checkpoint")
     found = open_checkpoint(path)
     file = found.path / "trainer.json"
     tree = json.loads(file.read_text())["recipe"] | {"resume": "none", "scale": "full"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, split_settings
 from unirl.cli.failures import Session
-from unirl.config.errors import UsageError
+from unirl.config.errors import ArgumentError
 
 if TYPE_CHECKING:
     from unirl.data.datasets import Prompt
@@ -71,7 +71,7 @@ def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     prompts = [Prompt(text=text, prompt_id="") for text in texts]
     prompts += load_prompts(file) if file is not None else ()
     if not prompts:
-        raise UsageError('unirl sample: what shall be drawn? Give -p "a prompt", or --prompts FILE', code=2002)
+        raise ArgumentError('unirl sample: what shall be drawn? Give -p "a prompt", or --prompts FILE')
     check_images(prompts)
     return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 

@@ -70,8 +70,7 @@ def _check_domain(recipe: str, domain: str | None) -> None:
     if domain and other != domain:
         raise UsageError(
             f"'{recipe}' is a recipe of the domain '{other}', and this is the entrypoint of '{domain}'. "
-            f"Run: python -m unirl.train_{other} --config-name={recipe}",
-            code=2001,
+            f"Run: python -m unirl.train_{other} --config-name={recipe}"
         )
 
 

@@ -10,7 +10,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean
+from unirl.config.errors import (
+    BlockValueError,
+    ConfigError,
+    IncompatibleError,
+    InvalidValueError,
+    UnknownKeyError,
+    did_you_mean,
+)
 from unirl.config.hints import WRITE_INSTEAD
 from unirl.config.node import Node
 from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
@@ -44,10 +51,9 @@ def build(node: Node, **wired: Any) -> Any:
     """The object of a node. `wired` offers parameters by name; every class below takes those that it asks for."""
     missing = [name for name, needed in node.schema.wired.items() if needed and name not in wired]
     if missing:
-        raise ConfigError(
+        raise IncompatibleError(
             f"{node.path}: {node.target} asks the trainer for {', '.join(missing)}, "
-            f"which is not offered here (offered: {', '.join(sorted(wired)) or 'nothing'})",
-            code=2020,
+            f"which is not offered here (offered: {', '.join(sorted(wired)) or 'nothing'})"
         )
     given = {name: wired[name] for name in node.schema.wired if name in wired}
     return _call(node, given | _arguments(node, wired))
@@ -75,10 +81,10 @@ def _call(node: Node, arguments: Mapping[str, Any], where: Callable[[str], str] 
         return node.schema.target(**arguments)
     except ValueError as error:
         path, message = _located(str(error), node)
-        if type(error) is ConfigError:
-            raise ConfigError(message + where(path), code=error.code) from error
+        if isinstance(error, ConfigError) and not isinstance(error, UnknownKeyError):
+            raise type(error)(message + where(path)) from error
         if type(error) is ValueError and (node.schema.is_value or path != node.path):
-            raise ConfigError(message + where(path), code=2004) from error
+            raise InvalidValueError(message + where(path)) from error
         raise
 
 
@@ -93,7 +99,9 @@ def _located(message: str, node: Node) -> tuple[str, str]:
 
 def _read_node(value: Any, expected: Any, place: Place) -> Node:
     if not isinstance(value, dict):
-        raise place.error(f"{place.path} is a block of keys, got {show(value)}", 2005, _keys_of(value, expected, place))
+        raise place.error(
+            f"{place.path} is a block of keys, got {show(value)}", BlockValueError, _keys_of(value, expected, place)
+        )
     schema = _schema(value, expected, place)
     _refuse_special(value, place)
     _refuse_unknown(value, schema, place)
@@ -123,7 +131,7 @@ def _schema(tree: Mapping[str, Any], expected: Any, place: Place) -> Schema:
     if SPECIAL not in tree:
         if is_config(expected) and expected is not Node:
             return schema_of(expected)
-        raise place.error(f"{place.path} needs a _target_: the class to make", code=2003)
+        raise place.error(f"{place.path} needs a _target_: the class to make")
     target = find_target(tree[SPECIAL], place.path, place.plugins)
     schema = schema_of(target)
     _check_fits(schema, expected, place)
@@ -140,7 +148,8 @@ def _check_fits(schema: Schema, expected: Any, place: Place) -> None:
         lacks = [] if issubclass(schema.owner, expected) else [f"base {expected.__name__}"]
     if lacks:
         raise place.error(
-            f"{place.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}", code=2004
+            f"{place.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}",
+            InvalidValueError,
         )
 
 
@@ -158,7 +167,7 @@ def _read_key(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
     if key.name in tree and tree[key.name] != "???":
         return read(tree[key.name], key.annotation, below)
     if key.default is REQUIRED:
-        raise place.error(f"{below.path} is required and not set", 2003, f" Write {below.path}=...")
+        raise place.error(f"{below.path} is required and not set", way_out=f" Write {below.path}=...")
     return _default(key, below)
 
 
@@ -191,9 +200,9 @@ def _keys_of(value: Any, expected: Any, place: Place) -> str:
 def _refuse_special(tree: Mapping[str, Any], place: Place) -> None:
     for name in tree:
         if not isinstance(name, str):
-            raise place.error(f"{place.path}: the key {name!r} must be text", code=2003)
+            raise place.error(f"{place.path}: the key {name!r} must be text")
         if name.startswith("_") and name != SPECIAL:
-            raise place.error(f"{_join(place.path, name)}: the only special key is _target_", 2003, " Remove it")
+            raise place.error(f"{_join(place.path, name)}: the only special key is _target_", way_out=" Remove it")
 
 
 def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, place: Place) -> None:

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.errors import ConfigError, InvalidValueError, did_you_mean
 from unirl.config.interpolation import one_line, resolve
 from unirl.config.layers import Layer, Origin, Tree, fold, get, join, origins, put
 from unirl.config.overrides import command_line_layer
@@ -111,9 +111,7 @@ def _base_of(defaults: Any, path: Path) -> Path | None:
         return None
     is_form = isinstance(defaults, list) and len(defaults) == 2 and defaults[1] == "_self_"
     if not is_form or not isinstance(defaults[0], str) or not defaults[0].isidentifier():
-        raise ConfigError(
-            f"{path.name}: defaults={defaults} must be [<one recipe of the same domain>, _self_]", code=2004
-        )
+        raise InvalidValueError(f"{path.name}: defaults={defaults} must be [<one recipe of the same domain>, _self_]")
     folders = (path.parent, *(folder / path.parent.name for folder in search_path()))
     for folder in folders:
         base = folder / f"{defaults[0]}.yaml"
@@ -130,9 +128,9 @@ def _read(path: Path) -> Tree:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}", code=2004) from error
+        raise InvalidValueError(f"{path}: not readable as YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of blocks, got {type(tree).__name__}", code=2004)
+        raise InvalidValueError(f"{path}: a recipe is a mapping of blocks, got {type(tree).__name__}")
     return {str(key): value for key, value in tree.items()}
 
 

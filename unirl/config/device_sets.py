@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, InvalidValueError
 from unirl.config.recipe import MAX_DEVICES, Where
-
-GEOMETRY, UNSUPPORTED = 2010, 2020
-"""Codes of errors: counts that do not fit, and what cannot work together."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +57,18 @@ def device_set_at(role: str, where: Where, num_devices: int) -> DeviceSet:
         found += range(first, last + 1)
     twice = sorted(index for index, count in Counter(found).items() if count > 1)
     if twice:
-        raise ConfigError(f"placement.{role}={show(where)} names device {twice[0]} twice", code=GEOMETRY)
+        raise GeometryError(f"placement.{role}={show(where)} names device {twice[0]} twice")
     return DeviceSet("device", tuple(sorted(found)))
 
 
 def _cpu_device_set(role: str, where: Where, count: int) -> DeviceSet:
     if role != "reward":
-        raise ConfigError(
+        raise IncompatibleError(
             f"placement.{role}={where}: only reward leaves the devices (where there is no GPU, a device is a CPU "
-            f"process). Write {role}: all, or devices such as 0-3",
-            code=UNSUPPORTED,
+            f"process). Write {role}: all, or devices such as 0-3"
         )
     if count < 1:
-        raise ConfigError(f"placement.{role}={where}: that is no process. Write cpu, or cpu x2", code=2004)
+        raise InvalidValueError(f"placement.{role}={where}: that is no process. Write cpu, or cpu x2")
     return DeviceSet("cpu", tuple(range(count)))
 
 
@@ -82,13 +78,12 @@ def _ranges(role: str, where: Where) -> Iterator[tuple[int, int]]:
     for piece in str(where).split(",") if pieces is None else pieces:
         match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", piece.strip(), re.ASCII)
         if not match:
-            raise ConfigError(
-                f"placement.{role}={show(where)} is no place. Write devices (0-3, or 0,2, or 3), all{_words_of(role)}",
-                code=2004,
+            raise InvalidValueError(
+                f"placement.{role}={show(where)} is no place. Write devices (0-3, or 0,2, or 3), all{_words_of(role)}"
             )
         yield int(match[1]), int(match[2] or match[1])
     if pieces == []:
-        raise ConfigError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all", code=2004)
+        raise InvalidValueError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all")
 
 
 def _words_of(role: str) -> str:
@@ -97,15 +92,11 @@ def _words_of(role: str) -> str:
 
 def _check_range(role: str, where: Where, first: int, last: int, num_devices: int) -> None:
     if last < first:
-        raise ConfigError(
-            f"placement.{role}={show(where)} runs backwards: write {last}-{first}",
-            code=GEOMETRY,
-        )
+        raise GeometryError(f"placement.{role}={show(where)} runs backwards: write {last}-{first}")
     if last >= num_devices:
-        raise ConfigError(
+        raise GeometryError(
             f"placement.{role}={show(where)} names device {last}, and num_devices={num_devices} has only "
-            f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices that there are",
-            code=GEOMETRY,
+            f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices that there are"
         )
 
 
@@ -167,7 +158,7 @@ def num_named(placement: Mapping[str, Any]) -> int:
 
 
 def _named_device_sets(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
-    """The device_sets of the roles that are placed by number; none if one of them cannot be read, which is said later."""
+    """The device sets of roles placed by number. Empty if one cannot be read: the check that follows reports it."""
     try:
         return {
             role: device_set_at(role, place, MAX_DEVICES) for role, place in placement.items() if _is_numbered(place)
@@ -226,9 +217,8 @@ def _whole_devices(fraction: Any, num_devices: int) -> int | None:
     numeric = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
     devices = fraction * num_devices if numeric else 0
     if devices != round(devices) or not 0 < devices < num_devices:
-        raise ConfigError(
+        raise GeometryError(
             f"train_fraction={fraction} of num_devices={num_devices} is no whole number of devices that leaves some "
-            f"for rollout. Write where the roles are instead, such as {example(num_devices)}",
-            code=GEOMETRY,
+            f"for rollout. Write where the roles are instead, such as {example(num_devices)}"
         )
     return int(devices)

@@ -1,42 +1,62 @@
-"""The errors a user can fix: each has a code of the catalogue and the exit status of the process.
+"""The errors a user can fix: one class per code of the catalogue, grouped by the exit status of the process.
 
-    UniRLError
-      UsageError 2 (ConfigError)  DependencyError 3   DataError 4        ResourceError 5    RewardError 6
-      CheckpointError 7            StallError 8        DivergenceError 9  WorkerError 10 (SyncError)
-      Preempted 75
-      Interrupted 130
+    2 UsageError, ConfigError    5 ResourceError      8 StallError             75 Preempted
+    3 DependencyError            6 RewardError        9 DivergenceError        130 Interrupted
+    4 DataError                  7 CheckpointError    10 WorkerError
 
-A message names the thing, its value, the rule and the way out; the command line prints
-`report(error)` and no traceback.
+A message names the thing, its value, the rule and the way out. The command line prints `report(error)` without a
+traceback.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
-from typing import ClassVar
+from typing import ClassVar, Self, TypeVar
+
+ErrorT = TypeVar("ErrorT", bound="UniRLError")
 
 
 class UniRLError(ValueError):
-    """What a user can fix. `str(error)` is the message; `error.code` and `error.exit_status` classify it."""
+    """Something that a user can fix. `str(error)` is the message; each code of the catalogue has a subclass."""
 
-    default_code: ClassVar[int] = 1001
+    code: ClassVar[int] = 1001
     exit_status: ClassVar[int] = 1
 
-    def __init__(self, message: str, code: int | None = None) -> None:
-        super().__init__(message)
-        self.code = self.default_code if code is None else code
+    @classmethod
+    def of_code(cls, code: int) -> type[Self]:
+        """The subclass with this code, for errors that arrive as data; this class where there is none."""
+        kinds = {kind.code: kind for kind in (*_below(cls), cls)}
+        return kinds.get(code, cls)
+
+
+def _below(kind: type[ErrorT]) -> Iterator[type[ErrorT]]:
+    """Every class below `kind`, the deepest first."""
+    for child in kind.__subclasses__():
+        yield from _below(child)
+        yield child
+
+
+# 2: usage and configuration
 
 
 class UsageError(UniRLError):
-    """The command line asks for something that does not exist (unknown recipe, command or option)."""
+    """The command line names something that does not exist (a recipe, a command, an option)."""
 
-    default_code = 2001
+    code = 2001
     exit_status = 2
 
 
-class ConfigError(UsageError):
-    """The recipe, with its overrides, breaks a rule."""
+class ArgumentError(UsageError):
+    """The arguments of a command are missing, unknown, or contradict each other."""
 
-    default_code = 2003
+    code = 2002
+
+
+class ConfigError(UsageError):
+    """The recipe, with its overrides, breaks a rule: an unknown or a missing key, where no class below says more."""
+
+    code = 2003
 
 
 class UnknownKeyError(ConfigError):
@@ -49,79 +69,196 @@ class UnknownKeyError(ConfigError):
         """Whether the message already says what to write instead."""
 
 
+class InvalidValueError(ConfigError):
+    """A value of the wrong type or outside its range, or text that cannot be read as YAML."""
+
+    code = 2004
+
+
+class BlockValueError(ConfigError):
+    """A single value in place of a block of keys."""
+
+    code = 2005
+
+
+class GeometryError(ConfigError):
+    """Counts of prompts, samples, updates or devices that do not divide."""
+
+    code = 2010
+
+
+class IncompatibleError(ConfigError):
+    """Settings or parts that cannot work together."""
+
+    code = 2020
+
+
+class UnsafeTargetError(ConfigError):
+    """A `_target_` or a plugin that a recipe may not name."""
+
+    code = 2030
+
+
+class ExposedServerError(UsageError):
+    """A server that would listen beyond this machine without a token."""
+
+    code = 2040
+
+
+# 3: environment
+
+
 class DependencyError(UniRLError):
     """A package, extra or device that this run needs is missing."""
 
-    default_code = 3001
+    code = 3001
     exit_status = 3
 
 
-class DataError(UniRLError):
-    """Data or a model is not found or invalid."""
+class UnsupportedEnvironmentError(DependencyError):
+    """A library is too old, or cannot work where it is installed."""
 
-    default_code = 4002
+    code = 3002
+
+
+class AddressError(DependencyError):
+    """Nothing answers at an address, or it is taken."""
+
+    code = 3003
+
+
+# 4: data and models
+
+
+class DataError(UniRLError):
+    """Data or a model is invalid."""
+
+    code = 4002
     exit_status = 4
+
+
+class NotFoundError(DataError):
+    """Data or a model is not where it should be."""
+
+    code = 4001
+
+
+class UnreadableFileError(DataError):
+    """A media file cannot be read."""
+
+    code = 4003
+
+
+# 5: resources
 
 
 class ResourceError(UniRLError):
     """Not enough memory, devices or disk."""
 
-    default_code = 5001
+    code = 5001
     exit_status = 5
+
+
+# 6: rewards
 
 
 class RewardError(UniRLError):
     """A reward failed, and its budget is spent."""
 
-    default_code = 6002
+    code = 6002
     exit_status = 6
 
 
-class CheckpointError(UniRLError):
-    """A checkpoint or its storage is unusable."""
+class RewardUnreachableError(RewardError):
+    """A reward service or judge does not answer."""
 
-    default_code = 7001
+    code = 6001
+
+
+class InvalidScoreError(RewardError):
+    """A score that is not finite, or scores that cannot teach anything."""
+
+    code = 6003
+
+
+# 7: checkpoints
+
+
+class CheckpointError(UniRLError):
+    """A checkpoint is damaged or unusable."""
+
+    code = 7001
     exit_status = 7
 
 
-class StallError(UniRLError):
-    """Something that was waited for did not come before its deadline."""
+class ResumeError(CheckpointError):
+    """A checkpoint that does not belong to the run that would continue it."""
 
-    default_code = 8001
+    code = 7002
+
+
+class StorageError(CheckpointError):
+    """The storage of checkpoints cannot be used: no space, no lock, no right to write."""
+
+    code = 7003
+
+
+# 8 to 10: while a run is under way
+
+
+class StallError(UniRLError):
+    """A wait went past its deadline."""
+
+    code = 8001
     exit_status = 8
 
 
 class DivergenceError(UniRLError):
     """Training is no longer finite."""
 
-    default_code = 9001
+    code = 9001
     exit_status = 9
+
+
+class ParityError(DivergenceError):
+    """The engine that sampled and the trainer that replays compute different log-probabilities."""
+
+    code = 9002
+
+
+class NoImprovementError(DivergenceError):
+    """A quick start, as it is shipped, did not improve as it promises."""
+
+    code = 9003
 
 
 class WorkerError(UniRLError):
     """A worker was lost."""
 
-    default_code = 10001
+    code = 10001
     exit_status = 10
 
 
 class SyncError(WorkerError):
     """Weights that an engine should sample from did not arrive as they were sent."""
 
-    default_code = 10002
+    code = 10002
+
+
+# Stopped early, with a checkpoint
 
 
 class Preempted(UniRLError):
     """Stopped early with a checkpoint saved: please requeue."""
 
-    default_code = 75
+    code = 75
     exit_status = 75
 
 
 class Interrupted(UniRLError):
     """Stopped by the user (Ctrl-C) with a checkpoint saved."""
 
-    default_code = 130
+    code = 130
     exit_status = 130
 
 

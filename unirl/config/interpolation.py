@@ -24,15 +24,14 @@ def resolve(tree: Tree, where: Callable[[str], str] = lambda path: "") -> Tree:
         for name in _RESOLVER.findall(str(value)):
             if name != "oc.env":
                 message = f"{path}={value}: '{name}:' is not allowed. Use ${{key}} or ${{oc.env:NAME,default}}"
-                raise ConfigError(message + where(path), code=2003)
+                raise ConfigError(message + where(path))
     try:
         return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         path = str(error.full_key or "")
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{path}: {reason}{where(path)}. A reference names a key that the recipe itself writes, or oc.env",
-            code=2003,
+            f"{path}: {reason}{where(path)}. A reference names a key that the recipe itself writes, or oc.env"
         ) from error
 
 

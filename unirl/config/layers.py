@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import BlockValueError
 from unirl.config.recipe import RecipeConfig
 
 DEFAULT_TARGETS = {block.name: block.metadata["target"] for block in fields(RecipeConfig) if "target" in block.metadata}
@@ -122,7 +122,7 @@ def _merge(below: Any, above: Any, path: str) -> Any:
     if not isinstance(above, dict):
         return above
     if isinstance(below, list):
-        raise ConfigError(f"{path} is a list of {len(below)}: write it whole, {path}=[...]", code=2005)
+        raise BlockValueError(f"{path} is a list of {len(below)}: write it whole, {path}=[...]")
     return _merge_mappings(below if isinstance(below, dict) else {}, above, path)
 
 

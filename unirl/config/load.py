@@ -67,7 +67,7 @@ class Recipe:
         found = get(self.resolved(), path, missing)
         if found is missing:
             hint = did_you_mean(path, [key for key, _ in leaves(self.resolved())])
-            raise ConfigError(f"no key '{path}' in {self.file.name}.{hint}", code=2003)
+            raise ConfigError(f"no key '{path}' in {self.file.name}.{hint}")
         return found
 
 

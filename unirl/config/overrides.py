@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.layers import DELETED, Layer, Tree, fold, get, join, put
 
 COMMAND_LINE = "command line"
@@ -34,14 +34,13 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
 def _read_override(text: str) -> tuple[str, Any]:
     """Key path and value of one override; DELETED for `~key`."""
     if "=" not in text and not text.startswith("~"):
-        raise ConfigError(f"'{text}' sets nothing: write key=value", code=2003)
+        raise ConfigError(f"'{text}' sets nothing: write key=value")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
-        raise ConfigError(
+        raise InvalidValueError(
             f"cannot read the override '{text}': {str(error).splitlines()[0]}. Text with blanks or special characters "
-            "goes in quotes within quotes: 'key=\"some text\"'",
-            code=2004,
+            "goes in quotes within quotes: 'key=\"some text\"'"
         ) from error
     return _path_of(override, text), _value_of(override, text)
 
@@ -49,9 +48,9 @@ def _read_override(text: str) -> tuple[str, Any]:
 def _path_of(override: Override, text: str) -> str:
     path = override.key_or_group
     if override.package is not None or "/" in path:
-        raise ConfigError(f"'{text}' selects a group: set the key itself, as block.key=value", code=2003)
+        raise ConfigError(f"'{text}' selects a group: set the key itself, as block.key=value")
     if not all(path.split(".")):
-        raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height", code=2003)
+        raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height")
     return path
 
 
@@ -59,7 +58,7 @@ def _value_of(override: Override, text: str) -> Any:
     if override.is_delete():
         return DELETED
     if override.is_sweep_override():
-        raise ConfigError(f"'{text}' gives several values: one run takes one; a list is written [1,2]", code=2004)
+        raise InvalidValueError(f"'{text}' gives several values: one run takes one; a list is written [1,2]")
     return _plain(override.value())
 
 
@@ -76,7 +75,7 @@ def _check_deletable(path: str, current: Tree, text: str) -> None:
     missing = object()
     if get(current, path, missing) is missing:
         known = [key for key, _ in _all_paths(current)]
-        raise ConfigError(f"'{text}': the recipe does not write '{path}'.{did_you_mean(path, known)}", code=2003)
+        raise ConfigError(f"'{text}': the recipe does not write '{path}'.{did_you_mean(path, known)}")
 
 
 def _check_settable(path: str, value: Any, current: Tree) -> None:
@@ -86,10 +85,9 @@ def _check_settable(path: str, value: Any, current: Tree) -> None:
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]
         first = "path" if "path" in keys else keys[0]
-        raise ConfigError(
+        raise BlockValueError(
             f"{path}={value} would replace the block '{path}' (keys {', '.join(keys)}) by a single value. "
-            f"Set one of its keys: {path}.{first}={value}",
-            code=2005,
+            f"Set one of its keys: {path}.{first}={value}"
         )
 
 

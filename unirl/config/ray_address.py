@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from unirl.config.errors import DependencyError
+from unirl.config.errors import AddressError
 
-UNREACHABLE = 3003
 CONNECT_S = 2.0
 WAYS = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
 
@@ -21,14 +20,11 @@ def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
-        raise DependencyError(
+        raise AddressError(
             f"RAY_ADDRESS={address} is not HOST:PORT of a head node, as `ray start --head` prints it. {WAYS}. "
-            "Ray Client (ray://...) is not supported: start the run on a node of the cluster",
-            code=UNREACHABLE,
+            "Ray Client (ray://...) is not supported: start the run on a node of the cluster"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
-        raise DependencyError(
-            f"RAY_ADDRESS={address}: nothing answers there ({error}). {WAYS}", code=UNREACHABLE
-        ) from error
+        raise AddressError(f"RAY_ADDRESS={address}: nothing answers there ({error}). {WAYS}") from error

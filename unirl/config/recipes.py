@@ -86,7 +86,7 @@ def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return RecipeFile(_name_of(path), path.resolve())
-    raise UsageError(_not_found(name, known), code=2001)
+    raise UsageError(_not_found(name, known))
 
 
 def _name_of(path: Path) -> str:

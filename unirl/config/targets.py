@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from unirl.config.errors import ConfigError, DependencyError, did_you_mean
+from unirl.config.errors import ConfigError, DependencyError, UnsafeTargetError, did_you_mean
 
 OWN_PACKAGE = "unirl"
 
@@ -28,7 +28,7 @@ def check_plugins(plugins: Sequence[str]) -> None:
     for name in plugins:
         standard = name.partition(".")[0] in sys.stdlib_module_names
         if standard or not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"plugins may not name '{name}': give the package of your own classes", code=2030)
+            raise UnsafeTargetError(f"plugins may not name '{name}': give the package of your own classes")
 
 
 def find_target(dotted: object, path: str, plugins: Sequence[str] = ()) -> Callable[..., Any]:
@@ -38,9 +38,9 @@ def find_target(dotted: object, path: str, plugins: Sequence[str] = ()) -> Calla
         ConfigError: 2030 when the name may not be used, 2003 when an allowed package does not have it.
     """
     if not isinstance(dotted, str) or not _NAME.fullmatch(dotted) or "__" in dotted:
-        raise ConfigError(f"{path}._target_={dotted!r} is not the dotted name of a class", code=2030)
+        raise UnsafeTargetError(f"{path}._target_={dotted!r} is not the dotted name of a class")
     if not _allowed(dotted, plugins):
-        raise ConfigError(_not_allowed(dotted, path, plugins), code=2030)
+        raise UnsafeTargetError(_not_allowed(dotted, path, plugins))
     module, names = _import_longest(dotted, path, plugins)
     return _find_in(module, names, dotted, path, plugins)
 
@@ -78,7 +78,7 @@ def _import(name: str, path: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{path}._target_: there is no package '{error.name}' here", code=2030) from error
+            raise UnsafeTargetError(f"{path}._target_: there is no package '{error.name}' here") from error
         raise DependencyError(f"{path}._target_={name}... needs '{error.name}': pip install {error.name}") from error
 
 
@@ -87,16 +87,16 @@ def _find_in(
 ) -> Callable[..., Any]:
     found = vars(module).get(names[0]) if names else None
     if names and found is None:
-        raise ConfigError(_no_such_name(module, names[0], dotted, path), code=2003)
+        raise ConfigError(_no_such_name(module, names[0], dotted, path))
     if not inspect.isclass(found) or not _allowed(found.__module__, plugins) or len(names) > 2:
-        raise ConfigError(_not_a_class(dotted, path), code=2030)
+        raise UnsafeTargetError(_not_a_class(dotted, path))
     return found if len(names) == 1 else _classmethod(found, names[1], dotted, path, plugins)
 
 
 def _classmethod(cls: type, name: str, dotted: str, path: str, plugins: Sequence[str]) -> Callable[..., Any]:
     method = inspect.getattr_static(cls, name, None)
     if not isinstance(method, classmethod) or not _allowed(method.__func__.__module__, plugins):
-        raise ConfigError(_not_a_class(dotted, path), code=2030)
+        raise UnsafeTargetError(_not_a_class(dotted, path))
     return method.__get__(None, cls)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Place:
         """The place of a key, or of an item, of this value."""
         return Place(f"{self.path}.{key}" if self.path else str(key), self.where, self.plugins, self.read_node)
 
-    def error(self, message: str, code: int, way_out: str = "") -> ConfigError:
-        """A ConfigError that says where the value was written, and then the way out."""
-        return ConfigError(f"{message}{self.where(self.path)}.{way_out}".removesuffix("."), code=code)
+    def error(self, message: str, kind: type[ConfigError] = ConfigError, way_out: str = "") -> ConfigError:
+        """An error that says where the value was written, and then the way out."""
+        return kind(f"{message}{self.where(self.path)}.{way_out}".removesuffix("."))
 
 
 def read(value: Any, annotation: Any, place: Place) -> Any:
@@ -86,7 +86,7 @@ def _unwrap(annotation: Any) -> Any:
 
 
 def _wrong(value: Any, wanted: str, place: Place, way_out: str = "") -> ConfigError:
-    return place.error(f"{place.path} must be {wanted}, got {show(value)} ({_kind(value)})", 2004, way_out)
+    return place.error(f"{place.path} must be {wanted}, got {show(value)} ({_kind(value)})", InvalidValueError, way_out)
 
 
 def _kind(value: Any) -> str:
@@ -147,7 +147,7 @@ def _read_none(value: Any, annotation: Any, place: Place) -> None:
 def _read_anything(value: Any, annotation: Any, place: Place) -> Any:
     if isinstance(value, dict) and "_target_" in value:
         raise place.error(
-            f"{place.path} is plain data, of which nothing is made: it has no _target_", 2003, " Remove it"
+            f"{place.path} is plain data, of which nothing is made: it has no _target_", way_out=" Remove it"
         )
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -181,7 +181,7 @@ def _read_union(value: Any, annotation: Any, place: Place) -> Any:
 
 def _best_problem(value: Any, annotation: Any, problems: list[ConfigError], place: Place) -> ConfigError:
     """For a block, what the first class that could be meant says; otherwise all members by name."""
-    about_keys = [problem for problem in problems if problem.code != 2005 and problem.code != 2004]
+    about_keys = [problem for problem in problems if not isinstance(problem, (BlockValueError, InvalidValueError))]
     if isinstance(value, dict):
         return (about_keys or problems)[0]
     return _wrong(value, spell(annotation), place)

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
-from unirl.config.errors import CheckpointError
+from unirl.config.errors import ResumeError
 from unirl.data.buckets import Size, by_size, next_due, with_sizes
 from unirl.data.datasets import Prompt, load_prompts, with_recorded
 from unirl.data.images import Looks, check_images, digest_of
@@ -126,11 +126,10 @@ class PromptSource(ABC):
     def load_state_dict(self, state: State) -> None:
         """Raises CheckpointError (7002) when the prompts are not those that the checkpoint was made with."""
         if state["fingerprint"] != self.fingerprint:
-            raise CheckpointError(
+            raise ResumeError(
                 f"the data changed since the checkpoint: {len(self.prompts)} prompts now, {state['prompts']} then, or "
                 "their texts, pictures or sizes differ, so the order of draws would be another. Restore the data file, "
-                "or start a new run",
-                code=7002,
+                "or start a new run"
             )
         self.cursors = dict(zip(self.draws, map(int, state["cursors"]), strict=True))
 

@@ -116,7 +116,7 @@ def _to_prompt(file: Path, index: int, item: Item, prompt_key: str) -> Prompt:
     try:
         parsed = parse_item(item.value, prompt_key=prompt_key, folder=file.resolve().parent)
     except BadItem as error:
-        refuse(file, item, str(error), error.code)
+        refuse(file, item, str(error), error.kind)
     prompt_id = parsed.prompt_id or f"{file.name}:{index}"
     return Prompt(
         text=parsed.text,

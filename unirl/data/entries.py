@@ -24,10 +24,10 @@ class Item:
     value: object
 
 
-def refuse(file: Path, item: Item, why: str, code: int = 4002) -> NoReturn:
+def refuse(file: Path, item: Item, why: str, kind: type[DataError] = DataError) -> NoReturn:
     """Raises DataError."""
     source = item.source if len(item.source) <= SHOWN else item.source[:SHOWN] + " ..."
-    raise DataError(f"{file}:{item.line}: {why}\n  found: {source!a}", code)
+    raise kind(f"{file}:{item.line}: {why}\n  found: {source!a}")
 
 
 def attempt(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:

@@ -120,7 +120,7 @@ def _problems(prompts: Sequence[Prompt], found: Mapping[str, Look | DataError]) 
         looks = [found[ref.uri] for ref in prompt.images]
         why = next((look for look in looks if isinstance(look, DataError)), None) or _misplaced(prompt)
         if why is not None:
-            yield DataError(f"{prompt.origin}: prompt {prompt.prompt_id!r}: {why}", why.code)
+            yield type(why)(f"{prompt.origin}: prompt {prompt.prompt_id!r}: {why}")
 
 
 def _misplaced(prompt: Prompt) -> DataError | None:

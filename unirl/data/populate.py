@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unirl.config.errors import DataError, UsageError, did_you_mean
+from unirl.config.errors import ArgumentError, DataError, NotFoundError, did_you_mean
 from unirl.config.extras import need
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images
@@ -18,7 +18,6 @@ from unirl.data.schema import CONDITION
 from unirl.models.images import IMAGE_MARK
 
 Row = Mapping[str, Any]
-NOT_FOUND = 4001
 PNG = b"\x89PNG"
 BOXED = r"Put the final answer in \boxed{}."
 LETTER = "Answer with the letter."
@@ -117,7 +116,7 @@ SETS: Mapping[str, PublicSet] = {
 def find_set(name: str) -> PublicSet:
     """The set called `name`. Raises UsageError naming the others."""
     if name not in SETS:
-        raise UsageError(f"no public set {name!r}.{did_you_mean(name, SETS)} There are {', '.join(SETS)}", code=2002)
+        raise ArgumentError(f"no public set {name!r}.{did_you_mean(name, SETS)} There are {', '.join(SETS)}")
     return SETS[name]
 
 
@@ -138,7 +137,7 @@ def populate(
     targets = {split: folder / f"{split}.jsonl" for split in found.files}
     for target in targets.values():
         if target.exists() and not overwrite:
-            raise UsageError(f"{target} exists. Add --overwrite to replace it, or give another --out", code=2002)
+            raise ArgumentError(f"{target} exists. Add --overwrite to replace it, or give another --out")
     for split, target in targets.items():
         source = _fetch(found, split, endpoint, revision)
         _write(target, _lines(found, source, Pictures(folder / PICTURES, split)))
@@ -173,10 +172,9 @@ def _fetch(found: PublicSet, split: str, endpoint: str | None, revision: str | N
     try:
         return Path(hf_hub_download(found.repo, file, repo_type="dataset", endpoint=endpoint, revision=revision))
     except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise DataError(
+        raise NotFoundError(
             f"{found.repo}: {file} cannot be had ({type(error).__name__}: {str(error).splitlines()[0]}). Connect, or "
-            "name a mirror with --endpoint URL or HF_ENDPOINT",
-            code=NOT_FOUND,
+            "name a mirror with --endpoint URL or HF_ENDPOINT"
         ) from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
+from unirl.config.errors import DataError, UnreadableFileError
 from unirl.models.loading.remote_files import REMOTE_SCHEMES
 from unirl.types.primitives import MediaRef, RecordedRole
 
@@ -30,9 +31,9 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 class BadItem(ValueError):
     """An entry that breaks the schema; the caller knows the file and the line."""
 
-    def __init__(self, message: str, code: int = 4002) -> None:
+    def __init__(self, message: str, kind: type[DataError] = DataError) -> None:
         super().__init__(message)
-        self.code = code
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def _media_ref(entry: object, folder: Path) -> MediaRef:
         raise BadItem(f"media with modality {modality!r} and role {role!r} is not supported; only {known}")
     uri = _uri(_text(entry["uri"], "'uri'"), folder)
     if role in RECORDED_ROLES and not os.path.isfile(uri):
-        raise BadItem(f"the {role} picture {uri} is no file; recorded pictures are files of this machine", 4003)
+        raise BadItem(
+            f"the {role} picture {uri} is no file; recorded pictures are files of this machine", UnreadableFileError
+        )
     return MediaRef(modality, role, uri)
 
 
@@ -137,7 +140,10 @@ def _uri(uri: str, folder: Path) -> str:
         raise BadItem(f"uri scheme {scheme!r} is not supported; use a path or one of {', '.join(REMOTE_SCHEMES)}")
     path = (folder / uri).resolve()
     if not path.is_relative_to(folder):
-        raise BadItem(f"uri {uri!r} leads out of the data file's folder {folder}; give an absolute path instead", 4003)
+        raise BadItem(
+            f"uri {uri!r} leads out of the data file's folder {folder}; give an absolute path instead",
+            UnreadableFileError,
+        )
     return str(path)
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError
 from unirl.models.canary import CanaryAnswer
 from unirl.models.denoising.stage import Denoiser, DiffusionStage
 from unirl.models.loading.saved_weights import SavedWeights
@@ -223,8 +223,7 @@ class DiffusionBundle(Bundle):
 
     def encoder(self) -> Encoder:
         """Pixels to latents, for pictures that were recorded. Raises ConfigError (2020) where the family has none."""
-        raise ConfigError(
+        raise IncompatibleError(
             f"{type(self).__name__} brings no encoder of pictures, so it cannot be trained on recorded ones: give it "
-            "`encoder()`, or let the policy draw its samples",
-            code=2020,
+            "`encoder()`, or let the policy draw its samples"
         )

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unirl.config.errors import DataError, UniRLError
-from unirl.models.loading.remote_files import UNREADABLE, fetch, is_remote
+from unirl.config.errors import UniRLError, UnreadableFileError
+from unirl.models.loading.remote_files import fetch, is_remote
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,11 +69,11 @@ def _opened(uri: str) -> Image:
             _check_header(uri, picture)
             return ImageOps.exif_transpose(picture)
     except FileNotFoundError as error:
-        raise DataError(f"picture {uri} is no file of this machine", UNREADABLE) from error
+        raise UnreadableFileError(f"picture {uri} is no file of this machine") from error
     except UniRLError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError(f"picture {uri} cannot be read: cannot identify image file", UNREADABLE) from error
+        raise UnreadableFileError(f"picture {uri} cannot be read: cannot identify image file") from error
     except (
         OSError,
         SyntaxError,
@@ -81,20 +81,20 @@ def _opened(uri: str) -> Image:
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
     ) as error:  # as PIL meets the damage
-        raise DataError(f"picture {uri} cannot be read: {error}", UNREADABLE) from error
+        raise UnreadableFileError(f"picture {uri} cannot be read: {error}") from error
 
 
 def _check_header(uri: str, picture: Image) -> None:
     width, height = picture.size
     size = f"picture {uri} has {width} x {height} pixels"
     if width * height > MAX_PIXELS:
-        raise DataError(f"{size}; at most {MAX_PIXELS:,} are decoded. Scale it down", UNREADABLE)
+        raise UnreadableFileError(f"{size}; at most {MAX_PIXELS:,} are decoded. Scale it down")
     if max(width, height) > MAX_ASPECT * min(width, height):
-        raise DataError(f"{size}; one side may be at most {MAX_ASPECT} times the other. Crop it", UNREADABLE)
+        raise UnreadableFileError(f"{size}; one side may be at most {MAX_ASPECT} times the other. Crop it")
     if picture.mode not in MODES:
         allowed = ", ".join(MODES)
-        raise DataError(
-            f"picture {uri} is of mode {picture.mode}; save it with 8 bits a channel as one of {allowed}", UNREADABLE
+        raise UnreadableFileError(
+            f"picture {uri} is of mode {picture.mode}; save it with 8 bits a channel as one of {allowed}"
         )
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirl.config.build import build
-from unirl.config.errors import ConfigError
+from unirl.config.errors import GeometryError, InvalidValueError
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import Plan, plan_of
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling
 
-ILLEGAL = 2010
 REACH = 20_000
 """How far the nearest legal value is looked for."""
 
@@ -119,7 +118,7 @@ def geometry_of(config: RecipeConfig, plan: Plan, needs: Needs) -> Geometry:
     )
     for field, key in KNOBS.items():
         if vars(geometry)[field] < 1:
-            raise ConfigError(f"{key} must be >= 1, got {vars(geometry)[field]}", code=2004)
+            raise InvalidValueError(f"{key} must be >= 1, got {vars(geometry)[field]}")
     return geometry
 
 
@@ -131,7 +130,7 @@ def check_geometry(geometry: Geometry) -> None:
     """
     if not geometry.is_legal:
         ways_out = " or ".join(_ways_out(geometry)) or _joint_way_out(geometry)
-        raise ConfigError(f"{_equation(geometry)}. Use {ways_out}", code=ILLEGAL)
+        raise GeometryError(f"{_equation(geometry)}. Use {ways_out}")
 
 
 def geometry_table(config: RecipeConfig) -> str:

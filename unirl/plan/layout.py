@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from unirl.config.build import build
-from unirl.config.device_sets import GEOMETRY, UNSUPPORTED
-from unirl.config.errors import ConfigError
+from unirl.config.errors import GeometryError, IncompatibleError
 from unirl.config.node import Node, nodes_below
 from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
@@ -45,12 +44,11 @@ def _check_parts(config: RecipeConfig, plan: Plan) -> None:
     """A reward that works while the engine does has a place of its own."""
     shared = [role for role in ("train", "rollout") if plan.device_sets[role].devices == plan.reward.devices]
     if config.reward_parts > 1 and shared:
-        raise ConfigError(
+        raise IncompatibleError(
             f"reward_parts={config.reward_parts} scores one part of a step while the next is drawn, and the reward "
             f"sits with {shared[-1]} on {plan.reward.words}, where they take turns. Write +placement.reward=cpu for a "
             "reward on the host's own processor (or one that asks a service), name devices of its own, or set "
-            "reward_parts=1",
-            code=UNSUPPORTED,
+            "reward_parts=1"
         )
 
 
@@ -73,33 +71,29 @@ def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
     for role, device_set in plan.device_sets.items():
         if config.runtime_in_use == "local" and len(device_set) > 1:
             fewer = "set num_devices=1" if config.placement is None else f"give {role} one"
-            raise ConfigError(
-                f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set runtime=ray, which "
-                f"has one worker per device, or {fewer}",
-                code=UNSUPPORTED,
+            raise IncompatibleError(
+                f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set runtime=ray, "
+                f"which has one worker per device, or {fewer}"
             )
     per_node = config.devices_per_node
     if per_node is not None and config.num_devices % per_node:
-        raise ConfigError(
+        raise GeometryError(
             f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node gives equally "
-            f"many. Use devices_per_node={_divisors(config.num_devices)}",
-            code=GEOMETRY,
+            f"many. Use devices_per_node={_divisors(config.num_devices)}"
         )
 
 
 def _check_sync(config: RecipeConfig, plan: Plan) -> None:
     engine = config.rollout.schema.owner.__name__
     if plan.is_dedicated and config.sync is None:
-        raise ConfigError(
+        raise IncompatibleError(
             f"{engine} holds weights of its own, and no sync block brings it the trained ones. Write "
-            f"sync: {{_target_: {SYNC}}}",
-            code=UNSUPPORTED,
+            f"sync: {{_target_: {SYNC}}}"
         )
     if not plan.is_dedicated and config.sync is not None:
-        raise ConfigError(
+        raise IncompatibleError(
             f"sync: {engine} samples with the trained weights themselves, so there is nothing to send. Remove the "
-            f"block (~sync), or use an engine that holds its own weights, such as {REPLICA}",
-            code=UNSUPPORTED,
+            f"block (~sync), or use an engine that holds its own weights, such as {REPLICA}"
         )
     if plan.is_dedicated:
         _check_payload(config)
@@ -108,10 +102,9 @@ def _check_sync(config: RecipeConfig, plan: Plan) -> None:
 
 def _check_payload(config: RecipeConfig) -> None:
     if _keys(config.sync).get("merge_adapters") and config.backend.values.get("lora_cfg", "none") is None:
-        raise ConfigError(
+        raise IncompatibleError(
             "sync.merge_adapters folds adapters into the weights that are sent, and this recipe trains all weights, "
-            "not adapters. Remove the key, or set backend.lora_cfg={}",
-            code=UNSUPPORTED,
+            "not adapters. Remove the key, or set backend.lora_cfg={}"
         )
 
 
@@ -129,8 +122,8 @@ def _check_transport(config: RecipeConfig, plan: Plan) -> None:
         rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={runtime})"
     else:
         rule = f"needs both roles in one process, and {where}"
-    raise ConfigError(
-        f"sync.transport={transport} {rule}. Use sync.transport=auto|{'|'.join(legal)}, or {others}", code=UNSUPPORTED
+    raise IncompatibleError(
+        f"sync.transport={transport} {rule}. Use sync.transport=auto|{'|'.join(legal)}, or {others}"
     )
 
 
@@ -171,6 +164,6 @@ def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterat
         filled = -num_samples % len(device_set)
         if filled:
             yield (
-                f"{role} has {len(device_set)} devices, which do not divide the {num_samples} samples: {filled} copies fill "
-                "up the last share, and are thrown away"
+                f"{role} has {len(device_set)} devices, which do not divide the {num_samples} samples: {filled} copies "
+                "fill up the last share, and are thrown away"
             )

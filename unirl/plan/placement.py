@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unirl.config.device_sets import GEOMETRY, UNSUPPORTED, DeviceSet, device_set_at, everywhere, example, show, spell
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.device_sets import DeviceSet, device_set_at, everywhere, example, show, spell
+from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, did_you_mean
 from unirl.config.recipe import RecipeConfig, Where
 from unirl.plan.declared import capabilities_of
 
@@ -62,8 +62,8 @@ def plan_of(config: RecipeConfig) -> Plan:
     """The plan of a recipe.
 
     Raises:
-        ConfigError: 2003 unknown role, 2004 a place that cannot be read, 2010 device_sets that do not fit the pool or each
-            other, 2020 a layout that the engine cannot have.
+        ConfigError: 2003 unknown role, 2004 a place that cannot be read, 2010 device sets that do not fit the pool or
+            each other, 2020 a layout that the engine cannot have.
     """
     placement = {} if config.placement is None else dict(config.placement)
     _check_roles(placement)
@@ -93,10 +93,7 @@ def _train_device_set(placement: Mapping[str, Where], num_devices: int) -> Devic
     if "train" in placement:
         return device_set_at("train", placement["train"], num_devices)
     if placement.keys() & {"rollout"} and placement["rollout"] != "in train":
-        raise ConfigError(
-            f"placement places rollout and not train. Write {example(num_devices)}",
-            code=GEOMETRY,
-        )
+        raise GeometryError(f"placement places rollout and not train. Write {example(num_devices)}")
     return everywhere(num_devices)
 
 
@@ -107,17 +104,15 @@ def _rollout_device_set(
     if where is None:
         return train
     if dedicated and where == "in train":
-        raise ConfigError(
+        raise IncompatibleError(
             f"placement.rollout=in train means sampling with the trained weights themselves, and {engine} holds its "
-            f"own. Write rollout: {train} to take turns on these devices, or name others",
-            code=UNSUPPORTED,
+            f"own. Write rollout: {train} to take turns on these devices, or name others"
         )
     if not dedicated and where != "in train":
-        raise ConfigError(
+        raise IncompatibleError(
             f"placement.rollout={show(where)} gives the engine a place of its own, and {engine} samples with the "
             f"trained weights themselves. Write rollout: in train; or an engine that holds its own weights, "
-            f"rollout._target_={REPLICA} sync._target_={SYNC}",
-            code=UNSUPPORTED,
+            f"rollout._target_={REPLICA} sync._target_={SYNC}"
         )
     return train if where == "in train" else device_set_at("rollout", where, num_devices)
 
@@ -159,10 +154,9 @@ def _check_overlaps(plan: Plan, num_devices: int) -> None:
                 if one == "rollout"
                 else "reward: in train, in rollout, cpu, or devices of its own"
             )
-            raise ConfigError(
+            raise GeometryError(
                 f"placement: {one} ({a}) and {other} ({b}) share only {spell(shared)}; two roles share all of their "
-                f"devices or none. Write {ways}",
-                code=GEOMETRY,
+                f"devices or none. Write {ways}"
             )
 
 
@@ -174,8 +168,7 @@ def _check_all_used(plan: Plan, num_devices: int) -> None:
     if idle:
         line = example(num_devices) if plan.is_dedicated else "placement.train=all"
         fewer = f", or set num_devices={len(used)}" if idle[0] == len(used) else ""
-        raise ConfigError(
+        raise GeometryError(
             f"placement leaves {DeviceSet('device', tuple(idle)).words} of num_devices={num_devices} without a role. "
-            f"Give every device one, such as {line}{fewer}",
-            code=GEOMETRY,
+            f"Give every device one, such as {line}{fewer}"
         )

@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from unirl.config.build import build
-from unirl.config.device_sets import UNSUPPORTED
-from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
+from unirl.config.errors import (
+    DataError,
+    IncompatibleError,
+    InvalidValueError,
+    NotFoundError,
+    StorageError,
+    UniRLError,
+)
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
@@ -99,7 +105,7 @@ def needs_of(config: RecipeConfig) -> Needs:
 def check_combination(config: RecipeConfig, needs: Needs) -> None:
     """The algorithm's needs against the engine, the reward and the stack."""
     for problem in _problems(config, needs):
-        raise ConfigError(problem, code=UNSUPPORTED)
+        raise IncompatibleError(problem)
 
 
 def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
@@ -217,7 +223,7 @@ def check_objective(config: RecipeConfig, needs: Needs, plan: Plan) -> None:
     """A loss on the reward's gradient draws samples again beside the scorer, and every scorer has a gradient."""
     if needs.differentiable_reward:
         for problem in _objective_problems(config, plan):
-            raise ConfigError(problem, code=UNSUPPORTED)
+            raise IncompatibleError(problem)
 
 
 def _objective_problems(config: RecipeConfig, plan: Plan) -> Iterator[str]:
@@ -265,10 +271,9 @@ def check_sampling_contract(config: RecipeConfig) -> None:
     asked = {name for name in (*vars(Sampling), *Sampling.__annotations__) if not name.startswith("_")}
     lacks = sorted(name for name in asked if inspect.getattr_static(sampling, name, MISSING) is MISSING)
     if lacks:
-        raise ConfigError(
+        raise InvalidValueError(
             f"sampling must be a {Sampling.__module__}.{Sampling.__name__}, and {type(sampling).__name__} has no "
-            f"{', '.join(lacks)}. Write them, or inherit from settings that have them",
-            code=2004,
+            f"{', '.join(lacks)}. Write them, or inherit from settings that have them"
         )
 
 
@@ -279,7 +284,7 @@ def check_sampling(config: RecipeConfig, needs: Needs) -> None:
     try:
         sampling_as(algorithm.sampled_by, sampling, f"{type(algorithm).__name__} trains what is sampled by")
     except ValueError as error:
-        raise ConfigError(str(error), code=UNSUPPORTED) from error
+        raise IncompatibleError(str(error)) from error
     algorithm.check_sampling(sampling)
     loss = config.algorithm.schema.owner.__name__
     try:
@@ -288,11 +293,11 @@ def check_sampling(config: RecipeConfig, needs: Needs) -> None:
     except UniRLError:
         raise
     except ValueError as error:
-        raise ConfigError(str(error), code=2004) from error
+        raise InvalidValueError(str(error)) from error
     if density is not None:
-        raise ConfigError(f"{loss} trains on log-probs, and {density}", code=UNSUPPORTED)
+        raise IncompatibleError(f"{loss} trains on log-probs, and {density}")
     if variety is not None:
-        raise ConfigError(f"{loss} compares the samples of a prompt, which would all be the same: {variety}", code=2020)
+        raise IncompatibleError(f"{loss} compares the samples of a prompt, which would all be the same: {variety}")
 
 
 def check_evaluation(config: RecipeConfig) -> None:
@@ -301,10 +306,9 @@ def check_evaluation(config: RecipeConfig) -> None:
     for key in OPTIONAL_IN_EVALUATION:
         value = vars(config.evaluation)[key]
         if value is not None and key not in sampling.evaluation_keys:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"evaluation.{key}={value}: {type(sampling).__name__} has no such setting. Write ~evaluation.{key}, "
-                f"and set of these what you mean: {', '.join(sampling.evaluation_keys)}",
-                code=UNSUPPORTED,
+                f"and set of these what you mean: {', '.join(sampling.evaluation_keys)}"
             )
 
 
@@ -327,10 +331,9 @@ def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
     sizes: Sequence[tuple[int, int]] = config.data_source.values.get("sizes") or ()
     for size in sizes:
         if min(size) < 1 or list(sizes).count(size) > 1:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"data_source.sizes={[list(size) for size in sizes]}: each is [height, width] in pixels, 1 or more, "
-                "and stands there once",
-                code=2004,
+                "and stands there once"
             )
     return sizes
 
@@ -339,17 +342,16 @@ def _at_size(sampling: Sampling, size: tuple[int, int]) -> Sampling:
     try:
         return sampling.at_size(*size)
     except ValueError as error:
-        raise ConfigError(str(error), code=UNSUPPORTED) from error
+        raise IncompatibleError(str(error)) from error
 
 
 def check_model_path(path: str, key: str) -> None:
     """Refuse what is written like a directory and is none."""
     spelled_as_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if spelled_as_path and not Path(path).expanduser().is_dir():
-        raise DataError(
+        raise NotFoundError(
             f"{key}.path={path}: there is no such directory. Give one as diffusers or transformers saves it, or a hub "
-            f"id, in {key}.path=... or PRETRAINED_MODEL",
-            code=4001,
+            f"id, in {key}.path=... or PRETRAINED_MODEL"
         )
 
 
@@ -373,7 +375,7 @@ def _check_fit(facts: ModelFacts, sampling: Sampling, where: str = "") -> None:
     try:
         facts.check(sampling)
     except ValueError as error:
-        raise ConfigError(f"{where}{error}", code=2004) from error
+        raise InvalidValueError(f"{where}{error}") from error
 
 
 # Files
@@ -393,9 +395,7 @@ def check_data_path(path: str | Path | None, key: str, variable: str) -> None:
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     similar = difflib.get_close_matches(Path(path).name, names, 1)
     hint = f" Did you mean '{folder / similar[0]}'?" if similar else ""
-    raise DataError(
-        f"{key}={path}: there is no such file (seen from {Path.cwd()}).{hint} Set {key}=... or {variable}", code=4002
-    )
+    raise DataError(f"{key}={path}: there is no such file (seen from {Path.cwd()}).{hint} Set {key}=... or {variable}")
 
 
 def check_disk(directory: Path, num_bytes: float, what: str) -> None:
@@ -407,10 +407,9 @@ def check_disk(directory: Path, num_bytes: float, what: str) -> None:
     existing = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
-        raise CheckpointError(
+        raise StorageError(
             f"{what} needs {num_bytes / 2**30:.2f} GiB in {directory}, and {free / 2**30:.2f} GiB are free. "
-            "Free some, set run.dir to another disk, or lower keep_checkpoints",
-            code=7003,
+            "Free some, set run.dir to another disk, or lower keep_checkpoints"
         )
 
 

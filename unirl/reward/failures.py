@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.config.errors import ConfigError, RewardError
-from unirl.reward.scoring import FAILED, checked_score, joined, refuse_failures, scored_apart
+from unirl.config.errors import InvalidValueError, RewardError
+from unirl.reward.scoring import checked_score, joined, refuse_failures, scored_apart
 from unirl.types.protocols import Scorer, State
 from unirl.types.reward import Failure, RewardRequest, RewardResponse
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
@@ -32,15 +32,14 @@ class FailurePolicy:
 
     def __post_init__(self) -> None:
         if self.retries < 0:
-            raise ConfigError(f"on_failure.retries must be >= 0, got {self.retries}; 2 is usual", code=2004)
+            raise InvalidValueError(f"on_failure.retries must be >= 0, got {self.retries}; 2 is usual")
         if not 0.0 <= self.max_dropped_fraction < 1.0:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"on_failure.max_dropped_fraction must lie in [0, 1), got {self.max_dropped_fraction}; 0.05 is usual, "
-                "and 0 stops at the first sample that cannot be scored",
-                code=2004,
+                "and 0 stops at the first sample that cannot be scored"
             )
         if self.window < 1:
-            raise ConfigError(f"on_failure.window must be >= 1 step, got {self.window}; 20 is usual", code=2004)
+            raise InvalidValueError(f"on_failure.window must be >= 1 step, got {self.window}; 20 is usual")
 
     def score(self, scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
         """The scorer's answer after all retries.
@@ -97,7 +96,7 @@ class DropBudget:
         self.counts.append((len(weights), int((weights == 0).sum())))
         samples, dropped = (sum(column) for column in zip(*self.counts, strict=True))
         if dropped > self.policy.max_dropped_fraction * samples or not weights.any():
-            raise RewardError(self._spent(admitted, samples, dropped), code=FAILED)
+            raise RewardError(self._spent(admitted, samples, dropped))
         return admitted
 
     def _spent(self, resp: RolloutResp, samples: int, dropped: int) -> str:

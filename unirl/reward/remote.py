@@ -12,20 +12,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, RewardError, did_you_mean
+from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, RewardUnreachableError, did_you_mean
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
-from unirl.reward.client.connection import SOON_S, UNREACHABLE, Connection, ConnectionConfig
+from unirl.reward.client.connection import SOON_S, Connection, ConnectionConfig
 from unirl.reward.client.delivery import Outcome, Scores, deliver
 from unirl.reward.client.encoding import image_medium, video_medium
 from unirl.reward.client.wire import ImageFormat, Item, ItemError, Medium, Turn
-from unirl.reward.scoring import FAILED, NOT_FINITE
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
 TOY = "toy"
 TOTAL = "total"
-CODES = {"not_finite": NOT_FINITE, "unavailable": UNREACHABLE}
+CODES = {"not_finite": InvalidScoreError.code, "unavailable": RewardUnreachableError.code}
 COLUMN = {"image": "images", "video": "videos", "text": "texts"}
 
 
@@ -139,10 +138,8 @@ def check_roster(connection: Connection, config: RemoteRewardSpec) -> None:
     """Raises ConfigError when the service lacks a required reward, RewardError (6001) when it does not answer."""
     try:
         known = connection.health(config.startup_s).rewards
-    except RewardError as error:
-        if error.code != UNREACHABLE:
-            raise
-        raise RewardError(f"{error}. If it is still starting, write a larger startup_s", code=UNREACHABLE) from error
+    except RewardUnreachableError as error:
+        raise RewardUnreachableError(f"{error}. If it is still starting, write a larger startup_s") from error
     for name in config.required_rewards:
         if name not in known:
             raise ConfigError(
@@ -231,7 +228,7 @@ def response(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> RewardRes
         for row, outcome in enumerate(outcomes):
             found = outcome.scores[name]
             if isinstance(found, ItemError):
-                failure = Failure(name, f"{name}: {found}", CODES.get(found.kind, FAILED))
+                failure = Failure(name, f"{name}: {found}", CODES.get(found.kind, RewardError.code))
                 failures[row] = (*failures.get(row, ()), failure)
     named = {name: renamed(name, parts) for name, parts in columns.items()}
     return RewardResponse(

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from unirl.config.errors import RewardError, UniRLError
-from unirl.reward.scoring import FAILED, UNREACHABLE
+from unirl.config.errors import RewardError, RewardUnreachableError, UniRLError
 from unirl.types.reward import Failure, Failures, RewardRequest, RewardResponse
 
 ScoreRow = Callable[[int], Mapping[str, float]]
@@ -40,7 +39,7 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
             raise error
         else:
             why = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-            code = error.code if isinstance(error, RewardError) else FAILED
+            code = error.code if isinstance(error, RewardError) else RewardError.code
             failures[row] = (
                 Failure(names[0], f"reward {names[0]!r}, sample {request.sample_ids[row]!r}: {why}", code),
             )
@@ -51,5 +50,5 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
 def _is_no_sample(error: BaseException) -> bool:
     """Whether an error is about the scorer or the process, not about one row."""
     if isinstance(error, RewardError):
-        return error.code == UNREACHABLE
+        return isinstance(error, RewardUnreachableError)
     return isinstance(error, UniRLError) or not isinstance(error, Exception)

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import RewardError, UniRLError
+from unirl.config.errors import InvalidScoreError, RewardError, RewardUnreachableError, UniRLError
 from unirl.reward.base import DifferentiableScorer, PromptChecker, StartChecker
 from unirl.types.protocols import Scorer
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
-
-FAILED, NOT_FINITE, UNREACHABLE = 6002, 6003, 6001
 
 
 def name_of(scorer: Scorer) -> str:
@@ -58,11 +56,10 @@ def answer_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardRespon
     except Exception as error:  # a scorer is foreign code: whatever it raises, the user must learn which reward it was
         raise RewardError(
             f"reward {name!r} failed on {len(request)} samples from {request.sample_ids[0]!r} on: "
-            f"{type(error).__name__}: {error}. No reward was attached; a failed reward is never counted as zero",
-            code=FAILED,
+            f"{type(error).__name__}: {error}. No reward was attached; a failed reward is never counted as zero"
         ) from error
     if not answer.components:
-        raise RewardError(f"reward {name!r} answered without components: give each score a name", code=FAILED)
+        raise RewardError(f"reward {name!r} answered without components: give each score a name")
     total = column_of(answer.total, request, name)
     components = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.components.items()}
     watched = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.watched.items()}
@@ -72,7 +69,7 @@ def answer_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardRespon
             known = failures.get(row, ())
             if all(failure.reward in watched for failure in known):
                 why = f"reward {part!r} gave {float(found[row])} to sample {request.sample_ids[row]!r}"
-                failures[row] = (Failure(name, why, NOT_FINITE), *known)
+                failures[row] = (Failure(name, why, InvalidScoreError.code), *known)
             total[row] = torch.nan
     answers = _one_per_row(answer.answers, request, name)
     return RewardResponse(total=total, components=components, watched=watched, failures=failures, answers=answers)
@@ -82,7 +79,7 @@ def _one_per_row(
     answers: Sequence[Answer | None] | None, request: RewardRequest, name: str
 ) -> Sequence[Answer | None] | None:
     if answers is not None and len(answers) != len(request):
-        raise RewardError(f"reward {name!r} gave {len(answers)} answers for {len(request)} samples", code=FAILED)
+        raise RewardError(f"reward {name!r} gave {len(answers)} answers for {len(request)} samples")
     return answers
 
 
@@ -91,10 +88,9 @@ def refuse_failures(answer: RewardResponse, request: RewardRequest) -> None:
     lost = answer.lost()
     if lost:
         failure = answer.failures[lost[0]][0]
-        raise RewardError(
+        raise RewardError.of_code(failure.code)(
             f"{failure.why} ({len(lost)} of {len(request)} samples could not be scored): a reward must be a finite "
-            "number, and a failed one is never counted as zero",
-            code=failure.code,
+            "number, and a failed one is never counted as zero"
         )
 
 
@@ -103,8 +99,7 @@ def column_of(scores: Tensor, request: RewardRequest, name: str) -> Tensor:
     if scores.shape != (len(request),):
         raise RewardError(
             f"reward {name!r} gave scores of shape {list(scores.shape)} for {len(request)} samples "
-            f"({request.sample_ids[0]!r} to {request.sample_ids[-1]!r}): it must give one number per sample",
-            code=FAILED,
+            f"({request.sample_ids[0]!r} to {request.sample_ids[-1]!r}): it must give one number per sample"
         )
     return scores.detach().to("cpu", torch.float32, copy=True)
 
@@ -118,7 +113,7 @@ def scored_apart(scorer: Scorer, request: RewardRequest, name: str) -> RewardRes
     try:
         return answer_of(scorer, request, name)
     except RewardError as error:
-        if error.code == UNREACHABLE:
+        if isinstance(error, RewardUnreachableError):
             raise
         if len(request) == 1:
             nothing = torch.full((1,), torch.nan)
@@ -165,14 +160,11 @@ def objective_of(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> Tens
     """
     name = name_of(scorer)
     if not isinstance(scorer, DifferentiableScorer):
-        raise RewardError(
-            f"reward {name!r} has no gradient: give it `objective(images, prompts)`, or choose another", code=FAILED
-        )
+        raise RewardError(f"reward {name!r} has no gradient: give it `objective(images, prompts)`, or choose another")
     scores = scorer.objective(images, prompts)
     if scores.shape != (len(images),):
         raise RewardError(
             f"reward {name!r} gave an objective of shape {list(scores.shape)} for {len(images)} pictures: "
-            "it must give one number per picture",
-            code=FAILED,
+            "it must give one number per picture"
         )
     return scores.to(images.device)

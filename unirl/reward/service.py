@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, DataError, RewardError, did_you_mean
+from unirl.config.errors import ConfigError, DataError, InvalidScoreError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_picture, read_picture
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import FAILED, check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
+from unirl.reward.scoring import check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
@@ -139,8 +139,7 @@ class RewardService:
             if not brought:
                 raise RewardError(
                     f"reward {name_of(self.backend)!r} compares with the picture that was edited, and the prompt of "
-                    f"sample {sample!r} brought none: give it media_refs of role condition",
-                    code=FAILED,
+                    f"sample {sample!r} brought none: give it media_refs of role condition"
                 )
         height, width = track.decoded.pixels.shape[-2:]
         distinct = dict.fromkeys(uri for brought in uris for uri in brought)
@@ -175,10 +174,9 @@ class RewardService:
         """The scores of rows known to differ. Raises RewardError when all are equal: such a reward teaches nothing."""
         answer = checked_score(self.backend, request, name_of(self.backend))
         if len(request) > 1 and bool((answer.total == answer.total[0]).all()):
-            raise RewardError(
+            raise InvalidScoreError(
                 f"reward {name_of(self.backend)!r} gave {float(answer.total[0]):g} to all {len(request)} rows of the "
-                "probe, which differ: check its metadata keys and its weights",
-                code=6003,
+                "probe, which differ: check its metadata keys and its weights"
             )
         return answer
 

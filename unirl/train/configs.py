@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import GeometryError, IncompatibleError, InvalidValueError
 from unirl.types.protocols import DtypeName
 
 
@@ -33,22 +33,20 @@ class FSDPConfig:
 
     def __post_init__(self) -> None:
         if self.shard_size is not None and self.shard_size < 1:
-            raise ConfigError(f"fsdp_cfg.shard_size must be >= 1, got {self.shard_size}", code=2004)
+            raise InvalidValueError(f"fsdp_cfg.shard_size must be >= 1, got {self.shard_size}")
         if self.reduce_dtype == "fp64" and not self.defer_grad_sync:
-            raise ConfigError(
+            raise IncompatibleError(
                 "fsdp_cfg.defer_grad_sync=false rounds the gradient after each part, which reduce_dtype=fp64 is to "
-                "avoid. Use reduce_dtype: fp32, or defer_grad_sync: true",
-                code=2020,
+                "avoid. Use reduce_dtype: fp32, or defer_grad_sync: true"
             )
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ConfigError if `num_ranks` ranks cannot hold copies of this size."""
         if num_ranks % (self.shard_size or 1):
             legal = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-            raise ConfigError(
+            raise GeometryError(
                 f"fsdp_cfg.shard_size={self.shard_size} does not divide the {num_ranks} ranks that train. "
-                f"Use one of {', '.join(map(str, legal))}",
-                code=2010,
+                f"Use one of {', '.join(map(str, legal))}"
             )
 
 
@@ -67,9 +65,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"lora_cfg.rank must be >= 1, got {self.rank}", code=2004)
+            raise InvalidValueError(f"lora_cfg.rank must be >= 1, got {self.rank}")
         if self.alpha <= 0:
-            raise ConfigError(f"lora_cfg.alpha must be > 0, got {self.alpha}", code=2004)
+            raise InvalidValueError(f"lora_cfg.alpha must be > 0, got {self.alpha}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ class EmaFullConfig:
     def __post_init__(self) -> None:
         _check_fraction("ema_cfg.target_decay", self.target_decay)
         if self.every < 1:
-            raise ConfigError(f"ema_cfg.every must be >= 1, got {self.every}", code=2004)
+            raise InvalidValueError(f"ema_cfg.every must be >= 1, got {self.every}")
 
     def decay_at(self, t: int) -> float:
         """The decay after update t, counted from 0."""
@@ -119,8 +117,8 @@ class EmaLoraConfig:
     def __post_init__(self) -> None:
         _check_fraction("ema_lora_cfg.ceiling", self.ceiling)
         if self.rate < 0 or self.flat_updates < 0:
-            raise ConfigError(
-                f"ema_lora_cfg.rate and flat_updates must be >= 0, got {self.rate} and {self.flat_updates}", code=2004
+            raise InvalidValueError(
+                f"ema_lora_cfg.rate and flat_updates must be >= 0, got {self.rate} and {self.flat_updates}"
             )
 
     def decay_at(self, n: int) -> float:
@@ -153,11 +151,11 @@ class ValueConfig:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):
             if vars(self)[name] <= 0:
-                raise ConfigError(f"value_cfg.{name} must be > 0, got {vars(self)[name]}", code=2004)
+                raise InvalidValueError(f"value_cfg.{name} must be > 0, got {vars(self)[name]}")
         if self.weight_decay < 0:
-            raise ConfigError(f"value_cfg.weight_decay must be >= 0, got {self.weight_decay}", code=2004)
+            raise InvalidValueError(f"value_cfg.weight_decay must be >= 0, got {self.weight_decay}")
         if self.width < 1:
-            raise ConfigError(f"value_cfg.width must be >= 1, got {self.width}", code=2004)
+            raise InvalidValueError(f"value_cfg.width must be >= 1, got {self.width}")
 
 
 SnapshotRule = EmaFullConfig | EmaLoraConfig
@@ -177,22 +175,21 @@ class TrainTopology:
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
-            raise ConfigError(f"topology.dp must be >= 1, got {self.dp}", code=2004)
+            raise InvalidValueError(f"topology.dp must be >= 1, got {self.dp}")
         for name, size in asdict(self).items():
             if name != "dp" and size != 1:
-                raise ConfigError(
-                    f"topology.{name}={size} is not available: only dp may differ from 1. Write {name}: 1", code=2020
+                raise IncompatibleError(
+                    f"topology.{name}={size} is not available: only dp may differ from 1. Write {name}: 1"
                 )
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ConfigError if `num_ranks` ranks are not what this says."""
         if self.dp not in (None, num_ranks):
-            raise ConfigError(
-                f"topology.dp={self.dp}, but {num_ranks} ranks train. Leave topology.dp out, or write dp: {num_ranks}",
-                code=2010,
+            raise GeometryError(
+                f"topology.dp={self.dp}, but {num_ranks} ranks train. Leave topology.dp out, or write dp: {num_ranks}"
             )
 
 
 def _check_fraction(name: str, value: float) -> None:
     if not 0.0 <= value < 1.0:
-        raise ConfigError(f"{name} must lie in [0, 1), got {value}", code=2004)
+        raise InvalidValueError(f"{name} must lie in [0, 1), got {value}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, StageAlgorithm
-from unirl.config.errors import ConfigError, DivergenceError
+from unirl.config.errors import DivergenceError, GeometryError, IncompatibleError, InvalidValueError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
@@ -75,21 +75,19 @@ class TrainStack:
     def _check_settings(self) -> None:
         for name in ("micro_batch_size", "micro_batch_tokens", "num_updates_per_batch", "max_nonfinite_updates"):
             if vars(self)[name] is not None and vars(self)[name] < 1:
-                raise ConfigError(f"stack.{name} must be >= 1, got {vars(self)[name]}", code=2004)
+                raise InvalidValueError(f"stack.{name} must be >= 1, got {vars(self)[name]}")
         if self.max_grad_norm <= 0:
-            raise ConfigError(f"stack.max_grad_norm must be > 0, got {self.max_grad_norm}", code=2004)
+            raise InvalidValueError(f"stack.max_grad_norm must be > 0, got {self.max_grad_norm}")
         needs, name = self.algorithm.needs, type(self.algorithm).__name__
         if self.num_updates_per_batch > 1 and not needs.multi_update:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"stack.num_updates_per_batch={self.num_updates_per_batch}: {name} is valid for one update per rollout "
-                "only. Use 1",
-                code=2020,
+                "only. Use 1"
             )
         if self.micro_batch_tokens is None and self.micro_batch_size % needs.rows_together:
-            raise ConfigError(
+            raise GeometryError(
                 f"stack.micro_batch_size={self.micro_batch_size} would split the {needs.rows_together} adjacent rows "
-                f"that {name} compares. Use a multiple of {needs.rows_together}",
-                code=2010,
+                f"that {name} compares. Use a multiple of {needs.rows_together}"
             )
 
     def _provide_snapshot(self, name: str) -> None:
@@ -97,10 +95,9 @@ class TrainStack:
         if self.backend.has_snapshot(name):
             return
         if name != REFERENCE:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"{type(self.algorithm).__name__} reads the weight snapshot {name!r}, which the backend does not keep: "
-                "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`",
-                code=2020,
+                "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`"
             )
         self.backend.snapshot(name)
 
@@ -126,16 +123,14 @@ class TrainStack:
         num_rows, num_updates = len(track), self.num_updates_per_batch
         if num_rows % num_updates:
             legal = [u for u in range(1, num_rows + 1) if num_rows % u == 0][:12]
-            raise ConfigError(
+            raise GeometryError(
                 f"stack.num_updates_per_batch={num_updates} does not divide the {num_rows} rows of this worker. "
-                f"Use one of {', '.join(map(str, legal))}",
-                code=2010,
+                f"Use one of {', '.join(map(str, legal))}"
             )
         if not self.algorithm.parts(track.segment):
-            raise ConfigError(
+            raise IncompatibleError(
                 f"{type(self.algorithm).__name__} has nothing to train: the rollout recorded no stochastic step. "
-                "Choose a kernel with a density and sampling.sde_steps that are not empty",
-                code=2020,
+                "Choose a kernel with a density and sampling.sde_steps that are not empty"
             )
         size = num_rows // num_updates
         updates = [track.slice(u * size, (u + 1) * size) for u in range(num_updates)]
@@ -157,10 +152,9 @@ class TrainStack:
     def _costs(self, rows: RolloutTrack) -> list[int]:
         costs = rows.costs()
         if costs is None:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"stack.micro_batch_tokens={self.micro_batch_tokens}: {type(rows.segment).__name__} holds no tokens, "
-                "and every row costs the same. Use stack.micro_batch_size",
-                code=2020,
+                "and every row costs the same. Use stack.micro_batch_size"
             )
         return costs.tolist()
 
@@ -221,8 +215,7 @@ class TrainStack:
                 f"{stats.skipped_in_a_row} updates in a row were not finite (after update {self.backend.updates}; loss "
                 f"{float(loss):g}, gradient norm {stats.grad_norm:g}, first in {stats.culprit}). Nothing of them was "
                 "applied. Lower optimizer_cfg.learning_rate or algorithm.clip_range, and look at the rewards of the "
-                "last steps; stack.max_nonfinite_updates says how many are borne",
-                code=9001,
+                "last steps; stack.max_nonfinite_updates says how many are borne"
             )
 
 

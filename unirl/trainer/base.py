@@ -14,7 +14,7 @@ from typing import Any, Generic
 from unirl.algorithms.shared.gae import explained_variance
 from unirl.algorithms.shared.kl import KLController
 from unirl.algorithms.shared.pairing import in_pairs
-from unirl.config.errors import CheckpointError, Interrupted, Preempted, SyncError
+from unirl.config.errors import Interrupted, Preempted, ResumeError, SyncError
 from unirl.config.recipe import RecipeConfig
 from unirl.data.buckets import by_size, sizes_of
 from unirl.data.datasets import Prompt
@@ -472,10 +472,9 @@ class Trainer(ABC, Generic[SamplingT]):
         """The inverse of `state_dict`."""
         saved, parts = state["stateful"], self.parts.stateful
         if saved.keys() != parts.keys():
-            raise CheckpointError(
+            raise ResumeError(
                 f"the checkpoint holds state of {sorted(saved)}, this recipe has {sorted(parts)}: "
-                "resume with the recipe that wrote it, or start anew with resume=none in another run.dir",
-                code=7002,
+                "resume with the recipe that wrote it, or start anew with resume=none in another run.dir"
             )
         for name, part in parts.items():
             part.load_state_dict(saved[name])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import CheckpointError, ConfigError
+from unirl.config.errors import CheckpointError, InvalidValueError
 from unirl.distributed.group.dispatch import rank0
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.train.backend.base import TrainBackend
@@ -84,10 +84,9 @@ class Exporter:
     def write(self, folder: str, format: str, weights: str = "live") -> Path:
         """The weights `live` or of a snapshot, in `format`; gives back what was written."""
         if format not in self.writers:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"no export format {format!r} for a model of {type(self.pipeline).__name__}: choose one of "
-                f"{', '.join(self.writers)}",
-                code=2004,
+                f"{', '.join(self.writers)}"
             )
         return self.writers[format](Path(folder), self.backend.gather(weights))
 
@@ -113,14 +112,13 @@ class Exporter:
         if self.pipeline.bundle.dtype == torch.float32 and not difference <= TOLERANCE:
             raise CheckpointError(
                 f"{folder} was written, but what it makes differs from our sampler by {difference:.2g} "
-                f"(at most {TOLERANCE:g} is arithmetic): do not use the file, and report it",
-                code=7001,
+                f"(at most {TOLERANCE:g} is arithmetic): do not use the file, and report it"
             )
         return difference
 
     def _adapter(self, tensors: Mapping[str, Tensor]) -> Adapter:
         if self.lora is None:
-            raise ConfigError("this run trained all weights, not adapters: export with format full", code=2004)
+            raise InvalidValueError("this run trained all weights, not adapters: export with format full")
         named = self.lora.target_modules
         targets = self.pipeline.bundle.facts.lora_targets if named == "model" else named
         return Adapter.from_named(tensors, rank=self.lora.rank, alpha=self.lora.alpha, target_modules=tuple(targets))

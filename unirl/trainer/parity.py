@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unirl.config.errors import DivergenceError
+from unirl.config.errors import ParityError
 from unirl.config.recipe import ParityConfig
 from unirl.train.parity import Parity
 
@@ -43,7 +43,7 @@ class ParityGate:
             f"{', '.join(f'{line.place} {line.absdiff_max:.2g}' for line in table)}. Probable causes: {CAUSES}"
         )
         if self.config.stop and not worst.absdiff_max < self.config.stop * self.clip_range:
-            raise DivergenceError(f"{text}. Mend it, or set parity.stop=0 to train nevertheless", code=9002)
+            raise ParityError(f"{text}. Mend it, or set parity.stop=0 to train nevertheless")
         return text
 
     def is_suspicious(self, absdiff: float) -> bool:

@@ -2,7 +2,7 @@
 
 trainside    train device_set: bundle pipeline stage backend algorithm stack rollout
              (with the reward before the stage, where the loss differentiates through both)
-otherwise    train device_set: bundle stage backend algorithm stack sender        (of the model, the trained module alone)
+otherwise    train device_set: bundle stage backend algorithm stack sender   (of the model, the trained module alone)
              rollout device_set: engine_bundle engine_pipeline rollout            (the whole model)
 reward       beside the rollout, unless it has a device_set of its own
 """

@@ -99,7 +99,9 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], P
     unscored = len(track) - len(rows)
     if not rows:
         failure = first_failure(RolloutResp({"": track}))[2]
-        raise RewardError(f"no sample of the evaluation could be scored. The first: {failure.why}", code=failure.code)
+        raise RewardError.of_code(failure.code)(
+            f"no sample of the evaluation could be scored. The first: {failure.why}"
+        )
     if unscored:
         req, track = req.select(rows), track.select(rows)
     assert track.rewards is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unirl.config.errors import CheckpointError, ConfigError
+from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
@@ -84,10 +84,9 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Mapping[str, Any], lo
 def _start_anew(store: CheckpointStore) -> ResumePoint:
     found = store.checkpoints()
     if found:
-        raise ConfigError(
+        raise InvalidValueError(
             f"resume=none, but {store.directory} holds {found[0].path.name}, which a new run would overwrite: "
-            "choose another run.dir, or continue with resume=auto",
-            code=2004,
+            "choose another run.dir, or continue with resume=auto"
         )
     return ResumePoint(None)
 
@@ -98,8 +97,7 @@ def _latest(store: CheckpointStore) -> ResumePoint:
     if found.checkpoint is None and reasons:
         raise CheckpointError(
             f"no checkpoint in {store.directory} is valid ({'; '.join(reasons)}): "
-            "restore one from a backup, or start anew in another run.dir",
-            code=7001,
+            "restore one from a backup, or start anew in another run.dir"
         )
     return ResumePoint(found.checkpoint, reasons)
 
@@ -116,10 +114,9 @@ def check_same_recipe(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoi
     """Raises CheckpointError 7002 when the continuation would not be the same run."""
     changed = changed_keys(saved, now)
     if changed:
-        raise CheckpointError(
+        raise ResumeError(
             f"{checkpoint.path.name} was written by another recipe ({'; '.join(changed)}): set these back to continue "
-            f"the run, or branch off a new one with resume={checkpoint.path} run.dir=<new folder>",
-            code=7002,
+            f"the run, or branch off a new one with resume={checkpoint.path} run.dir=<new folder>"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import unirl
-from unirl.config.errors import ConfigError, DependencyError
+from unirl.config.errors import DependencyError, InvalidValueError
 from unirl.config.load import Recipe
 from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
@@ -34,9 +34,9 @@ def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
         )
         run = RunDirectory(root, identity)
     except RunDirectoryError as error:
-        raise ConfigError(str(error), code=2004) from error
+        raise InvalidValueError(str(error)) from error
     except MirrorUnavailable as error:
-        raise DependencyError(str(error), code=3001) from error
+        raise DependencyError(str(error)) from error
     about = RunAbout(
         root=root,
         project=config.run.project,
@@ -58,10 +58,9 @@ def run_root(recipe: Recipe) -> Path:
     if recipe.config.resume == "latest" and run.name is None:
         found = latest_run(run.project, recipe.file.name)
         if found is None:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"resume=latest, but runs/{run.project} holds no run of {recipe.file.name}: "
-                "start one without resume, or name its folder with run.dir",
-                code=2004,
+                "start one without resume, or name its folder with run.dir"
             )
         return found
     return default_root(run.project, recipe.file.name, run.name)

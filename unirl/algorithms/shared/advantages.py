@@ -7,7 +7,7 @@ from typing import Literal
 
 from unirl.algorithms.shared.estimator import Estimator, Reward, Standardized
 from unirl.algorithms.shared.groups import Groups
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.rollout_resp import Scores
 
 
@@ -31,7 +31,7 @@ class GroupAdvantage(Estimator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.trim < 0.5:
-            raise ConfigError(f"advantage.trim must lie in [0, 0.5), got {self.trim}; 0 leaves out nothing", code=2004)
+            raise InvalidValueError(f"advantage.trim must lie in [0, 0.5), got {self.trim}; 0 leaves out nothing")
 
     def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
         values, batch = reward.values, Groups.one(groups.weights)

@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.algorithms.base import Stage, StageAlgorithm
 from unirl.algorithms.shared.gae import value_loss, value_metrics
 from unirl.algorithms.shared.surrogate import mean_metric
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
@@ -43,16 +43,13 @@ class Critic(StageAlgorithm[Stage]):
         """Raises ConfigError for a key out of range."""
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual")
         if not self.vf_coef > 0:
-            raise ConfigError(
-                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; without a value head, use DiffusionGRPO or ARGRPO",
-                code=2004,
+            raise InvalidValueError(
+                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; without a value head, use DiffusionGRPO or ARGRPO"
             )
         if self.value_clip is not None and not self.value_clip > 0:
-            raise ConfigError(
-                f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip", code=2004
-            )
+            raise InvalidValueError(f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip")
 
     @property
     def needs(self) -> Needs:

@@ -16,7 +16,7 @@ from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageA
 from unirl.algorithms.shared.kl import AdaptiveKL, KLController, KLForm, element_means, gaussian_kl, k1
 from unirl.algorithms.shared.step_weights import StepWeights, step_weights
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, mean_metric, weighted_sum
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage, Replay
 from unirl.sde.gaussian import HALF_LOG_TWO_PI
 from unirl.types.protocols import REFERENCE, Anchor, Kernel, Needs, Quantity, TrainingProgress
@@ -57,21 +57,19 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
 
     def __post_init__(self) -> None:
         if self.steps_per_forward < 1:
-            raise ConfigError(f"algorithm.steps_per_forward must be >= 1, got {self.steps_per_forward}", code=2004)
+            raise InvalidValueError(f"algorithm.steps_per_forward must be >= 1, got {self.steps_per_forward}")
         for name, value in (("kl_coef", self.kl_coef), ("velocity_coef", self.velocity_coef)):
             if not 0.0 <= value < math.inf:
-                raise ConfigError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off")
         if self.kl_adaptive is not None and self.kl_coef == 0.0:
-            raise ConfigError(
+            raise InvalidValueError(
                 "algorithm.kl_adaptive moves algorithm.kl_coef, which is 0: set kl_coef to where it starts, "
-                "or leave kl_adaptive out",
-                code=2004,
+                "or leave kl_adaptive out"
             )
         if self.kl_in == "reward" and self.kl_form != "transition":
-            raise ConfigError(
+            raise InvalidValueError(
                 f"algorithm.kl_form={self.kl_form} is a form of the loss term, and algorithm.kl_in=reward estimates "
-                "the transition's KL from log-probs: leave kl_form out, or set kl_in=loss",
-                code=2004,
+                "the transition's KL from log-probs: leave kl_form out, or set kl_in=loss"
             )
 
     @abstractmethod
@@ -202,11 +200,10 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
 
     def _check_density(self, kernel: Kernel) -> None:
         if self.reads_density and not has_true_density(kernel):  # type: ignore[arg-type]  # equal by value
-            raise ConfigError(
+            raise IncompatibleError(
                 f"this {type(self).__name__} needs the density of a step, and the log-prob of {kernel} leaves out its "
                 "normaliser. Use sampling.kernel.log_prob_form=gaussian, or algorithm.ratio=plain without "
-                "algorithm.kl_in=reward",
-                code=2020,
+                "algorithm.kl_in=reward"
             )
 
 

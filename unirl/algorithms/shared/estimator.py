@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unirl.algorithms.shared.groups import Groups
 from unirl.algorithms.shared.selection import Selection
-from unirl.config.errors import ConfigError, RewardError, did_you_mean
+from unirl.config.errors import InvalidScoreError, InvalidValueError, did_you_mean
 from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import AdvantageResult, Scores
 
@@ -31,10 +31,9 @@ class Ramp:
     def __post_init__(self) -> None:
         places = [0.0, *(place for place, _ in self.points), 1.0]
         if not self.points or places != sorted(places) or not all(math.isfinite(weight) for _, weight in self.points):
-            raise ConfigError(
+            raise InvalidValueError(
                 f"Ramp.points must be [progress, weight] pairs, progress rising within 0..1 and weights finite, "
-                f"got {[list(point) for point in self.points]}; such as [[0, 1.0], [0.5, 0.2]]",
-                code=2004,
+                f"got {[list(point) for point in self.points]}; such as [[0, 1.0], [0.5, 0.2]]"
             )
 
     def at(self, progress: float) -> float:
@@ -87,17 +86,16 @@ class Estimator(ABC):
 
     def __post_init__(self) -> None:
         if self.clip is not None and self.clip <= 0:
-            raise ConfigError(f"advantage.clip must be > 0, got {self.clip}; write null for no bound", code=2004)
+            raise InvalidValueError(f"advantage.clip must be > 0, got {self.clip}; write null for no bound")
         if self.eps <= 0:
-            raise ConfigError(f"advantage.eps must be > 0, got {self.eps}", code=2004)
+            raise InvalidValueError(f"advantage.eps must be > 0, got {self.eps}")
         if self.combine == "advantages" and not self.weights:
-            raise ConfigError(
-                "advantage.combine=advantages needs advantage.weights, one per component reward, such as {ocr: 1.0}",
-                code=2004,
+            raise InvalidValueError(
+                "advantage.combine=advantages needs advantage.weights, one per component reward, such as {ocr: 1.0}"
             )
         wild = [f"{k}={w}" for k, w in self.weights.items() if not isinstance(w, Ramp) and not math.isfinite(w)]
         if wild:
-            raise ConfigError(f"advantage.weights must be finite numbers or ramps, got {', '.join(wild)}", code=2004)
+            raise InvalidValueError(f"advantage.weights must be finite numbers or ramps, got {', '.join(wild)}")
 
     @abstractmethod
     def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
@@ -131,10 +129,9 @@ class Estimator(ABC):
     def _component(self, name: str, groups: Groups, scores: Scores) -> Reward:
         if name not in scores.components:
             known = sorted(scores.components)
-            raise ConfigError(
+            raise InvalidValueError(
                 f"advantage.weights.{name} names no component reward.{did_you_mean(name, known)} "
-                f"The reward gives {', '.join(known) or 'a total only'}",
-                code=2004,
+                f"The reward gives {', '.join(known) or 'a total only'}"
             )
         weight = self.weights[name]
         now = weight.at(scores.progress) if isinstance(weight, Ramp) else weight
@@ -161,11 +158,10 @@ def finite(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor
     bad = (groups.counts & ~values.isfinite()).nonzero().flatten().tolist()
     if bad:
         which = "" if name == TOTAL else f"{name} "
-        raise RewardError(
+        raise InvalidScoreError(
             f"the {which}reward of row {bad[0]} (group {scores.group_ids[bad[0]]!r}) is {values[bad[0]].item()}, and "
             f"{len(bad)} of {len(values)} rewards are not finite: a scorer must return a finite number, or the row "
-            "weight 0",
-            code=6003,
+            "weight 0"
         )
     return values.where(groups.counts, 0.0)
 

@@ -20,7 +20,7 @@ from unirl.algorithms.base import Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.algorithms.shared.training_times import ScheduleTimes, TrainingTimes
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.noise import NoiseSource
@@ -77,7 +77,7 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
 
     def __post_init__(self) -> None:
         if self.times_per_forward < 1:
-            raise ConfigError(f"algorithm.times_per_forward must be >= 1, got {self.times_per_forward}", code=2004)
+            raise InvalidValueError(f"algorithm.times_per_forward must be >= 1, got {self.times_per_forward}")
 
     @property
     def needs(self) -> Needs:
@@ -88,11 +88,10 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
         self.times.count(sampling.num_inference_steps)
         if sampling.is_guided and not self.train_guided:
             key = "guidance_scale" if sampling.guidance_scale != 1 else "guidance_scale_2"
-            raise ConfigError(
+            raise IncompatibleError(
                 f"sampling.{key}={vars(sampling)[key]:g} is CFG at rollout and not at training: "
                 f"{type(self).__name__} trains the velocity without guidance towards samples that were drawn with it. "
-                f"Set sampling.{key}=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true",
-                code=2020,
+                f"Set sampling.{key}=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true"
             )
 
     def pulls(self) -> Mapping[str, float]:
@@ -167,14 +166,14 @@ def check_coefficients(**values: float) -> None:
     """Raises ConfigError unless every coefficient is finite and >= 0."""
     for name, value in values.items():
         if not 0.0 <= value < math.inf:
-            raise ConfigError(f"algorithm.{name} must be finite and >= 0, got {value:g}; 0 turns it off", code=2004)
+            raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value:g}; 0 turns it off")
 
 
 def check_positive(**values: float) -> None:
     """Raises ConfigError unless every value is finite and > 0."""
     for name, value in values.items():
         if not 0.0 < value < math.inf:
-            raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual", code=2004)
+            raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual")
 
 
 def kept(rows: RolloutTrack, values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.sde.gaussian import row_means
 from unirl.types.protocols import State
 
@@ -97,7 +97,7 @@ class AdaptiveKL:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise ConfigError(f"algorithm.kl_adaptive.{name} must be > 0, got {value}", code=2004)
+                raise InvalidValueError(f"algorithm.kl_adaptive.{name} must be > 0, got {value}")
 
     def factor(self, kl: float, num_samples: float) -> float:
         """What the coefficient is multiplied by after a step of `num_samples` samples at divergence `kl`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, k3
 from unirl.algorithms.shared.packed import PackedRows
 from unirl.algorithms.shared.surrogate import mean_metric
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metrics
 
 
@@ -120,17 +120,15 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 def _check_cap(cap: float) -> None:
     if not cap >= 1.0:
-        raise ConfigError(
+        raise InvalidValueError(
             f"algorithm.mismatch.cap must be >= 1, got {cap}: below 1 it would cut tokens on which engine and trainer "
-            "agree; 2 is usual",
-            code=2004,
+            "agree; 2 is usual"
         )
 
 
 def _check_band(low: float, high: float) -> None:
     if not 0.0 <= low < 1.0 < high:
-        raise ConfigError(
+        raise InvalidValueError(
             f"algorithm.mismatch.low={low} and high={high} must enclose 1, the ratio of an engine that agrees with the "
-            "trainer: 0 <= low < 1 < high",
-            code=2004,
+            "trainer: 0 <= low < 1 < high"
         )

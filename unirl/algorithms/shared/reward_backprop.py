@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.kl import element_means
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.stage import GradientMask
 from unirl.sde.noise import key_seed
@@ -69,24 +69,22 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.early_stop < 1.0:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"algorithm.early_stop must lie in [0, 1), got {self.early_stop:g}: a share of the denoising steps; "
-                "0 takes all of them",
-                code=2004,
+                "0 takes all of them"
             )
         if self.extra_copies < 0:
-            raise ConfigError(f"algorithm.extra_copies must be >= 0, got {self.extra_copies}; 0 is none", code=2004)
+            raise InvalidValueError(f"algorithm.extra_copies must be >= 0, got {self.extra_copies}; 0 is none")
         for name in ("reward_weight", "reward_std"):
             value: float = vars(self)[name]
             if not 0.0 < value < math.inf:
-                raise ConfigError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual")
         for name in ("reward_mean", "reward_ceiling"):
             if not math.isfinite(vars(self)[name] or 0.0):
-                raise ConfigError(f"algorithm.{name} must be finite, got {vars(self)[name]}", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be finite, got {vars(self)[name]}")
         if not 0.0 <= self.velocity_coef < math.inf:
-            raise ConfigError(
-                f"algorithm.velocity_coef must be finite and >= 0, got {self.velocity_coef:g}; 0 turns it off",
-                code=2004,
+            raise InvalidValueError(
+                f"algorithm.velocity_coef must be finite and >= 0, got {self.velocity_coef:g}; 0 turns it off"
             )
 
     @property
@@ -160,8 +158,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
         try:
             self.gradient_steps.choose(0, shortest + 1, 0)
         except ValueError as error:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"algorithm.gradient_steps: {error}. A run takes {shortest} of the {sampling.num_inference_steps} "
-                f"denoising steps where it stops earliest (algorithm.early_stop={self.early_stop:g})",
-                code=2004,
+                f"denoising steps where it stops earliest (algorithm.early_stop={self.early_stop:g})"
             ) from error

@@ -9,7 +9,7 @@ import torch
 
 from unirl.algorithms.shared.estimator import Estimator, Reward, Standardized
 from unirl.algorithms.shared.groups import Groups
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import State
 from unirl.types.results import Metric
 from unirl.types.rollout_resp import Scores
@@ -35,10 +35,9 @@ class RunningAdvantage(Estimator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.min_count <= self.buffer_size:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"advantage.min_count must lie in 1..buffer_size={self.buffer_size}, got {self.min_count}: "
-                "a longer history is never reached",
-                code=2004,
+                "a longer history is never reached"
             )
 
     def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.shared.groups import Groups
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metric, Metrics
 
 
@@ -30,9 +30,9 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.keep is not None and (self.keep < 2 or self.keep % 2):
-            raise ConfigError(f"select.keep must be an even number >= 2, half best half worst, got {self.keep}", 2004)
+            raise InvalidValueError(f"select.keep must be an even number >= 2, half best half worst, got {self.keep}")
         if self.mean_range is not None and not self.mean_range[0] <= self.mean_range[1]:
-            raise ConfigError(f"select.mean_range must be [low, high], low <= high, got {[*self.mean_range]}", 2004)
+            raise InvalidValueError(f"select.mean_range must be [low, high], low <= high, got {[*self.mean_range]}")
 
     def __call__(
         self, advantages: Tensor, rewards: Sequence[Tensor], total: Tensor, groups: Groups

@@ -20,7 +20,7 @@ from unirl.algorithms.shared.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, 
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
 from unirl.algorithms.shared.packed import PackedRows, row_of
 from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.models.language.stage import TokenReplay, TokenStage
 from unirl.types.batch import Batch
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
@@ -102,45 +102,40 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
     def __post_init__(self) -> None:
         for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if not 0.0 <= value < math.inf:
-                raise ConfigError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off", code=2004)
+                raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off")
         self._check_horizon()
         self._check_kl()
         if self.mismatch is not None and self.old_logp_source == "rollout":
-            raise ConfigError(
+            raise InvalidValueError(
                 "algorithm.mismatch weighs by pi_old / pi_engine, which is 1 with algorithm.old_logp_source=rollout. "
-                "Use old_logp_source=replay, or leave mismatch out",
-                code=2004,
+                "Use old_logp_source=replay, or leave mismatch out"
             )
 
     def _check_horizon(self) -> None:
         if (self.loss_agg_mode == NORMED) != (self.horizon is not None):
-            raise ConfigError(
+            raise InvalidValueError(
                 f"algorithm.loss_agg_mode={self.loss_agg_mode} with algorithm.horizon={self.horizon}: a horizon "
-                f"belongs to {NORMED}, which needs one; sampling.max_new_tokens is usual",
-                code=2004,
+                f"belongs to {NORMED}, which needs one; sampling.max_new_tokens is usual"
             )
         if self.horizon is not None and self.horizon < 1:
-            raise ConfigError(f"algorithm.horizon must be >= 1, got {self.horizon}", code=2004)
+            raise InvalidValueError(f"algorithm.horizon must be >= 1, got {self.horizon}")
 
     def _check_kl(self) -> None:
         if self.kl_coef == 0.0:
             if self.kl_adaptive is not None:
-                raise ConfigError(
+                raise InvalidValueError(
                     "algorithm.kl_adaptive moves algorithm.kl_coef, which is 0: set kl_coef to where it starts, "
-                    "or leave kl_adaptive out",
-                    code=2004,
+                    "or leave kl_adaptive out"
                 )
         elif self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ConfigError(
+            raise InvalidValueError(
                 "algorithm.kl_estimator=k1 teaches nothing in a loss: the mean of its gradient is 0. "
-                "Use k2, k3 or k3+, or algorithm.kl_in=reward",
-                code=2004,
+                "Use k2, k3 or k3+, or algorithm.kl_in=reward"
             )
         elif self.kl_in == "reward" and self.kl_estimator != "k1":
-            raise ConfigError(
+            raise InvalidValueError(
                 f"algorithm.kl_in=reward takes off the log-ratio to the reference itself, so algorithm.kl_estimator "
-                f"must be k1, got {self.kl_estimator}",
-                code=2004,
+                f"must be k1, got {self.kl_estimator}"
             )
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.sde.noise import NoiseSource
 
 HALF_ULP = 2.0**-25
@@ -57,7 +57,7 @@ class ScheduleTimes:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.fraction <= 1.0:
-            raise ConfigError(f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole", code=2004)
+            raise InvalidValueError(f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole")
         if self.num_times is not None:
             _check_number(self.num_times)
 
@@ -65,10 +65,9 @@ class ScheduleTimes:
         """`num_times`, and no more than the part has."""
         levels = len(self._part(num_steps))
         if levels == 0:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"algorithm.times has nothing to draw from: fraction={self.fraction:g} of {num_steps} denoising steps "
-                "is the first level, which skip_first leaves out. Raise times.fraction or sampling.num_inference_steps",
-                code=2004,
+                "is the first level, which skip_first leaves out. Raise times.fraction or sampling.num_inference_steps"
             )
         return levels if self.num_times is None else min(self.num_times, levels)
 
@@ -109,9 +108,8 @@ class UniformTimes:
     def __post_init__(self) -> None:
         _check_number(self.num_times)
         if not 0.0 <= self.low < self.high <= 1.0:
-            raise ConfigError(
-                f"times.low={self.low:g} and times.high={self.high:g} must satisfy 0 <= low < high <= 1 (noise levels)",
-                code=2004,
+            raise InvalidValueError(
+                f"times.low={self.low:g} and times.high={self.high:g} must satisfy 0 <= low < high <= 1 (noise levels)"
             )
 
     def count(self, num_steps: int) -> int:
@@ -145,7 +143,7 @@ class LogitNormalTimes:
         _check_number(self.num_times)
         for name, value in (("std", self.std), ("shift", self.shift)):
             if value <= 0:
-                raise ConfigError(f"times.{name} must be > 0, got {value:g}; 1 is usual", code=2004)
+                raise InvalidValueError(f"times.{name} must be > 0, got {value:g}; 1 is usual")
 
     def count(self, num_steps: int) -> int:
         """`num_times`."""
@@ -172,4 +170,4 @@ def _uniform(noise: NoiseSource, ids: Sequence[str], count: int, shared: bool) -
 
 def _check_number(num_times: int) -> None:
     if num_times < 1:
-        raise ConfigError(f"times.num_times must be >= 1, got {num_times}", code=2004)
+        raise InvalidValueError(f"times.num_times must be >= 1, got {num_times}")

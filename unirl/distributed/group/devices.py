@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.tensor.traffic import Traffic
 
@@ -22,7 +22,7 @@ class Pool(ABC):
 
     def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
         if num_devices < 1:
-            raise ConfigError(f"num_devices must be >= 1, got {num_devices}", code=2004)
+            raise InvalidValueError(f"num_devices must be >= 1, got {num_devices}")
         self.num_devices = num_devices
         self.num_updates = num_updates
         self.deadline_s = deadline_s
@@ -67,11 +67,10 @@ class Pool(ABC):
             ConfigError: 2020 when fewer are left.
         """
         if self.num_taken + count > self.num_devices:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"{count} devices are asked for, and {self.num_devices - self.num_taken} "
                 f"of {self.num_devices} are left: "
-                "raise num_devices, or share the workers of another placement",
-                code=2020,
+                "raise num_devices, or share the workers of another placement"
             )
         first, self.num_taken = self.num_taken, self.num_taken + count
         return DeviceSet("device", tuple(range(first, self.num_taken)))
@@ -81,8 +80,7 @@ class Pool(ABC):
         if not device_set.indices or (
             device_set.kind == "device" and not set(device_set.indices) <= set(range(self.num_devices))
         ):
-            raise ConfigError(
+            raise InvalidValueError(
                 f"a placement on {device_set.words} needs devices of the {self.num_devices} that num_devices gives "
-                f"(0 to {self.num_devices - 1})",
-                code=2004,
+                f"(0 to {self.num_devices - 1})"
             )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any, Literal, TypeVar
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import GeometryError
 from unirl.distributed.group.layout import rank_rows, sent_order
 from unirl.types.batch import compact
 from unirl.types.rows import Rows
@@ -129,10 +129,9 @@ def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: 
         raise TypeError(f"{what} is scattered over {num_ranks} ranks, but no argument has rows: mark it @broadcast")
     rows = rank_rows(num_rows, num_updates, num_ranks)
     if dispatch.order is None and sum(map(len, rows)) > num_rows:
-        raise ConfigError(
+        raise GeometryError(
             f"{what} got {num_rows} rows for {num_ranks} workers: {num_rows} / {num_ranks} is no whole number, and "
-            "copies that fill up would count twice. Make batch_size x samples_per_prompt a multiple of the workers",
-            code=2010,
+            "copies that fill up would count twice. Make batch_size x samples_per_prompt a multiple of the workers"
         )
     indices, standing = sent_order(rows), sum(map(len, rows))
     in_place = indices == list(range(standing))

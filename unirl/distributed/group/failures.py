@@ -56,8 +56,8 @@ class Failure:
     def exception(self) -> Exception:
         """What the driver raises, with the worker's traceback as its cause."""
         if self.is_death:
-            return WorkerError(f"{self.worker} died while {self.what} ran: {self.message}", code=10001)
-        error = self.error or WorkerError(f"{self.what} failed on {self.worker}: {self.message}", code=10001)
+            return WorkerError(f"{self.worker} died while {self.what} ran: {self.message}")
+        error = self.error or WorkerError(f"{self.what} failed on {self.worker}: {self.message}")
         error.add_note(f"raised by {self.what} on {self.worker}")
         error.__cause__ = RemoteTraceback(self.traceback)
         return error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
@@ -138,10 +138,9 @@ class LocalPool(Pool):
         """
         self.check(device_set)
         if len(device_set.indices) > 1:
-            raise ConfigError(
-                f"a placement on {device_set.words} needs {len(device_set.indices)} workers, and runtime: local has one process, "
-                "which is one worker. Set runtime=ray, or place the role on one device",
-                code=2020,
+            raise IncompatibleError(
+                f"a placement on {device_set.words} needs {len(device_set.indices)} workers, and runtime: local has one "
+                "process, which is one worker. Set runtime=ray, or place the role on one device"
             )
         if device_set not in self.groups:
             self.groups[device_set] = self._group(device_set)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError
 
 __all__ = ["DeviceSet", "placement"]
 
@@ -25,9 +25,8 @@ def placement(pool: Pool, fraction: float = 1.0, shared_workers: Group | None = 
     """
     count = pool.num_devices * fraction
     if count != round(count) or count < 1:
-        raise ConfigError(
+        raise IncompatibleError(
             f"a placement on {fraction:g} of {pool.num_devices} devices is {count:g} devices: "
-            "choose a fraction that gives a whole number, at least 1",
-            code=2020,
+            "choose a fraction that gives a whole number, at least 1"
         )
     yield shared_workers or pool.group(pool.take(round(count)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unirl.config.errors import ConfigError, DependencyError, ResourceError
+from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError
 from unirl.config.ray_address import WAYS, check_ray_address
 from unirl.distributed.group.reaper import outlive
 
@@ -63,20 +63,18 @@ def check_version(version: str) -> None:
     """Raise DependencyError 3002 when Ray is older than what the runtime was written for."""
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise DependencyError(
+        raise UnsupportedEnvironmentError(
             f"runtime: ray needs ray >= {oldest}, and {version} is installed: "
-            f"pip install -c constraints.txt 'ray>={oldest}'",
-            code=3002,
+            f"pip install -c constraints.txt 'ray>={oldest}'"
         )
 
 
 def check_interpreter(path: str) -> None:
     """Raise DependencyError 3002 for an interpreter with which Ray cannot start workers."""
     if any(letter.isspace() for letter in path):
-        raise DependencyError(
+        raise UnsupportedEnvironmentError(
             f"runtime: Ray cannot start workers with {path}, because the path has a blank in it. Move the project with "
-            "its .venv to a path without blanks, or set runtime=local",
-            code=3002,
+            "its .venv to a path without blanks, or set runtime=local"
         )
 
 
@@ -166,7 +164,7 @@ def _join(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # what Ray raises for no, another or a strange cluster
         first = (str(error).splitlines() or [""])[0]
-        raise ResourceError(f"Ray at RAY_ADDRESS={address} refuses this process: {first}. {WAYS}", code=5001) from error
+        raise ResourceError(f"Ray at RAY_ADDRESS={address} refuses this process: {first}. {WAYS}") from error
 
 
 @contextmanager
@@ -214,9 +212,8 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
 
     per_node = devices_per_node or num_devices
     if num_devices % per_node:
-        raise ConfigError(
-            f"num_devices={num_devices} is no multiple of devices_per_node={per_node}, and machines give equally many",
-            code=2010,
+        raise GeometryError(
+            f"num_devices={num_devices} is no multiple of devices_per_node={per_node}, and machines give equally many"
         )
     nodes = _nodes()
     resource = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
@@ -227,8 +224,7 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
         remove_placement_group(group)
         raise ResourceError(
             f"{num_devices} {resource} slots of the Ray cluster are asked for, and others hold too many of "
-            f"{_listed(nodes, resource)}. Wait for them, or lower num_devices",
-            code=5001,
+            f"{_listed(nodes, resource)}. Wait for them, or lower num_devices"
         )
     node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for node in nodes))
     return Reservation(group, resource, per_node, max(1, min(torch.get_num_threads(), node_cores // per_node)))
@@ -246,8 +242,7 @@ def _check_enough(nodes: Sequence[dict[str, float]], resource: str, num_nodes: i
         raise ResourceError(
             f"{num_nodes} machine(s) with {per_node} {resource} slots each are asked for, and the Ray cluster has "
             f"{_listed(nodes, resource)}. Lower num_devices, set devices_per_node, or add machines "
-            "(ray start --address HEAD)",
-            code=5001,
+            "(ray start --address HEAD)"
         )
 
 

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
@@ -160,10 +160,9 @@ class RayPool(Pool):
                 and other.kind == device_set.kind
                 and set(other.indices) & set(device_set.indices)
             ):
-                raise ConfigError(
-                    f"placements on {other.words} and on {device_set.words} share some devices and not all, and a worker "
-                    "belongs to one group. Give both the same devices, or disjoint ones",
-                    code=2020,
+                raise IncompatibleError(
+                    f"placements on {other.words} and on {device_set.words} share some devices and not all, and a "
+                    "worker belongs to one group. Give both the same devices, or disjoint ones"
                 )
         if device_set not in self.groups:
             self.groups[device_set] = RayGroup(self, device_set)

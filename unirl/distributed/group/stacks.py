@@ -59,8 +59,7 @@ def stall(what: str, seconds: float, places: dict[str, str], folder: Path) -> St
     lines = "".join(f"\n  {worker}: {where}" for worker, where in places.items())
     return StallError(
         f"{what} gave no result within {seconds:g} s. Raise stall_timeout_s if it is only slow. "
-        f"The stacks of all workers are in {folder}; they stand in:{lines}",
-        code=8001,
+        f"The stacks of all workers are in {folder}; they stand in:{lines}"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.distributed.group import process_group
 from unirl.distributed.group.failures import Failure
 from unirl.distributed.group.rank import RankInfo, running_as
@@ -70,7 +70,7 @@ class Worker:
     def place(self, remote: Remote) -> type:
         """Build a role beside its siblings; gives its class."""
         if remote.name in self.roles:
-            raise ConfigError(f"role {remote.name!r} is placed twice on {self.name}", code=2004)
+            raise InvalidValueError(f"role {remote.name!r} is placed twice on {self.name}")
         with running_as(self.rank):
             self.roles[remote.name] = remote.build(self.roles)
         return type(self.roles[remote.name])

@@ -156,7 +156,7 @@ class Channel:
     def _fail(self, error: RuntimeError, waited_s: float) -> NoReturn:
         if waited_s >= self.deadline_s:
             raise StallError(
-                f"worker {self.peer!r} did not take part in a move of rows within {self.deadline_s:g} s", code=8001
+                f"worker {self.peer!r} did not take part in a move of rows within {self.deadline_s:g} s"
             ) from error
         raise WorkerError(f"the connection to worker {self.peer!r} broke while rows moved: {error}") from error
 

@@ -53,9 +53,7 @@ class RayTransport:
         try:
             parcels: list[RowPayload] = ray.get(answer, timeout=max(end - monotonic(), 0.0))
         except GetTimeoutError as error:
-            raise StallError(
-                f"worker {owner!r} did not send its rows within {self.deadline_s:g} s", code=8001
-            ) from error
+            raise StallError(f"worker {owner!r} did not send its rows within {self.deadline_s:g} s") from error
         except (RayActorError, ObjectLostError) as error:
             raise WorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:

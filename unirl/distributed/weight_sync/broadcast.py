@@ -60,7 +60,7 @@ class Ring:
             work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             if "imed out" in str(error) or "imeout" in str(error):
-                raise StallError(f"the broadcast of {what} took more than {self.deadline_s:g} s", code=8001) from error
+                raise StallError(f"the broadcast of {what} took more than {self.deadline_s:g} s") from error
             raise SyncError(f"the broadcast of {what} broke off: {error}") from error
 
 

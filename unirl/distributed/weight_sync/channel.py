@@ -158,7 +158,7 @@ class Ledger:
         except DistNetworkError as error:
             raise SyncError(f"weight sync lost its other end while it waited for {what}: {error}") from error
         except DistStoreError as error:
-            raise StallError(f"weight sync waited {self.deadline_s:g} s for {what} in vain", code=8001) from error
+            raise StallError(f"weight sync waited {self.deadline_s:g} s for {what} in vain") from error
         return value
 
 

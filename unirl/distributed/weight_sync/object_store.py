@@ -56,7 +56,7 @@ class ObjectStoreOutlet:
         try:
             results = ray.get(calls, timeout=self.route.deadline_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise StallError(f"an engine took more than {self.route.deadline_s:g} s for a bucket", code=8001) from error
+            raise StallError(f"an engine took more than {self.route.deadline_s:g} s for a bucket") from error
         failures = [result for result in results if isinstance(result, Failure)]
         if failures:
             raise failures[0].exception()

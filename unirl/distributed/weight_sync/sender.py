@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, SyncError
+from unirl.config.errors import IncompatibleError, SyncError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.group.process_group import host_store
 from unirl.distributed.group.rank import current
@@ -146,8 +146,8 @@ def uncompiled() -> AbstractContextManager[None]:
 def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:
     """What travels, from what is trained."""
     if merge_adapters and not has_adapters:
-        raise ConfigError(
-            "sync.merge_adapters folds adapters into the weights, and none are trained: remove the key", code=2020
+        raise IncompatibleError(
+            "sync.merge_adapters folds adapters into the weights, and none are trained: remove the key"
         )
     if not has_adapters:
         return "full"

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from unirl.config.errors import ConfigError, StallError, SyncError, UniRLError
+from unirl.config.errors import IncompatibleError, InvalidValueError, StallError, SyncError, UniRLError
 from unirl.distributed.group.handle import Group, Handle, Pending
 from unirl.distributed.weight_sync.base import (
     CanaryResult,
@@ -71,7 +71,7 @@ class EngineSync:
             transport: auto = in_process where both live in one process, else broadcast.
         """
         if bucket_mb < 1:
-            raise ConfigError(f"sync.bucket_mb must be >= 1, got {bucket_mb}", code=2004)
+            raise InvalidValueError(f"sync.bucket_mb must be >= 1, got {bucket_mb}")
         self.train = train
         self.rollout = rollout
         self.merge_adapters = merge_adapters
@@ -175,9 +175,8 @@ def choose_transport(transport: Transport, same_process: bool) -> Transport:
         where, better = ("in the trainer's own process", "in_process")
         if not same_process:
             where, better = ("in a process of its own", "broadcast (or ray)")
-        raise ConfigError(
-            f"sync.transport={transport} does not reach an engine that lives {where}: use {better}, or auto",
-            code=2020,
+        raise IncompatibleError(
+            f"sync.transport={transport} does not reach an engine that lives {where}: use {better}, or auto"
         )
     return transport
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, DataError
+from unirl.config.errors import DataError, IncompatibleError
 from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
@@ -191,9 +191,8 @@ class DiffusionPipeline(Generic[BundleT]):
                 getattr(vae, f"enable_{option}")()
         if not any(hasattr(vae, f"use_{option}") for vae in vaes):
             kinds = ", ".join(type(vae).__name__ for vae in vaes) or "no VAE"
-            raise ConfigError(
-                f"pipeline.vae_{option}=true: {self.facts.family} decodes by {kinds}, which has no {option}. Remove it",
-                code=2020,
+            raise IncompatibleError(
+                f"pipeline.vae_{option}=true: {self.facts.family} decodes by {kinds}, which has no {option}. Remove it"
             )
 
     def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ShownPictures] | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.flux1.denoiser import PATCH
 from unirl.models.flux1.published import PUBLISHED
 from unirl.models.flux1.toy import SCHNELL, TOY, toy_tokenizers
 from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import EmbeddedGuidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -41,11 +40,10 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
 def _check_layout(in_channels: int, latent_channels: int) -> None:
     """Raises DataError (4001) for a model that reads more than the sample: Fill, Canny, Depth."""
     if in_channels != PATCH**2 * latent_channels:
-        raise DataError(
+        raise NotFoundError(
             f"the checkpoint's transformer reads tokens of {in_channels} numbers, and a FLUX.1 model of text to image "
             f"reads {PATCH**2 * latent_channels} ({PATCH} x {PATCH} x {latent_channels} channels of its VAE); those of "
-            "Fill, Canny and Depth are not read here. Use black-forest-labs/FLUX.1-dev",
-            code=NOT_FOUND,
+            "Fill, Canny and Depth are not read here. Use black-forest-labs/FLUX.1-dev"
         )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.flux2_klein.conditioning import MOST_PICTURES
 from unirl.models.flux2_klein.published import PUBLISHED
 from unirl.models.flux2_klein.text import STACKED
 from unirl.models.flux2_klein.toy import DISTILLED, TOY, toy_tokenizers
 from unirl.models.flux2_klein.vae import PATCH
 from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -54,10 +53,9 @@ def _check_layout(checkpoint: Checkpoint) -> None:
     )
     for name, found, known in problems:
         if found != known:
-            raise DataError(
+            raise NotFoundError(
                 f"the checkpoint's transformer has {name}={found}, and a FLUX.2-klein model with this VAE and text "
-                f"encoder has {known}. Use black-forest-labs/FLUX.2-klein-base-4B or -9B",
-                code=NOT_FOUND,
+                f"encoder has {known}. Use black-forest-labs/FLUX.2-klein-base-4B or -9B"
             )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.hunyuan_video.published import PUBLISHED
 from unirl.models.hunyuan_video.toy import TOY, UNDISTILLED, toy_tokenizers
 from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import EmbeddedGuidance, Guidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -42,11 +41,10 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
 def _check_text_to_video(transformer: Config) -> None:
     kind, channels = transformer.get("image_condition_type"), (transformer["in_channels"], transformer["out_channels"])
     if kind is not None or channels[0] != channels[1]:
-        raise DataError(
+        raise NotFoundError(
             f"a HunyuanVideo transformer with image_condition_type={kind!r}, in_channels={channels[0]} and "
             f"out_channels={channels[1]} is one of image to video, and this family draws from text alone. "
-            "Take a checkpoint of text to video, such as hunyuanvideo-community/HunyuanVideo",
-            code=NOT_FOUND,
+            "Take a checkpoint of text to video, such as hunyuanvideo-community/HunyuanVideo"
         )
 
 

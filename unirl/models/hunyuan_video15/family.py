@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.hunyuan_video.family import FPS, LORA_TARGETS
 from unirl.models.hunyuan_video15.published import PUBLISHED
 from unirl.models.hunyuan_video15.toy import DISTILLED, TOY, toy_tokenizers
 from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -42,12 +41,11 @@ def _is_distilled(checkpoint: Checkpoint) -> bool:
 def _check_text_to_video(transformer: Config) -> None:
     task, wanted = transformer.get("task_type", "i2v"), 2 * transformer["out_channels"] + 1
     if task != "t2v" or transformer["in_channels"] != wanted or transformer.get("use_meanflow"):
-        raise DataError(
+        raise NotFoundError(
             f"a HunyuanVideo 1.5 transformer with task_type={task!r}, in_channels={transformer['in_channels']} and "
             f"use_meanflow={bool(transformer.get('use_meanflow'))} is none of text to video (t2v, {wanted}, False), "
             "which this family draws. Take such a checkpoint, for instance "
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-            code=NOT_FOUND,
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
         )
 
 

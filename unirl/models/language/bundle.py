@@ -16,14 +16,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.base import Bundle, chosen
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.policy import TokenPolicy, policy_class
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.estimate import ModelEstimate, language_estimate
-from unirl.models.loading.hub import NOT_FOUND, language_directory, read_json
+from unirl.models.loading.hub import language_directory, read_json
 from unirl.models.loading.quiet import quiet_libraries
 from unirl.models.loading.saved_weights import (
     LANGUAGE_WEIGHTS,
@@ -123,13 +123,12 @@ class LanguageBundle(Bundle):
         root = cls.directory_of(path, revision, configs_only=True)
         config: Config = read_json(root / "config.json")
         if config.get("model_type") not in cls.families:
-            raise DataError(
+            raise NotFoundError(
                 f"{root}: its config.json says model_type={config.get('model_type')!r}, but {cls.__name__} reads "
-                f"{', '.join(map(repr, cls.families))}. Use the bundle of that family, or another path",
-                code=NOT_FOUND,
+                f"{', '.join(map(repr, cls.families))}. Use the bundle of that family, or another path"
             )
         if text_config(config).get("use_sliding_window"):
-            raise DataError(f"{root}: a sliding window is not written; Qwen's published models have none", NOT_FOUND)
+            raise NotFoundError(f"{root}: a sliding window is not written; Qwen's published models have none")
         return config
 
     @classmethod
@@ -264,12 +263,11 @@ def load_network(kind: Any, root: Path, dtype: torch.dtype) -> nn.Module:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         # The libraries raise these four for missing, cut and foreign weight files.
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"cannot load the model in {root}: {reason}. Download it again", NOT_FOUND) from error
+        raise NotFoundError(f"cannot load the model in {root}: {reason}. Download it again") from error
     missing = sorted(found["missing_keys"])
     if missing:
-        raise DataError(
-            f"{len(missing)} weights of the model in {root} are missing: {', '.join(missing[:5])}. Download it again",
-            NOT_FOUND,
+        raise NotFoundError(
+            f"{len(missing)} weights of the model in {root} are missing: {', '.join(missing[:5])}. Download it again"
         )
     loaded: nn.Module = network
     return loaded
@@ -281,16 +279,15 @@ def load_tokenizer(root: Path) -> Any:
 
     # Without any of these files the library makes a tokenizer that knows no word.
     if not any((root / name).is_file() for name in VOCABULARIES):
-        raise DataError(
+        raise NotFoundError(
             f"cannot load the tokenizer in {root}: it has none of {', '.join(VOCABULARIES)}. Give the folder that "
-            "`tokenizer.save_pretrained` wrote, too",
-            NOT_FOUND,
+            "`tokenizer.save_pretrained` wrote, too"
         )
     try:
         return AutoTokenizer.from_pretrained(root, local_files_only=True)
     except (OSError, ValueError) as error:  # raised for files that are missing or are not what they should be
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"cannot load the tokenizer in {root}: {reason}. Download it again", NOT_FOUND) from error
+        raise NotFoundError(f"cannot load the tokenizer in {root}: {reason}. Download it again") from error
 
 
 def end_tokens(tokenizer: Any, *configs: Config) -> tuple[int, ...]:
@@ -306,8 +303,7 @@ def require_vocabulary(tokenizer: Any, facts: LanguageFacts, path: str) -> None:
     """Raises DataError when the tokenizer knows tokens that the network has no row for."""
     highest = max(tokenizer.get_vocab().values())
     if highest >= facts.vocab_size:
-        raise DataError(
+        raise NotFoundError(
             f"{path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size}: they are not of "
-            "one checkpoint. Download both again",
-            code=NOT_FOUND,
+            "one checkpoint. Download both again"
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError, InvalidValueError
 
 Content = str | list[dict[str, Any]]
 """What a user says: a text, or pieces of text and images as chat templates know them."""
@@ -53,17 +53,15 @@ class ChatFormat:
 
     def __post_init__(self) -> None:
         if not self.chat and self.system_instruction is not None:
-            raise ConfigError(
+            raise InvalidValueError(
                 "pipeline.system_instruction belongs to a chat, and pipeline.chat=false feeds prompts as they are: "
-                "leave it out, or write it into the prompts",
-                code=2004,
+                "leave it out, or write it into the prompts"
             )
         if self.chat and not self.codec.tokenizer.chat_template:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"pipeline.chat=true, and the tokenizer of this model ({type(self.codec.tokenizer).__name__}) has no "
                 "chat template: set pipeline.chat=false to feed prompts as they are, or use a model that was made "
-                "for chats",
-                code=2020,
+                "for chats"
             )
 
     def text(self, content: Content) -> str:

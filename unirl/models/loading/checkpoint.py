@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.loading.estimate import ModelEstimate, linears_of, parameters_of
-from unirl.models.loading.hub import MODEL_INDEX, NOT_FOUND, components, model_directory, read_json
+from unirl.models.loading.hub import MODEL_INDEX, components, model_directory, read_json
 from unirl.types.facts import LatentFacts
 
 if TYPE_CHECKING:
@@ -112,24 +112,21 @@ class DiffusersFamily:
         present = components(root)
         for name, wanted in self.classes.items():
             if name not in present and name not in self.optional:
-                raise DataError(
+                raise NotFoundError(
                     f"{root}: {MODEL_INDEX} names no {name}, and a {self.name} model has one. Use the bundle of that "
-                    "model's family, or another path",
-                    code=NOT_FOUND,
+                    "model's family, or another path"
                 )
             if name in self.trained and name in present and present[name][1] != _class_name(wanted):
-                raise DataError(
+                raise NotFoundError(
                     f"{root}: its {name} is {present[name][1]}, but this bundle ({self.name}) reads "
-                    f"{_class_name(wanted)}. Use the bundle of that family, or another path",
-                    code=NOT_FOUND,
+                    f"{_class_name(wanted)}. Use the bundle of that family, or another path"
                 )
         index = read_json(root / MODEL_INDEX)
         named = str(index.get("_class_name", ""))
         if named in self.foreign_pipelines:
-            raise DataError(
+            raise NotFoundError(
                 f"{root}: {MODEL_INDEX} names {named}, but this bundle ({self.name}) reads checkpoints of "
-                f"{self.pipeline}. Use {self.foreign_pipelines[named]}",
-                code=NOT_FOUND,
+                f"{self.pipeline}. Use {self.foreign_pipelines[named]}"
             )
         return Checkpoint(
             configs={name: read_json(root / name / "config.json") for name in self.classes if name in present},
@@ -213,8 +210,8 @@ class DiffusersFamily:
         except (OSError, ValueError, RuntimeError) as error:
             # The libraries raise these three for missing, cut and foreign weight files.
             reason = str(error).strip().splitlines()[0]
-            raise DataError(
-                f"cannot load {component} of the model in {root}: {reason}. Download it again", code=NOT_FOUND
+            raise NotFoundError(
+                f"cannot load {component} of the model in {root}: {reason}. Download it again"
             ) from error
         return module
 

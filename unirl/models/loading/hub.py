@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unirl.config.errors import DataError
+from unirl.config.errors import DataError, NotFoundError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MODEL_INDEX = "model_index.json"
 CONFIG = "config.json"
-NOT_FOUND = 4001
-"""Error code: a model that is not found, not reachable, gated or not what it should be."""
 _UNUSED_WEIGHTS = ("*.fp16*", "*.bin", "*.msgpack", "*.onnx", "*.ckpt")
 
 
@@ -28,10 +26,9 @@ def model_directory(path: str, revision: str | None, *, configs_only: bool = Fal
     if local.is_dir():
         return _with_index(local)
     if not HUB_ID.fullmatch(path):
-        raise DataError(
+        raise NotFoundError(
             f"bundle.path={path!r}: no such directory. Give a directory in the diffusers layout, a hub id such as "
-            "stabilityai/stable-diffusion-3.5-medium, or toy",
-            code=NOT_FOUND,
+            "stabilityai/stable-diffusion-3.5-medium, or toy"
         )
     root = _fetch(path, revision, [MODEL_INDEX])
     patterns = [MODEL_INDEX]
@@ -52,16 +49,14 @@ def language_directory(path: str, revision: str | None, *, configs_only: bool = 
         patterns = ["*.json", "*.jinja", "*.txt"]
         root = _fetch(path, revision, patterns if configs_only else [*patterns, "*.safetensors"])
     else:
-        raise DataError(
+        raise NotFoundError(
             f"bundle.path={path!r}: no such directory. Give a directory that `model.save_pretrained` wrote, a hub id "
-            "such as Qwen/Qwen3-4B-Base, or toy",
-            code=NOT_FOUND,
+            "such as Qwen/Qwen3-4B-Base, or toy"
         )
     if not (root / CONFIG).is_file():
-        raise DataError(
+        raise NotFoundError(
             f"bundle.path={str(root)!r} has no {CONFIG}: it is no model directory of transformers. Give the folder "
-            "that `model.save_pretrained` and `tokenizer.save_pretrained` wrote",
-            code=NOT_FOUND,
+            "that `model.save_pretrained` and `tokenizer.save_pretrained` wrote"
         )
     return root
 
@@ -78,20 +73,19 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: the model directory is incomplete. Download it again", NOT_FOUND) from None
+        raise NotFoundError(f"{path} is missing: the model directory is incomplete. Download it again") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}). Download it again", NOT_FOUND) from None
+        raise NotFoundError(f"{path}:{error.lineno}: not JSON ({error.msg}). Download it again") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path} holds a {type(value).__name__}, not an object. Download it again", NOT_FOUND)
+        raise NotFoundError(f"{path} holds a {type(value).__name__}, not an object. Download it again")
     return value
 
 
 def _with_index(root: Path) -> Path:
     if not (root / MODEL_INDEX).is_file():
-        raise DataError(
+        raise NotFoundError(
             f"bundle.path={str(root)!r} has no {MODEL_INDEX}: it is not a diffusers model directory. Give the folder "
-            "that `pipeline.save_pretrained` wrote",
-            code=NOT_FOUND,
+            "that `pipeline.save_pretrained` wrote"
         )
     return root
 
@@ -130,4 +124,4 @@ def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def _unreachable(repo: str, why: str) -> DataError:
-    return DataError(f"model {repo!r} {why}", code=NOT_FOUND)
+    return NotFoundError(f"model {repo!r} {why}")

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import ConfigError, did_you_mean
+from unirl.config.errors import IncompatibleError, InvalidValueError, did_you_mean
 from unirl.sde.noise import key_seed
 
 ADAPTER = "default"
@@ -47,9 +47,8 @@ def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
 
     present = adapter_names(module)
     if present:
-        raise ConfigError(
-            f"{type(module).__name__} already carries adapters ({present[0]}): a second one would add to them",
-            code=2020,
+        raise IncompatibleError(
+            f"{type(module).__name__} already carries adapters ({present[0]}): a second one would add to them"
         )
     require_targets(module, spec.targets)
     module.requires_grad_(False)
@@ -114,10 +113,9 @@ def require_targets(module: nn.Module, targets: Sequence[str]) -> None:
         return
     suffixes = sorted({part for name in linear for part in (name.split(".")[-1], ".".join(name.split(".")[-2:]))})
     first = missing[0] if missing else "nothing"
-    raise ConfigError(
+    raise InvalidValueError(
         f"lora_cfg.target_modules: {first!r} is the end of no linear layer's name in {type(module).__name__}."
-        f"{did_you_mean(first, suffixes)} The ends are {', '.join(suffixes[:24])}",
-        code=2004,
+        f"{did_you_mean(first, suffixes)} The ends are {', '.join(suffixes[:24])}"
     )
 
 

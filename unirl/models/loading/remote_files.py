@@ -13,11 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from unirl.config.errors import DataError
+from unirl.config.errors import DataError, UnreadableFileError
 from unirl.config.extras import need
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
-UNREADABLE = 4003
 MIB = 2**20
 PIECE = MIB // 4
 """Bytes of a store that are read at once."""
@@ -119,7 +118,7 @@ def _tried(uri: str, bounds: Bounds) -> bytes:
 
 def refusal(uri: str, why: str) -> DataError:
     """The error for a file that cannot be had."""
-    return DataError(f"picture {uri} cannot be fetched: {why}", UNREADABLE)
+    return UnreadableFileError(f"picture {uri} cannot be fetched: {why}")
 
 
 def _over_http(uri: str, bounds: Bounds) -> bytes:

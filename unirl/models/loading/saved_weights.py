@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from unirl.config.errors import DataError
-from unirl.models.loading.hub import NOT_FOUND
+from unirl.config.errors import NotFoundError
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 """The file of a component of diffusers; a larger one is cut into several, which an index beside them names."""
@@ -70,8 +69,8 @@ class SafetensorsWeights:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [self.name]
             files = [safe_open(self.folder / name, "pt") for name in names]
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
-            raise DataError(
-                f"cannot read the weights in {self.folder}: {error}. Download the model again", code=NOT_FOUND
+            raise NotFoundError(
+                f"cannot read the weights in {self.folder}: {error}. Download the model again"
             ) from error
         return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
 

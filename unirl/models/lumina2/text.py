@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.conditions import TextEmbedCondition
 
 TEMPLATE = (
@@ -36,10 +36,9 @@ class Lumina2TextEncoder:
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         """The condition of `texts` as they stand; `max_sequence_length` counts the template's tokens too."""
         if max_sequence_length > self.most_tokens:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"sampling.max_sequence_length={max_sequence_length}: this model has positions for {self.most_tokens} "
-                f"text tokens. Use {self.most_tokens} or fewer",
-                code=2004,
+                f"text tokens. Use {self.most_tokens} or fewer"
             )
         tokens = self.tokenizer(
             list(texts),

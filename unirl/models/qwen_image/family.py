@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.qwen_image.published import PUBLISHED
 from unirl.models.qwen_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import NormCorrectedGuidance
@@ -41,10 +40,9 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
     transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
     for switch in FOREIGN:
         if transformer.get(switch):
-            raise DataError(
+            raise NotFoundError(
                 f"the transformer's configuration has {switch}={transformer[switch]}: that is another model than "
-                "Qwen-Image or Qwen-Image-Edit (layered or distilled), which is not supported. Take another checkpoint",
-                code=NOT_FOUND,
+                "Qwen-Image or Qwen-Image-Edit (layered or distilled), which is not supported. Take another checkpoint"
             )
     patch_size = transformer["patch_size"]
     return LatentFacts(

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.language.bundle import CPU, LanguageBundle
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.qwen_vl.families import FAMILIES
 from unirl.models.qwen_vl.policy import QwenVLPolicy
 from unirl.models.qwen_vl.published import PUBLISHED
@@ -74,7 +73,5 @@ class QwenVLBundle(LanguageBundle):
 
         root = self.directory_of(self.path, self.revision)
         if not (root / PROCESSOR).is_file():
-            raise DataError(
-                f"{root} has no {PROCESSOR}, which says how pictures are cut. Download the model again", NOT_FOUND
-            )
+            raise NotFoundError(f"{root} has no {PROCESSOR}, which says how pictures are cut. Download the model again")
         return Qwen2VLImageProcessorPil.from_pretrained(root, local_files_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import ConfigError, DataError
+from unirl.config.errors import DataError, InvalidValueError
 from unirl.models.images import read_picture
 from unirl.models.qwen_vl.policy import CHANNELS, PICTURE, Levels
 from unirl.types.conditions import Grid, ImagePatches, PromptTokens
@@ -44,10 +44,9 @@ class ImageCutter:
         self.levels = Levels(tuple(processor.image_mean), tuple(processor.image_std))
         token = (processor.patch_size * processor.merge_size) ** 2
         if not token <= self.min_pixels <= self.max_pixels:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"pipeline.min_pixels={self.min_pixels} and max_pixels={self.max_pixels}: a token of this model is "
-                f"{token} pixels, and {token} <= min_pixels <= max_pixels must hold",
-                code=2004,
+                f"{token} pixels, and {token} <= min_pixels <= max_pixels must hold"
             )
 
     def cut(self, path: str) -> Sight:
@@ -158,4 +157,4 @@ def cut_all(cutter: ImageCutter, refs: Sequence[MediaRef], id: str) -> list[Sigh
     try:
         return [cutter.cut(ref.uri) for ref in refs]
     except DataError as error:
-        raise DataError(f"prompt {id}: {error}", error.code) from error
+        raise type(error)(f"prompt {id}: {error}") from error

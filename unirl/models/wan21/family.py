@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.wan21.published import I2V, PUBLISHED
 from unirl.models.wan21.toy import TOY, TOY_I2V, toy_tokenizers
 from unirl.sde.guidance import Guidance
@@ -27,10 +26,9 @@ ADDED_LORA_TARGETS = ("attn2.add_k_proj", "attn2.add_v_proj")
 def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know; a Wan 2.2 checkpoint is refused."""
     if any(checkpoint.settings.get(name) for name in ("boundary_ratio", "expand_timesteps")):
-        raise DataError(
+        raise NotFoundError(
             "this is a Wan 2.2 checkpoint (model_index.json sets boundary_ratio or expand_timesteps). "
-            "Use unirl.models.wan22.bundle.Wan22Bundle and unirl.models.wan22.pipeline.Wan22Pipeline",
-            code=NOT_FOUND,
+            "Use unirl.models.wan22.bundle.Wan22Bundle and unirl.models.wan22.pipeline.Wan22Pipeline"
         )
     return wan_facts("wan21", checkpoint, batch_multiple, Guidance())
 
@@ -51,10 +49,9 @@ def wan_facts(
     frame_scale = vae.get("scale_factor_temporal", 4)
     is_shown = shown_a_frame(transformer["in_channels"], vae["z_dim"], frame_scale)
     if transformer.get("pos_embed_seq_len") is not None:
-        raise DataError(
+        raise NotFoundError(
             f"this {family} checkpoint reads a first and a last frame (pos_embed_seq_len is set), which is not "
-            "supported. Use one of text to video or image to video",
-            code=NOT_FOUND,
+            "supported. Use one of text to video or image to video"
         )
     added = ADDED_LORA_TARGETS if transformer.get("added_kv_proj_dim") else ()
     return LatentFacts(
@@ -81,10 +78,9 @@ def shown_a_frame(in_channels: int, latent_channels: int, frame_scale: int) -> b
     """
     plain, shown = latent_channels, 2 * latent_channels + frame_scale
     if in_channels not in (plain, shown):
-        raise DataError(
+        raise NotFoundError(
             f"a Wan transformer with in_channels={in_channels} beside a VAE of {latent_channels} channels: text to "
-            f"video has {plain}, image to video {shown}. Use a checkpoint of one of these",
-            code=NOT_FOUND,
+            f"video has {plain}, image to video {shown}. Use a checkpoint of one of these"
         )
     return in_channels == shown
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import InvalidValueError
 from unirl.types.conditions import TextEmbedCondition
 
 
@@ -49,9 +49,8 @@ class WanTextEncoder:
         embeds = torch.where(mask[..., None], states, 0.0)
         missing = 0 if self.fixed_length is None else self.fixed_length - max_sequence_length
         if missing < 0:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"sampling.max_sequence_length={max_sequence_length}: this transformer reads {self.fixed_length} "
-                f"tokens of text. Use at most {self.fixed_length}",
-                code=2004,
+                f"tokens of text. Use at most {self.fixed_length}"
             )
         return TextEmbedCondition(embeds=pad(embeds, (0, 0, 0, missing)), mask=pad(mask, (0, missing)))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.wan21.family import CLASSES, FURTHER_PIPELINES, PIPELINE, wan_facts
 from unirl.models.wan21.toy import toy_tokenizers
 from unirl.models.wan22.published import PUBLISHED
@@ -27,19 +26,17 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know; a Wan 2.1 checkpoint is refused."""
     boundary = checkpoint.settings.get("boundary_ratio")
     if (boundary is not None) != (LOW in checkpoint):
-        raise DataError(
+        raise NotFoundError(
             f"this checkpoint has boundary_ratio={boundary} and {'a' if LOW in checkpoint else 'no'} {LOW}: two "
-            "experts need both. Use the whole checkpoint",
-            code=NOT_FOUND,
+            "experts need both. Use the whole checkpoint"
         )
     if boundary is not None:
         found = wan_facts("wan22", checkpoint, batch_multiple, ExpertGuidance(boundary=boundary))
         return replace(found, expert_class_names=("WanTransformer3DModel",))
     if not checkpoint.settings.get("expand_timesteps"):
-        raise DataError(
+        raise NotFoundError(
             "this is a Wan 2.1 checkpoint (model_index.json sets neither boundary_ratio nor expand_timesteps). "
-            "Use unirl.models.wan21.bundle.Wan21Bundle and unirl.models.wan21.pipeline.Wan21Pipeline",
-            code=NOT_FOUND,
+            "Use unirl.models.wan21.bundle.Wan21Bundle and unirl.models.wan21.pipeline.Wan21Pipeline"
         )
     found = wan_facts("wan22", checkpoint, batch_multiple, Guidance(), condition_images=(0, 1))
     return replace(found, fps=FPS_5B)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.models.z_image.published import PUBLISHED
 from unirl.models.z_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import Guidance
@@ -36,11 +35,10 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
 
 def _check_text_to_image(transformer: Config) -> None:
     if transformer.get("siglip_feat_dim") is not None or PATCH_SIZE not in transformer["all_patch_size"]:
-        raise DataError(
+        raise NotFoundError(
             f"a Z-Image transformer with siglip_feat_dim={transformer.get('siglip_feat_dim')} and all_patch_size="
             f"{tuple(transformer['all_patch_size'])} is none of text to image (None, and {PATCH_SIZE} among them), "
-            "which this family draws. Take such a checkpoint, for instance Tongyi-MAI/Z-Image",
-            code=NOT_FOUND,
+            "which this family draws. Take such a checkpoint, for instance Tongyi-MAI/Z-Image"
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from unirl.config.errors import ConfigError, RewardError
+from unirl.config.errors import ConfigError, RewardError, RewardUnreachableError
 from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
@@ -30,7 +30,6 @@ from unirl.reward.client.wire import (
 if TYPE_CHECKING:
     import httpx2
 
-UNREACHABLE: Final = 6001
 T = TypeVar("T")
 
 CONNECT_S: Final = 10.0
@@ -220,10 +219,9 @@ class Connection:
 
     def lost(self, attempts: int, seconds: float, last: object) -> RewardError:
         """The error of a service that does not answer (6001)."""
-        return RewardError(
+        return RewardUnreachableError(
             f"the reward service at {self.config.base_url} cannot be reached: {attempts} attempts in {seconds:.0f} s, "
-            f"the last one: {last}. Start it, or mend base_url; look with: unirl reward ping {self.config.base_url}",
-            code=UNREACHABLE,
+            f"the last one: {last}. Start it, or mend base_url; look with: unirl reward ping {self.config.base_url}"
         )
 
 

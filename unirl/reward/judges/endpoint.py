@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from unirl.config.errors import ConfigError, RewardError, did_you_mean
-from unirl.reward.client.connection import CONNECT_S, MAX_PAUSE_S, SOON_S, UNREACHABLE, Busy, Fault, bounded
+from unirl.config.errors import InvalidValueError, RewardError, RewardUnreachableError, did_you_mean
+from unirl.reward.client.connection import CONNECT_S, MAX_PAUSE_S, SOON_S, Busy, Fault, bounded
 
 TOP = 20
 """Alternatives of a token that are asked for: what servers give at most."""
@@ -73,10 +73,9 @@ def api_key(config: JudgeSpec) -> str | None:
         return None
     key = os.environ.get(config.api_key_env)
     if not key:
-        raise ConfigError(
+        raise InvalidValueError(
             f"{type(config).__name__}.api_key_env names the environment variable {config.api_key_env}, which is not "
-            "set. Set it to the endpoint's key, or leave api_key_env away",
-            code=2004,
+            "set. Set it to the endpoint's key, or leave api_key_env away"
         )
     return key
 
@@ -156,10 +155,8 @@ class Endpoint:
                 time.sleep(min(wanted, MAX_PAUSE_S))
                 pause *= 2
         attempts = self.config.retries + 1
-        raise RewardError(
-            f"the judge at {self.config.base_url} gave no answer in {attempts} attempts, at last: {last}",
-            code=UNREACHABLE if isinstance(last, Absent) else None,
-        )
+        kind = RewardUnreachableError if isinstance(last, Absent) else RewardError
+        raise kind(f"the judge at {self.config.base_url} gave no answer in {attempts} attempts, at last: {last}")
 
     def check_model(self) -> None:
         """Raises RewardError (6001) when nobody is there, refuses the key, or lists models without this one."""
@@ -169,10 +166,9 @@ class Endpoint:
             with self._http.stream("GET", "/models", timeout=SOON_S) as response:
                 content = bounded(response.iter_bytes())
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise RewardError(
+            raise RewardUnreachableError(
                 f"nobody answers at {self.config.base_url}: {type(error).__name__}: {error}. Start the judge, or mend "
-                "base_url",
-                code=UNREACHABLE,
+                "base_url"
             ) from error
         except (httpx2.TransportError, httpx2.DecodingError, Fault):
             return  # somebody is there, and need not list models
@@ -180,10 +176,9 @@ class Endpoint:
             raise self._refusal(response.status_code, content, "")
         names = _model_names(content) if response.status_code == 200 else []
         if names and self.config.model not in names:
-            raise RewardError(
+            raise RewardUnreachableError(
                 f"the judge at {self.config.base_url} does not serve {self.config.model!r}."
-                f"{did_you_mean(self.config.model, names)} It has {', '.join(names)}",
-                code=UNREACHABLE,
+                f"{did_you_mean(self.config.model, names)} It has {', '.join(names)}"
             )
 
     def _question(self, picture: bytes, question: str, max_tokens: int, alternatives: bool) -> dict[str, Any]:
@@ -224,10 +219,10 @@ class Endpoint:
         if status >= 500 or status == 408:
             return Fault(said)
         everything = status in (401, 403, 404)  # the key, the address or the model: no other question fares better
-        return RewardError(
+        kind = RewardUnreachableError if everything else RewardError
+        return kind(
             f"the judge {self.config.model!r} at {self.config.base_url} refuses: {said}. Mend base_url, model or "
-            "api_key_env, or what is asked",
-            code=UNREACHABLE if everything else None,
+            "api_key_env, or what is asked"
         )
 
 

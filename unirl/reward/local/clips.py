@@ -22,8 +22,7 @@ def clips(request: RewardRequest, at_least: int) -> Iterator[tuple[str, Tensor]]
         if stop - start < at_least:
             raise RewardError(
                 f"sample {sample!r} is a clip of {stop - start} frames, and this reward needs at least {at_least}: "
-                "set sampling.num_frames higher, or choose another reward",
-                code=6002,
+                "set sampling.num_frames higher, or choose another reward"
             )
         yield sample, request.videos.frames[start:stop]
 

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import DataError, RewardError
+from unirl.config.errors import NotFoundError, RewardError
 from unirl.models.chunks import full_chunks
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.reward.base import Device, LocalRewardBackend
 from unirl.reward.local.hpsv3_reader import (
     PROMPT_PLACE,
@@ -165,8 +164,7 @@ def sources_of(request: RewardRequest) -> list[Tensor]:
     for sample, brought in zip(request.sample_ids, request.sources, strict=True):
         if len(brought) != 1:
             raise RewardError(
-                f"EditReward compares with one picture, and the prompt of sample {sample!r} brought {len(brought)}",
-                code=6002,
+                f"EditReward compares with one picture, and the prompt of sample {sample!r} brought {len(brought)}"
             )
     return [brought[0] for brought in request.sources]
 
@@ -186,26 +184,22 @@ def published_readers(config: EditRewardSpec) -> list[Reader]:
 def read_questions(path: str | None) -> list[str]:
     """The question of each aspect, from the authors' source. Raises DataError (4001) where it is not there."""
     if path is None:
-        raise DataError(
+        raise NotFoundError(
             "config.questions is needed: the directory EditReward/dataset of a copy of "
-            "github.com/TIGER-AI-Lab/EditReward, which holds the words that the model was trained to answer",
-            code=NOT_FOUND,
+            "github.com/TIGER-AI-Lab/EditReward, which holds the words that the model was trained to answer"
         )
     found: dict[str, str] = {}
     for name in SOURCES:
         try:
             found |= text_constants((Path(path).expanduser() / name).read_text(encoding="utf-8"))
         except OSError as error:
-            raise DataError(
-                f"config.questions={path!r}: {name} cannot be read ({error.strerror})", NOT_FOUND
-            ) from error
+            raise NotFoundError(f"config.questions={path!r}: {name} cannot be read ({error.strerror})") from error
     questions = [found.get(question, "") + found.get(ENDING, "") for question in ASPECTS.values()]
     for asked, question in zip(ASPECTS.values(), questions, strict=True):
         if question.count(PROMPT_PLACE) != 1 or question.count(REWARD_TOKEN) != 1:
-            raise DataError(
+            raise NotFoundError(
                 f"config.questions={path!r}: {asked} and {ENDING} together must hold {PROMPT_PLACE} and {REWARD_TOKEN} "
-                "once each",
-                code=NOT_FOUND,
+                "once each"
             )
     return questions
 

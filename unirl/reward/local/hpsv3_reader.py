@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.config.errors import DataError, RewardError
+from unirl.config.errors import NotFoundError, RewardError
 from unirl.config.extras import need
 from unirl.models.chunks import round_up
-from unirl.models.loading.hub import NOT_FOUND
 from unirl.reward.local.pictures import as_pil
 from unirl.reward.local.pretrained import load
 
@@ -84,8 +83,7 @@ def check_marks(prompt: str, whose: str = "") -> None:
     if found := MARK.findall(prompt):
         raise RewardError(
             f"the prompt {prompt!r}{whose} holds {', '.join(found)}, which the model reads as a mark of the chat and "
-            "not as text: take it out of the data",
-            code=6002,
+            "not as text: take it out of the data"
         )
 
 
@@ -108,16 +106,15 @@ def read_instruction(path: str | None) -> str:
     try:
         text = where.read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"config.instruction={path!r}: {where} cannot be read ({error.strerror})", NOT_FOUND) from error
+        raise NotFoundError(f"config.instruction={path!r}: {where} cannot be read ({error.strerror})") from error
     if path is None:
         constants = text_constants(text)
         text = constants.get("INSTRUCTION", "") + constants.get("prompt_with_special_token", "")
     for place in (PROMPT_PLACE, REWARD_TOKEN):
         if text.count(place) != 1:
-            raise DataError(
+            raise NotFoundError(
                 f"config.instruction={path!r}: the text of {where} holds {place} {text.count(place)} times, and needs "
-                "it once",
-                NOT_FOUND,
+                "it once"
             )
     return text
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from unirl.config.errors import DataError
-from unirl.models.loading.hub import HUB_ID, NOT_FOUND
+from unirl.config.errors import NotFoundError
+from unirl.models.loading.hub import HUB_ID
 from unirl.models.loading.quiet import quiet_libraries
 
 DAMAGED = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
@@ -34,7 +34,7 @@ def load(cls: Any, path: str, key: str) -> Any:
         where = (
             "the directory lacks its files" if Path(path).is_dir() else "no such directory, and the hub did not give it"
         )
-        raise DataError(f"{key}={path!r}: {where} ({cls.__name__}). {WAY_OUT}", code=NOT_FOUND) from error
+        raise NotFoundError(f"{key}={path!r}: {where} ({cls.__name__}). {WAY_OUT}") from error
 
 
 def read_weights(path: str, file: str, key: str) -> dict[str, Tensor]:
@@ -49,9 +49,8 @@ def read_weights(path: str, file: str, key: str) -> dict[str, Tensor]:
     try:
         return _tensors_of(found)
     except DAMAGED as error:
-        raise DataError(
-            f"{key}={path!r}: {found.name} is no checkpoint of weights ({type(error).__name__}). Download it again",
-            code=NOT_FOUND,
+        raise NotFoundError(
+            f"{key}={path!r}: {found.name} is no checkpoint of weights ({type(error).__name__}). Download it again"
         ) from error
 
 
@@ -62,16 +61,16 @@ def _weights_file(path: str, file: str, key: str) -> Path:
     if local.is_dir():
         if (local / file).is_file():
             return local / file
-        raise DataError(f"{key}={path!r}: the directory holds no {file}. {WAY_OUT}", code=NOT_FOUND)
+        raise NotFoundError(f"{key}={path!r}: the directory holds no {file}. {WAY_OUT}")
     if not HUB_ID.fullmatch(path):
-        raise DataError(f"{key}={path!r}: no such file or directory. {WAY_OUT}", code=NOT_FOUND)
+        raise NotFoundError(f"{key}={path!r}: no such file or directory. {WAY_OUT}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
         return Path(hf_hub_download(path, file))
     except (OSError, EntryNotFoundError) as error:
-        raise DataError(f"{key}={path!r}: the hub did not give {file}. {WAY_OUT}", code=NOT_FOUND) from error
+        raise NotFoundError(f"{key}={path!r}: the hub did not give {file}. {WAY_OUT}") from error
 
 
 def _tensors_of(file: Path) -> dict[str, Tensor]:
@@ -123,9 +122,8 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
 def _refuse(wrong: Mapping[str, list[str]], name: str, key: str) -> None:
     faults = [f"{len(names)} {word} ({', '.join(names[:3])}, ...)" for word, names in wrong.items() if names]
     if faults:
-        raise DataError(
-            f"{key}: the checkpoint does not fit {name}: {'; '.join(faults)}. Give the published file of this model",
-            code=NOT_FOUND,
+        raise NotFoundError(
+            f"{key}: the checkpoint does not fit {name}: {'; '.join(faults)}. Give the published file of this model"
         )
 
 

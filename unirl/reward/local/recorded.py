@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import IncompatibleError
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.scoring import answer_of, name_of
 from unirl.types.protocols import Capabilities, Scorer
@@ -37,10 +37,9 @@ class RecordedRewardScorer(RewardScorer):
             return answer_of(self.drawn, request, name_of(self.drawn))
         for sample_id, role in zip(request.sample_ids, roles, strict=True):
             if role not in WORTH:
-                raise ConfigError(
+                raise IncompatibleError(
                     f"sample {sample_id!r} is no recorded picture (its role: {role}), so no preference is known of it. "
-                    "Set evaluation.eval_steps=0, or name in reward.backend.drawn what scores drawn pictures",
-                    code=2020,
+                    "Set evaluation.eval_steps=0, or name in reward.backend.drawn what scores drawn pictures"
                 )
         return single("preference", torch.tensor([WORTH[role] for role in roles]))
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import ConfigError, InvalidValueError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.weight_sync.base import Payload
 from unirl.models.loading.lora import LoraSpec
@@ -31,15 +31,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0:
-            raise ConfigError(f"optimizer_cfg.learning_rate must be > 0, got {self.learning_rate}", code=2004)
+            raise InvalidValueError(f"optimizer_cfg.learning_rate must be > 0, got {self.learning_rate}")
         for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
             if not 0.0 <= beta < 1.0:
-                raise ConfigError(f"optimizer_cfg.{name} must lie in [0, 1), got {beta}", code=2004)
+                raise InvalidValueError(f"optimizer_cfg.{name} must lie in [0, 1), got {beta}")
         if self.adam_epsilon <= 0 or self.weight_decay < 0:
-            raise ConfigError(
+            raise InvalidValueError(
                 f"optimizer_cfg needs adam_epsilon > 0 and weight_decay >= 0, got {self.adam_epsilon} and "
-                f"{self.weight_decay}",
-                code=2004,
+                f"{self.weight_decay}"
             )
 
 
@@ -57,13 +56,12 @@ class LrSchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.warmup_updates < 0:
-            raise ConfigError(f"scheduler_cfg.warmup_updates must be >= 0, got {self.warmup_updates}", code=2004)
+            raise InvalidValueError(f"scheduler_cfg.warmup_updates must be >= 0, got {self.warmup_updates}")
         if not 0.0 <= self.final_fraction <= 1.0:
-            raise ConfigError(f"scheduler_cfg.final_fraction must lie in [0, 1], got {self.final_fraction}", code=2004)
+            raise InvalidValueError(f"scheduler_cfg.final_fraction must lie in [0, 1], got {self.final_fraction}")
         if self.total_updates is not None and self.total_updates <= self.warmup_updates:
-            raise ConfigError(
-                f"scheduler_cfg.total_updates={self.total_updates} must exceed warmup_updates={self.warmup_updates}",
-                code=2004,
+            raise InvalidValueError(
+                f"scheduler_cfg.total_updates={self.total_updates} must exceed warmup_updates={self.warmup_updates}"
             )
 
     def factor(self, update: int, run_updates: int | None) -> float:

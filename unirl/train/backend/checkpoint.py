@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unirl.config.errors import CheckpointError
+from unirl.config.errors import CheckpointError, StorageError
 from unirl.train.backend.manifest import DamagedManifest, fsync, problems, read_manifest, seal
 
 FINAL = "checkpoint-final"
@@ -263,18 +263,16 @@ class CheckpointStore:
 
     def _storage_error(self, name: str, published: bool, error: OSError) -> CheckpointError:
         if published:
-            return CheckpointError(
+            return StorageError(
                 f"{name} is saved and valid in {self.directory}, but finishing the save failed: {error}. "
-                "Fix the disk, then continue with resume=auto",
-                code=7003,
+                "Fix the disk, then continue with resume=auto"
             )
         others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.path.name != name]
         kept = f"{others[0].path.name} is untouched" if others else "there was no earlier checkpoint"
-        return CheckpointError(
+        return StorageError(
             f"{name} could not be saved in {self.directory}: {error.strerror or error}. {self._space()}. "
             f"Nothing half-written was left and {kept}. Free space there or set run.dir to another disk, "
-            "then continue with resume=auto",
-            code=7003,
+            "then continue with resume=auto"
         )
 
     def _space(self) -> str:

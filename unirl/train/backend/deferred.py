@@ -7,12 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import DataError
+from unirl.config.errors import NotFoundError
 from unirl.models.loading.lora import adapter_names, adapter_start
 from unirl.models.loading.saved_weights import SavedWeights
 from unirl.train.backend.sharding import Sharding
-
-NOT_FOUND = 4001
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -75,8 +73,7 @@ def _check(model: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str
     misshapen = [n for n, t in wanted.items() if base_name(n) in found and found[base_name(n)] != tuple(t.shape)]
     for problem, names in (("are missing", missing), ("have another shape", misshapen)):
         if names:
-            raise DataError(
+            raise NotFoundError(
                 f"{len(names)} weights of {model} {problem} in its checkpoint: {', '.join(names[:5])}. Use a complete "
-                "checkpoint of this architecture, or bundle.meta_init=false",
-                code=NOT_FOUND,
+                "checkpoint of this architecture, or bundle.meta_init=false"
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import ConfigError, IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
 from unirl.models.loading.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
@@ -260,7 +260,7 @@ class FSDPBackend(TrainBackend):
     def named_tensors(self, payload: Payload, weights: str = LIVE) -> Iterator[tuple[str, Tensor]]:
         if (payload == "full") == (self.adapter is not None):
             trained = "all weights are" if self.adapter is None else "an adapter is"
-            raise ConfigError(f"the payload {payload!r} does not exist where {trained} trained", code=2020)
+            raise IncompatibleError(f"the payload {payload!r} does not exist where {trained} trained")
         return self._merged_tensors(weights) if payload == "merged" else self._whole_tensors(weights)
 
     def _whole_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
@@ -464,10 +464,9 @@ def refuse_dropout(module: nn.Module) -> None:
     """Raises ConfigError on active dropout: a policy is trained in eval mode, so that ratios compare equal networks."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"{type(module).__name__}.{name} has dropout {child.p}, which would never act: the policy runs in eval "
-                "mode in rollout and training. Set the model's dropout to 0",
-                code=2020,
+                "mode in rollout and training. Set the model's dropout to 0"
             )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import ConfigError, IncompatibleError
 
 LIVE = "live"
 
@@ -48,10 +48,9 @@ class Snapshots:
     def require(self, name: str) -> None:
         """Raises ConfigError unless a snapshot `name` exists."""
         if name not in self.stored:
-            raise ConfigError(
+            raise IncompatibleError(
                 f"there is no weight snapshot {name!r}; there are {sorted(self.stored)}. `ema` comes from "
-                "backend.ema_cfg, `old` from backend.ema_lora_cfg, `reference` from an algorithm that reads it",
-                code=2020,
+                "backend.ema_cfg, `old` from backend.ema_lora_cfg, `reference` from an algorithm that reads it"
             )
 
     @contextmanager

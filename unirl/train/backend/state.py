@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unirl.config.errors import CheckpointError
+from unirl.config.errors import CheckpointError, ResumeError
 from unirl.distributed import RankInfo
 from unirl.train.configs import LoraConfig
 
@@ -66,10 +66,9 @@ def check_snapshots(found: Counters, names: Sequence[str]) -> None:
 
 def _check_equal(what: str, theirs: object, ours: object) -> None:
     if theirs != ours:
-        raise CheckpointError(
+        raise ResumeError(
             f"the checkpoint's {what} are {theirs!r}, this recipe's are {ours!r}: resume with the recipe that wrote "
-            "it, or start anew with resume=none",
-            code=7002,
+            "it, or start anew with resume=none"
         )
 
 
@@ -136,7 +135,7 @@ def read_counters(directory: Path) -> Counters:
     try:
         raw = json.loads(path.read_text())
         if raw["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {raw['format']}; this version reads {FORMAT}", code=7001)
+            raise CheckpointError(f"{path} has format {raw['format']}; this version reads {FORMAT}")
         return Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise _damaged(path, error) from error
@@ -200,8 +199,7 @@ class _RowFiles(SavedTensors):
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path} is missing or damaged ({error}): resume from an earlier one (`unirl ckpt ls` lists them)",
-        code=7001,
+        f"{path} is missing or damaged ({error}): resume from an earlier one (`unirl ckpt ls` lists them)"
     )
 
 
@@ -214,10 +212,9 @@ def check_match(what: str, found: Mapping[str, Tensor], expected: Mapping[str, T
         if have.shape != want.shape or have.dtype != want.dtype:
             problems.append(f"{name} is {tuple(have.shape)} {have.dtype}, not {tuple(want.shape)} {want.dtype}")
     if problems:
-        raise CheckpointError(
+        raise ResumeError(
             f"the checkpoint's {what} belong to another model or adapter: {'; '.join(sorted(problems)[:3])} "
-            f"({len(problems)} in all). Resume with the recipe that wrote it, or start anew with resume=none",
-            code=7002,
+            f"({len(problems)} in all). Resume with the recipe that wrote it, or start anew with resume=none"
         )
 
 

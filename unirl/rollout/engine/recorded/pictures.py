@@ -11,10 +11,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from unirl.config.errors import DataError
+from unirl.config.errors import UnreadableFileError
 from unirl.types.primitives import Images, MediaRef
 
-UNREADABLE = 4003
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """How PIL calls pictures of 8 bits a channel."""
 
@@ -34,10 +33,9 @@ def read_picture(path: str, height: int, width: int) -> Tensor:
     """
     picture = _opaque(_opened(path), path)
     if picture.height < height or picture.width < width:
-        raise DataError(
+        raise UnreadableFileError(
             f"{path} has {picture.width} x {picture.height} pixels, and sampling.width x height = {width} x {height} "
-            "would enlarge it. Lower sampling.height and sampling.width, or give larger pictures",
-            code=UNREADABLE,
+            "would enlarge it. Lower sampling.height and sampling.width, or give larger pictures"
         )
     fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
@@ -49,16 +47,15 @@ def _opened(path: str) -> Image.Image:
         with Image.open(path) as picture:
             return ImageOps.exif_transpose(picture)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL meets the damage
-        raise DataError(f"{path} cannot be read as a picture: {error}", code=UNREADABLE) from error
+        raise UnreadableFileError(f"{path} cannot be read as a picture: {error}") from error
 
 
 def _opaque(picture: Image.Image, path: str) -> Image.Image:
     """As RGB."""
     if picture.mode not in MODES:
-        raise DataError(
-            f"{path} is a picture of mode {picture.mode}; save it with 8 bits a channel as one of {', '.join(MODES)}",
-            code=UNREADABLE,
+        raise UnreadableFileError(
+            f"{path} is a picture of mode {picture.mode}; save it with 8 bits a channel as one of {', '.join(MODES)}"
         )
     if picture.has_transparency_data and picture.convert("RGBA").getchannel("A").getextrema() != (255, 255):
-        raise DataError(f"{path} has transparent parts, and what shows through is not known; flatten it", UNREADABLE)
+        raise UnreadableFileError(f"{path} has transparent parts, and what shows through is not known; flatten it")
     return picture.convert("RGB")

@@ -76,9 +76,9 @@ def run_case(case: Case, folder: str) -> None:
         contextlib.redirect_stderr(output),
     ):
         status = main(["train", case.recipe, *settings, *case.overrides, f"run.dir={run}"])
+        Path(folder, "status").write_text(str(status))
         if status == 0:
-            status = main(["export", run])
-    Path(folder, "status").write_text(str(status))
+            Path(folder, "export_status").write_text(str(main(["export", run])))
 
 
 def record_of(folder: Path) -> Record:
@@ -89,6 +89,7 @@ def record_of(folder: Path) -> Record:
     run = folder / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
+        "export_status": (folder / "export_status").read_text(),
         "metrics": [without_volatile(row) for row in rows],
         "files": {
             str(path.relative_to(run)): content_hash(path)

@@ -12,10 +12,10 @@ import time
 import pytest
 
 from unirl.config.errors import DependencyError, RewardError
-from unirl.reward.mathematics import checker as math_checker
-from unirl.reward.mathematics import worker as math_worker
 from unirl.reward.local.math_boxed import MathBoxedRewardScorer, MathBoxedSpec
 from unirl.reward.local.math_verify import MathVerifyRewardScorer, MathVerifySpec
+from unirl.reward.mathematics import checker as math_checker
+from unirl.reward.mathematics import worker as math_worker
 from unirl.reward.mathematics.checker import MathChecker
 from unirl.reward.scoring import check_prompt, checked_score
 from unirl.testing.reward import check_reward

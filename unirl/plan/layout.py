@@ -72,8 +72,8 @@ def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
         if config.runtime_in_use == "local" and len(device_set) > 1:
             fewer = "set num_devices=1" if config.placement is None else f"give {role} one"
             raise IncompatibleError(
-                f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set runtime=ray, "
-                f"which has one worker per device, or {fewer}"
+                f"runtime=local is one process, and {role} has {len(device_set)} devices ({device_set}). Set "
+                f"runtime=ray, which has one worker per device, or {fewer}"
             )
     per_node = config.devices_per_node
     if per_node is not None and config.num_devices % per_node:

@@ -139,8 +139,8 @@ class LocalPool(Pool):
         self.check(device_set)
         if len(device_set.indices) > 1:
             raise IncompatibleError(
-                f"a placement on {device_set.words} needs {len(device_set.indices)} workers, and runtime: local has one "
-                "process, which is one worker. Set runtime=ray, or place the role on one device"
+                f"a placement on {device_set.words} needs {len(device_set.indices)} workers, and runtime: local has "
+                "one process, which is one worker. Set runtime=ray, or place the role on one device"
             )
         if device_set not in self.groups:
             self.groups[device_set] = self._group(device_set)

@@ -20,7 +20,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.plan.preflight import preflight
 from unirl.testing.toy import toy_params, toy_request, toy_stage, toy_track
 from unirl.trainer.build import build_trainer
-from unirl.trainer.refill import Draws, teaching_groups
+from unirl.trainer.refill import Draws, informative_groups
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
@@ -59,7 +59,7 @@ def drawn(*rewards: list[list[float]], max_draws: int = 3, batch_size: int = 3) 
 
 
 def test_groups_that_teach_have_rewards_that_differ_and_lack_none() -> None:
-    assert teaching_groups(draw([EQUAL, DIFFER, LOST, [0.0, 0.0], [-1.0, 0.0]])[1]) == ["p1@0", "p4@0"]
+    assert informative_groups(draw([EQUAL, DIFFER, LOST, [0.0, 0.0], [-1.0, 0.0]])[1]) == ["p1@0", "p4@0"]
 
 
 def test_a_step_draws_until_its_groups_are_there_and_leaves_the_surplus() -> None:
@@ -71,7 +71,7 @@ def test_a_step_draws_until_its_groups_are_there_and_leaves_the_surplus() -> Non
     assert list(dict.fromkeys(track.group_ids)) == ["p0@0", "p4@0", "p6@0"] and settled.req.group_ids == track.group_ids
     assert track.weight.tolist() == [1.0] * 6 and settled.missing == 0
     assert settled.reasons == {"equal_rewards": 8, "surplus": 4}
-    assert settled.metrics == {"samples/draws": 3.0, "samples/fill": 0.0, "rollout/teaching_group_ratio": 5 / 9}
+    assert settled.metrics == {"samples/draws": 3.0, "samples/fill": 0.0, "rollout/informative_group_ratio": 5 / 9}
 
 
 def test_a_step_that_may_draw_no_more_is_filled_with_rows_that_count_nowhere() -> None:
@@ -236,7 +236,7 @@ def test_prompts_that_never_differ_are_said_loudly_and_change_no_weight(tmp_path
     run(tmp_path, "num_rollouts=2", "refill.max_draws=2", "reward.backend.ties=3")
     for row in lines(tmp_path / "metrics.jsonl"):
         assert row["samples/draws"] == 2.0 and row["samples/fill"] == row["samples/generated"] / 2
-        assert row["train/skipped_updates"] == 1.0 and row["rollout/teaching_group_ratio"] == 0.0
+        assert row["train/skipped_updates"] == 1.0 and row["rollout/informative_group_ratio"] == 0.0
         assert row["rollout/reward_mean"] == 1.0
     events = (tmp_path / "events.jsonl").read_text().splitlines()
     assert sum('"refill.short"' in line for line in events) == 2

@@ -29,7 +29,7 @@ METRICS = (
     MetricName("rollout/reward_max", "largest reward"),
     MetricName("rollout/zero_std_group_ratio", "share of groups whose rewards are all equal: they teach nothing"),
     MetricName(
-        "rollout/teaching_group_ratio", "share of all drawn groups whose rewards differ, where refill looks for them"
+        "rollout/informative_group_ratio", "share of all drawn groups whose rewards differ, where refill looks for them"
     ),
     MetricName("rollout/filtered_group_ratio", "share of groups that a rule of advantage.select leaves out"),
     MetricName("rollout/selected_ratio", "share of scored samples that are trained"),

@@ -58,7 +58,7 @@ class Draws:
         """Take the scored samples of one draw."""
         self.reqs.append(req)
         self.resps.append(resp)
-        self.found += len(teaching_groups(resp)) if self.config is not None else 0
+        self.found += len(informative_groups(resp)) if self.config is not None else 0
         self.waits = {name: max(value, self.waits.get(name, value)) for name, value in waits.items()}
 
     def everything(self) -> tuple[RolloutReq, RolloutResp]:
@@ -77,7 +77,7 @@ class Draws:
         if self.config is None:
             return Settled(req, resp)
         rows = rows_of_groups(resp.root_track().group_ids)
-        teaching = teaching_groups(resp)
+        teaching = informative_groups(resp)
         chosen = teaching[: self.batch_size]
         others = [group for group in rows if group not in set(teaching)]
         fill = others[: self.batch_size - len(chosen)]
@@ -85,14 +85,14 @@ class Draws:
         metrics = {
             "samples/draws": float(len(self.resps)),
             "samples/fill": float(sum(len(rows[group]) for group in fill)),
-            "rollout/teaching_group_ratio": len(teaching) / len(rows),
+            "rollout/informative_group_ratio": len(teaching) / len(rows),
         }
         reasons = left_out(resp, track, teaching, chosen)
         settled = resp.select(kept).drop(fill)
         return Settled(req.select(kept), settled, reasons, metrics, len(fill))
 
 
-def teaching_groups(resp: RolloutResp) -> list[str]:
+def informative_groups(resp: RolloutResp) -> list[str]:
     """The groups of root samples below which rewards differ, in order; of those in which none is missing."""
     differing: set[str] = set()
     failed: set[str] = set()

@@ -58,7 +58,7 @@ def drawn(*rewards: list[list[float]], max_draws: int = 3, batch_size: int = 3) 
     return draws
 
 
-def test_groups_that_teach_have_rewards_that_differ_and_lack_none() -> None:
+def test_informative_groups_have_different_rewards_and_no_missing_one() -> None:
     assert informative_groups(draw([EQUAL, DIFFER, LOST, [0.0, 0.0], [-1.0, 0.0]])[1]) == ["p1@0", "p4@0"]
 
 
@@ -71,7 +71,7 @@ def test_a_step_draws_until_its_groups_are_there_and_leaves_the_surplus() -> Non
     assert list(dict.fromkeys(track.group_ids)) == ["p0@0", "p4@0", "p6@0"] and settled.req.group_ids == track.group_ids
     assert track.weight.tolist() == [1.0] * 6 and settled.missing == 0
     assert settled.reasons == {"equal_rewards": 8, "surplus": 4}
-    assert settled.metrics == {"samples/draws": 3.0, "samples/fill": 0.0, "rollout/informative_group_ratio": 5 / 9}
+    assert settled.metrics == {"samples/draws": 3.0, "samples/padding": 0.0, "rollout/informative_group_ratio": 5 / 9}
 
 
 def test_a_step_that_may_draw_no_more_is_filled_with_rows_that_count_nowhere() -> None:
@@ -82,7 +82,7 @@ def test_a_step_that_may_draw_no_more_is_filled_with_rows_that_count_nowhere() -
     track = settled.resp.tracks["image"]
     assert list(dict.fromkeys(track.group_ids)) == ["p4@0", "p0@0", "p1@0"]
     assert track.weight.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert settled.missing == 2 and settled.metrics["samples/fill"] == 4.0
+    assert settled.missing == 2 and settled.metrics["samples/padding"] == 4.0
     assert settled.reasons == {"equal_rewards": 8}  # the group that lost a reward has its own reason
 
 
@@ -149,7 +149,7 @@ def test_the_loop_trains_groups_that_differ_and_accounts_for_every_sample(finish
         assert account["generated"] == row["samples/draws"] * 16 == row["samples/generated"]
         assert account["generated"] == account["scored"] + account["dropped"] + account["pending"]
         assert sum(account["reasons"].values()) == account["dropped"] == row["samples/dropped"]
-        assert account["scored"] == 16 - row["samples/fill"] and account["pending"] == 0
+        assert account["scored"] == 16 - row["samples/padding"] and account["pending"] == 0
         assert row["rollout/zero_std_group_ratio"] == 0.0 and row["train/grad_norm"] > 0.0
     assert sum(row["samples/draws"] for row in metrics) > 3
     assert {"equal_rewards", "surplus"} == {reason for account in ledger for reason in account["reasons"]}
@@ -235,7 +235,7 @@ def test_two_ranks_draw_and_train_the_same_with_rows_dealt_by_length(finished, w
 def test_prompts_that_never_differ_are_said_loudly_and_change_no_weight(tmp_path) -> None:
     run(tmp_path, "num_rollouts=2", "refill.max_draws=2", "reward.backend.ties=3")
     for row in lines(tmp_path / "metrics.jsonl"):
-        assert row["samples/draws"] == 2.0 and row["samples/fill"] == row["samples/generated"] / 2
+        assert row["samples/draws"] == 2.0 and row["samples/padding"] == row["samples/generated"] / 2
         assert row["train/skipped_updates"] == 1.0 and row["rollout/informative_group_ratio"] == 0.0
         assert row["rollout/reward_mean"] == 1.0
     events = (tmp_path / "events.jsonl").read_text().splitlines()

@@ -93,9 +93,7 @@ def test_an_evaluation_goes_size_by_size_and_holds_every_prompt(tmp_path) -> Non
 
 
 def test_refilled_steps_stay_with_the_size_that_they_began_with(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "unirl.trainer.refill.informative_groups", lambda resp: []
-    )  # every step draws as often as it may
+    monkeypatch.setattr("unirl.trainer.refill.informative_groups", lambda resp: [])  # every step makes all its draws
     trainer = trainer_of(tmp_path, SIZES, "refill={max_draws: 3}", "num_rollouts=3")
     data = trainer.parts.data
     draw, drawn = data.draw, []

@@ -121,9 +121,9 @@ class ParityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefillConfig:
-    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a step draws on until `batch_size` groups can teach it.
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): draws until `batch_size` groups are informative.
 
-    A group whose rewards are all equal teaches nothing; further draws of batch_size prompts replace it.
+    A group whose rewards are all equal gives no gradient; further draws of batch_size prompts replace it.
     """
 
     max_draws: int = 10

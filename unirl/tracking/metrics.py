@@ -123,7 +123,7 @@ METRICS = (
     MetricName("samples/scored", "samples scored"),
     MetricName("samples/dropped", "samples dropped, for any reason"),
     MetricName("samples/draws", "draws of prompts that the step made, where refill may make several"),
-    MetricName("samples/fill", "samples of weight 0 that fill the step, for want of groups whose rewards differ"),
+    MetricName("samples/padding", "samples of weight 0 that complete a step with too few informative groups"),
     MetricName("samples/tokens", "tokens generated in the step"),
     MetricName("throughput/samples_per_s", "samples per second of the whole step"),
     MetricName("throughput/tokens_per_s", "generated tokens per second of the whole step"),

@@ -342,7 +342,7 @@ class Trainer(ABC, Generic[SamplingT]):
                 f"{missing} of the {self.config.batch_size} groups of a step have equal rewards after "
                 f"refill.max_draws={self.config.refill and self.config.refill.max_draws} draws: their samples count "
                 "nowhere, and the update is made of the others. Prompts may be too easy or too hard for the policy: "
-                "look at rollout/informative_group_ratio and samples/fill"
+                "look at rollout/informative_group_ratio and samples/padding"
             )
         self.fill_known = True
 

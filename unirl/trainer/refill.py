@@ -1,4 +1,4 @@
-"""Dynamic sampling: a step draws on until enough of its groups can teach something (DAPO, arXiv:2503.14476, 3.2)."""
+"""Dynamic sampling: a step draws until it has enough informative groups (DAPO, arXiv:2503.14476, 3.2)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Settled:
     req: RolloutReq
     resp: RolloutResp
     reasons: Mapping[str, int] = field(default_factory=dict)
-    """How many scored samples of the track are left out, by reason; those that fill counted with the others."""
+    """How many scored samples of the track are left out, by reason. Samples of padding groups are included."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     missing: int = 0
-    """Groups that fill, at weight 0."""
+    """Padding groups: groups of weight 0 that complete the batch."""
 
 
 class Draws:
@@ -68,7 +68,7 @@ class Draws:
         return RolloutReq.concat(self.reqs), concat_scored(self.resps)
 
     def settle(self, req: RolloutReq, resp: RolloutResp, track: str) -> Settled:
-        """The first `batch_size` groups that can teach; where there are fewer, the first others after them.
+        """The first `batch_size` informative groups; where there are fewer, padding groups of weight 0 follow.
 
         Args:
             req, resp: everything, with weight 0 where a sample has no reward.
@@ -77,19 +77,19 @@ class Draws:
         if self.config is None:
             return Settled(req, resp)
         rows = rows_of_groups(resp.root_track().group_ids)
-        teaching = informative_groups(resp)
-        chosen = teaching[: self.batch_size]
-        others = [group for group in rows if group not in set(teaching)]
-        fill = others[: self.batch_size - len(chosen)]
-        kept = [row for group in chosen + fill for row in rows[group]]
+        informative = informative_groups(resp)
+        chosen = informative[: self.batch_size]
+        others = [group for group in rows if group not in set(informative)]
+        padding = others[: self.batch_size - len(chosen)]
+        kept = [row for group in chosen + padding for row in rows[group]]
         metrics = {
             "samples/draws": float(len(self.resps)),
-            "samples/fill": float(sum(len(rows[group]) for group in fill)),
-            "rollout/informative_group_ratio": len(teaching) / len(rows),
+            "samples/padding": float(sum(len(rows[group]) for group in padding)),
+            "rollout/informative_group_ratio": len(informative) / len(rows),
         }
-        reasons = left_out(resp, track, teaching, chosen)
-        settled = resp.select(kept).drop(fill)
-        return Settled(req.select(kept), settled, reasons, metrics, len(fill))
+        reasons = left_out(resp, track, informative, chosen)
+        settled = resp.select(kept).drop(padding)
+        return Settled(req.select(kept), settled, reasons, metrics, len(padding))
 
 
 def informative_groups(resp: RolloutResp) -> list[str]:
@@ -114,11 +114,11 @@ def rows_of_groups(group_ids: Sequence[str]) -> dict[str, list[int]]:
     return rows
 
 
-def left_out(resp: RolloutResp, track: str, teaching: Sequence[str], chosen: Sequence[str]) -> dict[str, int]:
+def left_out(resp: RolloutResp, track: str, informative: Sequence[str], chosen: Sequence[str]) -> dict[str, int]:
     """How many samples of a track, of those that are not dropped for other reasons, are not trained and why."""
     groups = zip(resp.root_groups(track), resp.tracks[track].weight.tolist(), strict=True)
     alive = [group for group, weight in groups if weight > 0]
-    able, taken = set(teaching), set(chosen)
+    able, taken = set(informative), set(chosen)
     equal = sum(group not in able for group in alive)
     surplus = sum(group in able - taken for group in alive)
     return {reason: count for reason, count in ((EQUAL, equal), (SURPLUS, surplus)) if count}

@@ -6,9 +6,11 @@ import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from unirl.config.schema import Key, Schema
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,17 @@ class Node:
         """The values that are made before the class is; the others are nodes that it keeps, to be built later."""
         return {name: value for name, value in self.values.items() if not is_held(self.schema.keys[name])}
 
-    def child(self, key: str) -> Node:
-        """The node under `key`; a KeyError when there is none."""
-        found = self.values[key]
-        if not isinstance(found, Node):
-            raise KeyError(f"{self.path}.{key} is not a node")
-        return found
+    def get(self, key: str, kind: type[ValueT]) -> ValueT | None:
+        """The value of `key` if it is an instance of `kind`. None if it is not, or if the class has no such key."""
+        value = self.values.get(key)
+        return value if isinstance(value, kind) else None
+
+    def require(self, key: str, kind: type[ValueT]) -> ValueT:
+        """The value of `key`, an instance of `kind`. Raises KeyError otherwise."""
+        value = self.get(key, kind)
+        if value is None:
+            raise KeyError(f"{self.path}.{key} of {self.target} is not of type {kind.__name__}")
+        return value
 
     def resolved(self) -> dict[str, Any]:
         """YAML data with every key, as it stands in config/resolved.yaml."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from unirl.config.node import Node
@@ -217,3 +218,80 @@ class RecipeConfig:
     def runtime_in_use(self) -> Literal["local", "ray"]:
         """The runtime that is asked for, or that follows from the number of devices."""
         return self.runtime or ("local" if self.num_devices == 1 else "ray")
+
+    # Keys of blocks that the trainer and the plan read. Other code asks here, and does not spell a key path itself.
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """N, samples per prompt (sampling.samples_per_prompt)."""
+        return self.sampling.require("samples_per_prompt", int)
+
+    @property
+    def seed(self) -> int:
+        """Seed of all keyed random numbers (sampling.seed)."""
+        return self.sampling.require("seed", int)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps per step of the loop (stack.num_updates_per_batch)."""
+        return self.stack.require("num_updates_per_batch", int)
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_rollouts * self.num_updates
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows per micro-batch (stack.micro_batch_size)."""
+        return self.stack.require("micro_batch_size", int)
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Tokens per micro-batch (stack.micro_batch_tokens). None if micro-batches are cut by their number of rows."""
+        return self.stack.get("micro_batch_tokens", int)
+
+    @property
+    def model_path(self) -> str | None:
+        """Directory or hub id of the model (bundle.path). None if the bundle has no such key."""
+        return self.bundle.get("path", str)
+
+    @property
+    def model_revision(self) -> str | None:
+        """Revision of a model on the hub (bundle.revision)."""
+        return self.bundle.get("revision", str)
+
+    @property
+    def data_path(self) -> str | Path | None:
+        """The prompt file (data_source.data_path). None if the data source reads no file."""
+        return self.data_source.get("data_path", str) or self.data_source.get("data_path", Path)
+
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(height, width) of samples, if they differ by prompt (data_source.sizes)."""
+        return tuple(self.data_source.values.get("sizes") or ())
+
+    @property
+    def recorded_roles(self) -> tuple[str, ...]:
+        """Roles of recorded samples, such as chosen and rejected (data_source.recorded)."""
+        return tuple(self.data_source.values.get("recorded") or ())
+
+    @property
+    def reward_backend(self) -> Node | None:
+        """The scorer, or the client of one, that a reward service holds (reward.backend)."""
+        return self.reward.get("backend", Node)
+
+    @property
+    def lora(self) -> Node | None:
+        """The LoRA block (backend.lora_cfg). None if all weights are trained."""
+        return self.backend.get("lora_cfg", Node)
+
+    @property
+    def merges_adapters(self) -> bool:
+        """True if the engine receives weights with adapters folded in (sync.merge_adapters)."""
+        return self.sync is not None and bool(self.sync.get("merge_adapters", bool))
+
+    @property
+    def sync_transport(self) -> str | None:
+        """How weights travel to the engine (sync.transport). None without a sync block."""
+        return None if self.sync is None else self.sync.get("transport", str)

@@ -107,11 +107,11 @@ def geometry_of(config: RecipeConfig, plan: Plan, needs: Needs) -> Geometry:
     """
     geometry = Geometry(
         num_prompts=config.batch_size,
-        samples_per_prompt=config.sampling.values["samples_per_prompt"],
+        samples_per_prompt=config.samples_per_prompt,
         num_devices=len(plan.train),
-        num_updates=config.stack.values["num_updates_per_batch"],
-        micro_batch_size=config.stack.values["micro_batch_size"],
-        micro_batch_tokens=config.stack.values.get("micro_batch_tokens"),
+        num_updates=config.num_updates,
+        micro_batch_size=config.micro_batch_size,
+        micro_batch_tokens=config.micro_batch_tokens,
         rows_together=needs.rows_together,
         num_pairs=needs.pairs,
         placed=config.placement is not None,
@@ -138,10 +138,10 @@ def geometry_table(config: RecipeConfig) -> str:
     geometry = geometry_of(config, plan_of(config), build(config.algorithm).needs)
     check_geometry(geometry)
     sampling: Sampling = build(config.sampling)
-    updates = config.num_rollouts * geometry.num_updates
-    first, *others = config.data_source.values.get("sizes") or [None]
-    sized = sampling if first is None else sampling.at_size(*first)
-    samples = ", ".join([sized.describe(), *(f"{height} x {width}" for height, width in others)])
+    updates = config.total_updates
+    sized = sampling.at_size(*config.image_sizes[0]) if config.image_sizes else sampling
+    others = (f"{height} x {width}" for height, width in config.image_sizes[1:])
+    samples = ", ".join([sized.describe(), *others])
     return (
         f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
         f"= {_count(geometry.num_samples, 'sample')} per step{_paired(geometry)}; "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from unirl.config.build import build
 from unirl.config.errors import GeometryError, IncompatibleError
-from unirl.config.node import Node, nodes_below
+from unirl.config.node import nodes_below
 from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import REPLICA, SYNC, Plan
@@ -59,12 +59,11 @@ def in_one_process(config: RecipeConfig, plan: Plan) -> bool:
 
 def transport_of(config: RecipeConfig, plan: Plan) -> str:
     """How weights travel: `none`, `in_process`, or between processes."""
-    chosen = _keys(config.sync).get("transport")
     if not plan.is_dedicated:
         return "none"
-    if chosen is None or chosen == "auto":
+    if config.sync_transport in (None, "auto"):
         return "in_process" if in_one_process(config, plan) else BETWEEN_PROCESSES[0]
-    return str(chosen)
+    return str(config.sync_transport)
 
 
 def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
@@ -101,7 +100,7 @@ def _check_sync(config: RecipeConfig, plan: Plan) -> None:
 
 
 def _check_payload(config: RecipeConfig) -> None:
-    if _keys(config.sync).get("merge_adapters") and config.backend.values.get("lora_cfg", "none") is None:
+    if config.merges_adapters and "lora_cfg" in config.backend.values and config.lora is None:
         raise IncompatibleError(
             "sync.merge_adapters folds adapters into the weights that are sent, and this recipe trains all weights, "
             "not adapters. Remove the key, or set backend.lora_cfg={}"
@@ -137,10 +136,6 @@ def _check_ranks(config: RecipeConfig, plan: Plan) -> None:
     for node in nodes_below(config.backend.values):
         if issubclass(node.schema.owner, Ranked):
             build(node).check_ranks(len(plan.train))
-
-
-def _keys(block: Any) -> dict[str, Any]:
-    return dict(block.values) if isinstance(block, Node) else {}
 
 
 def _divisors(number: int) -> str:

@@ -133,8 +133,7 @@ def _relation(train: DeviceSet, rollout: DeviceSet) -> Relation:
 
 def _crosses_processes(config: RecipeConfig) -> bool:
     """Whether weights shall travel from one process of a device to another, which takes workers."""
-    transport = None if config.sync is None else config.sync.values.get("transport")
-    return config.runtime_in_use == "ray" and transport == "cuda_ipc"
+    return config.runtime_in_use == "ray" and config.sync_transport == "cuda_ipc"
 
 
 def _list(names: Sequence[str]) -> str:

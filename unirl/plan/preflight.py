@@ -113,14 +113,14 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
     loss = config.algorithm.schema.owner.__name__
     made = capabilities_of(config.pipeline).modalities
     rewards = {node.path: capabilities_of(node) for node in nodes_below(config.reward) if _declares(node)}
-    updates = config.stack.values["num_updates_per_batch"]
+    updates = config.num_updates
     yield from _recorded_problems(config, needs, loss, name)
     yield from _refill_problems(config, needs, loss, name)
     if needs.behaviour_logp and not engine.behaviour_logp:
         yield f"{loss} reads the log-probs of the engine, and {name} records none. Set algorithm.old_logp_source=replay"
     if needs.ema_rollout and not engine.snapshots:
         yield f"{loss} samples from a snapshot of the weights, which {name} cannot. Use the trainside engine"
-    tokens = config.stack.values.get("micro_batch_tokens")
+    tokens = config.micro_batch_tokens
     if tokens is not None and not build(config.algorithm).trains_tokens:
         yield (
             f"stack.micro_batch_tokens={tokens}: {loss} trains no tokens, and every row costs the same. Write "
@@ -152,7 +152,7 @@ def _problems(config: RecipeConfig, needs: Needs) -> Iterator[str]:
 def _recorded_problems(config: RecipeConfig, needs: Needs, loss: str, engine: str) -> Iterator[str]:
     """Samples that exist already: data, engine, reward and loss agree about them, and each has its place in a group."""
     gives_back = capabilities_of(config.rollout).recorded
-    roles = config.data_source.values.get("recorded") or ()
+    roles = config.recorded_roles
     if gives_back and needs.own_samples:
         yield (
             f"{loss} learns from samples of the policy itself, and {engine} gives back recorded ones. Write "
@@ -168,9 +168,9 @@ def _recorded_problems(config: RecipeConfig, needs: Needs, loss: str, engine: st
         )
     if len(set(roles)) < len(roles):
         yield f"data_source.recorded={list(roles)} names a role twice: these would be one sample. Name each once"
-    if roles and config.sampling.values["samples_per_prompt"] != len(roles):
+    if roles and config.samples_per_prompt != len(roles):
         yield (
-            f"sampling.samples_per_prompt={config.sampling.values['samples_per_prompt']}, and every prompt brings "
+            f"sampling.samples_per_prompt={config.samples_per_prompt}, and every prompt brings "
             f"{len(roles)} recorded ({', '.join(roles)}). Set sampling.samples_per_prompt={len(roles)}"
         )
     for node in nodes_below(config.reward):
@@ -192,7 +192,7 @@ def _refill_problems(config: RecipeConfig, needs: Needs, loss: str, engine: str)
         )
     if not needs.advantages:
         yield f"refill looks for groups whose rewards differ, and {loss} is not taught by differences. Write ~refill"
-    if config.sampling.values["samples_per_prompt"] == 1:
+    if config.samples_per_prompt == 1:
         yield (
             "refill looks for groups whose rewards differ, and sampling.samples_per_prompt=1 makes groups of one. "
             "Set sampling.samples_per_prompt to 2 or more, or write ~refill"
@@ -314,9 +314,8 @@ def check_evaluation(config: RecipeConfig) -> None:
 
 def check_model(config: RecipeConfig) -> None:
     """A directory that should hold the model exists, and the model can sample as the recipe asks."""
-    path = config.bundle.values.get("path")
-    if isinstance(path, str):
-        check_model_path(path, config.bundle.path)
+    if config.model_path is not None:
+        check_model_path(config.model_path, config.bundle.path)
     sampling: Sampling = build(config.sampling)
     sized = [(f"data_source.sizes={list(size)}: ", _at_size(sampling, size)) for size in sizes_of(config)]
     facts = known_facts(config)
@@ -328,9 +327,9 @@ def check_model(config: RecipeConfig) -> None:
 
 def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
     """The (height, width) that samples may have beside that of `sampling`. Raises ConfigError (2004)."""
-    sizes: Sequence[tuple[int, int]] = config.data_source.values.get("sizes") or ()
+    sizes = config.image_sizes
     for size in sizes:
-        if min(size) < 1 or list(sizes).count(size) > 1:
+        if min(size) < 1 or sizes.count(size) > 1:
             raise InvalidValueError(
                 f"data_source.sizes={[list(size) for size in sizes]}: each is [height, width] in pixels, 1 or more, "
                 "and stands there once"
@@ -360,11 +359,11 @@ def known_facts(config: RecipeConfig) -> ModelFacts | None:
 
     None for a bundle that cannot say, and for a hub id that cannot be read now, which the run itself will report.
     """
-    bundle, path = config.bundle.schema.owner, config.bundle.values.get("path")
-    if not isinstance(path, str) or not isinstance(bundle, KnownModel):
+    bundle, path = config.bundle.schema.owner, config.model_path
+    if path is None or not isinstance(bundle, KnownModel):
         return None
     try:
-        return bundle.facts_of(path, config.bundle.values.get("revision"))
+        return bundle.facts_of(path, config.model_revision)
     except DataError:
         if HUB_ID.fullmatch(path) and not Path(path).is_dir():
             return None
@@ -383,7 +382,7 @@ def _check_fit(facts: ModelFacts, sampling: Sampling, where: str = "") -> None:
 
 def check_data(config: RecipeConfig) -> None:
     """The prompt files exist."""
-    check_data_path(config.data_source.values.get("data_path"), "data_source.data_path", "DATA_PATH")
+    check_data_path(config.data_path, "data_source.data_path", "DATA_PATH")
     check_data_path(config.evaluation.data_path, "evaluation.data_path", "EVAL_DATA_PATH")
 
 

@@ -6,8 +6,8 @@ from transformers import CLIPImageProcessorPil, CLIPModel, CLIPVisionModelWithPr
 
 from unirl.config.errors import DataError
 from unirl.reward.local.aesthetic import AestheticRewardScorer, AestheticSpec
-from unirl.reward.local.clip_pair import toy_clip
-from unirl.reward.local.pictures import as_pil
+from unirl.reward.local.shared.clip import toy_clip
+from unirl.reward.local.shared.images import as_pil
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unirl.reward.local.clip import ClipRewardScorer, ClipSpec
-from unirl.reward.local.pictures import as_pil
+from unirl.reward.local.shared.images import as_pil
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 

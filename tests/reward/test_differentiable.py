@@ -14,13 +14,13 @@ from unirl.reward.base import RewardScorer
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.aesthetic import AestheticRewardScorer, AestheticSpec
 from unirl.reward.local.clip import ClipRewardScorer, ClipSpec
-from unirl.reward.local.clip_pair import toy_processor
 from unirl.reward.local.hpsv2 import HPSv2RewardScorer, HPSv2Spec
 from unirl.reward.local.image_statistics import BrightnessRewardScorer, JpegCompressibilityRewardScorer
 from unirl.reward.local.imagereward import ImageRewardRewardScorer, ImageRewardSpec
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
-from unirl.reward.local.pictures import as_pil, clip_pixels
 from unirl.reward.local.shapes import ShapesRewardScorer
+from unirl.reward.local.shared.clip import toy_processor
+from unirl.reward.local.shared.images import as_pil, clip_pixels
 from unirl.reward.registry import scorers as all_scorers
 from unirl.reward.service import RewardService
 from unirl.types.reward import RewardRequest

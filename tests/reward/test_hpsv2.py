@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
 from unirl.config.errors import DataError
-from unirl.reward.local.clip_pair import toy_clip_config, toy_processor
 from unirl.reward.local.hpsv2 import HPSv2RewardScorer, HPSv2Spec, from_open_clip, letterboxed
+from unirl.reward.local.shared.clip import toy_clip_config, toy_processor
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 

@@ -13,8 +13,8 @@ from transformers import Qwen2VLImageProcessorPil
 
 from unirl.config.errors import DataError, DependencyError, RewardError
 from unirl.reward.local.hpsv3 import HPSv3RewardScorer, HPSv3Spec, toy_config, toy_network
-from unirl.reward.local.hpsv3_reader import TOY_INSTRUCTION, filled_length, read_instruction, toy_reader
-from unirl.reward.local.pictures import as_pil
+from unirl.reward.local.shared.images import as_pil
+from unirl.reward.local.shared.vision_language import TOY_INSTRUCTION, filled_length, read_instruction, toy_reader
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 

@@ -17,7 +17,7 @@ from unirl.reward.local.imagereward import (
     toy_tokenizer,
     toy_words,
 )
-from unirl.reward.local.pictures import as_pil
+from unirl.reward.local.shared.images import as_pil
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 

@@ -5,7 +5,7 @@ import torch
 
 from unirl.config.errors import DataError
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
-from unirl.reward.local.pictures import as_pil
+from unirl.reward.local.shared.images import as_pil
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 

@@ -14,7 +14,7 @@ import torch
 from tests.reward.stub_service import Reply, plain, scores, stub
 from unirl.config.errors import ConfigError, RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.delivery import BREAK_AFTER, deliver
+from unirl.reward.client.retries import BREAK_AFTER, deliver
 from unirl.reward.client.wire import JSON, Item, ItemError, ScoreResponse, Turn, encode
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer

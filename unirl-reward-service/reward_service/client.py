@@ -15,7 +15,7 @@ import msgspec
 
 from unirl.config.errors import RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.delivery import Scores, deliver
+from unirl.reward.client.retries import Scores, deliver
 from unirl.reward.client.wire import Health, Item, ItemError
 
 

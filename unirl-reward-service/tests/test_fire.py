@@ -8,7 +8,7 @@ import pytest
 from reward_service.fault_proxy import FAULTS, FaultProxy
 
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.delivery import deliver
+from unirl.reward.client.retries import deliver
 from unirl.reward.client.wire import Item, Turn
 
 from .test_service import figure

@@ -16,8 +16,8 @@ from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, Rew
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import SOON_S, Connection, ConnectionConfig
-from unirl.reward.client.delivery import Outcome, Scores, deliver
 from unirl.reward.client.encoding import image_medium, video_medium
+from unirl.reward.client.retries import Outcome, Scores, deliver
 from unirl.reward.client.wire import ImageFormat, Item, ItemError, Medium, Turn
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse

@@ -68,7 +68,7 @@ class JudgeScorer(RewardScorer):
 
 def on_this_machine(config: JudgeSpec) -> JudgeSpec:
     """The same, asked of a stand-in."""
-    from unirl.reward.judges.toy_judge import toy_endpoint
+    from unirl.reward.judges.toy_endpoint import toy_endpoint
 
     return replace(config, base_url=toy_endpoint())
 

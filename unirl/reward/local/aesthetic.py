@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unirl.reward.local.clip_pair import clip_image_processor, toy_clip_config
-from unirl.reward.local.pictures import PictureScorer, PictureSpec
-from unirl.reward.local.pretrained import fill, fixed_seed, load, read_weights
+from unirl.reward.local.shared.clip import clip_image_processor, toy_clip_config
+from unirl.reward.local.shared.images import PictureScorer, PictureSpec
+from unirl.reward.local.shared.pretrained import fill, fixed_seed, load, read_weights
 
 
 @dataclass(frozen=True, kw_only=True)

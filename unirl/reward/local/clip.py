@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.reward.local.clip_pair import ClipPairScorer, ClipPairSpec
+from unirl.reward.local.shared.clip import ClipPairScorer, ClipPairSpec
 
 SCALE = 30.0
 """Logits of pictures that fit lie near 30 with OpenAI's weights, whose exp(logit_scale) is 100."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unirl.reward.local.clip_pair import ClipPairScorer, ClipPairSpec
-from unirl.reward.local.pictures import normalised
-from unirl.reward.local.pretrained import assemble, load, read_weights
+from unirl.reward.local.shared.clip import ClipPairScorer, ClipPairSpec
+from unirl.reward.local.shared.images import normalised
+from unirl.reward.local.shared.pretrained import assemble, load, read_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from unirl.models.chunks import full_chunks
 from unirl.reward.base import Device, LocalRewardBackend, single
-from unirl.reward.local.hpsv3_reader import (
+from unirl.reward.local.shared.images import ROWS
+from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
+from unirl.reward.local.shared.vision_language import (
     Reader,
     check_marks,
     filled_length,
@@ -22,8 +24,6 @@ from unirl.reward.local.hpsv3_reader import (
     toy_reader,
     toy_vl_config,
 )
-from unirl.reward.local.pictures import ROWS
-from unirl.reward.local.pretrained import assemble, fill, fixed_seed, load, part, read_weights
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 

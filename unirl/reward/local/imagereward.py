@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.local.aesthetic import published_head
-from unirl.reward.local.clip_pair import clip_image_processor
-from unirl.reward.local.pictures import PictureScorer, PictureSpec
-from unirl.reward.local.pretrained import assemble, fill, fixed_seed, load, part, read_weights
+from unirl.reward.local.shared.clip import clip_image_processor
+from unirl.reward.local.shared.images import PictureScorer, PictureSpec
+from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the head's output over the authors' pictures: published scores are standardised by these."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.reward.local.clip_pair import ClipPairScorer, ClipPairSpec
+from unirl.reward.local.shared.clip import ClipPairScorer, ClipPairSpec
 
 SCALE = 26.0
 """Scores of good pictures come out near 1: PickScore's own logits lie near 20 to 26."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from unirl.config.errors import NotFoundError, RewardError
 from unirl.config.extras import need
 from unirl.models.chunks import round_up
-from unirl.reward.local.pictures import as_pil
-from unirl.reward.local.pretrained import load
+from unirl.reward.local.shared.images import as_pil
+from unirl.reward.local.shared.pretrained import load
 
 REWARD_TOKEN, IMAGE_TOKEN, PROMPT_PLACE = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
 MARK = re.compile(r"<\|\w+\|>")

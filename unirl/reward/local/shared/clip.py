@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unirl.reward.local.pictures import PictureScorer, PictureSpec
-from unirl.reward.local.pretrained import fixed_seed, load
+from unirl.reward.local.shared.images import PictureScorer, PictureSpec
+from unirl.reward.local.shared.pretrained import fixed_seed, load
 
 MAX_TOKENS = 77
 

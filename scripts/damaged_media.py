@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import httpx2  # noqa: E402
-from reward_service.damage import damaged, media  # noqa: E402
+from reward_service.faults import damaged, media  # noqa: E402
 from reward_service.running import RunningService  # noqa: E402
 
 from benchmarks.harness import machine  # noqa: E402

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from reward_service.fault_proxy import FaultProxy  # noqa: E402
+from reward_service.faults import FaultProxy  # noqa: E402
 from reward_service.running import RunningService  # noqa: E402
 from torch import Tensor  # noqa: E402
 

@@ -12,7 +12,7 @@ from unirl.config.errors import RewardError
 from unirl.reward.local.exact_match import ExactMatchRewardScorer, ExactMatchSpec
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer, GSM8KExactMatchSpec
 from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer, chosen
-from unirl.reward.mathematics.text_answers import last_boxed
+from unirl.reward.mathematics.answers import last_boxed
 from unirl.reward.scoring import check_prompt, checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest

@@ -9,8 +9,7 @@ import torch
 
 from unirl.config.errors import RewardError
 from unirl.reward.local.exact_match import ExactMatchRewardScorer
-from unirl.reward.local.length import LengthRewardScorer, LengthSpec
-from unirl.reward.overlong import overlong_penalty
+from unirl.reward.local.length import LengthRewardScorer, LengthSpec, overlong_penalty
 from unirl.reward.scoring import check_prompt, checked_score
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward

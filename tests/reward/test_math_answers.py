@@ -106,9 +106,9 @@ def test_the_process_has_bounded_memory_and_outlives_its_end(checker, monkeypatc
 
 
 def test_what_a_dying_process_said_is_shown(monkeypatch, tmp_path):
-    script = tmp_path / "math_worker.py"
+    script = tmp_path / "worker.py"
     script.write_text("raise SystemExit('no such thing')")
-    monkeypatch.setattr(math_checker, "__file__", str(tmp_path / "math_checker.py"))
+    monkeypatch.setattr(math_checker, "__file__", str(tmp_path / "checker.py"))
     with pytest.raises(RewardError, match="no such thing"):
         MathChecker(1.0).judge("1", r"\boxed{1}")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import RewardError
-from unirl.reward.local.clips import evenly_spaced
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
+from unirl.reward.local.shared.images import evenly_spaced
 from unirl.reward.local.temporal_consistency import (
     TemporalConsistencyRewardScorer,
     TemporalConsistencySpec,

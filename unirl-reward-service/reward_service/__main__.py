@@ -12,13 +12,50 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reward_service.app import Service, make_app
 from reward_service.config import ServiceConfig, read_config, read_token
 from reward_service.frames import end_with_parent
-from reward_service.impatient import impatient
 from unirl.config.errors import AddressError, DependencyError, UniRLError, report
+
+
+def impatient(header_s: float) -> type[H11Protocol]:
+    """uvicorn's protocol, which has no such limit, closing a connection `header_s` after it began to wait for headers.
+
+    Their size is bounded by h11 (64 KiB).
+    """
+
+    class Impatient(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unwatch()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+                self._unwatch()
+            elif self._late is None:
+                self._late = self.loop.call_later(header_s, self.transport.close)
+
+        def _unwatch(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Impatient
+
 
 GRACE_S = 10
 """What is being scored when the service is asked to stop may take so long."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import pytest
-from reward_service.damage import noise
+from reward_service.faults import noise
 from reward_service.running import RunningService
 
 from tests.processes import is_running

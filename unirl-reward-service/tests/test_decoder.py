@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from reward_service.config import LimitsConfig
-from reward_service.damage import damaged, image_file, media, noise, video_file
 from reward_service.decoder import DecodeLimits, Refused, decode, read_below
+from reward_service.faults import damaged, image_file, media, noise, video_file
 from reward_service.frames import Decode
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
 from reward_service.metrics import Metrics

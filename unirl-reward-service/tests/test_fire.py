@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from reward_service.fault_proxy import FAULTS, FaultProxy
+from reward_service.faults import FAULTS, FaultProxy
 
 from unirl.reward.client.connection import Connection, ConnectionConfig
 from unirl.reward.client.retries import deliver

@@ -15,9 +15,9 @@ import pytest
 from reward_service.__main__ import main
 from reward_service.app import Service, make_app, unpacked
 from reward_service.config import config_of, read_token
-from reward_service.damage import image_file
-from reward_service.refusals import Refused
+from reward_service.faults import image_file
 from reward_service.rewards import Job
+from reward_service.scoring import Refused
 
 from unirl.config.errors import ConfigError, UsageError
 from unirl.reward.client.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode

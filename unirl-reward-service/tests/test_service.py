@@ -19,7 +19,7 @@ import pytest
 import torch
 from reward_service.__main__ import main
 from reward_service.client import RewardClient
-from reward_service.damage import image_file, noise, video_file
+from reward_service.faults import image_file, noise, video_file
 
 from tests.processes import is_running, wait_until
 from unirl.config.errors import RewardError

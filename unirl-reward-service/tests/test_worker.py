@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from faulty_scorers import Obedient
-from reward_service.damage import noise
+from reward_service.faults import noise
 from reward_service.frames import Build, Row, Scores
 from reward_service.worker import built, outcomes, pixels
 

@@ -15,7 +15,7 @@ from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.encoding import image_medium
 from unirl.reward.judges.endpoint import SHOWN, TOY, Endpoint, JudgeSpec, Reply, api_key
-from unirl.reward.rows import score_rows
+from unirl.reward.scoring import score_rows
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 

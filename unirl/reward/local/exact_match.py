@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.mathematics.text_answers import AnswerScorer, AnswerSpec, Judgement
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, Judgement
 
 
 @dataclass(frozen=True, kw_only=True)

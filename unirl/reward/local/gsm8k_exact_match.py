@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Literal
 
 from unirl.config.errors import RewardError
-from unirl.reward.mathematics.text_answers import AnswerScorer, AnswerSpec, Judgement
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, Judgement
 
 NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MARK = "####"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.mathematics.answers import MathScorer, MathSpec
-from unirl.reward.mathematics.text_answers import last_boxed
+from unirl.reward.mathematics.answers import MathScorer, MathSpec, last_boxed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from unirl.config.errors import RewardError
-from unirl.reward.mathematics.text_answers import AnswerScorer, AnswerSpec, Judgement, last_boxed
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, Judgement, last_boxed
 
 LETTER = re.compile(r"\W*([A-Za-z])\W*")
 SAID = re.compile(r"(?i:answer)\W*(?i:is|:|=)?[\s:*_({\[]*([A-Z])(?![A-Za-z0-9'])")

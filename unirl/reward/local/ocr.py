@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.config.errors import RewardError
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
-from unirl.reward.rows import score_rows
+from unirl.reward.scoring import score_rows
 from unirl.types.reward import RewardRequest, RewardResponse
 
 QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import RewardScorer, single
-from unirl.reward.local.clips import clips
+from unirl.reward.local.shared.images import clips
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 

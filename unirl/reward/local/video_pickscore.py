@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from unirl.reward.base import RewardScorer, single
-from unirl.reward.local.clips import clips, evenly_spaced
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
+from unirl.reward.local.shared.images import clips, evenly_spaced
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from unirl.config.device_sets import DeviceSet
-from unirl.plan.placement import Plan
+from unirl.plan.placement import PlacementPlan
 from unirl.trainer.residency import MAX_STALENESS, NEEDS, PHASES, Residency, home_of, parts_of, resident, takes_turns
 
 TRAIN, OTHER, THIRD, CPU = (
@@ -18,16 +18,18 @@ TRAIN, OTHER, THIRD, CPU = (
 BESIDE = DeviceSet("device", (0, 1), process=1)
 
 PLANS = {
-    "trainside": Plan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="trainside"),
-    "trainside, reward apart": Plan(train=TRAIN, rollout=TRAIN, reward=CPU, relation="trainside"),
-    "colocate": Plan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="colocate"),
-    "colocate, processes apart": Plan(train=TRAIN, rollout=BESIDE, reward=BESIDE, relation="colocate"),
-    "colocate, processes and reward apart": Plan(train=TRAIN, rollout=BESIDE, reward=TRAIN, relation="colocate"),
-    "colocate, reward apart": Plan(train=TRAIN, rollout=TRAIN, reward=OTHER, relation="colocate"),
-    "colocate, reward on the host": Plan(train=TRAIN, rollout=TRAIN, reward=CPU, relation="colocate"),
-    "separate": Plan(train=TRAIN, rollout=OTHER, reward=OTHER, relation="separate"),
-    "separate, reward beside the trainer": Plan(train=TRAIN, rollout=OTHER, reward=TRAIN, relation="separate"),
-    "separate, reward apart": Plan(train=TRAIN, rollout=OTHER, reward=THIRD, relation="separate"),
+    "trainside": PlacementPlan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="trainside"),
+    "trainside, reward apart": PlacementPlan(train=TRAIN, rollout=TRAIN, reward=CPU, relation="trainside"),
+    "colocate": PlacementPlan(train=TRAIN, rollout=TRAIN, reward=TRAIN, relation="colocate"),
+    "colocate, processes apart": PlacementPlan(train=TRAIN, rollout=BESIDE, reward=BESIDE, relation="colocate"),
+    "colocate, processes and reward apart": PlacementPlan(
+        train=TRAIN, rollout=BESIDE, reward=TRAIN, relation="colocate"
+    ),
+    "colocate, reward apart": PlacementPlan(train=TRAIN, rollout=TRAIN, reward=OTHER, relation="colocate"),
+    "colocate, reward on the host": PlacementPlan(train=TRAIN, rollout=TRAIN, reward=CPU, relation="colocate"),
+    "separate": PlacementPlan(train=TRAIN, rollout=OTHER, reward=OTHER, relation="separate"),
+    "separate, reward beside the trainer": PlacementPlan(train=TRAIN, rollout=OTHER, reward=TRAIN, relation="separate"),
+    "separate, reward apart": PlacementPlan(train=TRAIN, rollout=OTHER, reward=THIRD, relation="separate"),
 }
 OWN = {"rollout": {"engine"}, "reward": {"reward"}, "backend": {"policy", "optimizer"}}
 

@@ -14,7 +14,7 @@ from typing import Any
 from unirl.config.build import build
 from unirl.config.errors import GeometryError, InvalidValueError
 from unirl.config.recipe import RecipeConfig
-from unirl.plan.placement import Plan, plan_of
+from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling
 
@@ -99,7 +99,7 @@ KNOBS = {
 """Field of Geometry to the key that sets it."""
 
 
-def geometry_of(config: RecipeConfig, plan: Plan, needs: Needs) -> Geometry:
+def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geometry:
     """The geometry that a recipe implies on its plan, for an algorithm with these needs.
 
     Raises:

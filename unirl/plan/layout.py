@@ -11,7 +11,7 @@ from unirl.config.errors import GeometryError, IncompatibleError
 from unirl.config.node import nodes_below
 from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
-from unirl.plan.placement import REPLICA, SYNC, Plan
+from unirl.plan.placement import REPLICA, SYNC, PlacementPlan
 
 BETWEEN_PROCESSES = ("broadcast", "ray")
 
@@ -25,7 +25,7 @@ class Ranked(Protocol):
         ...
 
 
-def check_layout(config: RecipeConfig, plan: Plan) -> None:
+def check_layout(config: RecipeConfig, plan: PlacementPlan) -> None:
     """All rules between the plan and the rest of the recipe.
 
     Raises:
@@ -40,7 +40,7 @@ def check_layout(config: RecipeConfig, plan: Plan) -> None:
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
 
 
-def _check_parts(config: RecipeConfig, plan: Plan) -> None:
+def _check_parts(config: RecipeConfig, plan: PlacementPlan) -> None:
     """A reward that works while the engine does has a place of its own."""
     shared = [role for role in ("train", "rollout") if plan.device_sets[role].devices == plan.reward.devices]
     if config.reward_parts > 1 and shared:
@@ -52,12 +52,12 @@ def _check_parts(config: RecipeConfig, plan: Plan) -> None:
         )
 
 
-def in_one_process(config: RecipeConfig, plan: Plan) -> bool:
+def in_one_process(config: RecipeConfig, plan: PlacementPlan) -> bool:
     """Whether trainer and engine live in the same processes, rank by rank."""
     return config.runtime_in_use == "local" or plan.train == plan.rollout
 
 
-def transport_of(config: RecipeConfig, plan: Plan) -> str:
+def transport_of(config: RecipeConfig, plan: PlacementPlan) -> str:
     """How weights travel: `none`, `in_process`, or between processes."""
     if not plan.is_dedicated:
         return "none"
@@ -66,7 +66,7 @@ def transport_of(config: RecipeConfig, plan: Plan) -> str:
     return str(config.sync_transport)
 
 
-def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
+def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
     for role, device_set in plan.device_sets.items():
         if config.runtime_in_use == "local" and len(device_set) > 1:
             fewer = "set num_devices=1" if config.placement is None else f"give {role} one"
@@ -82,7 +82,7 @@ def _check_runtime(config: RecipeConfig, plan: Plan) -> None:
         )
 
 
-def _check_sync(config: RecipeConfig, plan: Plan) -> None:
+def _check_sync(config: RecipeConfig, plan: PlacementPlan) -> None:
     engine = config.rollout.schema.owner.__name__
     if plan.is_dedicated and config.sync is None:
         raise IncompatibleError(
@@ -107,7 +107,7 @@ def _check_payload(config: RecipeConfig) -> None:
         )
 
 
-def _check_transport(config: RecipeConfig, plan: Plan) -> None:
+def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
     transport, legal = transport_of(config, plan), _legal_transports(config, plan)
     if transport in legal:
         return
@@ -126,13 +126,13 @@ def _check_transport(config: RecipeConfig, plan: Plan) -> None:
     )
 
 
-def _legal_transports(config: RecipeConfig, plan: Plan) -> tuple[str, ...]:
+def _legal_transports(config: RecipeConfig, plan: PlacementPlan) -> tuple[str, ...]:
     if config.runtime_in_use == "local":
         return ("in_process",)
     return BETWEEN_PROCESSES if plan.relation == "separate" else ("in_process", "cuda_ipc")
 
 
-def _check_ranks(config: RecipeConfig, plan: Plan) -> None:
+def _check_ranks(config: RecipeConfig, plan: PlacementPlan) -> None:
     for node in nodes_below(config.backend.values):
         if issubclass(node.schema.owner, Ranked):
             build(node).check_ranks(len(plan.train))
@@ -142,7 +142,7 @@ def _divisors(number: int) -> str:
     return "|".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
-def layout_notices(config: RecipeConfig, plan: Plan, num_samples: int) -> Iterator[str]:
+def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) -> Iterator[str]:
     """Settings without effect, and rows that are only there to fill up a share."""
     interval = config.weight_sync_interval
     if interval != 1 and not plan.is_dedicated:

@@ -29,7 +29,7 @@ SYNC = "unirl.distributed.weight_sync.sync.EngineSync"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlacementPlan:
     """The device_set of every role."""
 
     train: DeviceSet
@@ -58,7 +58,7 @@ class Plan:
         )
 
 
-def plan_of(config: RecipeConfig) -> Plan:
+def plan_of(config: RecipeConfig) -> PlacementPlan:
     """The plan of a recipe.
 
     Raises:
@@ -75,7 +75,7 @@ def plan_of(config: RecipeConfig) -> Plan:
     if relation == "colocate" and _crosses_processes(config):
         rollout = replace(rollout, process=1)
     reward = _reward_device_set(placement, train, rollout, config.num_devices)
-    plan = Plan(train=train, rollout=rollout, reward=reward, relation=relation)
+    plan = PlacementPlan(train=train, rollout=rollout, reward=reward, relation=relation)
     _check_overlaps(plan, config.num_devices)
     _check_all_used(plan, config.num_devices)
     return plan
@@ -143,7 +143,7 @@ def _list(names: Sequence[str]) -> str:
 # Slabs of one pool
 
 
-def _check_overlaps(plan: Plan, num_devices: int) -> None:
+def _check_overlaps(plan: PlacementPlan, num_devices: int) -> None:
     for one, other in (("rollout", "train"), ("reward", "train"), ("reward", "rollout")):
         a, b = plan.device_sets[one], plan.device_sets[other]
         shared = sorted(set(a.indices) & set(b.indices)) if a.kind == b.kind == "device" else []
@@ -159,7 +159,7 @@ def _check_overlaps(plan: Plan, num_devices: int) -> None:
             )
 
 
-def _check_all_used(plan: Plan, num_devices: int) -> None:
+def _check_all_used(plan: PlacementPlan, num_devices: int) -> None:
     used = {
         index for device_set in plan.device_sets.values() if device_set.kind == "device" for index in device_set.indices
     }

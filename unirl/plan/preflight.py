@@ -30,7 +30,7 @@ from unirl.config.recipe import RecipeConfig
 from unirl.plan.declared import capabilities_of
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
-from unirl.plan.placement import Plan, plan_of
+from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities, Needs
 from unirl.types.sampling import Sampling, sampling_as
@@ -64,7 +64,7 @@ class Preflight:
     """A recipe that may start."""
 
     geometry: Geometry
-    plan: Plan
+    plan: PlacementPlan
     notices: tuple[str, ...] = field(default=())
     """What the user should see once: settings without effect, values from the environment."""
 
@@ -219,14 +219,14 @@ def _declares(node: Node) -> bool:
     return capabilities_of(node) != Capabilities()
 
 
-def check_objective(config: RecipeConfig, needs: Needs, plan: Plan) -> None:
+def check_objective(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> None:
     """A loss on the reward's gradient draws samples again beside the scorer, and every scorer has a gradient."""
     if needs.differentiable_reward:
         for problem in _objective_problems(config, plan):
             raise IncompatibleError(problem)
 
 
-def _objective_problems(config: RecipeConfig, plan: Plan) -> Iterator[str]:
+def _objective_problems(config: RecipeConfig, plan: PlacementPlan) -> Iterator[str]:
     loss = config.algorithm.schema.owner.__name__
     for node in _trained_scorers(config.reward):
         if not capabilities_of(node).differentiable:
@@ -415,7 +415,7 @@ def check_disk(directory: Path, num_bytes: float, what: str) -> None:
 # Notices
 
 
-def notices(recipe: Recipe, plan: Plan, geometry: Geometry) -> Iterator[str]:
+def notices(recipe: Recipe, plan: PlacementPlan, geometry: Geometry) -> Iterator[str]:
     """Settings without effect, and values that the environment set."""
     config = recipe.config
     yield from layout_notices(config, plan, geometry.num_samples)

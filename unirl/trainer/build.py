@@ -20,7 +20,7 @@ from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.plan.declared import capabilities_of
-from unirl.plan.placement import Plan, plan_of
+from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.plan.preflight import check_disk, known_facts
 from unirl.reward.base import StartChecker
 from unirl.reward.failures import STRICT, DropBudget, FailurePolicy
@@ -186,7 +186,7 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def environment(plan: Plan) -> dict[str, str]:
+def environment(plan: PlacementPlan) -> dict[str, str]:
     """What decides bits outside the recipe."""
     return {
         "unirl": __version__,

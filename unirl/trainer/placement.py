@@ -25,7 +25,7 @@ from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import Link
 from unirl.models.denoising.differentiable import DifferentiableStage
-from unirl.plan.placement import Plan
+from unirl.plan.placement import PlacementPlan
 from unirl.plan.preflight import KnownModel, needs_of
 
 ENGINE = {"bundle": "engine_bundle", "pipeline": "engine_pipeline"}
@@ -40,7 +40,7 @@ class Placed:
     sync: WeightSync
 
 
-def place_roles(pool: Pool, plan: Plan, config: RecipeConfig, **wired: Any) -> Placed:
+def place_roles(pool: Pool, plan: PlacementPlan, config: RecipeConfig, **wired: Any) -> Placed:
     """Build every role of the recipe beside its siblings; a role takes the siblings that its constructor names."""
     train, rollout, reward = (pool.group(device_set) for device_set in (plan.train, plan.rollout, plan.reward))
     sync: WeightSync = NoSync()

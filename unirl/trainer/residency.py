@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.handle import Handle
-from unirl.plan.placement import Plan, Relation
+from unirl.plan.placement import PlacementPlan, Relation
 
 Phase = Literal["sync", "generate", "reward", "train", "eval", "checkpoint"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -46,22 +46,22 @@ MAX_STALENESS: Mapping[Relation, int | None] = {"trainside": 0, "colocate": 0, "
 """Updates by which samples may lag behind the weights that they train; None = as many as the recipe allows."""
 
 
-def home_of(plan: Plan, part: Part) -> DeviceSet:
+def home_of(plan: PlacementPlan, part: Part) -> DeviceSet:
     """The devices that a part lives on, whichever processes hold it."""
     return {"engine": plan.rollout, "reward": plan.reward}.get(part, plan.train).devices
 
 
-def parts_of(plan: Plan) -> tuple[Part, ...]:
+def parts_of(plan: PlacementPlan) -> tuple[Part, ...]:
     """The parts that a run of this plan has."""
     return tuple(part for part in get_args(Part) if any(part in needs for needs in NEEDS[plan.relation].values()))
 
 
-def takes_turns(plan: Plan, part: Part) -> bool:
+def takes_turns(plan: PlacementPlan, part: Part) -> bool:
     """Whether a part leaves its devices while others use them."""
     return plan.relation == "colocate" and home_of(plan, part) == plan.train.devices
 
 
-def resident(plan: Plan, phase: Phase) -> tuple[Part, ...]:
+def resident(plan: PlacementPlan, phase: Phase) -> tuple[Part, ...]:
     """The parts that are on their devices in a phase: those it needs, and all that never leave."""
     needs = NEEDS[plan.relation][phase]
     return tuple(part for part in parts_of(plan) if part in needs or not takes_turns(plan, part))
@@ -70,7 +70,7 @@ def resident(plan: Plan, phase: Phase) -> tuple[Part, ...]:
 class Residency:
     """Brings in what a phase needs, after sending away what it does not; remembers what is where."""
 
-    def __init__(self, plan: Plan, handles: Mapping[str, Handle]) -> None:
+    def __init__(self, plan: PlacementPlan, handles: Mapping[str, Handle]) -> None:
         """
         Args:
             handles: the roles `backend`, `reward` and `rollout`; all parts are on their devices now.

@@ -10,14 +10,16 @@ processes too, unless weights travel by CUDA IPC: then the engine has a second p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from unirl.config.device_sets import DeviceSet, device_set_at, everywhere, example, show, spell
 from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, did_you_mean
+from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig, Where
-from unirl.plan.declared import capabilities_of
+from unirl.types.protocols import Capabilities
 
 ROLES = ("train", "rollout", "reward")
 
@@ -26,6 +28,12 @@ Relation = Literal["trainside", "colocate", "separate"]
 
 REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
 SYNC = "unirl.distributed.weight_sync.sync.EngineSync"
+
+
+def capabilities_of(node: Node) -> Capabilities:
+    """The capabilities that a node's class declares, read without building it; the defaults if it declares none."""
+    declared = inspect.getattr_static(node.schema.owner, "capabilities", None)
+    return declared if isinstance(declared, Capabilities) else Capabilities()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,9 @@ from unirl.config.errors import (
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
-from unirl.plan.declared import capabilities_of
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
-from unirl.plan.placement import PlacementPlan, plan_of
+from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Capabilities, Needs
 from unirl.types.sampling import Sampling, sampling_as

@@ -19,8 +19,7 @@ from unirl.data.datasets import Prompt
 from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.pool import Pool, open_pool
-from unirl.plan.declared import capabilities_of
-from unirl.plan.placement import PlacementPlan, plan_of
+from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.plan.preflight import check_disk, known_facts
 from unirl.reward.base import StartChecker
 from unirl.reward.failures import STRICT, DropBudget, FailurePolicy

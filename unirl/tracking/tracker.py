@@ -11,10 +11,9 @@ from typing import Any
 
 from unirl.tracking.backends.base import Mirror, RunAbout
 from unirl.tracking.console import Banner, Change, Console, Summary
-from unirl.tracking.events import check_event
 from unirl.tracking.kinds import read_samples, table_of_evaluation
 from unirl.tracking.lines import ACCURACIES, evaluation
-from unirl.tracking.metrics import check_names
+from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.run import RunDirectory, now
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
 from unirl.distributed.group import DeviceSet, Remote, placement
-from unirl.distributed.group.ray_group import Place
+from unirl.distributed.group.ray_group import WorkerLocation
 from unirl.types.remote_rows import RemoteRows
 
 
@@ -185,7 +185,7 @@ def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) ->
 
 @pytest.mark.slow
 def test_a_second_process_ends_when_its_device_gets_another_first(ray_pool) -> None:
-    first, second = (Place("device", 0, process) for process in (0, 1))
+    first, second = (WorkerLocation("device", 0, process) for process in (0, 1))
     old = [ray_pool.crew.member(place) for place in (first, second)]
     ray_pool.clear()
     assert [ray_pool.crew.member(place) for place in (first, second)] == old

@@ -35,7 +35,7 @@ Ref = Any
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerLocation:
     """Where a worker belongs."""
 
     kind: str
@@ -48,9 +48,9 @@ class Place:
         return f"{self.kind} {self.index}{beside}"
 
     @property
-    def holder(self) -> Place:
+    def holder(self) -> WorkerLocation:
         """The place of the first process of this device."""
-        return Place(self.kind, self.index)
+        return WorkerLocation(self.kind, self.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class WorkerRef:
     """One worker."""
 
     name: str
-    place: Place
+    place: WorkerLocation
     actor: Any
     life: Ref
     """Resolves when the worker's process is gone, and never before."""
@@ -93,10 +93,10 @@ class WorkerGroup:
         self.reservation = reservation
         self.deadline_s = deadline_s
         self.preload = tuple(preload)
-        self.members: dict[Place, WorkerRef] = {}
+        self.members: dict[WorkerLocation, WorkerRef] = {}
         self.numbers = count()
 
-    def member(self, place: Place) -> WorkerRef:
+    def member(self, place: WorkerLocation) -> WorkerRef:
         """The worker on a place, started if there is none. Waits for the device's first process alone, if for any."""
         if place.process:
             self.member(place.holder)
@@ -105,14 +105,14 @@ class WorkerGroup:
             self.members[place] = self._start(place, self._needs(place), self._environment(place))
         return self.members[place]
 
-    def _needs(self, place: Place) -> dict[str, int]:
+    def _needs(self, place: WorkerLocation) -> dict[str, int]:
         """What a worker takes of its bundle: the first process of a device takes it, all others nothing."""
         takes = {"num_cpus": 0, "num_gpus": 0}
         if place.kind == "device" and not place.process:
             takes["num_gpus" if self.reservation.resource == "GPU" else "num_cpus"] = 1
         return takes
 
-    def _environment(self, place: Place) -> dict[str, str]:
+    def _environment(self, place: WorkerLocation) -> dict[str, str]:
         found = worker_environment(self.reservation.threads)
         if place.kind == "device" and place.process and self.reservation.resource == "GPU":
             first, what = self.members[place.holder], "asking for the GPU"
@@ -121,7 +121,7 @@ class WorkerGroup:
             found |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return found
 
-    def _start(self, place: Place, needs: Mapping[str, int], environment: Mapping[str, str]) -> WorkerRef:
+    def _start(self, place: WorkerLocation, needs: Mapping[str, int], environment: Mapping[str, str]) -> WorkerRef:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         held, has_device = self.reservation, place.kind == "device"

@@ -15,7 +15,7 @@ from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
-from unirl.distributed.group.ray_group import Place, Ref, WorkerGroup, WorkerRef
+from unirl.distributed.group.ray_group import Ref, WorkerGroup, WorkerLocation, WorkerRef
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import RankAssignment
 from unirl.distributed.tensor.collective import plan_moves, workers_of
@@ -53,7 +53,7 @@ class RayGroup:
         self.name = device_set.words
         self.deadline_s = pool.deadline_s
         self.members = [
-            pool.crew.member(Place(device_set.kind, index, device_set.process)) for index in device_set.indices
+            pool.crew.member(WorkerLocation(device_set.kind, index, device_set.process)) for index in device_set.indices
         ]
         self.num_ranks = len(self.members)
         self.marks: dict[str, dict[str, Dispatch]] = {}

@@ -13,7 +13,7 @@ from tests.distributed.roles import Camera, Saboteur, ids
 from tests.processes import is_running, wait_until
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
 from unirl.distributed.group import DeviceSet, Remote
-from unirl.distributed.group.failures import Failure, first_cause
+from unirl.distributed.group.failures import WorkerFailure, first_cause
 from unirl.distributed.group.ray_cluster import check_interpreter, check_version, reserve
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -150,9 +150,9 @@ def test_a_frozen_worker_is_said_not_to_answer(ray_pool, tmp_path) -> None:
 
 
 def test_the_first_cause_is_a_death_then_the_earliest_that_is_no_broken_collective() -> None:
-    broken = Failure.of(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "a.b", "rank 0")
-    early, late = (Failure.of(KeyError(name), "a.b", name) for name in ("early", "late"))
-    death = Failure.death("a.b", "rank 3", "killed")
+    broken = WorkerFailure.of(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "a.b", "rank 0")
+    early, late = (WorkerFailure.of(KeyError(name), "a.b", name) for name in ("early", "late"))
+    death = WorkerFailure.death("a.b", "rank 3", "killed")
     assert first_cause([broken, late, early]) is early
     assert first_cause([broken, late, early, death]) is death
     assert first_cause([broken]) is broken

@@ -19,7 +19,7 @@ BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """What a worker answers in place of a result. Plain text, but for an error that the user can act on."""
 
     what: str
@@ -36,9 +36,9 @@ class Failure:
     """Whether it says that another worker is gone."""
 
     @staticmethod
-    def of(error: Exception, what: str, worker: str) -> Failure:
+    def of(error: Exception, what: str, worker: str) -> WorkerFailure:
         """An exception that was raised on this worker."""
-        return Failure(
+        return WorkerFailure(
             what=what,
             worker=worker,
             when=time.time(),
@@ -49,9 +49,9 @@ class Failure:
         )
 
     @staticmethod
-    def death(what: str, worker: str, how: str) -> Failure:
+    def death(what: str, worker: str, how: str) -> WorkerFailure:
         """A worker's process is gone."""
-        return Failure(what=what, worker=worker, when=time.time(), message=how, is_death=True)
+        return WorkerFailure(what=what, worker=worker, when=time.time(), message=how, is_death=True)
 
     def exception(self) -> Exception:
         """What the driver raises, with the worker's traceback as its cause."""
@@ -70,7 +70,7 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def first_cause(failures: Sequence[Failure]) -> Failure:
+def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """The failure that explains the others: a dead worker, else the earliest that is no broken collective."""
     return min(failures, key=lambda f: (f.is_consequence, not f.is_death, f.when))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import unirl
-from unirl.distributed.group.failures import Failure, first_cause
+from unirl.distributed.group.failures import WorkerFailure, first_cause
 from unirl.distributed.group.ray_cluster import Reservation
 from unirl.distributed.group.stacks import stack_folder, stall
 from unirl.distributed.group.worker import About, RemoteWorker, describe, end_with_parent
@@ -154,7 +154,7 @@ class WorkerGroup:
         import ray
 
         results: dict[Ref, Any] = {}
-        failures: list[Failure] = []
+        failures: list[WorkerFailure] = []
         end = time.monotonic() + deadline_s
         while len(results) < len(calls):
             lives = {member.life: member for member in self.members.values()}
@@ -166,7 +166,7 @@ class WorkerGroup:
             outcome = self._outcome(what, ref, lives.get(ref) or calls[ref])
             if ref in calls:
                 results[ref] = outcome
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, WorkerFailure):
                 failures.append(outcome)
                 end = min(end, time.monotonic() + (CAUSE_S if outcome.is_consequence else GRACE_S))
         missing = [member for ref, member in calls.items() if ref not in results]
@@ -179,7 +179,7 @@ class WorkerGroup:
         return [results[ref] for ref in calls]
 
     def _outcome(self, what: str, ref: Ref, member: WorkerRef) -> Any:
-        """What a call gave, or the Failure that stands for it."""
+        """What a call gave, or the WorkerFailure that stands for it."""
         import ray
 
         try:
@@ -187,9 +187,9 @@ class WorkerGroup:
         except ray.exceptions.RayActorError as error:
             how = how_it_died(_verdict(member) or error)
             self.forget([member])
-            return Failure.death(what, str(member), how)
+            return WorkerFailure.death(what, str(member), how)
         except ray.exceptions.RayError as error:  # the call or its result did not travel
-            return Failure.of(error, what, str(member))
+            return WorkerFailure.of(error, what, str(member))
 
     def _write_stacks(self, folder: Path) -> dict[str, str]:
         """The stacks of every worker as files; gives where each one stands."""
@@ -216,7 +216,7 @@ class WorkerGroup:
         if not asked:
             return
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLEAR_S)
-        failed = [ref for ref in done if isinstance(self._outcome(method, ref, asked[ref]), Failure)]
+        failed = [ref for ref in done if isinstance(self._outcome(method, ref, asked[ref]), WorkerFailure)]
         self.kill([asked[ref] for ref in [*late, *failed]])
 
     def kill(self, members: Sequence[WorkerRef]) -> None:

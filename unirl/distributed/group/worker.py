@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from unirl.config.errors import InvalidValueError
 from unirl.distributed.group import process_group
-from unirl.distributed.group.failures import Failure
+from unirl.distributed.group.failures import WorkerFailure
 from unirl.distributed.group.rank import RankInfo, running_as
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import Stacks, stacks_of
@@ -113,7 +113,7 @@ class About:
 
 
 class RemoteWorker(Worker):
-    """A worker in a process of its own. The driver calls `attempt`, which answers a Failure where others raise."""
+    """A worker in a process of its own. The driver calls `attempt`, which answers a WorkerFailure where others raise."""
 
     def __init__(self, name: str, place: str, host: str, has_device: bool, deadline_s: float) -> None:
         """
@@ -134,7 +134,7 @@ class RemoteWorker(Worker):
         self.busy: int | None = None
 
     def attempt(self, what: str, method: str, *args: Any) -> Any:
-        """The result of a method of this worker, or the Failure that it ended in.
+        """The result of a method of this worker, or the WorkerFailure that it ended in.
 
         Args:
             what: what the driver calls it, in errors.
@@ -143,7 +143,7 @@ class RemoteWorker(Worker):
         try:
             return methodcaller(method, *args)(self)
         except Exception as error:  # whatever a role raises is the driver's to judge: it knows the other ranks
-            return Failure.of(error, what, self._me())
+            return WorkerFailure.of(error, what, self._me())
         finally:
             self.busy = None
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from unirl.config.errors import StallError
-from unirl.distributed.group.failures import Failure
+from unirl.distributed.group.failures import WorkerFailure
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import ColocatedEngine, Receiver, Sender, bucket_of, header_of
 
@@ -57,7 +57,7 @@ class ObjectStoreOutlet:
             results = ray.get(calls, timeout=self.route.deadline_s)
         except ray.exceptions.GetTimeoutError as error:
             raise StallError(f"an engine took more than {self.route.deadline_s:g} s for a bucket") from error
-        failures = [result for result in results if isinstance(result, Failure)]
+        failures = [result for result in results if isinstance(result, WorkerFailure)]
         if failures:
             raise failures[0].exception()
 

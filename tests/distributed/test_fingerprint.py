@@ -94,7 +94,7 @@ def test_zero_tensors_and_empty_ones_are_told_apart_by_shape() -> None:
 
 def test_the_source_may_change_once_its_fingerprint_is_asked_for() -> None:
     tensor = torch.ones(5)
-    pending = module.Pending()
+    pending = module.PendingFingerprints()
     pending.add("a", tensor)
     tensor.zero_()
     assert pending.result()["a"] == fingerprint(torch.ones(5))

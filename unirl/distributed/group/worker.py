@@ -113,7 +113,7 @@ class About:
 
 
 class RemoteWorker(Worker):
-    """A worker in a process of its own. The driver calls `attempt`, which answers a WorkerFailure where others raise."""
+    """A worker in its own process. The driver calls `attempt`, which returns a WorkerFailure instead of raising."""
 
     def __init__(self, name: str, place: str, host: str, has_device: bool, deadline_s: float) -> None:
         """

@@ -40,13 +40,13 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 def fingerprints(named: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
     """Fingerprints by name; the device is asked for its results once."""
-    pending = Pending()
+    pending = PendingFingerprints()
     for name, tensor in named:
         pending.add(name, tensor)
     return pending.result()
 
 
-class Pending:
+class PendingFingerprints:
     """Fingerprints whose digests are still on the device."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from unirl.distributed.weight_sync.base import (
 )
 from unirl.distributed.weight_sync.bucket import Bucket, fill, plan_buckets
 from unirl.distributed.weight_sync.channel import ColocatedEngine, Route, Sender
-from unirl.distributed.weight_sync.fingerprint import Pending
+from unirl.distributed.weight_sync.fingerprint import PendingFingerprints
 
 LIVE = "live"
 
@@ -99,7 +99,7 @@ class WeightSender:
         if self.outlet is None:
             return SendReport(version, weights, {}, 0)
         assert self.layout is not None and self.terms is not None
-        prints = Pending()
+        prints = PendingFingerprints()
         num_bytes = 0
         observed = self._observed(tensors, self.terms, prints)
         self.outlet.begin()
@@ -119,7 +119,7 @@ class WeightSender:
 
     @staticmethod
     def _observed(
-        tensors: Iterator[tuple[str, Tensor]], terms: TransferConfig, prints: Pending
+        tensors: Iterator[tuple[str, Tensor]], terms: TransferConfig, prints: PendingFingerprints
     ) -> Iterator[tuple[str, Tensor]]:
         """`tensors`, the fingerprint of each taken as the engine should store it."""
         for name, tensor in tensors:

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     """Where one tensor lies in a bucket."""
 
     name: str
@@ -30,10 +30,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """The entries of one bucket."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     num_bytes: int
 
 
@@ -44,10 +44,10 @@ class Bucket:
     version: int
     weights: str
     number: int
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     data: Tensor  # [bytes] uint8
 
-    def values(self, entry: Entry) -> Tensor:
+    def values(self, entry: BucketEntry) -> Tensor:
         """One tensor, as a view of the buffer. Raises SyncError when the buffer ends before it does."""
         end = entry.offset + entry.num_bytes
         if end > self.data.numel():
@@ -58,30 +58,30 @@ class Bucket:
         return self.data[entry.offset : end].view(entry.dtype).view(entry.shape)
 
 
-def plan_buckets(layout: Layout, terms: TransferConfig) -> list[Plan]:
+def plan_buckets(layout: Layout, terms: TransferConfig) -> list[BucketPlan]:
     """The layout's tensors in their order, cut into buckets of at most `terms.bucket_bytes`.
 
     A tensor that is larger has a bucket to itself.
     """
-    plans: list[Plan] = []
-    entries: list[Entry] = []
+    plans: list[BucketPlan] = []
+    entries: list[BucketEntry] = []
     size = 0
     for name, info in layout.tensors.items():
-        entry = Entry(name, terms.wire(name), info.shape, size)
+        entry = BucketEntry(name, terms.wire(name), info.shape, size)
         if entries and size + entry.num_bytes > terms.bucket_bytes:
-            plans.append(Plan(tuple(entries), size))
-            entries, entry = [], Entry(name, entry.dtype, entry.shape, 0)
+            plans.append(BucketPlan(tuple(entries), size))
+            entries, entry = [], BucketEntry(name, entry.dtype, entry.shape, 0)
         entries.append(entry)
         size = -(-(entry.offset + entry.num_bytes) // ALIGNMENT) * ALIGNMENT
-    return [*plans, Plan(tuple(entries), size)] if entries else plans
+    return [*plans, BucketPlan(tuple(entries), size)] if entries else plans
 
 
-def largest(plans: Sequence[Plan]) -> int:
+def largest(plans: Sequence[BucketPlan]) -> int:
     """The bytes of the largest bucket."""
     return max((plan.num_bytes for plan in plans), default=0)
 
 
-def fill(plan: Plan, tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
+def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
     """The buffer [bytes] of a bucket, its tensors taken from `tensors` one by one and cast on the way in.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from unirl.config.errors import StallError, SyncError
-from unirl.distributed.weight_sync.bucket import Bucket, Entry
+from unirl.distributed.weight_sync.bucket import Bucket, BucketEntry
 
 
 class ColocatedEngine(Protocol):
@@ -175,7 +175,7 @@ def header_of(bucket: Bucket) -> dict[str, Any]:
 
 def bucket_of(header: dict[str, Any], data: torch.Tensor) -> Bucket:
     """The bucket of a header."""
-    entries = tuple(Entry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
+    entries = tuple(BucketEntry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
     return Bucket(header["version"], header["weights"], header["number"], entries, data)
 
 

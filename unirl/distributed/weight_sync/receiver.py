@@ -8,7 +8,7 @@ from torch import nn
 from unirl.config.errors import SyncError, did_you_mean
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, Layout
-from unirl.distributed.weight_sync.bucket import Bucket, Entry
+from unirl.distributed.weight_sync.bucket import Bucket, BucketEntry
 from unirl.distributed.weight_sync.fingerprint import fingerprints
 
 
@@ -71,7 +71,7 @@ class Receiver:
             )
         self.number += 1
 
-    def _check(self, entry: Entry) -> None:
+    def _check(self, entry: BucketEntry) -> None:
         if entry.name not in self.layout.tensors:
             raise SyncError(
                 f"{entry.name!r} arrived, which the trainer had not announced."

@@ -24,7 +24,7 @@ from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.fingerprint import fingerprint
 from unirl.distributed.weight_sync.sender import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync, Link
+from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.toy import ToyBundle, ToyPipeline
 from unirl.train.backend.base import OptimizerConfig
@@ -68,7 +68,7 @@ def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, in
     engine = rollout.place(Remote("rollout", partial(engine_of, shape)))
     sender = train.place(Remote("sender", partial(sender_of, "rollout")))
     keys = {"transport": route, "bucket_mb": mib, "merge_adapters": payload["merge_adapters"]}
-    return EngineSync(Link(train, sender), Link(rollout, engine), **keys)
+    return EngineSync(SyncEndpoint(train, sender), SyncEndpoint(rollout, engine), **keys)
 
 
 def pushes(sync: EngineSync) -> Callable[[], object]:

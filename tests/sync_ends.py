@@ -14,7 +14,7 @@ from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync, Link
+from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.toy import ToyBundle, ToyPipeline
@@ -92,7 +92,7 @@ def ends(
     return Ends(backend, trained, replica, sender, EngineSync(*links, **keys))
 
 
-def placed(pool: Pool, device: int, name: str, role: Any) -> Link:
+def placed(pool: Pool, device: int, name: str, role: Any) -> SyncEndpoint:
     """A role that exists already, on a device of its own."""
     group = pool.group(DeviceSet("device", (device,)))
-    return Link(group, group.place(Remote(name, lambda siblings: role)))
+    return SyncEndpoint(group, group.place(Remote(name, lambda siblings: role)))

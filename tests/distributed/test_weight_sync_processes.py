@@ -14,7 +14,7 @@ from unirl.config.errors import SyncError
 from unirl.distributed.group import Pool, Remote, broadcast, collect
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.sender import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync, Link
+from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.testing.toy import toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -81,7 +81,7 @@ def joined(pool: Pool, rollout: DeviceSet, lora: LoraConfig | None, **keys: Any)
     train_group.place(Remote("bundle", make_bundle))
     backend = train_group.place(Remote("backend", partial(make_backend, lora)))
     sender = train_group.place(Remote("sender", make_sender))
-    sync = EngineSync(Link(train_group, sender), Link(rollout_group, engine), **keys)
+    sync = EngineSync(SyncEndpoint(train_group, sender), SyncEndpoint(rollout_group, engine), **keys)
     sync.bucket_bytes = 1024
     return {"engine": engine, "backend": backend, "sync": sync}
 

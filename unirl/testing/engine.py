@@ -13,7 +13,7 @@ from unirl.config.errors import SyncError
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.sender import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync, Link
+from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.models.base import Pipeline
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
@@ -65,9 +65,9 @@ def join(pool: Pool, engine: DedicatedEngine, pipeline: Pipeline, backend: Train
     return EngineSync(_placed(pool, 0, "sender", sender), _placed(pool, 1, "rollout", engine), **keys)
 
 
-def _placed(pool: Pool, device: int, name: str, role: Any) -> Link:
+def _placed(pool: Pool, device: int, name: str, role: Any) -> SyncEndpoint:
     group = pool.group(DeviceSet("device", (device,)))
-    return Link(group, group.place(Remote(name, lambda siblings: role)))
+    return SyncEndpoint(group, group.place(Remote(name, lambda siblings: role)))
 
 
 class _Check:

@@ -23,7 +23,7 @@ from unirl.distributed.group.pool import Pool
 from unirl.distributed.group.remote import Remote, Siblings
 from unirl.distributed.weight_sync.base import NoSync, WeightSync
 from unirl.distributed.weight_sync.sender import WeightSender
-from unirl.distributed.weight_sync.sync import Link
+from unirl.distributed.weight_sync.sync import SyncEndpoint
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.plan.placement import PlacementPlan
 from unirl.plan.preflight import KnownModel, needs_of
@@ -48,7 +48,9 @@ def place_roles(pool: Pool, plan: PlacementPlan, config: RecipeConfig, **wired: 
         handles = _place_trainer(train, config, wired) | _place_engine(rollout, config, wired)
         # In one process the engine is at hand, as a sibling or from the other group.
         sender = train.place(Remote("sender", partial(make_sender, rollout.role_here("rollout"))))
-        sync = build(_required(config.sync), train=Link(train, sender), rollout=Link(rollout, handles["rollout"]))
+        sync = build(
+            _required(config.sync), train=SyncEndpoint(train, sender), rollout=SyncEndpoint(rollout, handles["rollout"])
+        )
         handles["reward"] = _place(reward, "reward", config.reward, wired)
     else:
         handles = {"reward": _place(reward, "reward", config.reward, wired)} | _place_trainside(train, config, wired)

@@ -31,7 +31,7 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Link:
+class SyncEndpoint:
     """One end as the driver sees it."""
 
     group: Group
@@ -53,8 +53,8 @@ class EngineSync:
 
     def __init__(
         self,
-        train: Link,
-        rollout: Link,
+        train: SyncEndpoint,
+        rollout: SyncEndpoint,
         *,
         merge_adapters: bool = False,
         wire_dtype: DtypeName | None = None,

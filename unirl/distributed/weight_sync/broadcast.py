@@ -15,11 +15,19 @@ from unirl.config.errors import StallError, SyncError
 from unirl.distributed.group.process_group import group_beside
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import END, ColocatedEngine, Ledger, Receiver, Sender, bucket_of, header_of
+from unirl.distributed.weight_sync.channel import (
+    END,
+    ColocatedEngine,
+    HeaderStore,
+    Receiver,
+    Sender,
+    bucket_of,
+    header_of,
+)
 
 
 @dataclass(frozen=True)
-class Broadcast:
+class BroadcastRoute:
     """A process group of its own: rank 0 is the sender, rank i + 1 is engine rank i. Headers go through the store."""
 
     host: str
@@ -32,19 +40,19 @@ class Broadcast:
 
     def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """Returns when all engines have joined."""
-        ledger = Ledger(self.host, self.port, self.deadline_s)
-        return BroadcastOutlet(ledger, Ring(self, ledger, 0))
+        ledger = HeaderStore(self.host, self.port, self.deadline_s)
+        return BroadcastSender(ledger, BroadcastGroup(self, ledger, 0))
 
     def inlet(self, rank: int) -> Receiver:
         """Returns when all ends have joined."""
-        ledger = Ledger(self.host, self.port, self.deadline_s)
-        return BroadcastInlet(ledger, Ring(self, ledger, rank + 1))
+        ledger = HeaderStore(self.host, self.port, self.deadline_s)
+        return BroadcastReceiver(ledger, BroadcastGroup(self, ledger, rank + 1))
 
 
-class Ring:
+class BroadcastGroup:
     """The process group, made explicitly: no default group, no environment."""
 
-    def __init__(self, route: Broadcast, ledger: Ledger, rank: int) -> None:
+    def __init__(self, route: BroadcastRoute, ledger: HeaderStore, rank: int) -> None:
         self.deadline_s = route.deadline_s
         self.device = current().device
         store = PrefixStore("group", ledger.store)  # its keys must not meet the ledger's
@@ -64,10 +72,10 @@ class Ring:
             raise SyncError(f"the broadcast of {what} broke off: {error}") from error
 
 
-class BroadcastOutlet:
+class BroadcastSender:
     """One bucket at a time."""
 
-    def __init__(self, ledger: Ledger, ring: Ring) -> None:
+    def __init__(self, ledger: HeaderStore, ring: BroadcastGroup) -> None:
         self.ledger = ledger
         self.ring = ring
         self.number = 0
@@ -88,10 +96,10 @@ class BroadcastOutlet:
         self.ledger.write(self.number, {"error": reason})
 
 
-class BroadcastInlet:
+class BroadcastReceiver:
     """Takes one bucket after the other off the wire."""
 
-    def __init__(self, ledger: Ledger, ring: Ring) -> None:
+    def __init__(self, ledger: HeaderStore, ring: BroadcastGroup) -> None:
         self.ledger = ledger
         self.ring = ring
 

@@ -1,7 +1,7 @@
 """How buckets get from a sender to engines: a route, and its two ends.
 
-Route.outlet  at the sender: put(bucket), put(bucket), ..., finish()
-Route.inlet   at an engine, for routes on which it must listen: the buckets, in order
+WeightRoute.outlet  at the sender: put(bucket), put(bucket), ..., finish()
+WeightRoute.inlet   at an engine, for routes on which it must listen: the buckets, in order
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Receiver(Protocol):
         ...
 
 
-class Route(Protocol):
+class WeightRoute(Protocol):
     """A way for buckets; it travels to both ends, and each opens its own."""
 
     every_rank: ClassVar[bool]
@@ -68,7 +68,7 @@ class Route(Protocol):
         ...
 
 
-class InProcess:
+class InProcessRoute:
     """To the engine in the sender's own process."""
 
     every_rank: ClassVar[bool] = True
@@ -77,13 +77,13 @@ class InProcess:
     def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """The neighbour itself."""
         assert neighbour is not None, "the route is chosen where there is a neighbour"
-        return NeighbourOutlet(neighbour)
+        return InProcessSender(neighbour)
 
     def inlet(self, rank: int) -> Receiver:
         raise AssertionError("nobody listens on this route")
 
 
-class NeighbourOutlet:
+class InProcessSender:
     """Hands buckets over."""
 
     def __init__(self, neighbour: ColocatedEngine) -> None:
@@ -102,7 +102,7 @@ class NeighbourOutlet:
         pass
 
 
-class Ledger:
+class HeaderStore:
     """What the ends of a listening route tell each other: headers of buckets, and receipts for them.
 
     Keys are `{transfer}/{bucket}`; those of a transfer are deleted at the beginning of the next.

@@ -16,7 +16,7 @@ from unirl.distributed.weight_sync.channel import ColocatedEngine, Receiver, Sen
 
 
 @dataclass(frozen=True)
-class ObjectStore:
+class ObjectStoreRoute:
     """A bucket is stored once per node and read by every worker there; it never passes the driver."""
 
     workers: Sequence[Any]
@@ -29,16 +29,16 @@ class ObjectStore:
     listens: ClassVar[bool] = False
 
     def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
-        return ObjectStoreOutlet(self)
+        return ObjectStoreSender(self)
 
     def inlet(self, rank: int) -> Receiver:
         raise AssertionError("nobody listens on this route")
 
 
-class ObjectStoreOutlet:
+class ObjectStoreSender:
     """One bucket at a time."""
 
-    def __init__(self, route: ObjectStore) -> None:
+    def __init__(self, route: ObjectStoreRoute) -> None:
         self.route = route
 
     def begin(self) -> None:

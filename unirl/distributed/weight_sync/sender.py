@@ -24,7 +24,7 @@ from unirl.distributed.weight_sync.base import (
     Weights,
 )
 from unirl.distributed.weight_sync.bucket import Bucket, fill, plan_buckets
-from unirl.distributed.weight_sync.channel import ColocatedEngine, Route, Sender
+from unirl.distributed.weight_sync.channel import ColocatedEngine, Sender, WeightRoute
 from unirl.distributed.weight_sync.fingerprint import PendingFingerprints
 
 LIVE = "live"
@@ -72,7 +72,7 @@ class WeightSender:
         return host_store(host)
 
     @broadcast
-    def connect(self, terms: TransferConfig, route: Route) -> None:
+    def connect(self, terms: TransferConfig, route: WeightRoute) -> None:
         """Open this end of the route. Returns when the other ends have opened theirs."""
         self.terms = terms
         if route.every_rank or current().rank == 0:

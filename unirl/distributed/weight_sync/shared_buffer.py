@@ -17,13 +17,21 @@ from torch import Tensor
 
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import END, ColocatedEngine, Ledger, Receiver, Sender, bucket_of, header_of
+from unirl.distributed.weight_sync.channel import (
+    END,
+    ColocatedEngine,
+    HeaderStore,
+    Receiver,
+    Sender,
+    bucket_of,
+    header_of,
+)
 
 SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class SharedBuffer:
+class SharedBufferRoute:
     """Two processes on one device."""
 
     host: str
@@ -37,20 +45,20 @@ class SharedBuffer:
 
     def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
         """Returns when the engine has opened the buffer."""
-        return SharedBufferOutlet(self.num_bytes, self._ledger(current().rank))
+        return SharedBufferSender(self.num_bytes, self._ledger(current().rank))
 
     def inlet(self, rank: int) -> Receiver:
         """Returns when the buffer is open."""
-        return SharedBufferInlet(self._ledger(rank))
+        return SharedBufferReceiver(self._ledger(rank))
 
-    def _ledger(self, rank: int) -> Ledger:
-        return Ledger(self.host, self.port, self.deadline_s, f"weights-{rank}")
+    def _ledger(self, rank: int) -> HeaderStore:
+        return HeaderStore(self.host, self.port, self.deadline_s, f"weights-{rank}")
 
 
-class SharedBufferOutlet:
+class SharedBufferSender:
     """Copies each bucket into the buffer once the last one was read."""
 
-    def __init__(self, num_bytes: int, ledger: Ledger) -> None:
+    def __init__(self, num_bytes: int, ledger: HeaderStore) -> None:
         self.ledger = ledger
         self.number = 0
         share = _share_cuda if current().device.type == "cuda" else _share_file
@@ -80,10 +88,10 @@ class SharedBufferOutlet:
         self.ledger.write(self.number, {"error": reason})
 
 
-class SharedBufferInlet:
+class SharedBufferReceiver:
     """Reads each bucket where it lies."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: HeaderStore) -> None:
         self.ledger = ledger
         handle = ledger.hear("handle", "the handle of the shared buffer")
         open_buffer = _open_file if "path" in handle else _open_cuda

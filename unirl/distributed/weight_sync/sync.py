@@ -16,15 +16,15 @@ from unirl.distributed.weight_sync.base import (
     SyncReport,
     TransferConfig,
 )
-from unirl.distributed.weight_sync.broadcast import Broadcast
+from unirl.distributed.weight_sync.broadcast import BroadcastRoute
 from unirl.distributed.weight_sync.bucket import largest, plan_buckets
-from unirl.distributed.weight_sync.channel import InProcess, Route
-from unirl.distributed.weight_sync.object_store import ObjectStore
+from unirl.distributed.weight_sync.channel import InProcessRoute, WeightRoute
+from unirl.distributed.weight_sync.object_store import ObjectStoreRoute
 from unirl.distributed.weight_sync.proof import check_arrivals, check_canary
-from unirl.distributed.weight_sync.shared_buffer import SharedBuffer
+from unirl.distributed.weight_sync.shared_buffer import SharedBufferRoute
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
-Transport = Literal["auto", "in_process", "ray", "broadcast", "cuda_ipc"]
+SyncTransport = Literal["auto", "in_process", "ray", "broadcast", "cuda_ipc"]
 MIB = 2**20
 GRACE_S = 5.0
 """For an engine to say why it failed, once the trainer has given up."""
@@ -45,7 +45,7 @@ class Agreement:
     layout: Layout
     binding: ParamMapping
     terms: TransferConfig
-    route: Route
+    route: WeightRoute
 
 
 class EngineSync:
@@ -59,7 +59,7 @@ class EngineSync:
         merge_adapters: bool = False,
         wire_dtype: DtypeName | None = None,
         bucket_mb: int = 512,
-        transport: Transport = "auto",
+        transport: SyncTransport = "auto",
     ) -> None:
         """
         Args:
@@ -121,19 +121,19 @@ class EngineSync:
             waiting.result(self.deadline_s)
         return Agreement(layout, binding, terms, route)
 
-    def _choose_route(self, layout: Layout, terms: TransferConfig) -> Route:
+    def _choose_route(self, layout: Layout, terms: TransferConfig) -> WeightRoute:
         transport = choose_transport(self.transport, layout.has_neighbour)
         if transport == "in_process":
-            return InProcess()
+            return InProcessRoute()
         rollout = self.rollout.group
         if transport == "ray":
-            return ObjectStore(rollout.workers, self.rollout.handle.role_name, self.deadline_s)
+            return ObjectStoreRoute(rollout.workers, self.rollout.handle.role_name, self.deadline_s)
         host, port = self.train.handle.listen(self.train.group.hosts[0])
         if transport == "broadcast":
-            return Broadcast(host, port, rollout.num_ranks, self.deadline_s)
-        return SharedBuffer(host, port, largest(plan_buckets(layout, terms)), self.deadline_s)
+            return BroadcastRoute(host, port, rollout.num_ranks, self.deadline_s)
+        return SharedBufferRoute(host, port, largest(plan_buckets(layout, terms)), self.deadline_s)
 
-    def _carry(self, route: Route, version: int, weights: str) -> SendReport:
+    def _carry(self, route: WeightRoute, version: int, weights: str) -> SendReport:
         listening = self.rollout.handle.listen.submit() if route.listens else None
         try:
             sent: SendReport = self.train.handle.send(version, weights)
@@ -161,7 +161,7 @@ def _await_engine(listening: Pending, error: UniRLError) -> None:
             raise theirs from error
 
 
-def choose_transport(transport: Transport, same_process: bool) -> Transport:
+def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransport:
     """How weights travel, given whether trainer and engine share their processes.
 
     They do on equal device_sets (colocate), and always in runtime: local.

@@ -12,7 +12,7 @@ from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import Receiver, Route
+from unirl.distributed.weight_sync.channel import Receiver, WeightRoute
 from unirl.distributed.weight_sync.object_store import unpacked
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.facts import ModelFacts
@@ -96,7 +96,7 @@ class DedicatedEngine(RolloutEngine):
         self.held = None
 
     @collect
-    def connect(self, route: Route) -> None:
+    def connect(self, route: WeightRoute) -> None:
         """Open this end of a route on which it must listen. Returns when all ends are open."""
         self.inlet = route.inlet(current().rank)
 

@@ -55,8 +55,8 @@ def engine_of(shape: dict[str, int], siblings: Any) -> Any:
     return ReplicaRolloutEngine(ToyPipeline(ToyBundle(**shape)))
 
 
-def sender_of(neighbour: str, siblings: Any) -> Any:
-    return WeightSender(siblings["backend"], siblings["bundle"].stage(), siblings.get(neighbour))
+def sender_of(colocated_engine: str, siblings: Any) -> Any:
+    return WeightSender(siblings["backend"], siblings["bundle"].stage(), siblings.get(colocated_engine))
 
 
 def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> EngineSync:

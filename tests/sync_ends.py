@@ -79,14 +79,14 @@ def ends(
     pipeline: Callable[[], DiffusionPipeline[Any]] = toy_pipeline,
     engine_pipeline: Callable[[], DiffusionPipeline[Any]] | None = None,
     engine: dict[str, Any] | None = None,
-    neighbours: bool = True,
+    colocated: bool = True,
     **keys: Any,
 ) -> Ends:
     """A toy trainer and its replica engine, joined in process."""
     trained = pipeline()
     backend = FaultyBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
     replica = FaultyEngine((engine_pipeline or pipeline)(), **(engine or {}))
-    sender = WeightSender(backend, trained.stage, replica if neighbours else None)
+    sender = WeightSender(backend, trained.stage, replica if colocated else None)
     pool = open_pool("local", 2, deadline_s=20.0)
     links = [placed(pool, i, name, role) for i, (name, role) in enumerate([("sender", sender), ("rollout", replica)])]
     return Ends(backend, trained, replica, sender, EngineSync(*links, **keys))

@@ -103,15 +103,15 @@ def test_the_source_may_change_once_its_fingerprint_is_asked_for() -> None:
 def layout_of(tensors: dict[str, Tensor]) -> Layout:
     numerics = Numerics("cpu", 1, torch.float32, ())
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return Layout("full", infos, None, numerics, has_neighbour=False)
+    return Layout("full", infos, None, numerics, has_colocated_engine=False)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 100, 10_000])
 def test_buckets_give_back_what_was_put_in_and_stay_within_their_size(bucket_bytes: int) -> None:
     generator = random.Random(bucket_bytes)
     tensors = {f"t{i}": sample(generator) for i in range(30)}
-    terms = TransferConfig({name: tensor.dtype for name, tensor in tensors.items()}, None, bucket_bytes)
-    plans = plan_buckets(layout_of(tensors), terms)
+    config = TransferConfig({name: tensor.dtype for name, tensor in tensors.items()}, None, bucket_bytes)
+    plans = plan_buckets(layout_of(tensors), config)
     stream = iter(tensors.items())
     found: dict[str, Tensor] = {}
     for number, plan in enumerate(plans):

@@ -26,7 +26,7 @@ TINY = 128  # bytes: several buckets even for the toy
 
 @pytest.fixture(params=[{}, *BY_THREAD], ids=["in_process", "broadcast", "shared_buffer"])
 def way(request: pytest.FixtureRequest) -> dict[str, object]:
-    return {"neighbours": not request.param, **request.param}
+    return {"colocated": not request.param, **request.param}
 
 
 def pushed(lora: bool = True, **options: object) -> Ends:
@@ -233,7 +233,7 @@ def refuses(joined: Ends) -> None:
 
 @pytest.mark.parametrize("way", BY_THREAD, ids=["broadcast", "shared_buffer"])
 def test_an_engine_that_does_not_listen_is_waited_for_no_longer_than_the_deadline(way: dict[str, object]) -> None:
-    joined = ends(neighbours=False, **way)  # type: ignore[arg-type]
+    joined = ends(colocated=False, **way)  # type: ignore[arg-type]
     joined.sync.deadline_s = 1.0
     joined.sync.push(0)
     joined.train()

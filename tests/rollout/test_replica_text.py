@@ -14,9 +14,9 @@ from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 
 PATHS = {
-    "in_process": {"neighbours": True},
-    "broadcast": {"neighbours": False, "transport": "broadcast"},
-    "shared_buffer": {"neighbours": False, "transport": "cuda_ipc"},
+    "in_process": {"colocated": True},
+    "broadcast": {"colocated": False, "transport": "broadcast"},
+    "shared_buffer": {"colocated": False, "transport": "cuda_ipc"},
 }
 
 

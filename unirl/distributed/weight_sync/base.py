@@ -67,7 +67,7 @@ class Layout:
     adapter: AdapterSpec | None
     """Of payload `adapter`."""
     numerics: Numerics
-    has_neighbour: bool
+    has_colocated_engine: bool
     """The engine lives in the process of the sender."""
 
 

@@ -17,10 +17,10 @@ from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import (
     END,
+    BucketReceiver,
+    BucketSender,
     ColocatedEngine,
     HeaderStore,
-    Receiver,
-    Sender,
     bucket_of,
     header_of,
 )
@@ -38,24 +38,24 @@ class BroadcastRoute:
     every_rank: ClassVar[bool] = False
     listens: ClassVar[bool] = True
 
-    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
+    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
         """Returns when all engines have joined."""
-        ledger = HeaderStore(self.host, self.port, self.deadline_s)
-        return BroadcastSender(ledger, BroadcastGroup(self, ledger, 0))
+        headers = HeaderStore(self.host, self.port, self.deadline_s)
+        return BroadcastSender(headers, BroadcastGroup(self, headers, 0))
 
-    def inlet(self, rank: int) -> Receiver:
+    def open_receiver(self, rank: int) -> BucketReceiver:
         """Returns when all ends have joined."""
-        ledger = HeaderStore(self.host, self.port, self.deadline_s)
-        return BroadcastReceiver(ledger, BroadcastGroup(self, ledger, rank + 1))
+        headers = HeaderStore(self.host, self.port, self.deadline_s)
+        return BroadcastReceiver(headers, BroadcastGroup(self, headers, rank + 1))
 
 
 class BroadcastGroup:
     """The process group, made explicitly: no default group, no environment."""
 
-    def __init__(self, route: BroadcastRoute, ledger: HeaderStore, rank: int) -> None:
+    def __init__(self, route: BroadcastRoute, headers: HeaderStore, rank: int) -> None:
         self.deadline_s = route.deadline_s
         self.device = current().device
-        store = PrefixStore("group", ledger.store)  # its keys must not meet the ledger's
+        store = PrefixStore("group", headers.store)  # its keys must not collide with the header store's
         self.group = group_beside(store, rank, route.num_engines + 1, self.device, route.deadline_s)
 
     def start(self, data: Tensor) -> Any:
@@ -75,39 +75,39 @@ class BroadcastGroup:
 class BroadcastSender:
     """One bucket at a time."""
 
-    def __init__(self, ledger: HeaderStore, ring: BroadcastGroup) -> None:
-        self.ledger = ledger
-        self.ring = ring
+    def __init__(self, headers: HeaderStore, group: BroadcastGroup) -> None:
+        self.headers = headers
+        self.group = group
         self.number = 0
 
     def begin(self) -> None:
-        self.ledger.begin()
+        self.headers.begin()
         self.number = 0
 
     def put(self, bucket: Bucket) -> None:
-        self.ledger.write(self.number, header_of(bucket))
+        self.headers.write(self.number, header_of(bucket))
         self.number += 1
-        self.ring.wait(self.ring.start(bucket.data), f"bucket {bucket.number}")
+        self.group.wait(self.group.start(bucket.data), f"bucket {bucket.number}")
 
     def finish(self) -> None:
-        self.ledger.write(self.number, END)
+        self.headers.write(self.number, END)
 
     def abort(self, reason: str) -> None:
-        self.ledger.write(self.number, {"error": reason})
+        self.headers.write(self.number, {"error": reason})
 
 
 class BroadcastReceiver:
     """Takes one bucket after the other off the wire."""
 
-    def __init__(self, ledger: HeaderStore, ring: BroadcastGroup) -> None:
-        self.ledger = ledger
-        self.ring = ring
+    def __init__(self, headers: HeaderStore, group: BroadcastGroup) -> None:
+        self.headers = headers
+        self.group = group
 
     def buckets(self) -> Iterator[Bucket]:
-        self.ledger.begin()
+        self.headers.begin()
         number = 0
-        while (header := self.ledger.read(number)) != END:
-            data = torch.empty(header["num_bytes"], dtype=torch.uint8, device=self.ring.device)
-            self.ring.wait(self.ring.start(data), f"bucket {number}")
+        while (header := self.headers.read(number)) != END:
+            data = torch.empty(header["num_bytes"], dtype=torch.uint8, device=self.group.device)
+            self.group.wait(self.group.start(data), f"bucket {number}")
             yield bucket_of(header, data)
             number += 1

@@ -58,8 +58,8 @@ class Bucket:
         return self.data[entry.offset : end].view(entry.dtype).view(entry.shape)
 
 
-def plan_buckets(layout: Layout, terms: TransferConfig) -> list[BucketPlan]:
-    """The layout's tensors in their order, cut into buckets of at most `terms.bucket_bytes`.
+def plan_buckets(layout: Layout, config: TransferConfig) -> list[BucketPlan]:
+    """The layout's tensors in their order, cut into buckets of at most `config.bucket_bytes`.
 
     A tensor that is larger has a bucket to itself.
     """
@@ -67,8 +67,8 @@ def plan_buckets(layout: Layout, terms: TransferConfig) -> list[BucketPlan]:
     entries: list[BucketEntry] = []
     size = 0
     for name, info in layout.tensors.items():
-        entry = BucketEntry(name, terms.wire(name), info.shape, size)
-        if entries and size + entry.num_bytes > terms.bucket_bytes:
+        entry = BucketEntry(name, config.wire(name), info.shape, size)
+        if entries and size + entry.num_bytes > config.bucket_bytes:
             plans.append(BucketPlan(tuple(entries), size))
             entries, entry = [], BucketEntry(name, entry.dtype, entry.shape, 0)
         entries.append(entry)

@@ -1,7 +1,7 @@
 """How buckets get from a sender to engines: a route, and its two ends.
 
-WeightRoute.outlet  at the sender: put(bucket), put(bucket), ..., finish()
-WeightRoute.inlet   at an engine, for routes on which it must listen: the buckets, in order
+WeightRoute.open_sender    at the sender: put(bucket), put(bucket), ..., finish()
+WeightRoute.open_receiver   at an engine, for routes on which it must listen: the buckets, in order
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ColocatedEngine(Protocol):
     def receive(self, bucket: Bucket) -> None: ...
 
 
-class Sender(Protocol):
+class BucketSender(Protocol):
     """The sender's end."""
 
     def begin(self) -> None:
@@ -43,7 +43,7 @@ class Sender(Protocol):
         ...
 
 
-class Receiver(Protocol):
+class BucketReceiver(Protocol):
     """An engine's end, where it listens."""
 
     def buckets(self) -> Iterator[Bucket]:
@@ -55,15 +55,15 @@ class WeightRoute(Protocol):
     """A way for buckets; it travels to both ends, and each opens its own."""
 
     every_rank: ClassVar[bool]
-    """Each rank of the trainer sends to its own neighbour; else rank 0 sends to all."""
+    """Each rank of the trainer sends to the engine in its own process; else rank 0 sends to all."""
     listens: ClassVar[bool]
     """The engine must be listening while the sender sends."""
 
-    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
+    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
         """The end of the trainer's rank that calls."""
         ...
 
-    def inlet(self, rank: int) -> Receiver:
+    def open_receiver(self, rank: int) -> BucketReceiver:
         """The end of engine rank `rank`."""
         ...
 
@@ -74,26 +74,26 @@ class InProcessRoute:
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = False
 
-    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
-        """The neighbour itself."""
-        assert neighbour is not None, "the route is chosen where there is a neighbour"
-        return InProcessSender(neighbour)
+    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
+        """The colocated engine itself."""
+        assert colocated_engine is not None, "the route is chosen where the engine is colocated"
+        return InProcessSender(colocated_engine)
 
-    def inlet(self, rank: int) -> Receiver:
+    def open_receiver(self, rank: int) -> BucketReceiver:
         raise AssertionError("nobody listens on this route")
 
 
 class InProcessSender:
     """Hands buckets over."""
 
-    def __init__(self, neighbour: ColocatedEngine) -> None:
-        self.neighbour = neighbour
+    def __init__(self, colocated_engine: ColocatedEngine) -> None:
+        self.colocated_engine = colocated_engine
 
     def begin(self) -> None:
         pass
 
     def put(self, bucket: Bucket) -> None:
-        self.neighbour.receive(bucket)
+        self.colocated_engine.receive(bucket)
 
     def finish(self) -> None:
         pass

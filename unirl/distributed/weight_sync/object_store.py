@@ -12,7 +12,7 @@ import torch
 from unirl.config.errors import StallError
 from unirl.distributed.group.failures import WorkerFailure
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import ColocatedEngine, Receiver, Sender, bucket_of, header_of
+from unirl.distributed.weight_sync.channel import BucketReceiver, BucketSender, ColocatedEngine, bucket_of, header_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ObjectStoreRoute:
     every_rank: ClassVar[bool] = False
     listens: ClassVar[bool] = False
 
-    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
+    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
         return ObjectStoreSender(self)
 
-    def inlet(self, rank: int) -> Receiver:
+    def open_receiver(self, rank: int) -> BucketReceiver:
         raise AssertionError("nobody listens on this route")
 
 

@@ -65,11 +65,11 @@ def _likely_cause(expected: Fingerprint, found: Fingerprint | None) -> str:
 
 
 def check_canary(
-    layout: Layout, binding: ParamMapping, terms: TransferConfig, results: Sequence[CanaryResult]
+    layout: Layout, mapping: ParamMapping, config: TransferConfig, results: Sequence[CanaryResult]
 ) -> float:
     """The largest absolute difference of the ranks. Raises SyncError when a forward is not the trainer's."""
-    exact = _same_bits_expected(layout, binding, terms)
-    limit = 0.0 if exact else _tolerance(layout, binding, terms)
+    exact = _same_bits_expected(layout, mapping, config)
+    limit = 0.0 if exact else _tolerance(layout, mapping, config)
     rule = "the bits should be equal, as device, dtypes and payload are" if exact else f"{limit:g} relative is allowed"
     for rank, result in enumerate(results):
         passed = result.equal if exact else result.relative <= limit  # False for NaN
@@ -83,12 +83,12 @@ def check_canary(
     return max(result.absdiff for result in results)
 
 
-def _same_bits_expected(layout: Layout, binding: ParamMapping, terms: TransferConfig) -> bool:
-    unrounded = all(info.dtype == terms.wire(name) == terms.stored[name] for name, info in layout.tensors.items())
-    return layout.payload != "merged" and unrounded and layout.numerics == binding.numerics
+def _same_bits_expected(layout: Layout, mapping: ParamMapping, config: TransferConfig) -> bool:
+    unrounded = all(info.dtype == config.wire(name) == config.stored[name] for name, info in layout.tensors.items())
+    return layout.payload != "merged" and unrounded and layout.numerics == mapping.numerics
 
 
-def _tolerance(layout: Layout, binding: ParamMapping, terms: TransferConfig) -> float:
+def _tolerance(layout: Layout, mapping: ParamMapping, config: TransferConfig) -> float:
     """That of the coarsest dtype in which anything is computed, sent or stored."""
-    dtypes = {layout.numerics.compute, binding.numerics.compute, *terms.stored.values()}
-    return max(TOLERANCE[dtype] for dtype in dtypes | {terms.wire(name) for name in layout.tensors})
+    dtypes = {layout.numerics.compute, mapping.numerics.compute, *config.stored.values()}
+    return max(TOLERANCE[dtype] for dtype in dtypes | {config.wire(name) for name in layout.tensors})

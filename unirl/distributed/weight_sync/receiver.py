@@ -12,7 +12,7 @@ from unirl.distributed.weight_sync.bucket import Bucket, BucketEntry
 from unirl.distributed.weight_sync.fingerprint import fingerprints
 
 
-class Receiver:
+class WeightReceiver:
     """Binds every tensor of a layout to exactly one parameter, and copies what arrives into it.
 
     Parameters are looked up by name each time, so that what is filled and read back is what the network computes with.

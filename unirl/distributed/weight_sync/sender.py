@@ -24,7 +24,7 @@ from unirl.distributed.weight_sync.base import (
     Weights,
 )
 from unirl.distributed.weight_sync.bucket import Bucket, fill, plan_buckets
-from unirl.distributed.weight_sync.channel import ColocatedEngine, Sender, WeightRoute
+from unirl.distributed.weight_sync.channel import BucketSender, ColocatedEngine, WeightRoute
 from unirl.distributed.weight_sync.fingerprint import PendingFingerprints
 
 LIVE = "live"
@@ -33,19 +33,19 @@ LIVE = "live"
 class WeightSender:
     """Packs a backend's weights and puts them on the way. Materialising them is a collective: all ranks take part."""
 
-    def __init__(self, weights: Weights, stage: Canary, neighbour: ColocatedEngine | None = None) -> None:
+    def __init__(self, weights: Weights, stage: Canary, colocated_engine: ColocatedEngine | None = None) -> None:
         """
         Args:
             weights: the backend.
             stage: the policy that it trains.
-            neighbour: the engine, when it lives in this process.
+            colocated_engine: the engine, when it lives in this process.
         """
         self.weights = weights
         self.stage = stage
-        self.neighbour = neighbour
+        self.colocated_engine = colocated_engine
         self.layout: Layout | None = None
-        self.terms: TransferConfig | None = None
-        self.outlet: Sender | None = None
+        self.config: TransferConfig | None = None
+        self.bucket_sender: BucketSender | None = None
 
     @broadcast
     def prepare(self, merge_adapters: bool) -> Layout:
@@ -62,7 +62,7 @@ class WeightSender:
             tensors=tensors,
             adapter=spec if payload == "adapter" else None,
             numerics=Numerics.of(self.weights.module, self.stage.autocast_dtype, self.weights.device),
-            has_neighbour=self.neighbour is not None,
+            has_colocated_engine=self.colocated_engine is not None,
         )
         return self.layout
 
@@ -72,16 +72,16 @@ class WeightSender:
         return host_store(host)
 
     @broadcast
-    def connect(self, terms: TransferConfig, route: WeightRoute) -> None:
+    def connect(self, config: TransferConfig, route: WeightRoute) -> None:
         """Open this end of the route. Returns when the other ends have opened theirs."""
-        self.terms = terms
+        self.config = config
         if route.every_rank or current().rank == 0:
-            self.outlet = route.outlet(self.neighbour)
+            self.bucket_sender = route.open_sender(self.colocated_engine)
 
     @broadcast
     def send(self, version: int, weights: str) -> SendReport:
         """Put all tensors of the payload on the way; returns when they are at the other ends."""
-        assert self.layout is not None and self.terms is not None, "prepare and connect come first"
+        assert self.layout is not None and self.config is not None, "prepare and connect come first"
         if weights == LIVE and version != self.weights.updates:
             raise SyncError(
                 f"asked to send the weights after {version} updates; the trainer's are those after "
@@ -96,35 +96,35 @@ class WeightSender:
                     pass
 
     def _sent(self, tensors: Iterator[tuple[str, Tensor]], version: int, weights: str) -> SendReport:
-        if self.outlet is None:
+        if self.bucket_sender is None:
             return SendReport(version, weights, {}, 0)
-        assert self.layout is not None and self.terms is not None
+        assert self.layout is not None and self.config is not None
         prints = PendingFingerprints()
         num_bytes = 0
-        observed = self._observed(tensors, self.terms, prints)
-        self.outlet.begin()
+        observed = self._observed(tensors, self.config, prints)
+        self.bucket_sender.begin()
         try:
-            for number, plan in enumerate(plan_buckets(self.layout, self.terms)):
+            for number, plan in enumerate(plan_buckets(self.layout, self.config)):
                 data = fill(plan, observed, self.weights.device)
-                self.outlet.put(Bucket(version, weights, number, plan.entries, data))
+                self.bucket_sender.put(Bucket(version, weights, number, plan.entries, data))
                 num_bytes += data.numel()
             surplus = next(observed, None)
             if surplus is not None:
                 raise SyncError(f"the trainer sent {surplus[0]!r}, which it had not announced")
         except BaseException as error:
-            self.outlet.abort(f"{type(error).__name__}: {error}")
+            self.bucket_sender.abort(f"{type(error).__name__}: {error}")
             raise
-        self.outlet.finish()
+        self.bucket_sender.finish()
         return SendReport(version, weights, prints.result(), num_bytes)
 
     @staticmethod
     def _observed(
-        tensors: Iterator[tuple[str, Tensor]], terms: TransferConfig, prints: PendingFingerprints
+        tensors: Iterator[tuple[str, Tensor]], config: TransferConfig, prints: PendingFingerprints
     ) -> Iterator[tuple[str, Tensor]]:
         """`tensors`, the fingerprint of each taken as the engine should store it."""
         for name, tensor in tensors:
-            if name in terms.stored:
-                prints.add(name, tensor.to(terms.wire(name)).to(terms.stored[name]))
+            if name in config.stored:
+                prints.add(name, tensor.to(config.wire(name)).to(config.stored[name]))
             yield name, tensor
 
     @broadcast

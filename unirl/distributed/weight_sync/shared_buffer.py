@@ -19,10 +19,10 @@ from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.bucket import Bucket
 from unirl.distributed.weight_sync.channel import (
     END,
+    BucketReceiver,
+    BucketSender,
     ColocatedEngine,
     HeaderStore,
-    Receiver,
-    Sender,
     bucket_of,
     header_of,
 )
@@ -43,68 +43,68 @@ class SharedBufferRoute:
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = True
 
-    def outlet(self, neighbour: ColocatedEngine | None) -> Sender:
+    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
         """Returns when the engine has opened the buffer."""
-        return SharedBufferSender(self.num_bytes, self._ledger(current().rank))
+        return SharedBufferSender(self.num_bytes, self._headers(current().rank))
 
-    def inlet(self, rank: int) -> Receiver:
+    def open_receiver(self, rank: int) -> BucketReceiver:
         """Returns when the buffer is open."""
-        return SharedBufferReceiver(self._ledger(rank))
+        return SharedBufferReceiver(self._headers(rank))
 
-    def _ledger(self, rank: int) -> HeaderStore:
+    def _headers(self, rank: int) -> HeaderStore:
         return HeaderStore(self.host, self.port, self.deadline_s, f"weights-{rank}")
 
 
 class SharedBufferSender:
     """Copies each bucket into the buffer once the last one was read."""
 
-    def __init__(self, num_bytes: int, ledger: HeaderStore) -> None:
-        self.ledger = ledger
+    def __init__(self, num_bytes: int, headers: HeaderStore) -> None:
+        self.headers = headers
         self.number = 0
         share = _share_cuda if current().device.type == "cuda" else _share_file
         self.buffer, handle = share(num_bytes, current().device)
         try:
-            ledger.tell("handle", handle)
-            ledger.hear("open", "an engine to open the shared buffer")
+            headers.tell("handle", handle)
+            headers.hear("open", "an engine to open the shared buffer")
         finally:
             if "path" in handle:
                 os.unlink(handle["path"])  # the memory stays as long as an end has it mapped
 
     def begin(self) -> None:
-        self.ledger.begin()
+        self.headers.begin()
         self.number = 0
 
     def put(self, bucket: Bucket) -> None:
         self.buffer[: bucket.data.numel()].copy_(bucket.data)
         _synchronise(self.buffer)
-        self.ledger.write(self.number, header_of(bucket))
-        self.ledger.await_receipt(self.number)
+        self.headers.write(self.number, header_of(bucket))
+        self.headers.await_receipt(self.number)
         self.number += 1
 
     def finish(self) -> None:
-        self.ledger.write(self.number, END)
+        self.headers.write(self.number, END)
 
     def abort(self, reason: str) -> None:
-        self.ledger.write(self.number, {"error": reason})
+        self.headers.write(self.number, {"error": reason})
 
 
 class SharedBufferReceiver:
     """Reads each bucket where it lies."""
 
-    def __init__(self, ledger: HeaderStore) -> None:
-        self.ledger = ledger
-        handle = ledger.hear("handle", "the handle of the shared buffer")
+    def __init__(self, headers: HeaderStore) -> None:
+        self.headers = headers
+        handle = headers.hear("handle", "the handle of the shared buffer")
         open_buffer = _open_file if "path" in handle else _open_cuda
         self.buffer = open_buffer(handle, current().device)
-        ledger.tell("open", {})
+        headers.tell("open", {})
 
     def buckets(self) -> Iterator[Bucket]:
-        self.ledger.begin()
+        self.headers.begin()
         number = 0
-        while (header := self.ledger.read(number)) != END:
+        while (header := self.headers.read(number)) != END:
             yield bucket_of(header, self.buffer[: header["num_bytes"]])
             _synchronise(self.buffer)
-            self.ledger.acknowledge(number)
+            self.headers.acknowledge(number)
             number += 1
 
 

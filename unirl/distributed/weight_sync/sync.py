@@ -43,8 +43,8 @@ class Agreement:
     """What both ends settled before the first transfer."""
 
     layout: Layout
-    binding: ParamMapping
-    terms: TransferConfig
+    mapping: ParamMapping
+    config: TransferConfig
     route: WeightRoute
 
 
@@ -112,17 +112,17 @@ class EngineSync:
     def _agree(self) -> Agreement:
         """Before the first transfer: the trainer says what comes, the engine binds it, and both open the route."""
         layout: Layout = self.train.handle.prepare(self.merge_adapters)
-        binding = _common(self.rollout.handle.prepare(layout))
-        terms = TransferConfig(binding.dtypes, self.wire_dtype, self.bucket_bytes)
-        route = self._choose_route(layout, terms)
+        mapping = _common(self.rollout.handle.prepare(layout))
+        config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes)
+        route = self._choose_route(layout, config)
         waiting = self.rollout.handle.connect.submit(route) if route.listens else None
-        self.train.handle.connect(terms, route)
+        self.train.handle.connect(config, route)
         if waiting is not None:
             waiting.result(self.deadline_s)
-        return Agreement(layout, binding, terms, route)
+        return Agreement(layout, mapping, config, route)
 
-    def _choose_route(self, layout: Layout, terms: TransferConfig) -> WeightRoute:
-        transport = choose_transport(self.transport, layout.has_neighbour)
+    def _choose_route(self, layout: Layout, config: TransferConfig) -> WeightRoute:
+        transport = choose_transport(self.transport, layout.has_colocated_engine)
         if transport == "in_process":
             return InProcessRoute()
         rollout = self.rollout.group
@@ -131,7 +131,7 @@ class EngineSync:
         host, port = self.train.handle.listen(self.train.group.hosts[0])
         if transport == "broadcast":
             return BroadcastRoute(host, port, rollout.num_ranks, self.deadline_s)
-        return SharedBufferRoute(host, port, largest(plan_buckets(layout, terms)), self.deadline_s)
+        return SharedBufferRoute(host, port, largest(plan_buckets(layout, config)), self.deadline_s)
 
     def _carry(self, route: WeightRoute, version: int, weights: str) -> SendReport:
         listening = self.rollout.handle.listen.submit() if route.listens else None
@@ -149,7 +149,7 @@ class EngineSync:
         inputs = self.rollout.handle.canary_inputs()
         answer = self.train.handle.canary(inputs, weights)
         results: list[CanaryResult] = self.rollout.handle.canary(inputs, answer)
-        return check_canary(agreed.layout, agreed.binding, agreed.terms, results)
+        return check_canary(agreed.layout, agreed.mapping, agreed.config, results)
 
 
 def _await_engine(listening: Pending, error: UniRLError) -> None:
@@ -181,13 +181,13 @@ def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransp
     return transport
 
 
-def _common(bindings: list[ParamMapping]) -> ParamMapping:
-    """The binding of all ranks. Raises SyncError when they differ."""
-    for rank, binding in enumerate(bindings):
-        if binding.dtypes != bindings[0].dtypes:
-            name = next(name for name, dtype in binding.dtypes.items() if dtype != bindings[0].dtypes[name])
+def _common(mappings: list[ParamMapping]) -> ParamMapping:
+    """The mapping of all ranks. Raises SyncError when they differ."""
+    for rank, mapping in enumerate(mappings):
+        if mapping.dtypes != mappings[0].dtypes:
+            name = next(name for name, dtype in mapping.dtypes.items() if dtype != mappings[0].dtypes[name])
             raise SyncError(
-                f"engine ranks store {name!r} differently: {bindings[0].dtypes[name]} on rank 0, "
-                f"{binding.dtypes[name]} on rank {rank}"
+                f"engine ranks store {name!r} differently: {mappings[0].dtypes[name]} on rank 0, "
+                f"{mapping.dtypes[name]} on rank {rank}"
             )
-    return bindings[0]
+    return mappings[0]

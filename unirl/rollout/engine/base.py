@@ -12,7 +12,7 @@ from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import Receiver, WeightRoute
+from unirl.distributed.weight_sync.channel import BucketReceiver, WeightRoute
 from unirl.distributed.weight_sync.object_store import unpacked
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.facts import ModelFacts
@@ -53,7 +53,7 @@ class DedicatedEngine(RolloutEngine):
 
     held: tuple[int, str] | None = None
     """Optimizer updates behind the weights that it holds, and their name; None = no proven weights."""
-    inlet: Receiver | None = None
+    bucket_receiver: BucketReceiver | None = None
     is_asleep: bool = False
 
     def generate(self, req: RolloutReq) -> RolloutResp:
@@ -98,13 +98,13 @@ class DedicatedEngine(RolloutEngine):
     @collect
     def connect(self, route: WeightRoute) -> None:
         """Open this end of a route on which it must listen. Returns when all ends are open."""
-        self.inlet = route.inlet(current().rank)
+        self.bucket_receiver = route.open_receiver(current().rank)
 
     @collect
     def listen(self) -> None:
         """Receive one transfer."""
-        assert self.inlet is not None, "connect comes first"
-        buckets = self.inlet.buckets()
+        assert self.bucket_receiver is not None, "connect comes first"
+        buckets = self.bucket_receiver.buckets()
         try:
             for bucket in buckets:
                 self.receive(bucket)

@@ -14,7 +14,7 @@ from torch import nn
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, Numerics, ParamMapping
 from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.receiver import Receiver
+from unirl.distributed.weight_sync.receiver import WeightReceiver
 from unirl.distributed.weight_sync.sender import uncompiled
 from unirl.models.base import Pipeline
 from unirl.models.canary import CanaryAnswer
@@ -58,7 +58,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
             pipeline.stage.autocast_dtype = TORCH_DTYPES[dtype]
         if use_torch_compile:
             compile_blocks(self.network, pipeline.facts)
-        self.receiver: Receiver | None = None
+        self.receiver: WeightReceiver | None = None
 
     def facts(self) -> ModelFacts:
         """The facts of the model."""
@@ -75,7 +75,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
             spec = LoraSpec(layout.adapter.rank, layout.adapter.alpha, tuple(layout.adapter.targets))
             inject_lora(self.network, spec, seed=0)
         self._check_adapters(layout)
-        self.receiver = Receiver(self.network, layout)
+        self.receiver = WeightReceiver(self.network, layout)
         # Flags as the trainer's, also under no_grad: torch.matmul folds dimensions by them, and so rounds by them.
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in layout.tensors and layout.payload != "merged")
@@ -107,7 +107,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
         """Fingerprints of the network's parameters."""
         return self._bound().arrival()
 
-    def _bound(self) -> Receiver:
+    def _bound(self) -> WeightReceiver:
         if self.receiver is None:
             raise SyncError("weights came before the engine knew which: prepare(layout) comes first")
         return self.receiver

@@ -111,7 +111,7 @@ def test_an_interrupt_of_the_terminal_reaches_the_driver_alone(tmp_path) -> None
 signal.signal(signal.SIGINT, lambda *_: None)
 os.killpg(os.getpgid(0), signal.SIGINT)
 time.sleep(1.0)
-print(json.dumps([os.path.exists(f"/proc/{member.about.pid}") for member in pool.crew.members.values()]))
+print(json.dumps([os.path.exists(f"/proc/{worker.about.pid}") for worker in pool.worker_group.worker_refs.values()]))
 pool.close()
 """
     child = subprocess.run(

@@ -54,7 +54,7 @@ def test_a_result_that_cannot_travel_is_a_failure_of_the_call(saboteur) -> None:
 def test_ranks_that_fail_together_can_be_called_again(ray_pool, saboteur) -> None:
     with pytest.raises(DataError):
         saboteur.fail()
-    assert len(ray_pool.crew.members) == 2
+    assert len(ray_pool.worker_group.worker_refs) == 2
     with pytest.raises(DataError):
         saboteur.fail()
 
@@ -129,8 +129,8 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_pa
     stacks = {file.name: file.read_text() for file in folder.iterdir()}
     assert stacks.keys() == {"device-0.txt", "device-1.txt"}
     assert "in deadlock\n" in stacks["device-0.txt"] and "in sum_over_dp\n" in stacks["device-1.txt"]
-    stuck = [member.about.pid for member in ray_pool.crew.members.values()]
-    ray_pool.crew.kill(list(ray_pool.crew.members.values()))
+    stuck = [worker.about.pid for worker in ray_pool.worker_group.worker_refs.values()]
+    ray_pool.worker_group.kill(list(ray_pool.worker_group.worker_refs.values()))
     assert wait_until(lambda: not any(map(is_running, stuck)), 5)
 
 
@@ -145,7 +145,7 @@ def test_a_frozen_worker_is_said_not_to_answer(ray_pool, tmp_path) -> None:
             camera.nothing.submit().result(1.0)
     finally:
         ray_pool.stack_dir = None
-        ray_pool.crew.kill([m for m in ray_pool.crew.members.values() if m.about.pid == frozen])
+        ray_pool.worker_group.kill([m for m in ray_pool.worker_group.worker_refs.values() if m.about.pid == frozen])
     assert wait_until(lambda: not is_running(frozen), 5)
 
 

@@ -186,11 +186,11 @@ def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) ->
 @pytest.mark.slow
 def test_a_second_process_ends_when_its_device_gets_another_first(ray_pool) -> None:
     first, second = (WorkerLocation("device", 0, process) for process in (0, 1))
-    old = [ray_pool.crew.member(place) for place in (first, second)]
+    old = [ray_pool.worker_group.worker(place) for place in (first, second)]
     ray_pool.clear()
-    assert [ray_pool.crew.member(place) for place in (first, second)] == old
-    ray_pool.crew.kill(old[:1])
-    new = [ray_pool.crew.member(place) for place in (second, first)]
+    assert [ray_pool.worker_group.worker(place) for place in (first, second)] == old
+    ray_pool.worker_group.kill(old[:1])
+    new = [ray_pool.worker_group.worker(place) for place in (second, first)]
     assert not set(new) & set(old)
     assert str(new[0]).startswith("the worker on device 0 process 1 (")
 

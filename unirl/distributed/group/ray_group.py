@@ -93,17 +93,17 @@ class WorkerGroup:
         self.reservation = reservation
         self.deadline_s = deadline_s
         self.preload = tuple(preload)
-        self.members: dict[WorkerLocation, WorkerRef] = {}
+        self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
         self.numbers = count()
 
-    def member(self, place: WorkerLocation) -> WorkerRef:
+    def worker(self, place: WorkerLocation) -> WorkerRef:
         """The worker on a place, started if there is none. Waits for the device's first process alone, if for any."""
         if place.process:
-            self.member(place.holder)
-        if place not in self.members:
-            self.kill([member for member in self.members.values() if member.place.holder == place])
-            self.members[place] = self._start(place, self._needs(place), self._environment(place))
-        return self.members[place]
+            self.worker(place.holder)
+        if place not in self.worker_refs:
+            self.kill([worker for worker in self.worker_refs.values() if worker.place.holder == place])
+            self.worker_refs[place] = self._start(place, self._needs(place), self._environment(place))
+        return self.worker_refs[place]
 
     def _needs(self, place: WorkerLocation) -> dict[str, int]:
         """What a worker takes of its bundle: the first process of a device takes it, all others nothing."""
@@ -115,7 +115,7 @@ class WorkerGroup:
     def _environment(self, place: WorkerLocation) -> dict[str, str]:
         found = worker_environment(self.reservation.threads)
         if place.kind == "device" and place.process and self.reservation.resource == "GPU":
-            first, what = self.members[place.holder], "asking for the GPU"
+            first, what = self.worker_refs[place.holder], "asking for the GPU"
             [visible] = self.gather(what, {first.ask(what, "visible"): first}, self.deadline_s)
             # To Ray this process has no GPU, and it may hide them all from such ones.
             found |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -144,7 +144,7 @@ class WorkerGroup:
     def gather(
         self, what: str, calls: Mapping[Ref, WorkerRef], deadline_s: float, stack_dir: Path | None = None
     ) -> list[Any]:
-        """The results of calls, in order. The first cause is raised when one fails or any worker of the crew dies.
+        """The results of calls, in order. The first cause is raised when one fails or any worker of the worker_group dies.
 
         Workers that do not return then are killed: they may wait for one that never comes.
 
@@ -157,7 +157,7 @@ class WorkerGroup:
         failures: list[WorkerFailure] = []
         end = time.monotonic() + deadline_s
         while len(results) < len(calls):
-            lives = {member.life: member for member in self.members.values()}
+            lives = {worker.life: worker for worker in self.worker_refs.values()}
             waiting = [ref for ref in calls if ref not in results]
             done, _ = ray.wait([*waiting, *lives], num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
@@ -169,7 +169,7 @@ class WorkerGroup:
             if isinstance(outcome, WorkerFailure):
                 failures.append(outcome)
                 end = min(end, time.monotonic() + (CAUSE_S if outcome.is_consequence else GRACE_S))
-        missing = [member for ref, member in calls.items() if ref not in results]
+        missing = [worker for ref, worker in calls.items() if ref not in results]
         if failures:
             self.kill(missing)
             raise first_cause(failures).exception()
@@ -178,26 +178,26 @@ class WorkerGroup:
             raise stall(what, deadline_s, self._write_stacks(folder), folder)
         return [results[ref] for ref in calls]
 
-    def _outcome(self, what: str, ref: Ref, member: WorkerRef) -> Any:
+    def _outcome(self, what: str, ref: Ref, worker: WorkerRef) -> Any:
         """What a call gave, or the WorkerFailure that stands for it."""
         import ray
 
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            how = how_it_died(_verdict(member) or error)
-            self.forget([member])
-            return WorkerFailure.death(what, str(member), how)
+            how = how_it_died(_verdict(worker) or error)
+            self.forget([worker])
+            return WorkerFailure.death(what, str(worker), how)
         except ray.exceptions.RayError as error:  # the call or its result did not travel
-            return WorkerFailure.of(error, what, str(member))
+            return WorkerFailure.of(error, what, str(worker))
 
     def _write_stacks(self, folder: Path) -> dict[str, str]:
         """The stacks of every worker as files; gives where each one stands."""
         import ray
 
-        asked = {member.actor.stacks.remote(): member for member in self.members.values()}
+        asked = {worker.actor.stacks.remote(): worker for worker in self.worker_refs.values()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        places = {str(member): f"did not answer within {ANSWER_S:g} s" for member in asked.values()}
+        places = {str(worker): f"did not answer within {ANSWER_S:g} s" for worker in asked.values()}
         for ref in answered:
             try:
                 stacks = ray.get(ref)
@@ -212,29 +212,29 @@ class WorkerGroup:
         """Call a method on every worker and wait; one that fails or does not answer is ended."""
         import ray
 
-        asked = {member.ask(method, method, *args): member for member in self.members.values()}
+        asked = {worker.ask(method, method, *args): worker for worker in self.worker_refs.values()}
         if not asked:
             return
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLEAR_S)
         failed = [ref for ref in done if isinstance(self._outcome(method, ref, asked[ref]), WorkerFailure)]
         self.kill([asked[ref] for ref in [*late, *failed]])
 
-    def kill(self, members: Sequence[WorkerRef]) -> None:
+    def kill(self, refs: Sequence[WorkerRef]) -> None:
         """End workers at once, whatever they do. The next call to their place starts another."""
         import ray
 
         here = ray.util.get_node_ip_address()
-        for member in members:
-            if member.about.host == here and not ray.wait([member.life], timeout=0)[0]:
+        for worker in refs:
+            if worker.about.host == here and not ray.wait([worker.life], timeout=0)[0]:
                 # Ray asks the process to end itself, which one that is stopped does not do.
                 with suppress(ProcessLookupError):
-                    os.kill(member.about.pid, signal.SIGKILL)
-            ray.kill(member.actor, no_restart=True)
-        self.forget(members)
+                    os.kill(worker.about.pid, signal.SIGKILL)
+            ray.kill(worker.actor, no_restart=True)
+        self.forget(refs)
 
-    def forget(self, members: Sequence[WorkerRef]) -> None:
+    def forget(self, refs: Sequence[WorkerRef]) -> None:
         """Take workers that are gone off the list."""
-        self.members = {place: member for place, member in self.members.items() if member not in members}
+        self.worker_refs = {place: worker for place, worker in self.worker_refs.items() if worker not in refs}
 
 
 @cache
@@ -264,11 +264,11 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
-def _verdict(member: WorkerRef) -> Exception | None:
+def _verdict(worker: WorkerRef) -> Exception | None:
     """What Ray knows about a worker whose connection is lost, which may take it some seconds to find out."""
     import ray
 
-    done, _ = ray.wait([member.life], timeout=ANSWER_S)
+    done, _ = ray.wait([worker.life], timeout=ANSWER_S)
     try:
         ray.get(done)
     except ray.exceptions.RayActorError as error:

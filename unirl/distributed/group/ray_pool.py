@@ -52,23 +52,24 @@ class RayGroup:
         self.pool = pool
         self.name = device_set.words
         self.deadline_s = pool.deadline_s
-        self.members = [
-            pool.crew.member(WorkerLocation(device_set.kind, index, device_set.process)) for index in device_set.indices
+        self.worker_refs = [
+            pool.worker_group.worker(WorkerLocation(device_set.kind, index, device_set.process))
+            for index in device_set.indices
         ]
-        self.num_ranks = len(self.members)
+        self.num_ranks = len(self.worker_refs)
         self.marks: dict[str, dict[str, Dispatch]] = {}
         self.has_entered = False
 
     @property
     def workers(self) -> tuple[Any, ...]:
         """The actors, in rank order."""
-        return tuple(member.actor for member in self.members)
+        return tuple(worker.actor for worker in self.worker_refs)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The address of each rank's machine."""
         self._enter()
-        return tuple(member.about.host for member in self.members)
+        return tuple(worker.about.host for worker in self.worker_refs)
 
     def place(self, remote: Remote) -> Handle:
         """Build a role on every rank, beside its siblings, and give its handle."""
@@ -88,11 +89,11 @@ class RayGroup:
         """Start a call and return at once."""
         what = f"{role}.{method}"
         parts = cut(what, self.marks[role][method], (args, kwargs), self.num_ranks, self.pool.num_updates)
-        self.pool.move_rows(parts.calls, self.members)
+        self.pool.move_rows(parts.calls, self.worker_refs)
         calls = {}
-        for member, call in zip(self.members, parts.calls, strict=False):  # a rank0 call has one part
+        for worker, call in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part
             self.pool.traffic.sent(call)
-            calls[member.ask(what, "call", role, method, *call, self.pool.step)] = member
+            calls[worker.ask(what, "call", role, method, *call, self.pool.step)] = worker
         return RayPending(what, self, calls, parts)
 
     def _enter(self) -> None:
@@ -101,15 +102,15 @@ class RayGroup:
             return
         seat = RankAssignment(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
         if self.num_ranks > 1:
-            what, first = "opening the store of ranks", self.members[0]
+            what, first = "opening the store of ranks", self.worker_refs[0]
             [(host, port)] = self._wait(what, {first.ask(what, "host_store"): first})
             seat = replace(seat, host=host, port=port, timeout_s=self.deadline_s + JOIN_MARGIN_S)
         what = "joining the ranks"
-        self._wait(what, {m.ask(what, "enter", replace(seat, rank=i)): m for i, m in enumerate(self.members)})
+        self._wait(what, {m.ask(what, "enter", replace(seat, rank=i)): m for i, m in enumerate(self.worker_refs)})
         self.has_entered = True
 
     def _all(self, what: str, method: str, *args: Any) -> list[Any]:
-        return self._wait(what, {member.ask(what, method, *args): member for member in self.members})
+        return self._wait(what, {worker.ask(what, method, *args): worker for worker in self.worker_refs})
 
     def _wait(self, what: str, calls: dict[Ref, WorkerRef]) -> list[Any]:
         return self.pool.gather(what, calls, self.deadline_s)
@@ -145,7 +146,7 @@ class RayPool(Pool):
         except BaseException:
             self._leave_ray()
             raise
-        self.crew = WorkerGroup(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
+        self.worker_group = WorkerGroup(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
 
     def group(self, device_set: DeviceSet) -> RayGroup:
         """The group on a device_set. Its workers start at once, and are waited for when the first role is placed.
@@ -180,19 +181,19 @@ class RayPool(Pool):
     def gather(self, what: str, calls: dict[Ref, WorkerRef], deadline_s: float) -> list[Any]:
         """The results of calls on workers, in order; errors name the phase that the driver is in."""
         during = f" (phase {self.phase})" if self.phase else ""
-        return self.crew.gather(what + during, calls, deadline_s, self.stack_dir)
+        return self.worker_group.gather(what + during, calls, deadline_s, self.stack_dir)
 
-    def move_rows(self, calls: Sequence[Any], members: Sequence[WorkerRef]) -> None:
-        """Where rows travel over a process group: bring those that `calls` read to the members that they are for."""
+    def move_rows(self, calls: Sequence[Any], refs: Sequence[WorkerRef]) -> None:
+        """Where rows travel over a process group: bring those that `calls` read to the refs that they are for."""
         if self.row_transport == "object_store":
             return
-        moves = plan_moves(calls, [member.name for member in members[: len(calls)]])
+        moves = plan_moves(calls, [worker.name for worker in refs[: len(calls)]])
         if not moves:
             return
-        workers = {member.name: member for member in self.crew.members.values()}
+        workers = {worker.name: worker for worker in self.worker_group.worker_refs.values()}
         self._join_rows(workers)
         what, taking_part = "moving rows", [workers[name] for name in workers_of(moves)]
-        self.gather(what, {member.ask(what, "exchange", moves): member for member in taking_part}, self.deadline_s)
+        self.gather(what, {worker.ask(what, "exchange", moves): worker for worker in taking_part}, self.deadline_s)
 
     def _join_rows(self, workers: Mapping[str, WorkerRef]) -> None:
         """All workers of the pool in one process group, anew when a worker is new."""
@@ -202,17 +203,17 @@ class RayPool(Pool):
         [(host, port)] = self.gather(what, {first.ask(what, "host_rows"): first}, self.deadline_s)
         ranks = {name: rank for rank, name in enumerate(workers)}
         what, seat = "joining the workers' process group", (host, port, ranks, self.deadline_s)
-        joins = {member.ask(what, "join_rows", *seat): member for member in workers.values()}
+        joins = {worker.ask(what, "join_rows", *seat): worker for worker in workers.values()}
         self.gather(what, joins, self.deadline_s)
         self.row_workers = set(workers)
 
     def release(self, step: int) -> None:
         """Free the columns of a step on every worker."""
-        self.crew.tell("release", step)
+        self.worker_group.tell("release", step)
 
     def memory(self) -> dict[str, float]:
         """`mem/*` in GiB: the largest of any worker; device peaks since last asked."""
-        calls = {member.ask("memory", "peak_memory"): member for member in self.crew.members.values()}
+        calls = {worker.ask("memory", "peak_memory"): worker for worker in self.worker_group.worker_refs.values()}
         found: dict[str, float] = {}
         for peaks in self.gather("memory", calls, self.deadline_s):
             found |= {name: max(gib, found.get(name, 0.0)) for name, gib in peaks.items()}
@@ -223,7 +224,7 @@ class RayPool(Pool):
         self.groups.clear()
         self.num_taken = 0
         self.row_workers = set()
-        self.crew.tell("clear")
+        self.worker_group.tell("clear")
 
     def close(self) -> None:
         """Kill the workers and give the devices back; a Ray that this pool started ends with it."""
@@ -231,7 +232,7 @@ class RayPool(Pool):
             return
         self.is_closed = True
         self.groups.clear()
-        self.crew.kill(list(self.crew.members.values()))
+        self.worker_group.kill(list(self.worker_group.worker_refs.values()))
         if not self.owns_ray:
             from ray.util.placement_group import remove_placement_group
 

@@ -42,7 +42,7 @@ class LocalPending:
         except FutureTimeout as timeout:
             if self.future.done():
                 raise
-            stacks, folder = stacks_of(self.group.lane.ident), stack_folder(self.group.pool.stack_dir)
+            stacks, folder = stacks_of(self.group.executor.ident), stack_folder(self.group.pool.stack_dir)
             (folder / "driver.txt").write_text(stacks.text, encoding="utf-8")
             raise stall(self.what, seconds, {self.group.name: stacks.where}, folder) from timeout
 
@@ -95,7 +95,7 @@ class LocalGroup:
         self.deadline_s = pool.deadline_s
         self.worker = worker
         self.marks: dict[str, dict[str, Dispatch]] = {}
-        self.lane = SerialExecutor(worker.name)
+        self.executor = SerialExecutor(worker.name)
 
     def place(self, remote: Remote) -> Handle:
         """Build a role beside its siblings and give its handle."""
@@ -114,11 +114,13 @@ class LocalGroup:
 
     def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalPending:
         """Start a call and return at once."""
-        return LocalPending(f"{role}.{method}", self.lane.submit(partial(self.run, role, method, args, kwargs)), self)
+        return LocalPending(
+            f"{role}.{method}", self.executor.submit(partial(self.run, role, method, args, kwargs)), self
+        )
 
     def close(self) -> None:
         """End all roles."""
-        self.lane.close()
+        self.executor.close()
         self.worker.clear()
 
 

@@ -97,16 +97,16 @@ class RayGroup:
         return RayPending(what, self, calls, parts)
 
     def _enter(self) -> None:
-        """Give every worker its seat; the ranks of a group of several meet in a store of rank 0."""
+        """Give every worker its assignment; the ranks of a group of several meet in a store of rank 0."""
         if self.has_entered:
             return
-        seat = RankAssignment(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
+        assignment = RankAssignment(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
         if self.num_ranks > 1:
             what, first = "opening the store of ranks", self.worker_refs[0]
             [(host, port)] = self._wait(what, {first.ask(what, "host_store"): first})
-            seat = replace(seat, host=host, port=port, timeout_s=self.deadline_s + JOIN_MARGIN_S)
+            assignment = replace(assignment, host=host, port=port, timeout_s=self.deadline_s + JOIN_MARGIN_S)
         what = "joining the ranks"
-        self._wait(what, {m.ask(what, "enter", replace(seat, rank=i)): m for i, m in enumerate(self.worker_refs)})
+        self._wait(what, {m.ask(what, "enter", replace(assignment, rank=i)): m for i, m in enumerate(self.worker_refs)})
         self.has_entered = True
 
     def _all(self, what: str, method: str, *args: Any) -> list[Any]:
@@ -202,8 +202,8 @@ class RayPool(Pool):
         what, first = "opening the store of rows", next(iter(workers.values()))
         [(host, port)] = self.gather(what, {first.ask(what, "host_rows"): first}, self.deadline_s)
         ranks = {name: rank for rank, name in enumerate(workers)}
-        what, seat = "joining the workers' process group", (host, port, ranks, self.deadline_s)
-        joins = {worker.ask(what, "join_rows", *seat): worker for worker in workers.values()}
+        what, assignment = "joining the workers' process group", (host, port, ranks, self.deadline_s)
+        joins = {worker.ask(what, "join_rows", *assignment): worker for worker in workers.values()}
         self.gather(what, joins, self.deadline_s)
         self.row_workers = set(workers)
 

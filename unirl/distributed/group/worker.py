@@ -52,17 +52,24 @@ class Worker:
         self.roles: dict[str, Any] = {}
         self.rank = RankInfo(device=device)
 
-    def enter(self, seat: RankAssignment) -> None:
-        """Take a seat in a group; returns when all of its ranks have."""
+    def enter(self, assignment: RankAssignment) -> None:
+        """Take a assignment in a group; returns when all of its ranks have."""
         group = None
-        if seat.world_size > 1:
-            where = (seat.host, seat.port, seat.rank, seat.world_size, self.rank.device, seat.timeout_s)
-            group = process_group.join(seat.group, *where)
+        if assignment.world_size > 1:
+            where = (
+                assignment.host,
+                assignment.port,
+                assignment.rank,
+                assignment.world_size,
+                self.rank.device,
+                assignment.timeout_s,
+            )
+            group = process_group.join(assignment.group, *where)
         self.rank = RankInfo(
-            rank=seat.rank,
-            world_size=seat.world_size,
-            dp_rank=seat.rank,
-            dp_size=seat.world_size,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            dp_rank=assignment.rank,
+            dp_size=assignment.world_size,
             device=self.rank.device,
             group=group,
         )

@@ -86,7 +86,7 @@ def remote_methods(role: type) -> dict[str, Dispatch]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitCall:
     """A call as its ranks get it, and the way back from their results to the caller's."""
 
     what: str
@@ -108,7 +108,7 @@ class Cut:
         return joined if self.indices is None else self.dispatch.order(joined, self.indices)
 
 
-def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> Cut:
+def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> SplitCall:
     """The call of each rank.
 
     Args:
@@ -121,10 +121,10 @@ def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: 
         ConfigError: 2010 when the rows do not divide among the ranks and the result has no row that could be left out.
     """
     if dispatch.mode != "scatter":
-        return Cut(what, dispatch, (call,) * (1 if dispatch.mode == "rank0" else num_ranks))
+        return SplitCall(what, dispatch, (call,) * (1 if dispatch.mode == "rank0" else num_ranks))
     num_rows = _common_rows(what, call)
     if num_ranks == 1:
-        return Cut(what, dispatch, (call,), num_rows)
+        return SplitCall(what, dispatch, (call,), num_rows)
     if num_rows is None:
         raise TypeError(f"{what} is scattered over {num_ranks} ranks, but no argument has rows: mark it @broadcast")
     rows = rank_rows(num_rows, num_updates, num_ranks)
@@ -136,7 +136,7 @@ def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: 
     indices, standing = sent_order(rows), sum(map(len, rows))
     in_place = indices == list(range(standing))
     calls = tuple(_share(call, chosen) for chosen in rows)
-    return Cut(what, dispatch, calls, standing, None if in_place else indices)
+    return SplitCall(what, dispatch, calls, standing, None if in_place else indices)
 
 
 def _common_rows(what: str, call: Call) -> int | None:

@@ -18,7 +18,7 @@ import unirl
 from unirl.distributed.group.failures import WorkerFailure, first_cause
 from unirl.distributed.group.ray_cluster import Reservation
 from unirl.distributed.group.stacks import stack_folder, stall
-from unirl.distributed.group.worker import About, RemoteWorker, describe, end_with_parent
+from unirl.distributed.group.worker import ProcessInfo, RemoteWorker, describe, end_with_parent
 
 GRACE_S = 1.0
 """How long other ranks may take to say what went wrong with them, once one has."""
@@ -65,16 +65,16 @@ class WorkerRef:
     facts: Ref
 
     @property
-    def about(self) -> About:
+    def about(self) -> ProcessInfo:
         """Its process; pid 0 when it has not started."""
         import ray
 
         # Without any patience Ray may not yet report what is ready.
         done, _ = ray.wait([self.facts], timeout=0.2)
         try:
-            about: About = ray.get(done[0]) if done else About("unknown", 0)
+            about: ProcessInfo = ray.get(done[0]) if done else ProcessInfo("unknown", 0)
         except ray.exceptions.RayError:
-            return About("unknown", 0)
+            return ProcessInfo("unknown", 0)
         return about
 
     def __str__(self) -> str:

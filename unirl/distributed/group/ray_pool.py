@@ -12,7 +12,7 @@ from typing import Any
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.devices import Pool
-from unirl.distributed.group.dispatch import Cut, Dispatch, cut, remote_methods
+from unirl.distributed.group.dispatch import Dispatch, SplitCall, cut, remote_methods
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
 from unirl.distributed.group.ray_group import Ref, WorkerGroup, WorkerLocation, WorkerRef
@@ -34,7 +34,7 @@ class RayPending:
     what: str
     group: RayGroup
     calls: dict[Ref, WorkerRef]
-    parts: Cut
+    parts: SplitCall
 
     def result(self, deadline_s: float | None = None) -> Any:
         """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""

@@ -17,7 +17,7 @@ from unirl.config.errors import StallError, report
 
 
 @dataclass(frozen=True)
-class Stacks:
+class ThreadStacks:
     """The threads of one process."""
 
     text: str
@@ -26,7 +26,7 @@ class Stacks:
     """The innermost call of the thread that works, on one line."""
 
 
-def stacks_of(thread: int | None) -> Stacks:
+def stacks_of(thread: int | None) -> ThreadStacks:
     """The stacks of this process; `thread` is the ident of the one that works, None when none does."""
     names = {known.ident: known.name for known in threading.enumerate()}
     frames = sys._current_frames()
@@ -38,7 +38,7 @@ def stacks_of(thread: int | None) -> Stacks:
     if thread in frames:
         last = traceback.extract_stack(frames[thread])[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
-    return Stacks(f"pid {os.getpid()}\n\n" + "\n".join(parts), where)
+    return ThreadStacks(f"pid {os.getpid()}\n\n" + "\n".join(parts), where)
 
 
 def stack_folder(stack_dir: Path | None) -> Path:

@@ -21,7 +21,7 @@ from unirl.distributed.group import process_group
 from unirl.distributed.group.failures import WorkerFailure
 from unirl.distributed.group.rank import RankInfo, running_as
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.group.stacks import Stacks, stacks_of
+from unirl.distributed.group.stacks import ThreadStacks, stacks_of
 from unirl.distributed.tensor.collective import CollectiveTransport, Move
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.transport import ColumnStore, RowPayload, Transport
@@ -112,7 +112,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class About:
+class ProcessInfo:
     """The process of a worker."""
 
     host: str
@@ -154,9 +154,9 @@ class RemoteWorker(Worker):
         finally:
             self.busy = None
 
-    def about(self) -> About:
+    def about(self) -> ProcessInfo:
         """Which process this is."""
-        return About(self.host, os.getpid())
+        return ProcessInfo(self.host, os.getpid())
 
     def preload(self, libraries: Sequence[str]) -> None:
         """Import what roles will need, while other workers start."""
@@ -203,7 +203,7 @@ class RemoteWorker(Worker):
         """`mem/*` of this process."""
         return peak_memory()
 
-    def stacks(self) -> Stacks:
+    def stacks(self) -> ThreadStacks:
         """Where the threads of this process stand."""
         return stacks_of(self.busy)
 
@@ -215,7 +215,7 @@ class RemoteWorker(Worker):
         return describe(self.place_name, self.about())
 
 
-def describe(place: str, about: About) -> str:
+def describe(place: str, about: ProcessInfo) -> str:
     """A worker in words."""
     if about.pid == 0:
         return f"the worker on {place} (which never started)"

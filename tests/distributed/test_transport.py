@@ -19,7 +19,7 @@ from unirl.distributed.tensor.collective import CollectiveTransport, Move, plan_
 from unirl.distributed.tensor.packing import pack, unpack
 from unirl.distributed.tensor.ray_transport import RayTransport
 from unirl.distributed.tensor.traffic import Traffic, num_bytes
-from unirl.distributed.tensor.transport import ColumnStore, InProcessTransport, RowPayload
+from unirl.distributed.tensor.transport import InProcessTransport, RowPayload, RowStore
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.types.batch import Batch, row
 from unirl.types.primitives import Images, Texts
@@ -56,14 +56,14 @@ def assert_rows(found: Sample, rows: list[int]) -> None:
     assert found.mapping["a"].tolist() == rows and found.mapping["b"].dtype == torch.bfloat16
 
 
-def workers(count: int, transport: InProcessTransport) -> list[ColumnStore]:
-    stores = [ColumnStore(f"w{i}", transport) for i in range(count)]
+def workers(count: int, transport: InProcessTransport) -> list[RowStore]:
+    stores = [RowStore(f"w{i}", transport) for i in range(count)]
     for store in stores:
         transport.add(store)
     return stores
 
 
-def made_by(stores: list[ColumnStore], sizes: list[int]) -> Sample:
+def made_by(stores: list[RowStore], sizes: list[int]) -> Sample:
     """A result as the driver has it: the first worker made so many rows, the next one the rows after these."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
     parts = zip(stores, sizes, ends, strict=True)
@@ -162,17 +162,17 @@ def test_own_rows_are_not_asked_for_and_not_copied() -> None:
 
 
 def test_a_stored_slice_does_not_keep_the_rest_alive() -> None:
-    store = ColumnStore("w")
+    store = RowStore("w")
     store.stash(Images(pixels=torch.zeros(64, 3, 2, 2)[:2]))
     (stored,) = store.values.values()
     assert stored.untyped_storage().nbytes() == 2 * 12 * 4
 
 
 def test_shipped_rows_do_not_bring_the_rest_along() -> None:
-    store = ColumnStore("w")
+    store = RowStore("w")
     store.stash(Images(pixels=torch.zeros(64, 3, 2, 2)))
-    (parcel,) = store.read([StoredRows("w", "0/0", (3, 4))])
-    assert num_bytes(parcel) < 2 * 12 * 4 + 1000 and not parcel.on_accelerator
+    (payload,) = store.read([StoredRows("w", "0/0", (3, 4))])
+    assert num_bytes(payload) < 2 * 12 * 4 + 1000 and not payload.on_accelerator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
@@ -190,7 +190,7 @@ def test_a_packed_transposed_tensor_comes_out_as_it_was() -> None:
 
 
 def test_released_rows_say_so() -> None:
-    store = ColumnStore("w")
+    store = RowStore("w")
     old = store.stash(sample(0, 2))
     store.begin(1)
     new = store.stash(sample(0, 2))
@@ -202,7 +202,7 @@ def test_released_rows_say_so() -> None:
 
 def test_rows_of_an_earlier_worker_of_the_same_name_are_not_taken_for_ones_own() -> None:
     with pytest.raises(LookupError, match=r"w has never stored rows 0/7"):
-        ColumnStore("w").rows(StoredRows("w", "0/7", (0,)))
+        RowStore("w").rows(StoredRows("w", "0/7", (0,)))
 
 
 def test_an_unknown_owner_is_named() -> None:
@@ -215,15 +215,15 @@ class Arriving:
     """Rows that were packed elsewhere."""
 
     def __init__(self, on_accelerator: bool) -> None:
-        self.parcel = RowPayload(torch.zeros(1, 3, 2, 2), on_accelerator)
+        self.payload = RowPayload(torch.zeros(1, 3, 2, 2), on_accelerator)
 
     def fetch(self, wanted):
-        return {owner: [self.parcel for _ in pieces] for owner, pieces in wanted.items()}
+        return {owner: [self.payload for _ in pieces] for owner, pieces in wanted.items()}
 
 
 @pytest.mark.parametrize(("on_accelerator", "device"), [(True, "meta"), (False, "cpu")])
 def test_rows_arrive_on_the_kind_of_device_where_their_owner_has_them(on_accelerator, device) -> None:
-    store = ColumnStore("w", Arriving(on_accelerator), torch.device("meta"))
+    store = RowStore("w", Arriving(on_accelerator), torch.device("meta"))
     own = store.stash(Images(pixels=torch.ones(2, 3, 2, 2, device=device)))
     foreign = Images(pixels=RemoteRows((StoredRows("other", "0/0", (0,)),)))  # type: ignore[arg-type]
     found = store.fetch(Images.concat([own, foreign])).pixels
@@ -231,7 +231,7 @@ def test_rows_arrive_on_the_kind_of_device_where_their_owner_has_them(on_acceler
 
 
 def test_light_fields_and_metrics_reach_the_driver_as_they_are() -> None:
-    store = ColumnStore("w")
+    store = RowStore("w")
     wide = torch.arange(100.0)
     result = store.stash((TrainStepResult(({"loss": Metric.mean(wide[1])},)), Texts(texts=["a"]), wide[:2], 3))
     assert result[0].metrics["loss"].value == 1.0 and result[1].texts == ["a"] and result[3] == 3
@@ -241,13 +241,13 @@ def test_light_fields_and_metrics_reach_the_driver_as_they_are() -> None:
 # Over a process group: each thread is one rank.
 
 
-def exchanged(stores: list[ColumnStore], calls: list, deadline_s: float = 10.0) -> list:
+def exchanged(stores: list[RowStore], calls: list, deadline_s: float = 10.0) -> list:
     """What each of the last workers reads, all of them over gloo."""
     hub, found, readers = dist.HashStore(), {}, stores[-len(calls) :]
     moves = plan_moves(calls, [store.owner for store in readers])
     ranks = {store.owner: rank for rank, store in enumerate(stores)}
 
-    def work(store: ColumnStore) -> None:
+    def work(store: RowStore) -> None:
         group = dist.ProcessGroupGloo(hub, ranks[store.owner], len(stores), timedelta(seconds=deadline_s))
         store.transport = CollectiveTransport(group, ranks, CPU, deadline_s)
         if store.owner in workers_of(moves):
@@ -268,7 +268,7 @@ def exchanged(stores: list[ColumnStore], calls: list, deadline_s: float = 10.0) 
 def test_rows_move_between_any_two_layouts_over_gloo(sizes, num_readers, own_too, data) -> None:
     """Readers that own rows as well exchange them with each other: both ends send and receive."""
     num_workers = max(len(sizes), num_readers) if own_too else len(sizes) + num_readers
-    stores = [ColumnStore(f"w{i}") for i in range(num_workers)]
+    stores = [RowStore(f"w{i}") for i in range(num_workers)]
     result = made_by(stores[: len(sizes)], sizes)
     rows = [
         data.draw(st.lists(st.integers(0, sum(sizes) - 1), min_size=1, max_size=8), label=f"rows of reader {i}")
@@ -279,7 +279,7 @@ def test_rows_move_between_any_two_layouts_over_gloo(sizes, num_readers, own_too
 
 
 def test_no_move_is_planned_for_rows_that_lie_where_they_are_read() -> None:
-    stores = [ColumnStore(f"w{i}") for i in range(2)]
+    stores = [RowStore(f"w{i}") for i in range(2)]
     result = made_by(stores, [2, 2])
     assert plan_moves([result.select([0, 1]), result.select([2, 3])], ["w0", "w1"]) == []
     (move,) = plan_moves([result.select([0, 1]), result.select([1, 3])], ["w0", "w1"])
@@ -303,7 +303,7 @@ def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    reader = ColumnStore("w0")
+    reader = RowStore("w0")
     transport = CollectiveTransport(groups[0], {"w0": 0, "w1": 1}, CPU, 0.2)
     moves = plan_moves([Images(pixels=RemoteRows((StoredRows("w1", "0/0", (0,)),)))], ["w0"])  # type: ignore[arg-type]
     with pytest.raises(StallError, match=r"worker 'w1' did not take part in a move of rows within 0.2 s"):
@@ -350,7 +350,7 @@ class Mover:
         assert rank.group is not None
         self.rank = rank.rank
         transport = CollectiveTransport(rank.group, {"r0": 0, "r1": 1}, CPU, 20.0)
-        self.store, self.transport = ColumnStore(f"r{rank.rank}", transport), transport
+        self.store, self.transport = RowStore(f"r{rank.rank}", transport), transport
 
     @collect
     def make(self) -> Sample:
@@ -404,7 +404,7 @@ def test_the_driver_counts_a_view_with_all_that_it_drags_along() -> None:
 def test_no_heavy_field_passes_the_driver() -> None:
     track = toy_track(toy_stage(), prompts=4)
     heavy = num_bytes(RolloutResp({"image": track}))
-    store, traffic = ColumnStore("w"), Traffic()
+    store, traffic = RowStore("w"), Traffic()
     light = store.stash(RolloutResp({"image": track}))
     traffic.received(light)
     traffic.sent(light)

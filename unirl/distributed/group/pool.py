@@ -7,7 +7,7 @@ from typing import Literal
 from unirl.distributed.group.devices import Pool
 from unirl.distributed.group.local_pool import LocalPool
 from unirl.distributed.group.ray_pool import RayPool
-from unirl.distributed.tensor.transport import RowTransport
+from unirl.distributed.tensor.transport import RowTransportName
 
 __all__ = ["DevicePool", "Pool", "Runtime", "open_pool"]
 
@@ -20,7 +20,7 @@ def open_pool(
     devices_per_node: int | None = None,
     num_updates: int = 1,
     deadline_s: float = 1800.0,
-    row_transport: RowTransport = "object_store",
+    row_transport: RowTransportName = "object_store",
 ) -> Pool:
     """The pool of a runtime. Close it: workers of Ray outlive their roles, not their pool.
 

@@ -19,7 +19,7 @@ from unirl.distributed.group.ray_group import Ref, WorkerGroup, WorkerLocation, 
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import RankAssignment
 from unirl.distributed.tensor.collective import plan_moves, workers_of
-from unirl.distributed.tensor.transport import RowTransport
+from unirl.distributed.tensor.transport import RowTransportName
 
 LIBRARIES = ("diffusers", "transformers", "peft")
 NUMBERS = count()
@@ -132,7 +132,7 @@ class RayPool(Pool):
         num_updates: int = 1,
         deadline_s: float = 1800.0,
         preload: tuple[str, ...] = LIBRARIES,
-        row_transport: RowTransport = "object_store",
+        row_transport: RowTransportName = "object_store",
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices)

@@ -24,7 +24,7 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import ThreadStacks, stacks_of
 from unirl.distributed.tensor.collective import CollectiveTransport, Move
 from unirl.distributed.tensor.ray_transport import RayTransport
-from unirl.distributed.tensor.transport import ColumnStore, RowPayload, Transport
+from unirl.distributed.tensor.transport import RowPayload, RowStore, RowTransport
 from unirl.tracking.timing import peak_memory
 from unirl.types.remote_rows import StoredRows
 
@@ -46,9 +46,9 @@ class RankAssignment:
 class Worker:
     """Hosts the roles of one rank. The driver's own process holds it, or an actor of Ray does."""
 
-    def __init__(self, name: str, device: torch.device, transport: Transport) -> None:
+    def __init__(self, name: str, device: torch.device, transport: RowTransport) -> None:
         self.name = name
-        self.store = ColumnStore(name, transport, device)
+        self.store = RowStore(name, transport, device)
         self.roles: dict[str, Any] = {}
         self.rank = RankInfo(device=device)
 

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed.tensor.packing import as_bytes
-from unirl.distributed.tensor.transport import CPU, ColumnStore, RowPayload, by_owner, columns_in, is_on_accelerator
+from unirl.distributed.tensor.transport import CPU, RowPayload, RowStore, by_owner, is_on_accelerator, remote_rows_in
 from unirl.types.remote_rows import StoredRows
 
 
@@ -42,7 +42,7 @@ def plan_moves(calls: Sequence[Any], readers: Sequence[str]) -> list[Move]:
     """What must move before `calls`, the arguments of each rank, can run on the workers `readers`."""
     moves = []
     for call, reader in zip(calls, readers, strict=True):
-        pieces = dict.fromkeys(piece for column in columns_in(call) for piece in column.pieces)
+        pieces = dict.fromkeys(piece for column in remote_rows_in(call) for piece in column.pieces)
         foreign = by_owner(piece for piece in pieces if piece.owner != reader)
         moves += [Move(owner, reader, tuple(owned)) for owner, owned in foreign.items()]
     return moves
@@ -70,7 +70,7 @@ class CollectiveTransport:
         self.deadline_s = deadline_s
         self.arrived: dict[StoredRows, RowPayload] = {}
 
-    def exchange(self, store: ColumnStore, moves: Sequence[Move]) -> None:
+    def exchange(self, store: RowStore, moves: Sequence[Move]) -> None:
         """Send what the moves want of this worker's store and keep what they bring, for the call that follows.
 
         Every worker of the moves calls this with the same list. All follow its order, and a sender does not wait for
@@ -97,12 +97,12 @@ class CollectiveTransport:
             )
         return {owner: [self.arrived.pop(piece) for piece in pieces] for owner, pieces in wanted.items()}
 
-    def _channel(self, peer: str, tag: int) -> Channel:
-        return Channel(self.group, peer, self.ranks[peer], tag, self.wire, self.deadline_s)
+    def _channel(self, peer: str, tag: int) -> PeerChannel:
+        return PeerChannel(self.group, peer, self.ranks[peer], tag, self.wire, self.deadline_s)
 
 
 @dataclass(frozen=True)
-class Channel:
+class PeerChannel:
     """One move's messages with one peer: the length of the description, the description, and every tensor's bytes."""
 
     group: ProcessGroup

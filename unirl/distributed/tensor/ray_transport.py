@@ -13,7 +13,7 @@ from unirl.types.remote_rows import StoredRows
 
 
 class RayTransport:
-    """Asks the owner's actor, whose `read(pieces)` answers with `ColumnStore.read` beside the call it is busy with."""
+    """Asks the owner's actor, whose `read(pieces)` answers with `RowStore.read` beside the call it is busy with."""
 
     def __init__(self, deadline_s: float) -> None:
         """
@@ -51,11 +51,11 @@ class RayTransport:
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
         try:
-            parcels: list[RowPayload] = ray.get(answer, timeout=max(end - monotonic(), 0.0))
+            payloads: list[RowPayload] = ray.get(answer, timeout=max(end - monotonic(), 0.0))
         except GetTimeoutError as error:
             raise StallError(f"worker {owner!r} did not send its rows within {self.deadline_s:g} s") from error
         except (RayActorError, ObjectLostError) as error:
             raise WorkerError(f"worker {owner!r} died before it sent its rows: resume the run ({error})") from error
         except RayTaskError as error:
             raise error.cause from error
-        return [RowPayload(unpack(parcel.value), parcel.on_accelerator) for parcel in parcels]
+        return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in payloads]

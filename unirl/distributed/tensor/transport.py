@@ -15,7 +15,7 @@ from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value,
 from unirl.types.remote_rows import RemoteRows, StoredRows
 from unirl.types.rollout_resp import RolloutResp
 
-RowTransport = Literal["object_store", "collective"]
+RowTransportName = Literal["object_store", "collective"]
 """How rows travel between the workers of Ray."""
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ class RowPayload:
     """Where the owner keeps them. So they arrive: on the reader's device, or on the CPU."""
 
 
-class Transport(Protocol):
+class RowTransport(Protocol):
     """Brings rows that other workers own."""
 
     def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> Mapping[str, Sequence[RowPayload]]:
@@ -38,10 +38,10 @@ class Transport(Protocol):
         ...
 
 
-class ColumnStore:
+class RowStore:
     """The stored values of one worker, by key. Keys belong to a step and are freed with it."""
 
-    def __init__(self, owner: str, transport: Transport | None = None, device: torch.device = CPU) -> None:
+    def __init__(self, owner: str, transport: RowTransport | None = None, device: torch.device = CPU) -> None:
         """
         Args:
             owner: the worker's name, which no other worker of the run has.
@@ -71,7 +71,7 @@ class ColumnStore:
 
     def fetch(self, value: Any) -> Any:
         """A copy of a call's arguments with columns replaced by their rows."""
-        found = self._resolved(columns_in(value))
+        found = self._resolved(remote_rows_in(value))
         return _walk(value, lambda v: found[v] if isinstance(v, RemoteRows) else v, _unchanged)
 
     def stash(self, value: Any) -> Any:
@@ -125,30 +125,30 @@ class ColumnStore:
             raise LookupError(f"{self.owner} is asked for rows of {', '.join(wanted)} and has no transport to others")
         arrived = self.transport.fetch(wanted)
         return {
-            piece: self._placed(parcel)
+            piece: self._placed(payload)
             for owner, owned in wanted.items()
-            for piece, parcel in zip(owned, arrived[owner], strict=True)
+            for piece, payload in zip(owned, arrived[owner], strict=True)
         }
 
-    def _placed(self, parcel: RowPayload) -> Any:
-        return map_value(parcel.value, lambda t: t.to(self.device)) if parcel.on_accelerator else parcel.value
+    def _placed(self, payload: RowPayload) -> Any:
+        return map_value(payload.value, lambda t: t.to(self.device)) if payload.on_accelerator else payload.value
 
 
 class InProcessTransport:
     """Between workers of one process: a table of their stores. Nothing is copied."""
 
     def __init__(self) -> None:
-        self.stores: dict[str, ColumnStore] = {}
+        self.stores: dict[str, RowStore] = {}
 
-    def add(self, store: ColumnStore) -> None:
+    def add(self, store: RowStore) -> None:
         """Make the values of a store readable to the others."""
         self.stores[store.owner] = store
 
     def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
         """The rows of the pieces of each owner."""
-        return {owner: [self._parcel(owner, piece) for piece in pieces] for owner, pieces in wanted.items()}
+        return {owner: [self._payload(owner, piece) for piece in pieces] for owner, pieces in wanted.items()}
 
-    def _parcel(self, owner: str, piece: StoredRows) -> RowPayload:
+    def _payload(self, owner: str, piece: StoredRows) -> RowPayload:
         if owner not in self.stores:
             raise LookupError(f"no worker is named {owner!r}; there are {sorted(self.stores)}")
         value = self.stores[owner].rows(piece)
@@ -163,7 +163,7 @@ def by_owner(pieces: Iterable[StoredRows]) -> dict[str, list[StoredRows]]:
     return owned
 
 
-def columns_in(value: Any) -> list[RemoteRows]:
+def remote_rows_in(value: Any) -> list[RemoteRows]:
     """The columns among the heavy fields of a call's arguments, at any depth."""
     found: list[RemoteRows] = []
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.config.errors import ConfigError
-from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, cut, rank0, remote_methods, scatter
+from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, rank0, remote_methods, scatter, split_call
 from unirl.distributed.group.layout import rank_rows, sent_order
 from unirl.testing.toy import toy_request
 from unirl.types.batch import concat_rows, take_rows
@@ -53,7 +53,7 @@ def test_a_layout_of_nothing_is_refused() -> None:
 @given(st.integers(1, 40), UPDATES, RANKS)
 def test_a_cut_call_comes_back_as_it_was_sent(num_rows, num_updates, num_ranks) -> None:
     texts = Texts(texts=[str(i) for i in range(num_rows)])
-    done = cut("role.echo", BY_ROWS, ((texts,), {}), num_ranks, num_updates)
+    done = split_call("role.echo", BY_ROWS, ((texts,), {}), num_ranks, num_updates)
     assert len(done.calls) == num_ranks
     assert done.merge([args[0] for args, _ in done.calls]).texts == texts.texts
 
@@ -61,7 +61,7 @@ def test_a_cut_call_comes_back_as_it_was_sent(num_rows, num_updates, num_ranks) 
 def test_only_rows_are_cut_and_everything_else_goes_to_all_ranks() -> None:
     images = Images(pixels=torch.arange(4.0).view(4, 1, 1, 1))
     table, names, column = torch.arange(4), ["a", "b", "c", "d"], RemoteRows((StoredRows("w", "0/0", (0, 1, 2, 3)),))
-    calls = cut("role.f", METRICS, ((images, table), {"names": names, "column": column}), 2).calls
+    calls = split_call("role.f", METRICS, ((images, table), {"names": names, "column": column}), 2).calls
     for rank, (args, kwargs) in enumerate(calls):
         assert args[0].pixels.flatten().tolist() == [2.0 * rank, 2.0 * rank + 1]
         assert args[1] is table and kwargs["names"] is names
@@ -70,36 +70,36 @@ def test_only_rows_are_cut_and_everything_else_goes_to_all_ranks() -> None:
 
 def test_a_cut_argument_does_not_carry_the_rows_of_other_ranks() -> None:
     images = Images(pixels=torch.zeros(8, 3, 4, 4))
-    (args, _), *_ = cut("role.f", METRICS, ((images,), {}), 4).calls
+    (args, _), *_ = split_call("role.f", METRICS, ((images,), {}), 4).calls
     assert args[0].pixels.untyped_storage().nbytes() == images.pixels.untyped_storage().nbytes() // 4
 
 
 def test_arguments_of_unequal_length_are_named() -> None:
     call = ((toy_request(prompts=1),), {"texts": Texts(texts=["a"])})
     with pytest.raises(ValueError, match=r"score cuts .* argument 1 \(RolloutReq\) has 4, texts \(Texts\) has 1 rows"):
-        cut("reward.score", BY_ROWS, call, 1)
+        split_call("reward.score", BY_ROWS, call, 1)
 
 
 def test_a_scattered_call_without_rows_needs_one_rank() -> None:
-    assert cut("role.f", METRICS, ((3,), {}), 1).calls == (((3,), {}),)
+    assert split_call("role.f", METRICS, ((3,), {}), 1).calls == (((3,), {}),)
     with pytest.raises(TypeError, match=r"role.f is scattered over 2 ranks, but no argument has rows"):
-        cut("role.f", METRICS, ((3,), {}), 2)
+        split_call("role.f", METRICS, ((3,), {}), 2)
 
 
 def test_a_call_with_no_rows_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match=r"role.f got no rows: argument 1 \(Texts\) is empty"):
-        cut("role.f", BY_ROWS, ((Texts(texts=[]),), {}), 2)
+        split_call("role.f", BY_ROWS, ((Texts(texts=[]),), {}), 2)
 
 
 def test_a_result_that_has_no_rows_admits_no_fill() -> None:
     with pytest.raises(ConfigError, match=r"stack.train got 3 rows for 2 workers") as refused:
-        cut("stack.train", METRICS, ((Texts(texts=["a", "b", "c"]),), {}), 2)
+        split_call("stack.train", METRICS, ((Texts(texts=["a", "b", "c"]),), {}), 2)
     assert refused.value.code == 2010
 
 
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 3), (2, 4)])
 def test_an_answer_that_lacks_rows_is_refused(num_ranks, num_rows) -> None:
-    done = cut("rollout.generate", BY_ROWS, ((Texts(texts=["a", "b", "c"]),), {}), num_ranks)
+    done = split_call("rollout.generate", BY_ROWS, ((Texts(texts=["a", "b", "c"]),), {}), num_ranks)
     with pytest.raises(ValueError, match=f"rollout.generate gave {num_ranks} rows for {num_rows}"):
         done.merge([Texts(texts=["a"])] * num_ranks)
 
@@ -128,7 +128,7 @@ class Override(Role):
     ("method", "num_calls", "merged"), [("everywhere", 3, "r0"), ("once", 1, "r0"), ("each", 3, ["r0", "r1", "r2"])]
 )
 def test_unscattered_calls_reach_the_ranks_that_their_mark_says(method, num_calls, merged) -> None:
-    done = cut(f"role.{method}", remote_methods(Role)[method], (("x",), {}), 3)
+    done = split_call(f"role.{method}", remote_methods(Role)[method], (("x",), {}), 3)
     assert done.calls == ((("x",), {}),) * num_calls
     assert done.merge([f"r{rank}" for rank in range(num_calls)]) == merged
 

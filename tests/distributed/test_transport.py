@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed import current
-from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, cut, scatter
+from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, scatter, split_call
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.tensor.collective import CollectiveTransport, Move, plan_moves, workers_of
 from unirl.distributed.tensor.packing import pack, unpack
@@ -127,11 +127,11 @@ def test_any_rows_of_any_owners_can_be_read_anywhere(sizes, data) -> None:
 def test_what_a_rank_samples_it_trains_on_without_a_move(rows_each, num_updates, num_ranks) -> None:
     stores = workers(num_ranks, InProcessTransport())
     rows = list(range(rows_each * num_updates * num_ranks))
-    rollout = cut("rollout.generate", Camera.make.dispatch, ((asked(rows),), {}), num_ranks, num_updates)
+    rollout = split_call("rollout.generate", Camera.make.dispatch, ((asked(rows),), {}), num_ranks, num_updates)
     made = [store.stash(Camera().make(*args)) for store, (args, _) in zip(stores, rollout.calls, strict=True)]
     result = rollout.merge(made)
     assert result.light.tolist() == rows
-    training = cut("stack.train", Dispatch("scatter", sum), ((result,), {}), num_ranks, num_updates)
+    training = split_call("stack.train", Dispatch("scatter", sum), ((result,), {}), num_ranks, num_updates)
     assert plan_moves(training.calls, [store.owner for store in stores]) == []
     assert all(len(args[0].tensor.pieces) == 1 for args, _ in training.calls)
 

@@ -108,7 +108,7 @@ class SplitCall:
         return joined if self.indices is None else self.dispatch.order(joined, self.indices)
 
 
-def cut(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> SplitCall:
+def split_call(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> SplitCall:
     """The call of each rank.
 
     Args:

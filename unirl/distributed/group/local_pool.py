@@ -18,7 +18,7 @@ import torch
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.devices import Pool
-from unirl.distributed.group.dispatch import Dispatch, cut, remote_methods
+from unirl.distributed.group.dispatch import Dispatch, remote_methods, split_call
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.stacks import stack_folder, stacks_of, stall, watchdog
@@ -109,7 +109,7 @@ class LocalGroup:
 
     def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call and wait."""
-        parts = cut(f"{role}.{method}", self.marks[role][method], (args, kwargs), 1, self.pool.num_updates)
+        parts = split_call(f"{role}.{method}", self.marks[role][method], (args, kwargs), 1, self.pool.num_updates)
         return parts.merge([self.worker.call(role, method, *call, self.pool.step) for call in parts.calls])
 
     def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalPending:

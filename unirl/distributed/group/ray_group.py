@@ -144,7 +144,7 @@ class WorkerGroup:
     def gather(
         self, what: str, calls: Mapping[Ref, WorkerRef], deadline_s: float, stack_dir: Path | None = None
     ) -> list[Any]:
-        """The results of calls, in order. The first cause is raised when one fails or any worker of the worker_group dies.
+        """The results of calls, in order. The first cause is raised when one fails or any worker dies.
 
         Workers that do not return then are killed: they may wait for one that never comes.
 

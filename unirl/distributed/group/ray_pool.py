@@ -12,7 +12,7 @@ from typing import Any
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
 from unirl.distributed.group.devices import Pool
-from unirl.distributed.group.dispatch import Dispatch, SplitCall, cut, remote_methods
+from unirl.distributed.group.dispatch import Dispatch, SplitCall, remote_methods, split_call
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
 from unirl.distributed.group.ray_group import Ref, WorkerGroup, WorkerLocation, WorkerRef
@@ -88,7 +88,7 @@ class RayGroup:
     def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayPending:
         """Start a call and return at once."""
         what = f"{role}.{method}"
-        parts = cut(what, self.marks[role][method], (args, kwargs), self.num_ranks, self.pool.num_updates)
+        parts = split_call(what, self.marks[role][method], (args, kwargs), self.num_ranks, self.pool.num_updates)
         self.pool.move_rows(parts.calls, self.worker_refs)
         calls = {}
         for worker, call in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part

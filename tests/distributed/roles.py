@@ -53,7 +53,7 @@ class Camera:
         return current().rank
 
     @collect
-    def assignments(self) -> list[tuple[int, int, int, int]]:
+    def rank_facts(self) -> list[tuple[int, int, int, int]]:
         rank = current()
         return (rank.rank, rank.world_size, rank.dp_rank, rank.dp_size)
 

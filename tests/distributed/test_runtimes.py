@@ -27,7 +27,7 @@ def camera(group):
 
 def test_each_rank_knows_its_seat(group, camera) -> None:
     count = group.num_ranks
-    assert camera.assignments() == [(rank, count, rank, count) for rank in range(count)]
+    assert camera.rank_facts() == [(rank, count, rank, count) for rank in range(count)]
 
 
 def test_a_group_sums_over_its_ranks(group, camera) -> None:

@@ -16,7 +16,7 @@ from unirl.config.errors import CheckpointError, DataError
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images, image_problems
-from unirl.models.images import parts_of, read_picture
+from unirl.models.images import read_image, split_at_images
 
 
 def line(*uris: str, prompt: str = "what is it?", **more: object) -> str:
@@ -102,9 +102,9 @@ def test_a_file_of_many_prompts_is_opened_once(tmp_path, monkeypatch) -> None:
 
     def read(uri: str) -> Image.Image:
         opened.append(uri)
-        return read_picture(uri)
+        return read_image(uri)
 
-    monkeypatch.setattr("unirl.data.images.read_picture", read)
+    monkeypatch.setattr("unirl.data.images.read_image", read)
     (tmp_path / "p.jsonl").write_text(line("a.png", "b.png") + line("b.png") * 3)
     assert list(image_problems(load_prompts(tmp_path / "p.jsonl"))) == []
     assert sorted(Path(path).name for path in opened) == ["a.png", "b.png"]
@@ -114,11 +114,11 @@ def test_transparent_parts_are_white_and_the_camera_s_turn_is_undone(tmp_path) -
     half = np.zeros((4, 2, 4), dtype=np.uint8)
     half[:2] = (255, 0, 0, 255)
     Image.fromarray(half).save(tmp_path / "half.png")
-    assert np.asarray(read_picture(str(tmp_path / "half.png")))[:, 0].tolist() == [[255, 0, 0]] * 2 + [[255] * 3] * 2
+    assert np.asarray(read_image(str(tmp_path / "half.png")))[:, 0].tolist() == [[255, 0, 0]] * 2 + [[255] * 3] * 2
     exif = Image.Exif()
     exif[0x0112] = 6  # held upright, stored lying
     picture(tmp_path / "turned.jpg", (8, 6), exif=exif)
-    assert read_picture(str(tmp_path / "turned.jpg")).size == (6, 8)
+    assert read_image(str(tmp_path / "turned.jpg")).size == (6, 8)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_transparent_parts_are_white_and_the_camera_s_turn_is_undone(tmp_path) -
     ],
 )
 def test_pictures_stand_at_their_marks_or_before_the_text(text, num_images, parts) -> None:
-    assert parts_of(text, num_images) == parts
+    assert split_at_images(text, num_images) == parts
 
 
 def test_marks_that_do_not_match_the_pictures_are_refused_at_start(tmp_path) -> None:
     picture(tmp_path / "a.png")
     (tmp_path / "p.jsonl").write_text(line("a.png", prompt="<image> or <image>?"))
-    with pytest.raises(DataError, match=r"p\.jsonl:1: .*2 marks <image> and the prompt brings 1 pictures"):
+    with pytest.raises(DataError, match=r"p\.jsonl:1: .*2 marks <image> and the prompt brings 1 images"):
         check_images(load_prompts(tmp_path / "p.jsonl"))
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 from unirl.cli.data import check
 from unirl.config.errors import DataError, DependencyError
 from unirl.data.data_source import MultimodalRLDataSource
-from unirl.models.images import read_picture
+from unirl.models.images import read_image
 from unirl.models.loading import remote_files as remote
 from unirl.models.loading.remote_files import Bounds, fetch
 
@@ -185,14 +185,14 @@ def file_of(folder: Path, *uris: str) -> Path:
 
 @pytest.mark.parametrize("name", ["good", "plain", "moved", "busy"])
 def test_a_picture_is_read_from_an_address(name, server) -> None:
-    found = read_picture(f"{server}/{name}.png")
+    found = read_image(f"{server}/{name}.png")
     assert np.array_equal(np.asarray(found), np.asarray(Image.new("RGB", (8, 6), "red")))
 
 
 BAD = {
     "gone": "answers 404. Correct the uri",
     "locked": "answers 403: it wants a login",
-    "page": "answers with text/html, which is no picture",
+    "page": "answers with text/html, which is no image",
     "damaged": "cannot be read",
     "other": "cannot be read: cannot identify image file",
     "cut": "(2 tries)",
@@ -234,7 +234,7 @@ def test_data_check_names_every_bad_address(server, tmp_path) -> None:
 def test_an_address_is_asked_once_however_often_it_is_read(server, tmp_path) -> None:
     uri = f"{server}/good.png"
     data = MultimodalRLDataSource(data_path=str(file_of(tmp_path, uri, uri)))
-    read_picture(uri)
+    read_image(uri)
     assert data.state_dict() and Shelf.asked == {"/good.png": 1}
 
 
@@ -269,7 +269,7 @@ def test_a_store_whose_package_is_missing_names_it(scheme, package, tmp_path, mo
 def test_a_picture_of_a_store_is_read_bounded(stores, tmp_path) -> None:
     stores.pipe("/bucket/a.png", png((83, 48)))
     stores.pipe("/bucket/large.png", bytes(2 * MIB))
-    assert read_picture("s3://bucket/a.png").size == (83, 48)
+    assert read_image("s3://bucket/a.png").size == (83, 48)
     for name, why in (("large", "it has 2.0 MiB; at most 1 MiB"), ("gone", "there is no such object")):
         with pytest.raises(DataError, match=rf"prompt 'p0'.*s3://bucket/{name}\.png cannot be fetched: {why}"):
             MultimodalRLDataSource(data_path=str(file_of(tmp_path, f"s3://bucket/{name}.png")))

@@ -11,7 +11,7 @@ import torch
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler, plain_pipeline
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.family import FLUX2_KLEIN, facts
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
@@ -46,10 +46,10 @@ def distilled() -> Flux2KleinPipeline:
     return Flux2KleinPipeline(Flux2KleinBundle(path="toy-distilled", dtype="fp32"))
 
 
-def pictures_of(params: DiffusionSamplingParams, count: int, seed: int = 0) -> list[ShownPictures]:
+def pictures_of(params: DiffusionSamplingParams, count: int, seed: int = 0) -> list[ConditionImages]:
     """`count` pictures of each prompt."""
     size, generator = (count, 3, params.height, params.width), torch.Generator().manual_seed(seed)
-    return [ShownPictures.of(torch.randint(256, size, generator=generator) / 255) for _ in PROMPTS]
+    return [ConditionImages.of(torch.randint(256, size, generator=generator) / 255) for _ in PROMPTS]
 
 
 @pytest.mark.parametrize("length", [16, 48])
@@ -101,7 +101,7 @@ def test_our_sampler_edits_as_diffusers_does(toy: Flux2KleinPipeline, width: int
 @torch.no_grad()
 def test_the_comparison_sees_which_pictures_come_in_which_order(toy: Flux2KleinPipeline) -> None:
     shown = pictures_of(PARAMS, 2)
-    turned = [ShownPictures.of(pictures.pixels.flip(0)) for pictures in shown]
+    turned = [ConditionImages.of(pictures.pixels.flip(0)) for pictures in shown]
     others = [None, shown, turned, pictures_of(PARAMS, 2, seed=5)]
     drawn = [draw_by_euler(toy, PROMPTS, PARAMS, pictures).latents for pictures in others]
     apart = [float((a - b).abs().max()) for i, a in enumerate(drawn) for b in drawn[:i]]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from unirl.models.images import fit_picture
+from unirl.models.images import fit_image
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -25,21 +25,21 @@ def ramps(width: int, height: int) -> Image.Image:
 
 def test_a_picture_of_the_size_stays_as_it_is() -> None:
     picture = noise(17, 11)
-    found = fit_picture(picture, 11, 17)
+    found = fit_image(picture, 11, 17)
     assert found.shape == (3, 11, 17) and found.dtype == torch.float32 and found.is_contiguous()
     assert torch.equal((found * 255).round().byte().permute(1, 2, 0), torch.from_numpy(np.array(picture)))
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 40), st.integers(1, 40))
 def test_one_color_stays_that_color_so_nothing_is_padded(width, height, new_width, new_height) -> None:
-    found = fit_picture(Image.new("RGB", (width, height), (255, 128, 3)), new_height, new_width)
+    found = fit_image(Image.new("RGB", (width, height), (255, 128, 3)), new_height, new_width)
     expected = torch.tensor([255.0, 128.0, 3.0])[:, None, None].expand(3, new_height, new_width)
     assert torch.equal(found * 255, expected)
 
 
 @pytest.mark.parametrize(("height", "width"), [(50, 120), (120, 50), (90, 90), (30, 30)])
 def test_nothing_is_stretched_and_the_middle_is_kept(height, width) -> None:
-    found = fit_picture(ramps(240, 180), height, width).double() * 255
+    found = fit_image(ramps(240, 180), height, width).double() * 255
     scale = min(240 / width, 180 / height)
     inner = (slice(height // 4, -(height // 4)), slice(width // 4, -(width // 4)))  # away from the edges' filter
     along, down = found[0][inner].diff(dim=1).mean(), found[1][inner].diff(dim=0).mean()
@@ -51,11 +51,11 @@ def test_nothing_is_stretched_and_the_middle_is_kept(height, width) -> None:
 def test_a_mirrored_picture_gives_the_mirrored_one(seed, height, width) -> None:
     picture = noise(23, 15, seed)
     for flip, side in ((Image.Transpose.FLIP_LEFT_RIGHT, 2), (Image.Transpose.FLIP_TOP_BOTTOM, 1)):
-        other = fit_picture(picture.transpose(flip), height, width).flip(side)
-        assert (other - fit_picture(picture, height, width)).abs().max() <= 1.01 / 255
+        other = fit_image(picture.transpose(flip), height, width).flip(side)
+        assert (other - fit_image(picture, height, width)).abs().max() <= 1.01 / 255
 
 
 def test_a_square_of_a_wide_picture_is_its_middle() -> None:
     picture = noise(30, 10)
     expected = torch.from_numpy(np.array(picture)[:, 10:20])
-    assert torch.equal((fit_picture(picture, 10, 10) * 255).round().byte().permute(1, 2, 0), expected)
+    assert torch.equal((fit_image(picture, 10, 10) * 255).round().byte().permute(1, 2, 0), expected)

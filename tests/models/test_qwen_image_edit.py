@@ -14,8 +14,8 @@ from tests.models.family_cases import CASES, built
 from tests.models.test_qwen_image import RAGGED, expect_equal
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler
-from unirl.models.denoising.embeddings import ShownPictures
-from unirl.models.images import picture_of
+from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.images import to_pil
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.templates import written
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
@@ -32,9 +32,9 @@ from unirl.types.conditions import LatentCondition
 GUIDED = euler((32, 48, 1), 4.5, 60)
 
 
-def shown(count: int, per_prompt: int = 1, name: str = "p") -> list[ShownPictures]:
+def shown(count: int, per_prompt: int = 1, name: str = "p") -> list[ConditionImages]:
     pixels = NoiseSource(0, "eval", 0).uniform([f"{name}{i}" for i in range(count)], "p", (per_prompt, 3, 32, 48))
-    return [ShownPictures.of(row.mul(255).round().div(255)) for row in pixels]
+    return [ConditionImages.of(row.mul(255).round().div(255)) for row in pixels]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def seen_by_diffusers(
 
 def test_the_encoder_sees_pictures_as_in_diffusers_with_positions_in_them(edit: QwenImageEditPipeline) -> None:
     pictures = shown(len(RAGGED))
-    texts, images = [written(text) for text in RAGGED], [picture_of(row.pixels[0]) for row in pictures]
+    texts, images = [written(text) for text in RAGGED], [to_pil(row.pixels[0]) for row in pictures]
     plain, ours = untrained(edit), edit.embed(RAGGED, 60, pictures)
     with torch.no_grad(), places_known(plain):
         theirs = plain.encode_prompt(texts, images)
@@ -89,8 +89,8 @@ def test_a_prompt_is_read_with_its_own_picture_and_alone_without(edit: QwenImage
 def test_a_prompt_that_spells_the_mark_of_a_picture_is_refused(edit: QwenImageEditPipeline) -> None:
     encoder = edit.bundle.text_encoder()
     assert isinstance(encoder, QwenImageEditTextEncoder)
-    with pytest.raises(ValueError, match=r"spells <\|image_pad\|>, the model's own mark of a picture. Take it out"):
-        encoder.encode_seeing(["an <|image_pad|>"], 60, shown(1)[0].pixels[None])
+    with pytest.raises(ValueError, match=r"spells <\|image_pad\|>, the model's own mark of an image. Take it out"):
+        encoder.encode_with_images(["an <|image_pad|>"], 60, shown(1)[0].pixels[None])
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 9 / 16, 2.39])
@@ -118,7 +118,7 @@ def test_two_pictures_are_combined_as_in_diffusers(plus: QwenImageEditPipeline) 
     texts, pictures = RAGGED[:3], shown(3, per_prompt=2)
     assert difference(plus, untrained(plus), texts, GUIDED, pictures, own_schedule=True) < TOLERANCE
     drawn = draw_by_euler(plus, texts, GUIDED, pictures).latents
-    other = draw_by_euler(plus, texts, GUIDED, [ShownPictures.of(row.pixels.flip(0)) for row in pictures]).latents
+    other = draw_by_euler(plus, texts, GUIDED, [ConditionImages.of(row.pixels.flip(0)) for row in pictures]).latents
     assert (drawn - other).abs().max() > SEEN
 
 

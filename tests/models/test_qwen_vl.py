@@ -399,7 +399,7 @@ def test_files_of_another_kind_are_refused_by_name(path, pipeline, plain, tmp_pa
     [
         (("say <|image_pad|>", (0,)), "2 placeholders for 1 pictures: the text itself spells"),
         (("say <|image_pad|>", ()), "1 placeholders for 0 pictures"),
-        (("<image><image>", (0,)), "2 marks <image> and the prompt brings 1 pictures"),
+        (("<image><image>", (0,)), "2 marks <image> and the prompt brings 1 images"),
         (("long" * 60, (0,)), "tokens long, its template included, and sampling.max_prompt_tokens is 200"),
     ],
 )
@@ -410,7 +410,7 @@ def test_bad_prompt_is_refused_by_name(row, why, pipeline, pictures) -> None:
 
 
 def test_picture_that_is_gone_is_refused_by_prompt_and_file(pipeline, tmp_path) -> None:
-    with pytest.raises(DataError, match=r"prompt what:0: picture .*gone\.png is no file of this machine"):
+    with pytest.raises(DataError, match=r"prompt what:0: image .*gone\.png is no file of this machine"):
         encoded(pipeline, [tmp_path / "gone.png"], [("what", (0,))])
 
 

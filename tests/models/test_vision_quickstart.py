@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.source_tree import ROOT
-from unirl.models.images import read_picture
+from unirl.models.images import read_image
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.models.qwen_vl.policy import PICTURE
@@ -63,7 +63,7 @@ def test_a_picture_is_nine_tokens_and_is_not_scaled(pipeline) -> None:
     found = rows("test_short")[:1]
     conditions = pipeline.encode(asked(found), ARSamplingParams(max_prompt_tokens=128))
     assert int((conditions["prompt"].tokens == PICTURE).sum()) == 9
-    assert read_picture(str(DATA / found[0]["media_refs"][0]["uri"])).size == (96, 96)
+    assert read_image(str(DATA / found[0]["media_refs"][0]["uri"])).size == (96, 96)
     assert conditions["images"].grids == [((1, 6, 6),)]
 
 

@@ -59,16 +59,16 @@ def test_text_beside_clip_has_the_length_that_tells_it_from_pictures() -> None:
 
 @pytest.mark.parametrize("frames", [1, 9])
 def test_a_first_frame_gives_the_tensors_of_diffusers(frames: int) -> None:
-    from unirl.models.images import picture_of
+    from unirl.models.images import to_pil
 
     pipeline = of("wan21-i2v")
     plain, params = plain_of(pipeline), replace(PARAMS, num_frames=frames)
     pixels = torch.randint(256, (2, 1, 3, 32, 48), generator=torch.Generator().manual_seed(0)) / 255
-    assert pipeline.picture_encoder is not None
+    assert pipeline.condition_image_encoder is not None
     with torch.no_grad():
-        found: Any = pipeline.picture_encoder.encode(pixels, params)
+        found: Any = pipeline.condition_image_encoder.encode(pixels, params)
         for row in range(2):
-            image = picture_of(pixels[row, 0])
+            image = to_pil(pixels[row, 0])
             shown = plain.video_processor.preprocess(image, height=32, width=48)
             _, expected = plain.prepare_latents(shown, 1, 4, 32, 48, frames, torch.float32, torch.device("cpu"))
             assert expected.shape == (1, 8, (frames - 1) // 4 + 1, 4, 6)

@@ -15,7 +15,7 @@ from tests.models.family_cases import CASES, built
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, difference, draw_by_euler, plain_pipeline
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.wan22.bundle import Wan22Bundle
 from unirl.models.wan22.family import facts
 from unirl.models.wan22.pipeline import FILES, Wan22Pipeline
@@ -50,7 +50,7 @@ def of(name: str) -> DiffusersPipeline[Any]:
 
 def apart(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams, pictures: Any = None) -> float:
     return difference(
-        pipeline, plain_pipeline(pipeline.bundle, pipeline.bundle.untrained()), TEXTS, params, pictures=pictures
+        pipeline, plain_pipeline(pipeline.bundle, pipeline.bundle.untrained()), TEXTS, params, images=pictures
     )
 
 
@@ -170,10 +170,10 @@ def test_adapters_are_written_as_two_files_that_diffusers_reads(tmp_path: Path) 
 # A first frame within the video
 
 
-def pictures(params: DiffusionSamplingParams) -> list[ShownPictures]:
+def pictures(params: DiffusionSamplingParams) -> list[ConditionImages]:
     generator = torch.Generator().manual_seed(3)
     shape = (1, 3, params.height, params.width)
-    return [ShownPictures.of(torch.randint(256, shape, generator=generator) / 255) for _ in TEXTS]
+    return [ConditionImages.of(torch.randint(256, shape, generator=generator) / 255) for _ in TEXTS]
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

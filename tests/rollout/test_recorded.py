@@ -18,7 +18,7 @@ from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine
-from unirl.rollout.engine.recorded.pictures import read_picture, read_pictures
+from unirl.rollout.engine.recorded.pictures import read_image, read_pictures
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.testing.engine import check_engine
 from unirl.testing.toy import ToyBundle, ToyPipeline, toy_request
@@ -142,14 +142,14 @@ class Blind(ToyBundle):
 
 
 def test_a_family_without_an_encoder_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ConfigError, match=r"Blind brings no encoder of pictures.*give it `encoder\(\)`") as caught:
+    with pytest.raises(ConfigError, match=r"Blind brings no encoder of images.*give it `encoder\(\)`") as caught:
         engine_of(ToyPipeline(Blind()))
     assert caught.value.code == 2020
 
 
 def test_an_sd3_without_its_vae_is_refused_before_the_first_step() -> None:
     bundle = SD3Bundle(path="toy", dtype="fp32", components=("transformer",))
-    with pytest.raises(ValueError, match="built without vae, so it cannot encode pictures"):
+    with pytest.raises(ValueError, match="built without vae, so it cannot encode images"):
         bundle.encoder()
 
 
@@ -166,7 +166,7 @@ def test_the_check_of_engines_says_that_there_is_nothing_to_prove() -> None:
 def pixels_of(folder: Path, image: Image.Image, **how) -> np.ndarray:
     """[8, 8, 3] uint8 what is read of a picture that was saved."""
     image.save(folder / "a.png", **how)
-    return (read_picture(str(folder / "a.png"), 8, 8).permute(1, 2, 0) * 255).round().numpy().astype(np.uint8)
+    return (read_image(str(folder / "a.png"), 8, 8).permute(1, 2, 0) * 255).round().numpy().astype(np.uint8)
 
 
 def test_the_middle_of_a_wide_and_of_a_tall_picture_is_taken(tmp_path) -> None:
@@ -221,7 +221,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
     for content in (b"", b"no picture", whole[: len(whole) // 2], bytes(flipped)):
         (tmp_path / "bad.png").write_bytes(content)
         with pytest.raises(DataError, match=r"bad\.png cannot be read as a picture") as caught:
-            read_picture(str(tmp_path / "bad.png"), 8, 8)
+            read_image(str(tmp_path / "bad.png"), 8, 8)
         assert caught.value.code == 4003
     with pytest.raises(DataError, match=r"absent\.png cannot be read"):
-        read_picture(str(tmp_path / "absent.png"), 8, 8)
+        read_image(str(tmp_path / "absent.png"), 8, 8)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unirl.config.errors import DataError
 from unirl.data.datasets import Prompt
 from unirl.data.schema import CONDITION, MEDIA_FORM
-from unirl.models.images import parts_of, read_picture
+from unirl.models.images import read_image, split_at_images
 from unirl.models.loading.remote_files import fetch, is_remote
 from unirl.types.facts import ModelFacts
 
@@ -103,7 +103,7 @@ def _looked(uri: str) -> Look | DataError:
 
 def look_at(uri: str) -> Look:
     """What is known of the picture at a path or an address. Raises DataError (4003)."""
-    width, height = read_picture(uri).size
+    width, height = read_image(uri).size
     return Look(height, width, digest_of(uri))
 
 
@@ -125,7 +125,7 @@ def _problems(prompts: Sequence[Prompt], found: Mapping[str, Look | DataError]) 
 
 def _misplaced(prompt: Prompt) -> DataError | None:
     try:
-        parts_of(prompt.text, len(prompt.images))
+        split_at_images(prompt.text, len(prompt.images))
     except ValueError as error:
         return DataError(str(error))
     return None

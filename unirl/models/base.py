@@ -157,22 +157,22 @@ class TextEncoder(Protocol):
 
 
 @runtime_checkable
-class SeeingTextEncoder(TextEncoder, Protocol):
-    """An encoder that reads a prompt together with its pictures."""
+class MultimodalTextEncoder(TextEncoder, Protocol):
+    """An encoder that reads a prompt together with its images."""
 
-    def encode_seeing(self, texts: Sequence[str], max_sequence_length: int, pictures: Tensor) -> TextEmbedCondition:
-        """One row per text; a pure function of each text, the length and its pictures [B, N, 3, H, W] in [0, 1]."""
+    def encode_with_images(self, texts: Sequence[str], max_sequence_length: int, images: Tensor) -> TextEmbedCondition:
+        """One row per text; a pure function of each text, the length and its images [B, N, 3, H, W] in [0, 1]."""
         ...
 
 
-class PictureEncoder(Protocol):
-    """Condition pictures to what the network reads of them: a video's first frame, pictures to be edited."""
+class ConditionImageEncoder(Protocol):
+    """Condition images to what the network reads of them: a video's first frame, images to be edited."""
 
     components: tuple[str, ...]
     """The bundle's components that `encode` runs."""
 
-    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
-        """One row per prompt, each by itself, of pictures [B, N, 3, H, W] in [0, 1] of the sample's size."""
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """One row per prompt, each by itself, of images [B, N, 3, H, W] in [0, 1] of the sample's size."""
         ...
 
 
@@ -217,13 +217,13 @@ class DiffusionBundle(Bundle):
     def decoder(self) -> Decoder:
         """Latents to pixels."""
 
-    def picture_encoder(self) -> PictureEncoder | None:
-        """Condition pictures to what the network reads of them; None where it takes none."""
+    def condition_image_encoder(self) -> ConditionImageEncoder | None:
+        """Condition images to what the network reads of them; None where it takes none."""
         return None
 
     def encoder(self) -> Encoder:
-        """Pixels to latents, for pictures that were recorded. Raises ConfigError (2020) where the family has none."""
+        """Pixels to latents, for images that were recorded. Raises ConfigError (2020) where the family has none."""
         raise IncompatibleError(
-            f"{type(self).__name__} brings no encoder of pictures, so it cannot be trained on recorded ones: give it "
+            f"{type(self).__name__} brings no encoder of images, so it cannot be trained on recorded ones: give it "
             "`encoder()`, or let the policy draw its samples"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, DataError, InvalidScoreError, RewardError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
-from unirl.models.images import fit_picture, read_picture
+from unirl.models.images import fit_image, read_image
 from unirl.reward.failures import STRICT, FailurePolicy
 from unirl.reward.scoring import check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
@@ -143,7 +143,7 @@ class RewardService:
                 )
         height, width = track.decoded.pixels.shape[-2:]
         distinct = dict.fromkeys(uri for brought in uris for uri in brought)
-        opened = {uri: fit_picture(read_picture(uri), height, width) for uri in distinct}
+        opened = {uri: fit_image(read_image(uri), height, width) for uri in distinct}
         return [[opened[uri] for uri in brought] for brought in uris]
 
     def _check_medium(self, column: str, track: RolloutTrack) -> None:

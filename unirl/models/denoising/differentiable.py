@@ -30,7 +30,7 @@ class Objective(Protocol):
     """A reward with a gradient."""
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] rewards of pictures [B, 3, H, W] in [0, 1], not rounded; each row by itself."""
+        """[B] rewards of images [B, 3, H, W] in [0, 1], not rounded; each row by itself."""
         ...
 
 
@@ -48,7 +48,7 @@ class DifferentiableStage:
     ) -> None:
         """
         Args:
-            decode: latents [b, *latent] to pictures, differentiable.
+            decode: latents [b, *latent] to images, differentiable.
             batch_size: rows decoded and scored at once.
             resident: has the decoder on the device inside.
         """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
 from unirl.models.loading.hub import components
@@ -39,7 +39,7 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """What the family's pipeline of diffusers draws from noise x_T [B, *latent] with settings that mean `params`.
 
@@ -153,23 +153,23 @@ def difference(
     plain: PlainPipeline,
     texts: Sequence[str],
     params: DiffusionSamplingParams,
-    pictures: Sequence[ShownPictures] | None = None,
+    images: Sequence[ConditionImages] | None = None,
     *,
     own_schedule: bool = False,
 ) -> float:
     """Max abs difference of what both draw from one noise with Euler's steps on our levels.
 
     Args:
-        pictures: of each text; absent, for a family that needs some: keyed noise.
+        images: of each text; absent, for a family that needs some: keyed noise.
         own_schedule: diffusers walks down the levels of its own scheduler, which must be Euler's.
     """
-    drawn = draw_by_euler(pipeline, texts, params, pictures)
+    drawn = draw_by_euler(pipeline, texts, params, images)
     bundle, ours = pipeline.bundle, drawn.latents
     if not own_schedule:
         assert drawn.params.sigmas is not None
         plain.scheduler = given_levels(drawn.params.sigmas)
     with bundle.resident(bundle.frozen), quiet_libraries():
-        theirs = pipeline.draw(plain, texts, drawn.x_T.clone(), drawn.params, drawn.pictures)
+        theirs = pipeline.draw(plain, texts, drawn.x_T.clone(), drawn.params, drawn.images)
         if theirs.shape != ours.shape:
             ours = pipeline.decoder.decode(ours)
     return float((ours.float() - theirs.float()).abs().max())
@@ -183,7 +183,7 @@ class Drawn:
     x_T: Tensor  # noqa: N815
     params: DiffusionSamplingParams
     """Pinned."""
-    pictures: Sequence[ShownPictures] | None
+    images: Sequence[ConditionImages] | None
 
 
 @torch.no_grad()
@@ -191,20 +191,20 @@ def draw_by_euler(
     pipeline: DiffusersPipeline[Any],
     texts: Sequence[str],
     params: DiffusionSamplingParams,
-    pictures: Sequence[ShownPictures] | None = None,
+    images: Sequence[ConditionImages] | None = None,
 ) -> Drawn:
-    """Our samples of `texts` by Euler's steps from keyed noise; keyed pictures where a family needs some."""
+    """Our samples of `texts` by Euler's steps from keyed noise; keyed images where a family needs some."""
     params = dataclasses.replace(params, solver=None, sde_indices=(), sde_steps=None, trajectory_dtype="fp32")
     params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
     noise = NoiseSource(params.seed, "eval", 0)
     ids = [f"verify:{i}" for i in range(len(texts))]
     fewest, _ = pipeline.facts.condition_images
-    if pictures is None and fewest:
+    if images is None and fewest:
         pixels = noise.uniform(ids, "p", (fewest, 3, params.height, params.width))
-        pictures = [ShownPictures.of(row.mul(255).round().div(255)) for row in pixels]
+        images = [ConditionImages.of(row.mul(255).round().div(255)) for row in pixels]
     x_T = pipeline.initial_noise(noise, ids, params)  # noqa: N806
-    conditions = pipeline.encode(texts, params, pictures)
-    return Drawn(pipeline.stage.sample(conditions, x_T, params, noise, ids).final, x_T, params, pictures)
+    conditions = pipeline.encode(texts, params, images)
+    return Drawn(pipeline.stage.sample(conditions, x_T, params, noise, ids).final, x_T, params, images)
 
 
 def base_grid(num_inference_steps: int) -> list[float]:

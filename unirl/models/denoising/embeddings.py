@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.models.base import Bundle, SeeingTextEncoder, TextEncoder
+from unirl.models.base import Bundle, MultimodalTextEncoder, TextEncoder
 from unirl.models.chunks import full_chunks, round_up
 from unirl.types.conditions import TextEmbedCondition
 
@@ -22,23 +22,23 @@ GIB = 1024**3
 
 
 @dataclass(frozen=True, eq=False)
-class ShownPictures:
-    """The condition pictures of one prompt, known by what they show."""
+class ConditionImages:
+    """The condition images of one prompt, known by what they show."""
 
     pixels: Tensor  # [N, 3, H, W] in [0, 1]
     key: str
 
     @classmethod
-    def of(cls, pixels: Tensor) -> ShownPictures:
+    def of(cls, pixels: Tensor) -> ConditionImages:
         """From pixels [N, 3, H, W]."""
         shown = pixels.mul(255).round().to(torch.uint8).contiguous()
         digest = hashlib.blake2b(shown.numpy().tobytes(), digest_size=16).hexdigest()
         return cls(pixels, f"{tuple(pixels.shape)}:{digest}")
 
 
-NO_PICTURES = ShownPictures(torch.zeros(0), "")
+NO_IMAGES = ConditionImages(torch.zeros(0), "")
 Prompt = tuple[str, int, str]
-"""Text, sequence length, and the key of its pictures ("" = it is read without any)."""
+"""Text, sequence length, and the key of its images ("" = it is read without any)."""
 
 
 class PromptEmbeddings:
@@ -53,17 +53,17 @@ class PromptEmbeddings:
         self._rows: OrderedDict[Prompt, TextEmbedCondition] = OrderedDict()
 
     def __call__(
-        self, texts: Sequence[str], max_sequence_length: int, pictures: Sequence[ShownPictures] | None = None
+        self, texts: Sequence[str], max_sequence_length: int, images: Sequence[ConditionImages] | None = None
     ) -> TextEmbedCondition:
         """The condition of `texts`, one row each, on the bundle's device.
 
         Args:
-            pictures: of each text, all of one shape; encoders that do not see any are not shown them.
+            images: of each text, all of one shape; encoders that do not see any are not shown them.
         """
-        if pictures is None or not isinstance(self.encoder, SeeingTextEncoder):
-            pictures = [NO_PICTURES] * len(texts)
-        shown = {picture.key: picture.pixels for picture in pictures if picture.key}
-        prompts = [(text, max_sequence_length, picture.key) for text, picture in zip(texts, pictures, strict=True)]
+        if images is None or not isinstance(self.encoder, MultimodalTextEncoder):
+            images = [NO_IMAGES] * len(texts)
+        shown = {image.key: image.pixels for image in images if image.key}
+        prompts = [(text, max_sequence_length, image.key) for text, image in zip(texts, images, strict=True)]
         unique = list(dict.fromkeys(prompts))
         found = {prompt: self._remembered(prompt) for prompt in unique}
         found |= self._encode([prompt for prompt, row in found.items() if row is None], max_sequence_length, shown)
@@ -91,9 +91,9 @@ class PromptEmbeddings:
             for chunk in full_chunks(len(prompts), self.batch_size):
                 chosen = [prompts[row] for row in chunk.rows]
                 texts = [text for text, _, _ in chosen]
-                if shown and isinstance(self.encoder, SeeingTextEncoder):
-                    pictures = torch.stack([shown[key] for _, _, key in chosen]).to(self.bundle.device)
-                    batch = self.encoder.encode_seeing(texts, max_sequence_length, pictures).to("cpu")
+                if shown and isinstance(self.encoder, MultimodalTextEncoder):
+                    images = torch.stack([shown[key] for _, _, key in chosen]).to(self.bundle.device)
+                    batch = self.encoder.encode_with_images(texts, max_sequence_length, images).to("cpu")
                 else:
                     batch = self.encoder.encode(texts, max_sequence_length).to("cpu")
                 for j in range(chunk.kept):

@@ -1,4 +1,4 @@
-"""Prompts and their pictures in, a rollout out: encode, sample, decode with one denoising model."""
+"""Prompts and their images in, a rollout out: encode, sample, decode with one denoising model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
 from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
 from unirl.models.denoising.decode_ahead import DecodeAhead
-from unirl.models.denoising.embeddings import PromptEmbeddings, ShownPictures
-from unirl.models.images import fit_picture, read_picture
+from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
+from unirl.models.images import fit_image, read_image
 from unirl.sde.guidance import NEGATIVE
 from unirl.sde.kernels import EulerODE
 from unirl.sde.noise import NoiseSource
@@ -46,7 +46,7 @@ class _Draw:
 
 
 class DiffusionPipeline(Generic[BundleT]):
-    """Text (and pictures) to images or videos with one bundle, which brings denoiser, encoders and decoder."""
+    """Text (and images) to images or videos with one bundle, which brings denoiser, encoders and decoder."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
     """Of a family of videos: `VIDEO`."""
@@ -67,10 +67,10 @@ class DiffusionPipeline(Generic[BundleT]):
 
         Args:
             encode_batch_size: prompts per forward of the text encoders.
-            decode_batch_size: latents or pictures per forward of the VAE.
+            decode_batch_size: latents or images per forward of the VAE.
             embedding_cache_gb: main memory for text embeddings kept across rollouts, GiB; 0 keeps none.
             keep_resident: False brings encoders and VAE to the device only while they run.
-            vae_tiling: the VAE works on overlapping tiles of a large picture or video, and blends them: less memory.
+            vae_tiling: the VAE works on overlapping tiles of a large image or video, and blends them: less memory.
             vae_slicing: the VAE works on one row at a time: less memory.
             decode_ahead: decode each chunk of a rollout while the next one is sampled: both need memory at once.
         """
@@ -81,7 +81,7 @@ class DiffusionPipeline(Generic[BundleT]):
         self.embed = PromptEmbeddings(
             bundle, bundle.text_encoder(), batch_size=encode_batch_size, cache_gb=embedding_cache_gb
         )
-        self.picture_encoder = bundle.picture_encoder()
+        self.condition_image_encoder = bundle.condition_image_encoder()
         self.decode_batch_size = decode_batch_size
         self.decode_ahead = decode_ahead
         for option, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
@@ -112,7 +112,7 @@ class DiffusionPipeline(Generic[BundleT]):
             return _response(req, conditions, LatentSegment.concat(parts), ahead.result())
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
-        """The rollout of a request whose samples exist already, one picture per row: their latents, no trajectory."""
+        """The rollout of a request whose samples exist already, one image per row: their latents, no trajectory."""
         _, params = req.only_track(DiffusionSamplingParams)
         conditions = self.encode(req.prompts(), params, self._shown(req, params))
         noise = NoiseSource(params.seed, req.purpose, req.step)
@@ -126,7 +126,7 @@ class DiffusionPipeline(Generic[BundleT]):
             kernel=EulerODE(), height=side, width=side, max_sequence_length=CANARY_SEQUENCE_LENGTH
         )
         fewest, _ = self.facts.condition_images
-        grey = ShownPictures.of(torch.full((fewest, 3, side, side), 0.5)) if fewest else None
+        grey = ConditionImages.of(torch.full((fewest, 3, side, side), 0.5)) if fewest else None
         return LatentCanary(
             x=NoiseSource(0, "eval", 0).normal(list(IDS), "x", self.facts.latent_shape(params)),
             sigma=torch.full((len(PROMPTS),), CANARY_SIGMA),
@@ -145,23 +145,23 @@ class DiffusionPipeline(Generic[BundleT]):
         self,
         texts: Sequence[str],
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Conditions:
-        """The conditions of prompts: `text`, `negative_text` when guidance is on, what the family reads of pictures.
+        """The conditions of prompts: `text`, `negative_text` when guidance is on, what the family reads of images.
 
         Args:
-            pictures: of each prompt, of the sample's size; absent = no prompt brings any.
+            images: of each prompt, of the sample's size; absent = no prompt brings any.
         """
         length = params.max_sequence_length
-        conditions: Conditions = {"text": self.embed(texts, length, pictures)}
+        conditions: Conditions = {"text": self.embed(texts, length, images)}
         if self.facts.guidance_of(params).active:
-            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length, pictures)
-        if pictures is not None:
-            conditions |= self._picture_conditions(pictures, params)
+            conditions[NEGATIVE + "text"] = self.embed([params.negative_prompt] * len(texts), length, images)
+        if images is not None:
+            conditions |= self._image_conditions(images, params)
         return conditions
 
     def decode(self, latents: Tensor) -> Images | Videos:
-        """The pictures or videos of latents [B, *latent], rounded to the 256 levels of uint8."""
+        """The images or videos of latents [B, *latent], rounded to the 256 levels of uint8."""
         with torch.no_grad(), self.bundle.resident(self.decoder.components):
             pixels = map_chunks(self.decoder.decode, latents.float(), self.decode_batch_size, self.facts.batch_multiple)
         if self.facts.frame_scale is not None:
@@ -169,7 +169,7 @@ class DiffusionPipeline(Generic[BundleT]):
         return Images(pixels=pixels.mul(255).round_().div_(255))
 
     def latents_of(self, images: Images) -> Tensor:
-        """The latents [B, *latent] of pictures, on the bundle's device."""
+        """The latents [B, *latent] of images, on the bundle's device."""
         encoder, device = self.bundle.encoder(), self.bundle.device
         with torch.no_grad(), self.bundle.resident(encoder.components):
             return map_chunks(
@@ -195,28 +195,29 @@ class DiffusionPipeline(Generic[BundleT]):
                 f"pipeline.vae_{option}=true: {self.facts.family} decodes by {kinds}, which has no {option}. Remove it"
             )
 
-    def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ShownPictures] | None:
-        """The pictures of each row's prompt, opened once and cut to the sample's size; None where none brings any."""
+    def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ConditionImages] | None:
+        """The images of each row's prompt, opened once and cut to the sample's size; None where none brings any."""
         rows = req.pictures()
         counts = sorted({len(uris) for uris in rows})
         if counts == [0]:
             return None
         if len(counts) > 1:
             raise DataError(
-                f"the prompts of one step bring {' and '.join(map(str, counts))} condition pictures, and "
+                f"the prompts of one step bring {' and '.join(map(str, counts))} condition images, and "
                 f"{self.facts.family} is fed equally many with each. Give every prompt of the data file the same number"
             )
-        opened = {uris: ShownPictures.of(_opened(uris, params)) for uris in dict.fromkeys(rows)}
+        opened = {uris: ConditionImages.of(_opened(uris, params)) for uris in dict.fromkeys(rows)}
         return [opened[uris] for uris in rows]
 
-    def _picture_conditions(self, pictures: Sequence[ShownPictures], params: DiffusionSamplingParams) -> Conditions:
-        """Each distinct picture is encoded once."""
-        if self.picture_encoder is None:
+    def _image_conditions(self, images: Sequence[ConditionImages], params: DiffusionSamplingParams) -> Conditions:
+        """Each distinct image is encoded once."""
+        if self.condition_image_encoder is None:
             raise DataError(
-                f"{self.facts.family} takes no condition pictures, and prompts bring some. Remove their media_refs, or "
+                f"{self.facts.family} takes no condition images, and prompts bring some. Remove their media_refs, or "
                 "take a model of image to video or of editing"
             )
-        encoder, device, distinct = self.picture_encoder, self.bundle.device, {p.key: p.pixels for p in pictures}
+        encoder, device = self.condition_image_encoder, self.bundle.device
+        distinct = {image.key: image.pixels for image in images}
         keys = list(distinct)
         stacked = torch.stack(list(distinct.values()))
         parts: list[Conditions] = []
@@ -224,7 +225,7 @@ class DiffusionPipeline(Generic[BundleT]):
             for chunk in full_chunks(len(keys), self.decode_batch_size, self.facts.batch_multiple):
                 found = encoder.encode(stacked[list(chunk.rows)].to(device), params)
                 parts.append(select_conditions(found, list(range(chunk.kept))))
-        rows = [keys.index(picture.key) for picture in pictures]
+        rows = [keys.index(image.key) for image in images]
         joined = {name: type(c).concat([part[name] for part in parts]) for name, c in parts[0].items()}
         return select_conditions(joined, rows)
 
@@ -247,7 +248,7 @@ class DiffusionPipeline(Generic[BundleT]):
 
 def _opened(uris: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
     """[N, 3, H, W] in [0, 1]."""
-    return torch.stack([fit_picture(read_picture(uri), params.height, params.width) for uri in uris])
+    return torch.stack([fit_image(read_image(uri), params.height, params.width) for uri in uris])
 
 
 def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images | Videos) -> RolloutResp:

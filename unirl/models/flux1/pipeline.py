@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.flux1.bundle import Flux1Bundle
 from unirl.models.flux1.denoiser import tokens_of
 from unirl.types.sampling import DiffusionSamplingParams
@@ -22,7 +22,7 @@ class Flux1Pipeline(DiffusersPipeline[Flux1Bundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         drawn: Tensor = plain(
             prompt=list(texts),

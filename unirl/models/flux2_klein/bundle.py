@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.models.base import Decoder, Encoder, PictureEncoder, TextEncoder
+from unirl.models.base import ConditionImageEncoder, Decoder, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
-from unirl.models.flux2_klein.conditioning import KleinPictureEncoder
+from unirl.models.flux2_klein.conditioning import KleinImageEncoder
 from unirl.models.flux2_klein.denoiser import KleinDenoiser
 from unirl.models.flux2_klein.family import FLUX2_KLEIN
 from unirl.models.flux2_klein.text import KleinTextEncoder
@@ -28,10 +28,10 @@ class Flux2KleinBundle(DiffusersBundle):
         self.require(KleinTextEncoder.components, "encode text")
         return KleinTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"])
 
-    def picture_encoder(self) -> PictureEncoder | None:
-        """The VAE: pictures to be edited."""
-        self.require(("vae",), "encode pictures")
-        return KleinPictureEncoder(KleinEncoder(self.modules["vae"]))
+    def condition_image_encoder(self) -> ConditionImageEncoder | None:
+        """The VAE: images to be edited."""
+        self.require(("vae",), "encode images")
+        return KleinImageEncoder(KleinEncoder(self.modules["vae"]))
 
     def decoder(self) -> Decoder:
         """The VAE."""
@@ -40,5 +40,5 @@ class Flux2KleinBundle(DiffusersBundle):
 
     def encoder(self) -> Encoder:
         """The VAE."""
-        self.require(("vae",), "encode pictures")
+        self.require(("vae",), "encode images")
         return KleinEncoder(self.modules["vae"])

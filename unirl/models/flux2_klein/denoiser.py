@@ -1,7 +1,7 @@
 """The transformer of FLUX.2-klein as a velocity field.
 
-Tokens have places (time, row, column, number): the sample's are (0, row, column, 0), those of the i-th picture to be
-edited (10 + 10 i, row, column, 0) and those of the text (0, 0, 0, number). Pictures follow the sample.
+Tokens have places (time, row, column, number): the sample's are (0, row, column, 0), those of the i-th image to be
+edited (10 + 10 i, row, column, 0) and those of the text (0, 0, 0, number). Images follow the sample.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from unirl.types.conditions import Conditions, LatentCondition, TextEmbedCondition
 
-PICTURE_GAP = 10
-"""Steps of time between the sample and the first picture, and between pictures."""
+IMAGE_GAP = 10
+"""Steps of time between the sample and the first image, and between images."""
 
 
 class KleinDenoiser:
@@ -24,16 +24,16 @@ class KleinDenoiser:
         self.transformer = transformer  # diffusers' Flux2Transformer2DModel, which has no types
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given `text` and, where pictures are edited, `image`."""
+        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given `text` and, where images are edited, `image`."""
         text, image = conditions["text"], conditions.get("image")
         assert isinstance(text, TextEmbedCondition)
         dtype = self.transformer.x_embedder.weight.dtype
         tokens, places = [_tokens(x)], [_places(x, 0)]
         if image is not None:
             assert isinstance(image, LatentCondition)
-            for i, picture in enumerate(image.latents.to(x).unbind(1)):
-                tokens.append(_tokens(picture))
-                places.append(_places(picture, PICTURE_GAP * (i + 1)))
+            for i, latents in enumerate(image.latents.to(x).unbind(1)):
+                tokens.append(_tokens(latents))
+                places.append(_places(latents, IMAGE_GAP * (i + 1)))
         v = self.transformer(
             hidden_states=torch.cat(tokens, dim=1).to(dtype),
             timestep=sigma,  # the transformer multiplies it by 1000

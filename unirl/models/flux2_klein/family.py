@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unirl.config.errors import NotFoundError
-from unirl.models.flux2_klein.conditioning import MOST_PICTURES
+from unirl.models.flux2_klein.conditioning import MAX_CONDITION_IMAGES
 from unirl.models.flux2_klein.published import PUBLISHED
 from unirl.models.flux2_klein.text import STACKED
 from unirl.models.flux2_klein.toy import DISTILLED, TOY, toy_tokenizers
@@ -39,7 +39,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         guidance=NoGuidance() if checkpoint.settings.get("is_distilled") else Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["joint_attention_dim"],
-        condition_images=(0, MOST_PICTURES),
+        condition_images=(0, MAX_CONDITION_IMAGES),
     )
 
 

@@ -1,4 +1,4 @@
-"""Text to image, and pictures edited by text, with FLUX.2-klein."""
+"""Text to image, and images edited by text, with FLUX.2-klein."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.text import stacked_layers
 from unirl.types.sampling import DiffusionSamplingParams
@@ -24,14 +24,14 @@ class Flux2KleinPipeline(DiffusersPipeline[Flux2KleinBundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
-        """One by one where there are pictures: diffusers shows the same ones to all texts of a call."""
-        if pictures is None:
+        """One by one where there are images: diffusers shows the same ones to all texts of a call."""
+        if images is None:
             return self._draw(plain, texts, x_T, params)
         rows = [
-            self._draw(plain, [text], x_T[i : i + 1], params, image=_pictures(shown))
-            for i, (text, shown) in enumerate(zip(texts, pictures, strict=True))
+            self._draw(plain, [text], x_T[i : i + 1], params, image=_images(shown))
+            for i, (text, shown) in enumerate(zip(texts, images, strict=True))
         ]
         return torch.cat(rows)
 
@@ -61,9 +61,9 @@ class Flux2KleinPipeline(DiffusersPipeline[Flux2KleinBundle]):
         return drawn
 
 
-def _pictures(shown: ShownPictures) -> list[Any]:
+def _images(shown: ConditionImages) -> list[Any]:
     """As PIL's."""
     from PIL import Image
 
     pixels = shown.pixels.mul(255).round().to(torch.uint8)
-    return [Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()) for picture in pixels]
+    return [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in pixels]

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
 from unirl.types.protocols import Capabilities
@@ -26,7 +26,7 @@ class HunyuanVideoPipeline(DiffusersPipeline[HunyuanVideoBundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """diffusers calls the embedded scale `guidance_scale`, and that of two branches `true_cfg_scale`."""
         embedded = self.bundle.checkpoint.configs["transformer"]["guidance_embeds"]

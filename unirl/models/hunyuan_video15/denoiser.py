@@ -12,7 +12,7 @@ from unirl.types.conditions import Conditions, TextEmbedCondition
 
 
 class HunyuanVideo15Denoiser:
-    """One forward of the transformer, which reads a condition latent and pictures of which text to video has none."""
+    """One forward of the transformer, which reads a condition latent and images of which text to video has none."""
 
     def __init__(self, transformer: Any, timestep_scale: float) -> None:
         self.transformer = transformer  # diffusers' HunyuanVideo15Transformer3DModel, which has no types
@@ -33,7 +33,7 @@ class HunyuanVideo15Denoiser:
                 encoder_attention_mask=text.mask,
                 encoder_hidden_states_2=text.embeds_2.to(dtype),
                 encoder_attention_mask_2=text.mask_2,
-                # All zeros means that there is no picture: these tokens are masked, so one does what 729 do.
+                # All zeros means that there is no image: these tokens are masked, so one does what 729 do.
                 image_embeds=latent.new_zeros(len(x), 1, self.transformer.config.image_embed_dim),
                 return_dict=False,
             )[0]

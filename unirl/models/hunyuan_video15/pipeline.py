@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.text import glyph_tokens
@@ -33,7 +33,7 @@ class HunyuanVideo15Pipeline(DiffusersPipeline[HunyuanVideo15Bundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """With a guider of our scale."""
         plain.guider = plain.guider.new(guidance_scale=params.guidance_scale)

@@ -60,7 +60,7 @@ class LanguageFamily:
     parameter_name: Callable[[str], str] = str
     """The name in the network of a tensor of a checkpoint's files."""
     sees: bool = False
-    """Prompts may show pictures."""
+    """Prompts may show images."""
 
 
 class LanguageBundle(Bundle):

@@ -118,7 +118,7 @@ def _tried(uri: str, bounds: Bounds) -> bytes:
 
 def refusal(uri: str, why: str) -> DataError:
     """The error for a file that cannot be had."""
-    return UnreadableFileError(f"picture {uri} cannot be fetched: {why}")
+    return UnreadableFileError(f"image {uri} cannot be fetched: {why}")
 
 
 def _over_http(uri: str, bounds: Bounds) -> bytes:
@@ -148,7 +148,7 @@ def _check_answer(uri: str, status: int, content_type: str) -> None:
         raise refusal(uri, f"the server answers {status}. Correct the uri, or remove the entry")
     kind = content_type.partition(";")[0].strip().lower()
     if kind.startswith("text/") or kind in ("application/json", "application/xml"):
-        raise refusal(uri, f"the server answers with {kind}, which is no picture. Give the uri of the picture itself")
+        raise refusal(uri, f"the server answers with {kind}, which is no image. Give the uri of the image itself")
 
 
 def _whole(number: str | None) -> int | None:
@@ -183,7 +183,7 @@ def _collected(uri: str, pieces: Iterator[bytes], deadline: float, bounds: Bound
 def _from_store(uri: str, bounds: Bounds) -> bytes:
     scheme = scheme_of(uri)
     package = PACKAGES[scheme]
-    need(package, by=f"a picture at {scheme}:// ({uri})", install=f"pip install {package}")
+    need(package, by=f"an image at {scheme}:// ({uri})", install=f"pip install {package}")
     deadline = time.monotonic() + bounds.timeout_s
     try:
         with _opened(uri, scheme, bounds) as file:

@@ -26,7 +26,7 @@ class Lumina2Bundle(DiffusersBundle):
         """Gemma 2."""
         self.require(("text_encoder",), "encode text")
         places = self.checkpoint.configs["transformer"]["axes_lens"][0]
-        # The picture's tokens stand at the place after the last of the text.
+        # The image's tokens stand at the place after the last of the text.
         return Lumina2TextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], places - 1)
 
     def decoder(self) -> Decoder:
@@ -36,5 +36,5 @@ class Lumina2Bundle(DiffusersBundle):
 
     def encoder(self) -> Encoder:
         """The VAE."""
-        self.require(("vae",), "encode pictures")
+        self.require(("vae",), "encode images")
         return KLEncoder(self.modules["vae"])

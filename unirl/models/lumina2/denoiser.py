@@ -22,7 +22,7 @@ class Lumina2Denoiser:
         assert isinstance(text, TextEmbedCondition) and text.mask is not None
         dtype = self.transformer.x_embedder.weight.dtype
         embeds, latents = text.embeds.to(dtype), x.to(dtype)
-        clock = 1.0 - sigma  # its time is 0 at noise and 1 at pictures, and its velocity points there
+        clock = 1.0 - sigma  # its time is 0 at noise and 1 at images, and its velocity points there
         # Row by row: the transformer pads a batch to its longest prompt, so a row's bits would depend on the others.
         velocities = [
             self.transformer(

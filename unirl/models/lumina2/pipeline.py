@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.lumina2.bundle import Lumina2Bundle
 from unirl.models.lumina2.text import TEMPLATE
 from unirl.types.conditions import Conditions
@@ -21,9 +21,9 @@ class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):
         self,
         texts: Sequence[str],
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Conditions:
-        return super().encode([TEMPLATE + text for text in texts], params, pictures)
+        return super().encode([TEMPLATE + text for text in texts], params, images)
 
     def draw(
         self,
@@ -31,7 +31,7 @@ class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         drawn: Tensor = plain(
             prompt=list(texts),

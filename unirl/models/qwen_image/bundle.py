@@ -36,5 +36,5 @@ class QwenImageBundle(DiffusersBundle):
 
     def encoder(self) -> Encoder:
         """The VAE."""
-        self.require(("vae",), "encode pictures")
+        self.require(("vae",), "encode images")
         return QwenImageVAE(self.modules["vae"])

@@ -22,9 +22,9 @@ class QwenImageDenoiser:
         """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given `text`."""
         text = conditions["text"]
         assert isinstance(text, TextEmbedCondition)
-        pictures = [x, *self.references(conditions)]
-        tokens = [packed(picture, self.patch_size) for picture in pictures]
-        grid = [(1, p.shape[-2] // self.patch_size, p.shape[-1] // self.patch_size) for p in pictures]
+        images = [x, *self.references(conditions)]
+        tokens = [packed(image, self.patch_size) for image in images]
+        grid = [(1, p.shape[-2] // self.patch_size, p.shape[-1] // self.patch_size) for p in images]
         dtype = self.transformer.img_in.weight.dtype
         v = self.transformer(
             hidden_states=torch.cat(tokens, dim=1).to(dtype),
@@ -37,7 +37,7 @@ class QwenImageDenoiser:
         return unpacked(v[:, : tokens[0].shape[1]].float(), x.shape, self.patch_size)
 
     def references(self, conditions: Conditions) -> Sequence[Tensor]:
-        """Latents [B, C, H, W] of each picture that stands as tokens after the sample's: there are none."""
+        """Latents [B, C, H, W] of each image that stands as tokens after the sample's: there are none."""
         return ()
 
 

@@ -12,7 +12,7 @@ from unirl.types.facts import LatentFacts
 
 PIPELINE = "QwenImagePipeline"
 EDIT, EDIT_PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
-"""diffusers' pipelines of checkpoints that edit: one picture, or one to three."""
+"""diffusers' pipelines of checkpoints that edit: one image, or one to three."""
 EDITING = (
     "unirl.models.qwen_image_edit.bundle.QwenImageEditBundle and "
     "unirl.models.qwen_image_edit.pipeline.QwenImageEditPipeline"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.denoiser import packed
 from unirl.models.qwen_image.templates import written
@@ -23,7 +23,7 @@ class QwenImagePipeline(DiffusersPipeline[QwenImageBundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """Pixels [B, 3, H, W]."""
         return drawn(plain, texts, x_T, params)
@@ -34,15 +34,15 @@ def drawn(
     texts: Sequence[str],
     x_T: Tensor,  # noqa: N803
     params: DiffusionSamplingParams,
-    **pictures: object,
+    **images: object,
 ) -> Tensor:
-    """Pixels [B, 3, H, W] that a pipeline of Qwen-Image draws with our settings; `pictures` are what it is shown."""
+    """Pixels [B, 3, H, W] that a pipeline of Qwen-Image draws with our settings; `images` are what it is shown."""
     prompts: dict[str, object] = {"prompt": [written(text) for text in texts]}
     if params.guidance_scale != 1:
         prompts["negative_prompt"] = [written(params.negative_prompt)] * len(texts)
     pixels: Tensor = plain(
         **prompts,
-        **pictures,
+        **images,
         true_cfg_scale=params.guidance_scale,
         height=params.height,
         width=params.width,

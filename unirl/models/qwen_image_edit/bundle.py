@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from unirl.models.base import PictureEncoder, TextEncoder
+from unirl.models.base import ConditionImageEncoder, TextEncoder
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.qwen_image.bundle import QwenImageBundle
@@ -13,11 +13,11 @@ from unirl.models.qwen_image_edit.denoiser import QwenImageEditDenoiser
 from unirl.models.qwen_image_edit.family import PROCESSOR, QWEN_IMAGE_EDIT
 from unirl.models.qwen_image_edit.templates import TEMPLATES
 from unirl.models.qwen_image_edit.text import QwenImageEditTextEncoder
-from unirl.models.qwen_vl.sight import picture_processor
+from unirl.models.qwen_vl.sight import image_text_processor
 
 
 class QwenImageEditBundle(QwenImageBundle):
-    """The networks of Qwen-Image; pictures are fed to all three."""
+    """The networks of Qwen-Image; images are fed to all three."""
 
     family: ClassVar[DiffusersFamily] = QWEN_IMAGE_EDIT
 
@@ -26,7 +26,7 @@ class QwenImageEditBundle(QwenImageBundle):
         return QwenImageEditDenoiser(self.trainable(), self.facts.patch_size)
 
     def text_encoder(self) -> TextEncoder:
-        """Qwen2.5-VL, which sees the pictures."""
+        """Qwen2.5-VL, which sees the images."""
         self.require(("text_encoder",), "encode text")
         return QwenImageEditTextEncoder(
             self.modules["text_encoder"],
@@ -35,7 +35,7 @@ class QwenImageEditBundle(QwenImageBundle):
             self.tokenizers[PROCESSOR].image_processor,
         )
 
-    def picture_encoder(self) -> PictureEncoder:
+    def condition_image_encoder(self) -> ConditionImageEncoder:
         """The VAE."""
         return ReferenceEncoder(self.encoder())
 
@@ -48,4 +48,4 @@ class QwenImageEditBundle(QwenImageBundle):
         root = self.family.directory(self.path, self.revision)
         tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(root / PROCESSOR, local_files_only=True)
-        return {"tokenizer": tokenizer, PROCESSOR: picture_processor(image_processor, tokenizer)}
+        return {"tokenizer": tokenizer, PROCESSOR: image_text_processor(image_processor, tokenizer)}

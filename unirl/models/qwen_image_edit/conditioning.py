@@ -1,4 +1,4 @@
-"""Pictures to be edited, as the transformer reads them: latents beside the sample's."""
+"""Images to be edited, as the transformer reads them: latents beside the sample's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 
 class ReferenceEncoder:
-    """The VAE's latents of every picture, at the size that is drawn.
+    """The VAE's latents of every image, at the size that is drawn.
 
     diffusers brings references to 1024 x 1024 pixels in area at their own aspect ratio, whatever it draws; at that size
     both are the same. Below it, references shrink with the sample, so that a token costs what it costs in the sample.
@@ -21,7 +21,7 @@ class ReferenceEncoder:
         self.encoder = encoder
         self.components = encoder.components
 
-    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
-        """`image`: latents [B, N, C, H / 8, W / 8] of pictures [B, N, 3, H, W] in [0, 1]."""
-        latents = self.encoder.encode(pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """`image`: latents [B, N, C, H / 8, W / 8] of images [B, N, 3, H, W] in [0, 1]."""
+        latents = self.encoder.encode(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         return {IMAGE: LatentCondition(latents=latents)}

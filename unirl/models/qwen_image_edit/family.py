@@ -1,4 +1,4 @@
-"""What a Qwen-Image-Edit checkpoint is made of: the networks of Qwen-Image, and a processor of pictures."""
+"""What a Qwen-Image-Edit checkpoint is made of: the networks of Qwen-Image, and a processor of images."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from unirl.models.qwen_image_edit.toy import TOY, TOY_PLUS, toy_tokenizers
 from unirl.types.facts import LatentFacts
 
 PROCESSOR = "processor"
-MOST_PICTURES = {"": 1, EDIT_PLUS: 3}
+MAX_CONDITION_IMAGES = {"": 1, EDIT_PLUS: 3}
 """To be edited or combined, by the pipeline that a checkpoint names; at least one."""
 
 
 def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
-    """What the rest of the system needs to know: Qwen-Image's facts, and the pictures."""
+    """What the rest of the system needs to know: Qwen-Image's facts, and the images."""
     return replace(
         facts_of_drawing(checkpoint, batch_multiple),
         family="qwen_image_edit",
-        condition_images=(1, MOST_PICTURES[checkpoint.pipeline]),
+        condition_images=(1, MAX_CONDITION_IMAGES[checkpoint.pipeline]),
         reference_tokens=True,
     )
 

@@ -1,4 +1,4 @@
-"""Editing of pictures with Qwen-Image-Edit."""
+"""Editing of images with Qwen-Image-Edit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
-from unirl.models.denoising.embeddings import ShownPictures
-from unirl.models.images import picture_of
+from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.images import to_pil
 from unirl.models.qwen_image.pipeline import drawn
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
 from unirl.models.qwen_image_edit.family import PROCESSOR
@@ -22,7 +22,7 @@ from unirl.models.qwen_image_edit.templates import IMAGE_PAD
 from unirl.types.sampling import DiffusionSamplingParams
 
 REFERENCE_PIXELS = 1024 * 1024
-"""The area that diffusers brings the pictures to whose latents the transformer reads."""
+"""The area that diffusers brings the images to whose latents the transformer reads."""
 
 
 class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
@@ -46,16 +46,16 @@ class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
-        """References of the size drawn, and the encoder's positions of pictures as it was trained with."""
-        assert pictures is not None  # facts.condition_images: at least one
-        images = [[picture_of(pixels) for pixels in row.pixels] for row in pictures]
+        """References of the size drawn, and the encoder's positions of images as it was trained with."""
+        assert images is not None  # facts.condition_images: at least one
+        shown = [[to_pil(pixels) for pixels in row.pixels] for row in images]
         with references_of_size(plain, params), places_known(plain):
-            if self.facts.condition_images == (1, 1):  # one picture of each prompt
-                return drawn(plain, texts, x_T, params, image=[row[0] for row in images])
-            rows = range(len(texts))  # one prompt a call, with any number of pictures
-            return torch.cat([drawn(plain, [texts[i]], x_T[i : i + 1], params, image=images[i]) for i in rows])
+            if self.facts.condition_images == (1, 1):  # one image of each prompt
+                return drawn(plain, texts, x_T, params, image=[row[0] for row in shown])
+            rows = range(len(texts))  # one prompt a call, with any number of images
+            return torch.cat([drawn(plain, [texts[i]], x_T[i : i + 1], params, image=shown[i]) for i in rows])
 
 
 @contextmanager
@@ -77,15 +77,15 @@ def references_of_size(plain: PlainPipeline, params: DiffusionSamplingParams) ->
 
 @contextmanager
 def places_known(plain: PlainPipeline) -> Iterator[None]:
-    """Qwen2.5-VL is told which tokens stand for pictures.
+    """Qwen2.5-VL is told which tokens stand for images.
 
-    transformers 5 gives them positions in the picture only then; diffusers leaves it out and so silently feeds the
+    transformers 5 gives them positions in the image only then; diffusers leaves it out and so silently feeds the
     encoder positions that it was not trained with (https://github.com/huggingface/diffusers/issues/14194).
     """
-    picture = plain.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+    image = plain.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
 
     def tell(module: object, arguments: tuple[object, ...], named: dict[str, Any]) -> Any:
-        return arguments, {**named, "mm_token_type_ids": (named["input_ids"] == picture).int()}
+        return arguments, {**named, "mm_token_type_ids": (named["input_ids"] == image).int()}
 
     handle = plain.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
     try:

@@ -1,4 +1,4 @@
-"""The chats that Qwen2.5-VL reads a prompt in and sees its pictures in."""
+"""The chats that Qwen2.5-VL reads a prompt in and sees its images in."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ EDIT_OPENING = opening(
 
 @dataclass(frozen=True)
 class EditTemplate(Template):
-    """A chat with pictures before the prompt."""
+    """A chat with images before the prompt."""
 
-    picture: str
-    """How picture number {} is written."""
+    image: str
+    """How image number {} is written."""
     seen_pixels: int | None = None
-    """The area that pictures are brought to before the encoder sees them; None: it sees what the VAE is given."""
+    """The area that images are brought to before the encoder sees them; None: it sees what the VAE is given."""
 
-    def pictures(self, count: int) -> str:
-        """The pictures of a prompt, in order."""
-        return "".join(self.picture.format(i + 1) for i in range(count))
+    def images(self, count: int) -> str:
+        """The images of a prompt, in order."""
+        return "".join(self.image.format(i + 1) for i in range(count))
 
 
 TEMPLATES: Mapping[str, EditTemplate] = {

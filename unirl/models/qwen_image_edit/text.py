@@ -1,7 +1,7 @@
-"""Prompts and the pictures beside them to what the MMDiT reads: the last hidden states of Qwen2.5-VL in a chat.
+"""Prompts and the images beside them to what the MMDiT reads: the last hidden states of Qwen2.5-VL in a chat.
 
-    chat    [opening | pictures | prompt | closing | padding]  --Qwen2.5-VL-->  [B, dropped + P + L, D]
-    tokens  [B, P + L, D] without the opening, zero where padded,  P = tokens of the pictures and their marks
+    chat    [opening | images | prompt | closing | padding]  --Qwen2.5-VL-->  [B, dropped + P + L, D]
+    tokens  [B, P + L, D] without the opening, zero where padded,  P = tokens of the images and their marks
 
 The same tensors as diffusers' `encode_prompt`, but of one length for all prompts; diffusers cuts no prompt, this does.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unirl.models.images import picture_of
+from unirl.models.images import to_pil
 from unirl.models.qwen_image.text import QwenImageTextEncoder
 from unirl.models.qwen_image_edit.templates import IMAGE_PAD, EditTemplate
 from unirl.types.conditions import TextEmbedCondition
@@ -24,7 +24,7 @@ SIDE_MULTIPLE = 32
 
 
 class QwenImageEditTextEncoder(QwenImageTextEncoder):
-    """The frozen Qwen2.5-VL, which sees the pictures."""
+    """The frozen Qwen2.5-VL, which sees the images."""
 
     template: EditTemplate
 
@@ -36,15 +36,15 @@ class QwenImageEditTextEncoder(QwenImageTextEncoder):
         super().__init__(encoder, tokenizer, template)
         self.image_processor = image_processor
 
-    def encode_seeing(self, texts: Sequence[str], max_sequence_length: int, pictures: Tensor) -> TextEmbedCondition:
-        """The condition of `texts`, each with its pictures [B, N, 3, H, W] in [0, 1]."""
-        images = [self._seen(picture) for picture in pictures.flatten(0, 1)]
-        found = self.image_processor(images=images, return_tensors="pt")
+    def encode_with_images(self, texts: Sequence[str], max_sequence_length: int, images: Tensor) -> TextEmbedCondition:
+        """The condition of `texts`, each with its images [B, N, 3, H, W] in [0, 1]."""
+        resized = [self._seen(image) for image in images.flatten(0, 1)]
+        found = self.image_processor(images=resized, return_tensors="pt")
         counts = found["image_grid_thw"].prod(1) // self.image_processor.merge_size**2
-        num_pictures = pictures.shape[1]
-        pieces = self.template.pictures(num_pictures).split(IMAGE_PAD)
-        # Pictures of a call have one size, and so one number of places.
-        places = [IMAGE_PAD * count for count in counts[:num_pictures].tolist()]
+        num_images = images.shape[1]
+        pieces = self.template.images(num_images).split(IMAGE_PAD)
+        # Images of a call have one size, and so one number of places.
+        places = [IMAGE_PAD * count for count in counts[:num_images].tolist()]
         shown = "".join(part for pair in zip(pieces, [*places, ""], strict=True) for part in pair)
         tokens = self._tokens(texts, self.template.opening + shown, max_sequence_length)
         seen = {name: found[name] for name in ("pixel_values", "image_grid_thw")}
@@ -52,17 +52,17 @@ class QwenImageEditTextEncoder(QwenImageTextEncoder):
         return self._states({**tokens, **seen})
 
     def _places(self, ids: Tensor, count: int) -> Tensor:
-        """[B, L] 1 where a token stands for a piece of a picture. Raises ValueError where a prompt spells one."""
+        """[B, L] 1 where a token stands for a piece of an image. Raises ValueError where a prompt spells one."""
         places = ids == self.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
         if bool((places.sum(1) != count).any()):
-            raise ValueError(f"a prompt spells {IMAGE_PAD}, the model's own mark of a picture. Take it out of the data")
+            raise ValueError(f"a prompt spells {IMAGE_PAD}, the model's own mark of an image. Take it out of the data")
         return places.int()
 
-    def _seen(self, picture: Tensor) -> Any:
-        """The picture [3, H, W] for the image processor, brought to the area that the template asks for."""
+    def _seen(self, pixels: Tensor) -> Any:
+        """The image [3, H, W] for the image processor, brought to the area that the template asks for."""
         from PIL import Image
 
-        image = picture_of(picture)
+        image = to_pil(pixels)
         if self.template.seen_pixels is None:
             return image
         size = size_of_area(self.template.seen_pixels, image.width / image.height)
@@ -71,7 +71,7 @@ class QwenImageEditTextEncoder(QwenImageTextEncoder):
 
 @dataclass(frozen=True)
 class Size:
-    """Of a picture, pixels."""
+    """Of an image, pixels."""
 
     width: int
     height: int

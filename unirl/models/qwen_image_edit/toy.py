@@ -1,4 +1,4 @@
-"""The toy checkpoints: those of Qwen-Image, shown pictures. `toy-plus` combines several."""
+"""The toy checkpoints: those of Qwen-Image, shown images. `toy-plus` combines several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from unirl.models.qwen_image.family import EDIT_PLUS
 from unirl.models.qwen_image.toy import toy_checkpoint, toy_tokenizer, words_of
 from unirl.models.qwen_image_edit.templates import EDIT_OPENING
-from unirl.models.qwen_vl.sight import picture_processor
+from unirl.models.qwen_vl.sight import image_text_processor
 from unirl.models.qwen_vl.toy import toy_image_processor
 
 WORDS = words_of(EDIT_OPENING)
@@ -18,6 +18,6 @@ TOY_PLUS = toy_checkpoint(WORDS, EDIT_PLUS, zero_cond_t=True)
 
 
 def toy_tokenizers() -> Mapping[str, Any]:
-    """The one of Qwen2.5-VL, and the processor of pictures around it."""
+    """The one of Qwen2.5-VL, and the processor of images around it."""
     tokenizer = toy_tokenizer(WORDS)
-    return {"tokenizer": tokenizer, "processor": picture_processor(toy_image_processor(), tokenizer)}
+    return {"tokenizer": tokenizer, "processor": image_text_processor(toy_image_processor(), tokenizer)}

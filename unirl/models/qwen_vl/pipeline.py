@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from unirl.config.errors import DataError
-from unirl.models.images import parts_of
+from unirl.models.images import split_at_images
 from unirl.models.language.pipeline import TextPipeline, check_prompt_length
 from unirl.models.language.tools import ToolBox
 from unirl.models.qwen_vl.bundle import QwenVLBundle
@@ -115,7 +115,7 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
 
     def _written(self, text: str, num_images: int) -> str:
         """What the model reads, with one placeholder for each picture."""
-        parts = parts_of(text, num_images)
+        parts = split_at_images(text, num_images)
         if not self.format.chat:
             return "".join(self.vision.written() if part is None else part for part in parts)
         if not num_images:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError, InvalidValueError
-from unirl.models.images import read_picture
+from unirl.models.images import read_image
 from unirl.models.qwen_vl.policy import CHANNELS, PICTURE, Levels
 from unirl.types.conditions import Grid, ImagePatches, PromptTokens
 from unirl.types.primitives import MediaRef
@@ -52,7 +52,7 @@ class ImageCutter:
     def cut(self, path: str) -> Sight:
         """The picture in the file. Raises DataError (4003)."""
         found = self.processor(
-            images=[read_picture(path)],
+            images=[read_image(path)],
             size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
             do_rescale=False,
             do_normalize=False,
@@ -74,7 +74,7 @@ class ImageCutter:
         return int(frames * rows * columns // self.processor.merge_size**2)
 
 
-def picture_processor(image_processor: Any, tokenizer: Any) -> Any:
+def image_text_processor(image_processor: Any, tokenizer: Any) -> Any:
     """Qwen's own processor of pictures and texts, without the part for videos, which needs torchvision.
 
     Its class bears the name of Qwen's own, so that a model that is written with it is read by everyone's.

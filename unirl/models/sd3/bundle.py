@@ -40,5 +40,5 @@ class SD3Bundle(DiffusersBundle):
         """The VAE, or the identity of a model on pixels."""
         if "vae" not in self.checkpoint:
             return PixelEncoder()
-        self.require(("vae",), "encode pictures")
+        self.require(("vae",), "encode images")
         return KLEncoder(self.modules["vae"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.family import ENCODERS
 from unirl.types.conditions import TextEmbedCondition
@@ -23,7 +23,7 @@ class SD3Pipeline(DiffusersPipeline[SD3Bundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """Of a model without all encoders or a VAE: latents, given our embeddings."""
         whole = all(name in self.bundle.modules for name in (*ENCODERS, "vae"))

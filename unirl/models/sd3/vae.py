@@ -8,7 +8,7 @@ from unirl.models.denoising.vae import from_unit, to_unit
 
 
 class PixelDecoder:
-    """No VAE: a latent is a picture in [-1, 1]."""
+    """No VAE: a latent is an image in [-1, 1]."""
 
     components: tuple[str, ...] = ()
 
@@ -18,7 +18,7 @@ class PixelDecoder:
 
 
 class PixelEncoder:
-    """No VAE: a latent is a picture in [-1, 1]."""
+    """No VAE: a latent is an image in [-1, 1]."""
 
     components: tuple[str, ...] = ()
 

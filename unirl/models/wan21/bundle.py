@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from unirl.models.base import Decoder, Encoder, PictureEncoder, TextEncoder
+from unirl.models.base import ConditionImageEncoder, Decoder, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
@@ -43,21 +43,21 @@ class WanBundle(DiffusersBundle):
         return self.vae()
 
     def encoder(self) -> Encoder:
-        """The VAE; a picture is a video of one frame."""
+        """The VAE; an image is a video of one frame."""
         return self.vae()
 
-    def picture_encoder(self) -> PictureEncoder | None:
+    def condition_image_encoder(self) -> ConditionImageEncoder | None:
         """Of a first frame, in checkpoints of image to video."""
         if not self.facts.condition_images[1]:
             return None
         return self.first_frame_encoder()
 
-    def first_frame_encoder(self) -> PictureEncoder:
+    def first_frame_encoder(self) -> ConditionImageEncoder:
         """By the VAE, and by CLIP-vision if the checkpoint has it."""
         assert self.facts.frame_scale is not None
         if CLIP not in self.checkpoint:
             return FirstFrameEncoder(self.vae(), self.facts.frame_scale)
-        self.require((CLIP,), "encode condition pictures")
+        self.require((CLIP,), "encode condition images")
         return FirstFrameEncoder(
             self.vae(), self.facts.frame_scale, self.modules[CLIP], self.tokenizers[CLIP_PROCESSOR]
         )

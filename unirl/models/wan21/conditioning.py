@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.denoising.vae import from_unit
-from unirl.models.images import picture_of
+from unirl.models.images import to_pil
 from unirl.models.wan21.denoiser import FIRST_FRAME, VISION
 from unirl.models.wan21.vae import WanVAE
 from unirl.types.conditions import Conditions, LatentCondition, VisionCondition
@@ -29,20 +29,20 @@ class FirstFrameEncoder:
         self.processor = processor
         self.components = vae.components if image_encoder is None else (*vae.components, "image_encoder")
 
-    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
-        """The conditions of pictures [B, 1, 3, H, W] in [0, 1]."""
-        first = from_unit(pictures[:, 0])
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """The conditions of images [B, 1, 3, H, W] in [0, 1]."""
+        first = from_unit(images[:, 0])
         grey = first.new_zeros(*first.shape[:2], params.num_frames - 1, *first.shape[2:])
         latents = self.vae.latents_of(torch.cat([first[:, :, None], grey], dim=2))
         mask = latents.new_zeros(len(latents), self.frame_scale, *latents.shape[2:])
         mask[:, :, 0] = 1.0
         conditions: Conditions = {FIRST_FRAME: LatentCondition(latents=torch.cat([mask, latents], dim=1))}
         if self.image_encoder is not None:
-            conditions[VISION] = self._vision(pictures[:, 0])
+            conditions[VISION] = self._vision(images[:, 0])
         return conditions
 
-    def _vision(self, pictures: Tensor) -> VisionCondition:
-        images = [picture_of(picture) for picture in pictures]
-        pixels = self.processor(images=images, return_tensors="pt").pixel_values.to(pictures.device)
+    def _vision(self, images: Tensor) -> VisionCondition:
+        inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
+        pixels = inputs.pixel_values.to(images.device)
         states = self.image_encoder(pixel_values=pixels, output_hidden_states=True).hidden_states
         return VisionCondition(embeds=states[-2])

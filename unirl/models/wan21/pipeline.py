@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
-from unirl.models.images import picture_of
+from unirl.models.images import to_pil
 from unirl.models.wan21.bundle import Wan21Bundle, WanBundle
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams
@@ -30,7 +30,7 @@ class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """Pixels [B, 3, F, H, W].
 
@@ -38,15 +38,15 @@ class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
         since its image pipeline cleans texts by ftfy without asking whether that is installed.
         """
         settings = self.settings(params)
-        if pictures is None:
+        if images is None:
             negatives = [params.negative_prompt] * len(texts)
             frames = plain(prompt=list(texts), negative_prompt=negatives, latents=x_T, **settings).frames
         else:
             *embeds, negative = self.embed([*texts, params.negative_prompt], params.max_sequence_length).embeds.split(1)
             settings = {**settings, "negative_prompt_embeds": negative}
             rows = [
-                plain(image=picture_of(shown.pixels[0]), prompt_embeds=text, latents=x, **settings).frames
-                for text, x, shown in zip(embeds, x_T.split(1), pictures, strict=True)
+                plain(image=to_pil(shown.pixels[0]), prompt_embeds=text, latents=x, **settings).frames
+                for text, x, shown in zip(embeds, x_T.split(1), images, strict=True)
             ]
             frames = torch.cat(rows)
         videos: Tensor = frames.transpose(1, 2)

@@ -71,7 +71,7 @@ TOY_I2V = Checkpoint(
 
 
 def toy_tokenizers() -> dict[str, Any]:
-    """A character-level tokenizer, and the processor of the toy's small pictures."""
+    """A character-level tokenizer, and the processor of the toy's small images."""
     from transformers import CLIPImageProcessorPil
 
     side = IMAGE_ENCODER["image_size"]

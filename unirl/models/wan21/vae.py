@@ -24,7 +24,7 @@ class WanVAE:
         return to_unit(self.vae.decode(latents, return_dict=False)[0])
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Latents [B, C, F, h, w] of pixels [B, 3, 4 F - 3, H, W], or of pictures [B, 3, H, W], in [0, 1]."""
+        """Latents [B, C, F, h, w] of pixels [B, 3, 4 F - 3, H, W], or of images [B, 3, H, W], in [0, 1]."""
         return self.latents_of(from_unit(pixels if pixels.dim() == 5 else pixels[:, :, None]))
 
     def latents_of(self, frames: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from unirl.models.base import PictureEncoder
+from unirl.models.base import ConditionImageEncoder
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.loading.saved_weights import JoinedWeights, SavedWeights
@@ -50,7 +50,7 @@ class Wan22Bundle(WanBundle):
             return ExpertsDenoiser(self.trainable(), self.facts.timestep_scale, self.facts.batch_multiple)
         return FirstFrameDenoiser(self.trainable(), self.facts.timestep_scale)
 
-    def first_frame_encoder(self) -> PictureEncoder:
+    def first_frame_encoder(self) -> ConditionImageEncoder:
         """The experts read a first frame beside the video, the 5B model in its place."""
         return super().first_frame_encoder() if self.has_experts else FirstLatentEncoder(self.vae())
 

@@ -17,6 +17,6 @@ class FirstLatentEncoder:
         self.vae = vae
         self.components = vae.components
 
-    def encode(self, pictures: Tensor, params: DiffusionSamplingParams) -> Conditions:
-        """The condition of pictures [B, 1, 3, H, W] in [0, 1]."""
-        return {FIRST_FRAME: LatentCondition(latents=self.vae.encode(pictures[:, 0]))}
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """The condition of images [B, 1, 3, H, W] in [0, 1]."""
+        return {FIRST_FRAME: LatentCondition(latents=self.vae.encode(images[:, 0]))}

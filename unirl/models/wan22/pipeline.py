@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import PlainPipeline, without_bar
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.loading.adapter_files import DIFFUSERS_FILE, Adapter, write_diffusers_lora
 from unirl.models.wan21.pipeline import WanVideoPipeline
 from unirl.models.wan22.bundle import Wan22Bundle
@@ -37,12 +37,12 @@ class Wan22Pipeline(WanVideoPipeline[Wan22Bundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """Pixels [B, 3, F, H, W]. diffusers shows the 5B model a first frame by another pipeline of the same parts."""
-        if pictures is not None and not self.bundle.has_experts:
+        if images is not None and not self.bundle.has_experts:
             plain = _shown(plain)
-        return super().draw(plain, texts, x_T, params, pictures)
+        return super().draw(plain, texts, x_T, params, images)
 
     def settings(self, params: DiffusionSamplingParams) -> Mapping[str, Any]:
         """With the second expert's guidance."""

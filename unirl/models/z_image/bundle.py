@@ -34,5 +34,5 @@ class ZImageBundle(DiffusersBundle):
 
     def encoder(self) -> Encoder:
         """The VAE."""
-        self.require(("vae",), "encode pictures")
+        self.require(("vae",), "encode images")
         return KLEncoder(self.modules["vae"])

@@ -1,7 +1,7 @@
 """Z-Image's transformer as a velocity field. Alibaba 2025 (arXiv:2511.22699).
 
 The network takes lists: each row has its own number of text tokens, filled to a multiple of 32 by a learned token that
-it attends to, and the picture stands behind them. diffusers pads shorter rows to the longest of the batch, and masks
+it attends to, and the image stands behind them. diffusers pads shorter rows to the longest of the batch, and masks
 only where rows differ; here all are padded to what the longest prompt could need, and always masked. Otherwise a row's
 bits would depend on its neighbours, and a replay's micro-batches differ from the rollout's.
 """
@@ -61,7 +61,7 @@ class EqualLengths:
     def _prepared(
         self, feats: Any, pos_ids: Any, inner_pad_mask: Any, pad_token: Any, *others: Any
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Tokens [B, L, D], rotations [B, L, d], mask [B, L], lengths, and what is not used, of picture or text."""
+        """Tokens [B, L, D], rotations [B, L, d], mask [B, L], lengths, and what is not used, of image or text."""
         tokens, rotations, _, lengths, rest = self._prepare(
             self._transformer, feats, pos_ids, inner_pad_mask, pad_token, *others
         )
@@ -69,10 +69,10 @@ class EqualLengths:
         return *padded(tokens, rotations, lengths, whole), lengths, rest
 
     def _joined(self, x: Any, x_rotations: Any, x_lengths: Any, *others: Any) -> tuple[Any, Any, Any, Any]:
-        """Tokens, rotations, mask, and what is not used, of pictures with their texts behind them."""
+        """Tokens, rotations, mask, and what is not used, of images with their texts behind them."""
         text_lengths = others[3]
         tokens, rotations, _, rest = self._join(self._transformer, x, x_rotations, x_lengths, *others)
-        lengths = [picture + text for picture, text in zip(x_lengths, text_lengths, strict=True)]
+        lengths = [image + text for image, text in zip(x_lengths, text_lengths, strict=True)]
         return *padded(tokens, rotations, lengths, x.shape[1] + self.text_length), rest
 
 

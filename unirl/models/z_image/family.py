@@ -15,7 +15,7 @@ LORA_TARGETS = tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "t
 
 
 def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
-    """What the rest of the system needs to know. Raises DataError (4001) for a model that sees pictures."""
+    """What the rest of the system needs to know. Raises DataError (4001) for a model that sees images."""
     transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
     _check_text_to_image(transformer)
     return LatentFacts(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
-from unirl.models.denoising.embeddings import ShownPictures
+from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -21,7 +21,7 @@ class ZImagePipeline(DiffusersPipeline[ZImageBundle]):
         texts: Sequence[str],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
-        pictures: Sequence[ShownPictures] | None = None,
+        images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """diffusers adds guidance_scale (v_cond - v_uncond) to v_cond: its scale is ours less 1."""
         drawn: Tensor = plain(

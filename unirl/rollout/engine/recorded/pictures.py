@@ -21,11 +21,11 @@ MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 def read_pictures(refs: Sequence[MediaRef], height: int, width: int) -> Images:
     """One picture per reference, in their order. Raises DataError (4003)."""
     with ThreadPoolExecutor() as threads:  # decoders of picture files leave Python's lock
-        pixels = list(threads.map(partial(read_picture, height=height, width=width), (ref.uri for ref in refs)))
+        pixels = list(threads.map(partial(read_image, height=height, width=width), (ref.uri for ref in refs)))
     return Images(pixels=torch.stack(pixels))
 
 
-def read_picture(path: str, height: int, width: int) -> Tensor:
+def read_image(path: str, height: int, width: int) -> Tensor:
     """[3, height, width] in [0, 1], on the 256 levels: scaled down to cover the size (Lanczos), and the middle of that.
 
     Raises:

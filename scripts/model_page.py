@@ -93,9 +93,9 @@ def _pictures(facts: LatentFacts) -> str:
 
 
 def _notes(family: DiffusersFamily) -> Iterator[str]:
-    facts = family.facts(family.toy, 1)
+    facts = family.facts(family.toys[TOY], 1)
     pipelines = _quoted((family.pipeline, *family.further_pipelines))
-    yield f"- diffusers: {pipelines}; toys: {_quoted((TOY, *family.toys))}"
+    yield f"- diffusers: {pipelines}; toys: {_quoted(tuple(family.toys))}"
     yield f"- LoRA by default on: {_quoted(facts.lora_targets)}"
     yield f"- wrapped, checkpointed and compiled one by one: {_quoted(facts.block_class_names)}"
 

@@ -24,7 +24,7 @@ def pixel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from unirl.models.sd3 import toy
 
-    config = toy.TOY.configs["transformer"] | {
+    config = toy.TOY.components["transformer"] | {
         "sample_size": 16,
         "patch_size": 4,
         "in_channels": 3,
@@ -36,7 +36,7 @@ def pixel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(3)
         transformer = diffusers.SD3Transformer2DModel(**config)
         encoder = transformers.CLIPTextModelWithProjection(
-            transformers.CLIPTextConfig(**toy.TOY.configs["text_encoder"])
+            transformers.CLIPTextConfig(**toy.TOY.components["text_encoder"])
         )
     folder = tmp_path_factory.mktemp("pixel")
     diffusers.StableDiffusion3Pipeline(

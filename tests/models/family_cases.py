@@ -7,11 +7,12 @@ family's own (text embeddings, published sizes, errors) is tested in a file of i
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.loading.checkpoint import ModelConfigs
 
 Size = tuple[int, int, int]
 """Height, width, frames."""
@@ -48,6 +49,12 @@ class FamilyCase:
 def built(case: FamilyCase) -> DiffusersPipeline[Any]:
     """One pipeline of a case for all tests that leave it as it is."""
     return case.build()
+
+
+def changed(configs: ModelConfigs, component: str, **values: object) -> ModelConfigs:
+    """`configs` with other values in the configuration of one component."""
+    components = {**configs.components, component: {**configs.components[component], **values}}
+    return replace(configs, components=components)
 
 
 def _named(path: str) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler, plain_pipeline
@@ -16,7 +17,6 @@ from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.family import FLUX2_KLEIN, facts
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
 from unirl.models.flux2_klein.text import stacked_layers
-from unirl.models.loading.checkpoint import Checkpoint
 from unirl.sde.guidance import NoGuidance
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -138,12 +138,6 @@ def test_a_side_must_hold_whole_tokens(toy: Flux2KleinPipeline) -> None:
         toy.facts.check(dataclasses.replace(PARAMS, width=72))
 
 
-def changed(component: str, **values: object) -> Checkpoint:
-    """The toy's configurations with other values."""
-    configs = {**FLUX2_KLEIN.toy.configs, component: {**FLUX2_KLEIN.toy.configs[component], **values}}
-    return dataclasses.replace(FLUX2_KLEIN.toy, configs=configs)
-
-
 @pytest.mark.parametrize(
     ("component", "values", "said"),
     [
@@ -154,7 +148,7 @@ def changed(component: str, **values: object) -> Checkpoint:
 )
 def test_an_unknown_layout_is_refused(component: str, values: dict[str, object], said: str) -> None:
     with pytest.raises(DataError, match=said) as refused:
-        facts(changed(component, **values), 1)
+        facts(changed(FLUX2_KLEIN.toys["toy"], component, **values), 1)
     assert refused.value.code == 4001
 
 

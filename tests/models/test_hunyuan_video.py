@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import draw_by_euler
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
@@ -201,7 +202,7 @@ def test_a_distilled_model_refuses_a_guidance_scale() -> None:
 
 def test_the_guider_of_a_checkpoint_is_read_from_its_own_file(second: HunyuanVideo15Pipeline, tmp_path: Path) -> None:
     folder = second.write_model(dict(second.bundle.trainable().named_parameters()), tmp_path)
-    assert HUNYUAN_VIDEO_15.read(folder).parts["guider"]["guidance_scale"] == 6.0
+    assert HUNYUAN_VIDEO_15.read(folder).guiders["guider"]["guidance_scale"] == 6.0
 
 
 @pytest.mark.parametrize(
@@ -226,20 +227,18 @@ def test_published_sizes(path: str, transformer: float, text_encoder: float) -> 
     ],
 )
 def test_a_model_of_image_to_video_is_refused(changes: dict[str, Any], said: str) -> None:
-    checkpoint = HUNYUAN_VIDEO.published["hunyuanvideo-community/HunyuanVideo"]
-    configs = {**checkpoint.configs, "transformer": {**checkpoint.configs["transformer"], **changes}}
+    configs = changed(HUNYUAN_VIDEO.published["hunyuanvideo-community/HunyuanVideo"], "transformer", **changes)
     with pytest.raises(DataError, match=said):
-        HUNYUAN_VIDEO.facts(replace(checkpoint, configs=configs), 1)
+        HUNYUAN_VIDEO.facts(configs, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"), [({"task_type": "i2v"}, "task_type='i2v'"), ({"use_meanflow": True}, "use_meanflow=True")]
 )
 def test_another_task_of_1_5_is_refused(changes: dict[str, Any], said: str) -> None:
-    checkpoint = HUNYUAN_VIDEO_15.toy
-    configs = {**checkpoint.configs, "transformer": {**checkpoint.configs["transformer"], **changes}}
+    configs = changed(HUNYUAN_VIDEO_15.toys["toy"], "transformer", **changes)
     with pytest.raises(DataError, match=said):
-        HUNYUAN_VIDEO_15.facts(replace(checkpoint, configs=configs), 1)
+        HUNYUAN_VIDEO_15.facts(configs, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.family_cases import CASES, built
+from tests.models.family_cases import CASES, built, changed
 from tests.models.test_qwen_image import RAGGED, expect_equal
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler
@@ -157,10 +157,9 @@ def test_the_public_checkpoints_are_known_without_a_connection(edition: str, mos
 
 @pytest.mark.parametrize("switch", ["guidance_embeds", "use_layer3d_rope", "use_additional_t_cond"])
 def test_a_transformer_that_reads_more_is_refused(switch: str) -> None:
-    toy = QWEN_IMAGE_EDIT.toy
-    configs = {**toy.configs, "transformer": {**toy.configs["transformer"], switch: True}}
+    configs = changed(QWEN_IMAGE_EDIT.toys["toy"], "transformer", **{switch: True})
     with pytest.raises(DataError, match=f"{switch}=True: that is another model") as caught:
-        QWEN_IMAGE_EDIT.facts(replace(toy, configs=configs), 1)
+        QWEN_IMAGE_EDIT.facts(configs, 1)
     assert caught.value.code == 4001
 
 

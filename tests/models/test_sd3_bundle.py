@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unirl.config.errors import DataError
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.family import SD3
 from unirl.models.sd3.pipeline import SD3Pipeline
@@ -165,8 +165,8 @@ def test_a_class_without_its_library_is_named_with_the_way_out() -> None:
 
 
 def test_an_estimate_needs_a_layer_that_takes_adapters() -> None:
-    def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
-        return dataclasses.replace(SD3.facts(checkpoint, batch_multiple), lora_targets=("attn.qkv",))
+    def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
+        return dataclasses.replace(SD3.facts(configs, batch_multiple), lora_targets=("attn.qkv",))
 
     with pytest.raises(ValueError, match=r"no linear layer named attn\.qkv; it has "):
         dataclasses.replace(SD3, facts=facts).estimate("toy")

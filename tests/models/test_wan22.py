@@ -247,13 +247,13 @@ def test_the_public_experts_have_twice_the_blocks_of_one() -> None:
 
 
 def test_what_is_no_wan22_is_refused_by_what_it_is() -> None:
-    without = {name: config for name, config in TOY.configs.items() if name != "transformer_2"}
-    for checkpoint, match in (
-        (replace(TOY, configs=without), r"boundary_ratio=0.875 and no transformer_2: two experts need both"),
+    without = {name: config for name, config in TOY.components.items() if name != "transformer_2"}
+    for configs, match in (
+        (replace(TOY, components=without), r"boundary_ratio=0.875 and no transformer_2: two experts need both"),
         (replace(TOY, settings={"boundary_ratio": None}), r"boundary_ratio=None and a transformer_2"),
         (replace(TOY_TI2V, settings={}), r"a Wan 2.1 checkpoint .*Use unirl.models.wan21.bundle.Wan21Bundle"),
     ):
         with pytest.raises(DataError, match=match):
-            facts(checkpoint, 1)
+            facts(configs, 1)
     with pytest.raises(ValueError, match=r"height=48 is not a positive multiple of 32"):
         facts(TOY_TI2V, 1).check(replace(PARAMS, height=48))

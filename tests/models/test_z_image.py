@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import draw_by_euler
@@ -140,9 +141,9 @@ def test_the_two_published_models_have_their_own_shift() -> None:
 
 
 def test_a_model_that_sees_pictures_is_refused() -> None:
-    configs = {**Z_IMAGE.toy.configs, "transformer": {**Z_IMAGE.toy.configs["transformer"], "siglip_feat_dim": 8}}
+    configs = changed(Z_IMAGE.toys["toy"], "transformer", siglip_feat_dim=8)
     with pytest.raises(DataError, match="siglip_feat_dim=8"):
-        Z_IMAGE.facts(replace(Z_IMAGE.toy, configs=configs), 1)
+        Z_IMAGE.facts(configs, 1)
 
 
 def test_sizes_off_the_grid_are_refused_with_the_nearest_one() -> None:

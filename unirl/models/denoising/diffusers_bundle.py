@@ -47,10 +47,10 @@ class DiffusersBundle(DiffusionBundle):
         """
         self.path = path
         self.revision = revision
-        self.checkpoint = self.family.checkpoint(path, revision)
-        facts = self.family.facts(self.checkpoint, batch_multiple(device))
-        trained = tuple(name for name in self.family.trained if name in self.checkpoint)
-        frozen = tuple(name for name in self.checkpoint.configs if name not in trained)
+        self.configs = self.family.configs(path, revision)
+        facts = self.family.facts(self.configs, batch_multiple(device))
+        trained = tuple(name for name in self.family.trained if name in self.configs)
+        frozen = tuple(name for name in self.configs.components if name not in trained)
         wanted = chosen(components, (facts.trainable_attr, *frozen), facts.trainable_attr)
         self.dtype = TORCH_DTYPES[dtype]
         with quiet_libraries():
@@ -70,7 +70,7 @@ class DiffusersBundle(DiffusionBundle):
     @classmethod
     def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LatentFacts:
         """The facts of a model that is not loaded, from its configuration files."""
-        return cls.family.facts(cls.family.checkpoint(path, revision), batch_multiple(device))
+        return cls.family.facts(cls.family.configs(path, revision), batch_multiple(device))
 
     @classmethod
     def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
@@ -92,7 +92,7 @@ class DiffusersBundle(DiffusionBundle):
     def untrained(self) -> nn.Module:
         """A second copy of what is trained, on the CPU, with the checkpoint's own weights."""
         with quiet_libraries():
-            parts = {name: self._load(name) for name in self.family.trained if name in self.checkpoint}
+            parts = {name: self._load(name) for name in self.family.trained if name in self.configs}
         return self.assemble(parts).requires_grad_(False).eval()
 
     def trained_parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
@@ -116,11 +116,11 @@ class DiffusersBundle(DiffusionBundle):
     def _load(self, name: str) -> nn.Module:
         dtype = torch.float32 if name == VAE else self.dtype
         if self.family.is_toy(self.path):
-            return self.family.random(self.checkpoint, name, dtype)
+            return self.family.random(self.configs, name, dtype)
         return self.family.load(self.family.directory(self.path, self.revision), name, dtype)
 
     def _empty(self, name: str) -> nn.Module:
-        return self.family.build_empty(self.checkpoint, name).to(self.dtype)
+        return self.family.build_empty(self.configs, name).to(self.dtype)
 
     def _load_tokenizers(self) -> dict[str, Any]:
         if self.family.is_toy(self.path):

@@ -96,9 +96,9 @@ def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: objec
     parts |= {name: bundle.tokenizers.get(name) for name in family.tokenizers}
     parts |= dict.fromkeys(family.trained) | dict(bundle.trained_parts(trained))
     with quiet_libraries():
-        scheduler = scheduler_class(bundle).from_config(dict(bundle.checkpoint.scheduler))
-        parts |= {name: family.build_part(bundle.checkpoint, name) for name in bundle.checkpoint.parts}
-        plain = kind(**{"scheduler": scheduler, **_taken(kind, parts), **bundle.checkpoint.settings, **changes})
+        scheduler = scheduler_class(bundle).from_config(dict(bundle.configs.scheduler))
+        parts |= {name: family.build_guider(bundle.configs, name) for name in bundle.configs.guiders}
+        plain = kind(**{"scheduler": scheduler, **_taken(kind, parts), **bundle.configs.settings, **changes})
     return without_bar(plain)
 
 
@@ -107,7 +107,7 @@ def pipeline_class(bundle: DiffusersBundle) -> Any:
     import diffusers
 
     with quiet_libraries():  # the import has something to say
-        return getattr(diffusers, bundle.checkpoint.pipeline or bundle.family.pipeline)
+        return getattr(diffusers, bundle.configs.pipeline or bundle.family.pipeline)
 
 
 def _taken(kind: Any, parts: Mapping[str, object]) -> dict[str, object]:
@@ -120,7 +120,7 @@ def scheduler_class(bundle: DiffusersBundle) -> Any:
     """The class of the checkpoint's scheduler; a configuration that names none is of Euler's flow matching."""
     import diffusers
 
-    return getattr(diffusers, bundle.checkpoint.scheduler.get("_class_name", "FlowMatchEulerDiscreteScheduler"))
+    return getattr(diffusers, bundle.configs.scheduler.get("_class_name", "FlowMatchEulerDiscreteScheduler"))
 
 
 def without_bar(plain: PlainPipeline) -> PlainPipeline:

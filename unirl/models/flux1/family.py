@@ -6,7 +6,7 @@ from unirl.config.errors import NotFoundError
 from unirl.models.flux1.denoiser import PATCH
 from unirl.models.flux1.published import PUBLISHED
 from unirl.models.flux1.toy import SCHNELL, TOY, toy_tokenizers
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.sde.guidance import EmbeddedGuidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -18,9 +18,9 @@ LORA_TARGETS = (
 )
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know. Without an input for the guidance scale (schnell), there is none."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     _check_layout(transformer["in_channels"], vae["latent_channels"])
     return LatentFacts(
         family="flux1",
@@ -29,7 +29,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         latent_channels=vae["latent_channels"],
         vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
         patch_size=PATCH,
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         timestep_scale=1.0,
         guidance=EmbeddedGuidance() if transformer.get("guidance_embeds") else NoGuidance(),
         batch_multiple=batch_multiple,
@@ -58,8 +58,7 @@ FLUX1 = DiffusersFamily(
     },
     tokenizers=("tokenizer", "tokenizer_2"),
     facts=facts,
-    toy=TOY,
-    toys={"toy-schnell": SCHNELL},
+    toys={"toy": TOY, "toy-schnell": SCHNELL},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,
@@ -53,11 +53,11 @@ _DYNAMIC: dict[str, Any] = {
     "max_image_seq_len": 4096,
 }
 
-PUBLISHED: dict[str, Checkpoint] = {
-    "black-forest-labs/FLUX.1-dev": Checkpoint(
-        configs={"transformer": _TRANSFORMER | {"guidance_embeds": True}, **_REST}, scheduler=_DYNAMIC
+PUBLISHED: dict[str, ModelConfigs] = {
+    "black-forest-labs/FLUX.1-dev": ModelConfigs(
+        components={"transformer": _TRANSFORMER | {"guidance_embeds": True}, **_REST}, scheduler=_DYNAMIC
     ),
-    "black-forest-labs/FLUX.1-schnell": Checkpoint(
-        configs={"transformer": _TRANSFORMER | {"guidance_embeds": False}, **_REST}, scheduler={"shift": 1.0}
+    "black-forest-labs/FLUX.1-schnell": ModelConfigs(
+        components={"transformer": _TRANSFORMER | {"guidance_embeds": False}, **_REST}, scheduler={"shift": 1.0}
     ),
 }

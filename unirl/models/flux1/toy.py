@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import toy_kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import CLIP_VOCABULARY, T5_VOCABULARY, clip_tokenizer, t5_tokenizer
 
 _TRANSFORMER: dict[str, Any] = {
@@ -45,12 +45,12 @@ _REST: dict[str, Any] = {
     },
     "vae": toy_kl_config(0.3611, 0.1159),
 }
-TOY = Checkpoint(
-    configs={"transformer": _TRANSFORMER | {"guidance_embeds": True}, **_REST},
+TOY = ModelConfigs(
+    components={"transformer": _TRANSFORMER | {"guidance_embeds": True}, **_REST},
     scheduler={"shift": 3.0, "use_dynamic_shifting": True},
 )
-SCHNELL = Checkpoint(
-    configs={"transformer": _TRANSFORMER | {"guidance_embeds": False}, **_REST}, scheduler={"shift": 1.0}
+SCHNELL = ModelConfigs(
+    components={"transformer": _TRANSFORMER | {"guidance_embeds": False}, **_REST}, scheduler={"shift": 1.0}
 )
 
 

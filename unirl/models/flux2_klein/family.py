@@ -10,7 +10,7 @@ from unirl.models.flux2_klein.published import PUBLISHED
 from unirl.models.flux2_klein.text import STACKED
 from unirl.models.flux2_klein.toy import DISTILLED, TOY, toy_tokenizers
 from unirl.models.flux2_klein.vae import PATCH
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -23,10 +23,10 @@ LORA_TARGETS = (
 )
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know; a distilled checkpoint says so in model_index.json."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
-    _check_layout(checkpoint)
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
+    _check_layout(configs)
     return LatentFacts(
         family="flux2_klein",
         block_class_names=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
@@ -34,18 +34,18 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         latent_channels=transformer["in_channels"],
         vae_scale=PATCH * 2 ** (len(vae["block_out_channels"]) - 1),
         patch_size=1,
-        schedule=replace(SigmaSchedule.from_diffusers(checkpoint.scheduler), mu="flux2"),
+        schedule=replace(SigmaSchedule.from_diffusers(configs.scheduler), mu="flux2"),
         timestep_scale=1.0,
-        guidance=NoGuidance() if checkpoint.settings.get("is_distilled") else Guidance(),
+        guidance=NoGuidance() if configs.settings.get("is_distilled") else Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["joint_attention_dim"],
         condition_images=(0, MAX_CONDITION_IMAGES),
     )
 
 
-def _check_layout(checkpoint: Checkpoint) -> None:
+def _check_layout(configs: ModelConfigs) -> None:
     """Raises DataError (4001) where the parts do not belong together, or the scale is an input (FLUX.2-dev)."""
-    transformer, vae, text = (checkpoint.configs[name] for name in ("transformer", "vae", "text_encoder"))
+    transformer, vae, text = (configs.components[name] for name in ("transformer", "vae", "text_encoder"))
     problems = (
         ("in_channels", transformer["in_channels"], PATCH**2 * vae["latent_channels"]),
         ("joint_attention_dim", transformer["joint_attention_dim"], STACKED * text["hidden_size"]),
@@ -68,8 +68,7 @@ FLUX2_KLEIN = DiffusersFamily(
         "vae": "diffusers.AutoencoderKLFlux2",
     },
     facts=facts,
-    toy=TOY,
-    toys={"toy-distilled": DISTILLED},
+    toys={"toy": TOY, "toy-distilled": DISTILLED},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,
@@ -62,11 +62,11 @@ _LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def _checkpoint(configs: dict[str, dict[str, Any]], *, is_distilled: bool) -> Checkpoint:
-    return Checkpoint(configs=configs, scheduler=_SCHEDULER, settings={"is_distilled": is_distilled})
+def _checkpoint(configs: dict[str, dict[str, Any]], *, is_distilled: bool) -> ModelConfigs:
+    return ModelConfigs(components=configs, scheduler=_SCHEDULER, settings={"is_distilled": is_distilled})
 
 
-PUBLISHED: dict[str, Checkpoint] = {
+PUBLISHED: dict[str, ModelConfigs] = {
     "black-forest-labs/FLUX.2-klein-base-4B": _checkpoint(_SMALL, is_distilled=False),
     "black-forest-labs/FLUX.2-klein-base-9B": _checkpoint(_LARGE, is_distilled=False),
     "black-forest-labs/FLUX.2-klein-4B": _checkpoint(_SMALL, is_distilled=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import QWEN_VOCABULARY, qwen_tokenizer
 
 _CONFIGS: dict[str, Any] = {
@@ -43,8 +43,8 @@ _CONFIGS: dict[str, Any] = {
     },
 }
 _SCHEDULER: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True}
-TOY = Checkpoint(configs=_CONFIGS, scheduler=_SCHEDULER, settings={"is_distilled": False})
-DISTILLED = Checkpoint(configs=_CONFIGS, scheduler=_SCHEDULER, settings={"is_distilled": True})
+TOY = ModelConfigs(components=_CONFIGS, scheduler=_SCHEDULER, settings={"is_distilled": False})
+DISTILLED = ModelConfigs(components=_CONFIGS, scheduler=_SCHEDULER, settings={"is_distilled": True})
 
 
 def toy_tokenizers() -> dict[str, Any]:

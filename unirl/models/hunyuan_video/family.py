@@ -5,7 +5,7 @@ from __future__ import annotations
 from unirl.config.errors import NotFoundError
 from unirl.models.hunyuan_video.published import PUBLISHED
 from unirl.models.hunyuan_video.toy import TOY, UNDISTILLED, toy_tokenizers
-from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
+from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs
 from unirl.sde.guidance import EmbeddedGuidance, Guidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
@@ -18,9 +18,9 @@ LORA_TARGETS = (
 )
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know. Raises DataError (4001) for a model of image to video."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     _check_text_to_video(transformer)
     return LatentFacts(
         family="hunyuan_video",
@@ -31,7 +31,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         patch_size=transformer["patch_size"],
         frame_scale=vae.get("temporal_compression_ratio", 4),
         fps=FPS,
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         guidance=EmbeddedGuidance() if transformer["guidance_embeds"] else Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["pooled_projection_dim"],
@@ -59,8 +59,7 @@ HUNYUAN_VIDEO = DiffusersFamily(
     },
     tokenizers=("tokenizer", "tokenizer_2"),
     facts=facts,
-    toy=TOY,
-    toys={"toy-undistilled": UNDISTILLED},
+    toys={"toy": TOY, "toy-undistilled": UNDISTILLED},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

@@ -29,7 +29,7 @@ class HunyuanVideoPipeline(DiffusersPipeline[HunyuanVideoBundle]):
         images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """diffusers calls the embedded scale `guidance_scale`, and that of two branches `true_cfg_scale`."""
-        embedded = self.bundle.checkpoint.configs["transformer"]["guidance_embeds"]
+        embedded = self.bundle.configs.components["transformer"]["guidance_embeds"]
         frames: Tensor = plain(
             prompt=list(texts),
             negative_prompt=[params.negative_prompt] * len(texts),

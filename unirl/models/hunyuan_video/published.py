@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     "transformer": {
@@ -66,6 +66,6 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "temporal_compression_ratio": 4,
     },
 }
-PUBLISHED: dict[str, Checkpoint] = {
-    "hunyuanvideo-community/HunyuanVideo": Checkpoint(configs=_CONFIGS, scheduler={"shift": 7.0})
+PUBLISHED: dict[str, ModelConfigs] = {
+    "hunyuanvideo-community/HunyuanVideo": ModelConfigs(components=_CONFIGS, scheduler={"shift": 7.0})
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.hunyuan_video.text import CROP_START, TEMPLATE
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, qwen_tokenizer, with_pieces
 
 _CONFIGS: dict[str, Any] = {
@@ -62,9 +62,9 @@ _CONFIGS: dict[str, Any] = {
     },
 }
 _SCHEDULER = {"shift": 7.0}
-TOY = Checkpoint(configs=_CONFIGS, scheduler=_SCHEDULER)
-UNDISTILLED = Checkpoint(
-    configs=_CONFIGS | {"transformer": _CONFIGS["transformer"] | {"guidance_embeds": False}}, scheduler=_SCHEDULER
+TOY = ModelConfigs(components=_CONFIGS, scheduler=_SCHEDULER)
+UNDISTILLED = ModelConfigs(
+    components=_CONFIGS | {"transformer": _CONFIGS["transformer"] | {"guidance_embeds": False}}, scheduler=_SCHEDULER
 )
 """One whose network reads no scale: it is guided as other models are."""
 

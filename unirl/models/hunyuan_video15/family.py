@@ -6,15 +6,15 @@ from unirl.config.errors import NotFoundError
 from unirl.models.hunyuan_video.family import FPS, LORA_TARGETS
 from unirl.models.hunyuan_video15.published import PUBLISHED
 from unirl.models.hunyuan_video15.toy import DISTILLED, TOY, toy_tokenizers
-from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
+from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs
 from unirl.sde.guidance import Guidance, NoGuidance
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know. Raises DataError (4001) for a model that reads more than text."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     _check_text_to_video(transformer)
     return LatentFacts(
         family="hunyuan_video15",
@@ -25,16 +25,16 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         patch_size=transformer["patch_size"],
         frame_scale=vae.get("temporal_compression_ratio", 4),
         fps=FPS,
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
-        guidance=NoGuidance() if _is_distilled(checkpoint) else Guidance(),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
+        guidance=NoGuidance() if _is_distilled(configs) else Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["text_embed_dim"],
     )
 
 
-def _is_distilled(checkpoint: Checkpoint) -> bool:
+def _is_distilled(configs: ModelConfigs) -> bool:
     """The guider of a checkpoint that was distilled is off."""
-    guider = checkpoint.parts["guider"]
+    guider = configs.guiders["guider"]
     return guider.get("guidance_scale") == 1.0 or not guider.get("enabled", True)
 
 
@@ -59,10 +59,9 @@ HUNYUAN_VIDEO_15 = DiffusersFamily(
         "vae": "diffusers.AutoencoderKLHunyuanVideo15",
     },
     tokenizers=("tokenizer", "tokenizer_2"),
-    parts={"guider": "diffusers.ClassifierFreeGuidance"},
+    guiders={"guider": "diffusers.ClassifierFreeGuidance"},
     facts=facts,
-    toy=TOY,
-    toys={"toy-distilled": DISTILLED},
+    toys={"toy": TOY, "toy-distilled": DISTILLED},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

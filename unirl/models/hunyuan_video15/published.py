@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _TRANSFORMER: dict[str, Any] = {
     "in_channels": 65,
@@ -61,15 +61,15 @@ _OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _checkpoint(target_size: int, shift: float) -> Checkpoint:
-    return Checkpoint(
-        configs={"transformer": _TRANSFORMER | {"target_size": target_size}, **_OTHERS},
+def _checkpoint(target_size: int, shift: float) -> ModelConfigs:
+    return ModelConfigs(
+        components={"transformer": _TRANSFORMER | {"target_size": target_size}, **_OTHERS},
         scheduler={"shift": shift},
-        parts={"guider": {"guidance_scale": 6.0}},
+        guiders={"guider": {"guidance_scale": 6.0}},
     )
 
 
-PUBLISHED: dict[str, Checkpoint] = {
+PUBLISHED: dict[str, ModelConfigs] = {
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": _checkpoint(640, 5.0),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": _checkpoint(960, 9.0),
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from unirl.models.hunyuan_video15.text import CROP_START, SYSTEM_MESSAGE
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import byt5_tokenizer, qwen_tokenizer, with_pieces
 
 _CONFIGS: dict[str, Any] = {
@@ -65,8 +65,8 @@ GLYPH_TOKENS = 12
 _TEMPLATE_TOKENS = 16
 """Of the chat around the system message, one token per byte."""
 
-TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 5.0}, parts={"guider": {"guidance_scale": 6.0}})
-DISTILLED = replace(TOY, parts={"guider": {"guidance_scale": 1.0}})
+TOY = ModelConfigs(components=_CONFIGS, scheduler={"shift": 5.0}, guiders={"guider": {"guidance_scale": 6.0}})
+DISTILLED = replace(TOY, guiders={"guider": {"guidance_scale": 1.0}})
 
 
 def toy_tokenizers() -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Lumina2Bundle(DiffusersBundle):
     def text_encoder(self) -> TextEncoder:
         """Gemma 2."""
         self.require(("text_encoder",), "encode text")
-        places = self.checkpoint.configs["transformer"]["axes_lens"][0]
+        places = self.configs.components["transformer"]["axes_lens"][0]
         # The image's tokens stand at the place after the last of the text.
         return Lumina2TextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], places - 1)
 

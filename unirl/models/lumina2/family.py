@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.models.lumina2.published import PUBLISHED
 from unirl.models.lumina2.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import LineNormGuidance
@@ -10,9 +10,9 @@ from unirl.sde.schedule import SigmaSchedule
 from unirl.types.facts import LatentFacts
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     return LatentFacts(
         family="lumina2",
         block_class_names=("Lumina2TransformerBlock",),
@@ -20,7 +20,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         latent_channels=transformer["in_channels"],
         vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
         patch_size=transformer["patch_size"],
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         guidance=LineNormGuidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["cap_feat_dim"],
@@ -36,7 +36,7 @@ LUMINA2 = DiffusersFamily(
         "vae": "diffusers.AutoencoderKL",
     },
     facts=facts,
-    toy=TOY,
+    toys={"toy": TOY},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _CONFIGS: dict[str, Any] = {
     "transformer": {
@@ -37,6 +37,6 @@ _CONFIGS: dict[str, Any] = {
     "vae": kl_config(0.3611, 0.1159),
 }
 
-PUBLISHED: dict[str, Checkpoint] = {
-    "Alpha-VLLM/Lumina-Image-2.0": Checkpoint(configs=_CONFIGS, scheduler={"shift": 6.0}),
+PUBLISHED: dict[str, ModelConfigs] = {
+    "Alpha-VLLM/Lumina-Image-2.0": ModelConfigs(components=_CONFIGS, scheduler={"shift": 6.0}),
 }

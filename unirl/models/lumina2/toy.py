@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import toy_kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import GEMMA_VOCABULARY, gemma_tokenizer, with_pieces
 from unirl.models.lumina2.text import TEMPLATE
 
@@ -38,7 +38,7 @@ _CONFIGS: dict[str, Any] = {
     },
     "vae": toy_kl_config(0.3611, 0.1159),
 }
-TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 6.0})
+TOY = ModelConfigs(components=_CONFIGS, scheduler={"shift": 6.0})
 
 
 def toy_tokenizers() -> dict[str, Any]:

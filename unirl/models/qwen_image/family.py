@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.models.qwen_image.published import PUBLISHED
 from unirl.models.qwen_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import NormCorrectedGuidance
@@ -32,12 +32,12 @@ FOREIGN = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
 """Switches of the transformer's class that are on in other models only, and that need other inputs."""
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know.
 
     Raises DataError (4001) for a transformer that reads more than Qwen-Image's do.
     """
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     for switch in FOREIGN:
         if transformer.get(switch):
             raise NotFoundError(
@@ -52,7 +52,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         latent_channels=transformer["in_channels"] // patch_size**2,
         vae_scale=2 ** len(vae["temperal_downsample"]),
         patch_size=patch_size,
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         timestep_scale=1.0,
         guidance=NormCorrectedGuidance(patch_size=patch_size),
         batch_multiple=batch_multiple,
@@ -66,7 +66,7 @@ QWEN_IMAGE = DiffusersFamily(
     foreign_pipelines={EDIT: EDITING, EDIT_PLUS: EDITING},
     classes=CLASSES,
     facts=facts,
-    toy=TOY,
+    toys={"toy": TOY},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
     seed=SEED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.qwen_image.toy import SCHEDULER
 from unirl.models.qwen_vl.published import PUBLISHED as QWEN_VL
 
@@ -30,17 +30,17 @@ _VAE: dict[str, Any] = {
 }
 
 
-def published_checkpoint(pipeline: str = "", **transformer: Any) -> Checkpoint:
+def published_checkpoint(pipeline: str = "", **transformer: Any) -> ModelConfigs:
     """One of the 20B, with what its transformer's configuration says besides."""
     configs = {
         "transformer": _TRANSFORMER | transformer,
         "text_encoder": QWEN_VL["Qwen/Qwen2.5-VL-7B-Instruct"],
         "vae": _VAE,
     }
-    return Checkpoint(configs=configs, scheduler=SCHEDULER, pipeline=pipeline)
+    return ModelConfigs(components=configs, scheduler=SCHEDULER, pipeline=pipeline)
 
 
-PUBLISHED: dict[str, Checkpoint] = {
+PUBLISHED: dict[str, ModelConfigs] = {
     "Qwen/Qwen-Image": published_checkpoint(),
     "Qwen/Qwen-Image-2512": published_checkpoint(),
 }

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import QWEN_SPECIALS, QWEN_VOCABULARY, qwen_tokenizer
 from unirl.models.qwen_image.templates import CLOSING, DRAW
 from unirl.models.qwen_vl.toy import TOYS as QWEN_VL
@@ -55,7 +55,7 @@ def words_of(*openings: str) -> Sequence[str]:
     return tuple(dict.fromkeys(word for text in texts for word in WORD.findall(text)))
 
 
-def toy_checkpoint(words: Sequence[str], pipeline: str = "", **transformer: Any) -> Checkpoint:
+def toy_checkpoint(words: Sequence[str], pipeline: str = "", **transformer: Any) -> ModelConfigs:
     """
     Args:
         words: tokens of the encoder besides those of every toy.
@@ -63,7 +63,7 @@ def toy_checkpoint(words: Sequence[str], pipeline: str = "", **transformer: Any)
     """
     text = _VL["text_config"] | {"vocab_size": QWEN_VOCABULARY + len(words)}
     configs = {"transformer": _TRANSFORMER | transformer, "text_encoder": _VL | {"text_config": text}, "vae": _VAE}
-    return Checkpoint(configs=configs, scheduler=SCHEDULER, pipeline=pipeline)
+    return ModelConfigs(components=configs, scheduler=SCHEDULER, pipeline=pipeline)
 
 
 def toy_tokenizer(words: Sequence[str]) -> Any:

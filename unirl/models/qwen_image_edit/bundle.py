@@ -31,7 +31,7 @@ class QwenImageEditBundle(QwenImageBundle):
         return QwenImageEditTextEncoder(
             self.modules["text_encoder"],
             self.tokenizers["tokenizer"],
-            TEMPLATES[self.checkpoint.pipeline],
+            TEMPLATES[self.configs.pipeline],
             self.tokenizers[PROCESSOR].image_processor,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.models.qwen_image.family import CLASSES, EDIT, EDIT_PLUS, PIPELINE, SEED
 from unirl.models.qwen_image.family import facts as facts_of_drawing
 from unirl.models.qwen_image_edit.published import PUBLISHED
@@ -16,12 +16,12 @@ MAX_CONDITION_IMAGES = {"": 1, EDIT_PLUS: 3}
 """To be edited or combined, by the pipeline that a checkpoint names; at least one."""
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know: Qwen-Image's facts, and the images."""
     return replace(
-        facts_of_drawing(checkpoint, batch_multiple),
+        facts_of_drawing(configs, batch_multiple),
         family="qwen_image_edit",
-        condition_images=(1, MAX_CONDITION_IMAGES[checkpoint.pipeline]),
+        condition_images=(1, MAX_CONDITION_IMAGES[configs.pipeline]),
         reference_tokens=True,
     )
 
@@ -37,8 +37,7 @@ QWEN_IMAGE_EDIT = DiffusersFamily(
     classes=CLASSES,
     tokenizers=("tokenizer", PROCESSOR),
     facts=facts,
-    toy=TOY,
-    toys={"toy-plus": TOY_PLUS},
+    toys={"toy": TOY, "toy-plus": TOY_PLUS},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
     seed=SEED,

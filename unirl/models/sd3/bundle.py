@@ -25,20 +25,20 @@ class SD3Bundle(DiffusersBundle):
 
     def text_encoder(self) -> TextEncoder:
         """The text encoders that this checkpoint has."""
-        self.require([name for name in ENCODERS if name in self.checkpoint], "encode text")
-        joint_dim = self.checkpoint.configs["transformer"]["joint_attention_dim"]
+        self.require([name for name in ENCODERS if name in self.configs], "encode text")
+        joint_dim = self.configs.components["transformer"]["joint_attention_dim"]
         return SD3TextEncoder(self.modules, self.tokenizers, joint_dim)
 
     def decoder(self) -> Decoder:
         """The VAE, or the identity of a model on pixels."""
-        if "vae" not in self.checkpoint:
+        if "vae" not in self.configs:
             return PixelDecoder()
         self.require(("vae",), "decode latents")
         return KLDecoder(self.modules["vae"])
 
     def encoder(self) -> Encoder:
         """The VAE, or the identity of a model on pixels."""
-        if "vae" not in self.checkpoint:
+        if "vae" not in self.configs:
             return PixelEncoder()
         self.require(("vae",), "encode images")
         return KLEncoder(self.modules["vae"])

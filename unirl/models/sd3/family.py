@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.models.sd3.published import PUBLISHED
 from unirl.models.sd3.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import Guidance
@@ -18,9 +18,9 @@ LORA_TARGETS = tuple(
 )
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know; without a VAE the transformer works on pixels in [-1, 1]."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs.get("vae")
+    transformer, vae = configs.components["transformer"], configs.components.get("vae")
     return LatentFacts(
         family="sd3",
         block_class_names=("JointTransformerBlock",),
@@ -28,7 +28,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         latent_channels=transformer["in_channels"],
         vae_scale=1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1),
         patch_size=transformer["patch_size"],
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         guidance=Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["pooled_projection_dim"],
@@ -48,7 +48,7 @@ SD3 = DiffusersFamily(
     tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
     optional=("text_encoder", "text_encoder_2", "text_encoder_3", "vae"),
     facts=facts,
-    toy=TOY,
+    toys={"toy": TOY},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
     shipped={name: Path(__file__).parent / name for name in ("quickstart", "quickstart_letters")},

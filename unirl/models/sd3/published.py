@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _CLIP: dict[str, Any] = {
     "vocab_size": 49408,
@@ -57,11 +57,13 @@ _MMDIT: dict[str, Any] = {
 }
 
 
-def _checkpoint(**transformer: Any) -> Checkpoint:
-    return Checkpoint(configs={"transformer": _MMDIT | transformer, **_ENCODERS, "vae": _VAE}, scheduler={"shift": 3.0})
+def _checkpoint(**transformer: Any) -> ModelConfigs:
+    return ModelConfigs(
+        components={"transformer": _MMDIT | transformer, **_ENCODERS, "vae": _VAE}, scheduler={"shift": 3.0}
+    )
 
 
-PUBLISHED: dict[str, Checkpoint] = {
+PUBLISHED: dict[str, ModelConfigs] = {
     "stabilityai/stable-diffusion-3-medium-diffusers": _checkpoint(
         num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192
     ),

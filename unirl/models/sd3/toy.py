@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import toy_kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
 
 _CLIP: dict[str, Any] = {
@@ -54,7 +54,7 @@ _CONFIGS: dict[str, Any] = {
     },
     "vae": toy_kl_config(1.5305, 0.0609),
 }
-TOY = Checkpoint(configs=_CONFIGS, scheduler={"shift": 3.0})
+TOY = ModelConfigs(components=_CONFIGS, scheduler={"shift": 3.0})
 
 
 def toy_tokenizers() -> dict[str, Any]:

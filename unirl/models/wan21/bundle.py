@@ -30,7 +30,7 @@ class WanBundle(DiffusersBundle):
     def text_encoder(self) -> TextEncoder:
         """UMT5."""
         self.require(("text_encoder",), "encode text")
-        fixed_length = TEXT_LENGTH_BESIDE_CLIP if CLIP in self.checkpoint else None
+        fixed_length = TEXT_LENGTH_BESIDE_CLIP if CLIP in self.configs else None
         return WanTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], fixed_length)
 
     def vae(self) -> WanVAE:
@@ -55,7 +55,7 @@ class WanBundle(DiffusersBundle):
     def first_frame_encoder(self) -> ConditionImageEncoder:
         """By the VAE, and by CLIP-vision if the checkpoint has it."""
         assert self.facts.frame_scale is not None
-        if CLIP not in self.checkpoint:
+        if CLIP not in self.configs:
             return FirstFrameEncoder(self.vae(), self.facts.frame_scale)
         self.require((CLIP,), "encode condition images")
         return FirstFrameEncoder(
@@ -64,7 +64,7 @@ class WanBundle(DiffusersBundle):
 
     def _load_tokenizers(self) -> dict[str, Any]:
         found = super()._load_tokenizers()
-        return found if CLIP in self.checkpoint else {n: t for n, t in found.items() if n != CLIP_PROCESSOR}
+        return found if CLIP in self.configs else {n: t for n, t in found.items() if n != CLIP_PROCESSOR}
 
 
 class Wan21Bundle(WanBundle):

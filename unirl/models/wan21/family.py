@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.models.wan21.published import I2V, PUBLISHED
 from unirl.models.wan21.toy import TOY, TOY_I2V, toy_tokenizers
 from unirl.sde.guidance import Guidance
@@ -23,19 +23,19 @@ LORA_TARGETS = tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_
 ADDED_LORA_TARGETS = ("attn2.add_k_proj", "attn2.add_v_proj")
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know; a Wan 2.2 checkpoint is refused."""
-    if any(checkpoint.settings.get(name) for name in ("boundary_ratio", "expand_timesteps")):
+    if any(configs.settings.get(name) for name in ("boundary_ratio", "expand_timesteps")):
         raise NotFoundError(
             "this is a Wan 2.2 checkpoint (model_index.json sets boundary_ratio or expand_timesteps). "
             "Use unirl.models.wan22.bundle.Wan22Bundle and unirl.models.wan22.pipeline.Wan22Pipeline"
         )
-    return wan_facts("wan21", checkpoint, batch_multiple, Guidance())
+    return wan_facts("wan21", configs, batch_multiple, Guidance())
 
 
 def wan_facts(
     family: str,
-    checkpoint: Checkpoint,
+    configs: ModelConfigs,
     batch_multiple: int,
     guidance: GuidanceLike,
     condition_images: tuple[int, int] | None = None,
@@ -45,7 +45,7 @@ def wan_facts(
     Args:
         condition_images: absent = one where the transformer has channels for a first frame, else none.
     """
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     frame_scale = vae.get("scale_factor_temporal", 4)
     is_shown = shown_a_frame(transformer["in_channels"], vae["z_dim"], frame_scale)
     if transformer.get("pos_embed_seq_len") is not None:
@@ -63,7 +63,7 @@ def wan_facts(
         patch_size=transformer["patch_size"][-1],
         frame_scale=frame_scale,
         fps=16.0,
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         guidance=guidance,
         batch_multiple=batch_multiple,
         text_width=transformer["text_dim"],
@@ -93,8 +93,7 @@ WAN21 = DiffusersFamily(
     tokenizers=("tokenizer", "image_processor"),
     optional=("image_encoder",),
     facts=facts,
-    toy=TOY,
-    toys={"toy-i2v": TOY_I2V},
+    toys={"toy": TOY, "toy-i2v": TOY_I2V},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 TRANSFORMER_14B: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -62,15 +62,15 @@ def scheduler(flow_shift: float) -> dict[str, Any]:
     }
 
 
-def _text_to_video(transformer: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(
-        configs={"transformer": transformer, "text_encoder": UMT5_XXL, "vae": VAE}, scheduler=scheduler(3.0)
+def _text_to_video(transformer: dict[str, Any]) -> ModelConfigs:
+    return ModelConfigs(
+        components={"transformer": transformer, "text_encoder": UMT5_XXL, "vae": VAE}, scheduler=scheduler(3.0)
     )
 
 
-def _image_to_video(flow_shift: float) -> Checkpoint:
-    return Checkpoint(
-        configs={
+def _image_to_video(flow_shift: float) -> ModelConfigs:
+    return ModelConfigs(
+        components={
             "transformer": TRANSFORMER_14B | {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
             "text_encoder": UMT5_XXL,
             "image_encoder": CLIP_VIT_H,
@@ -81,7 +81,7 @@ def _image_to_video(flow_shift: float) -> Checkpoint:
     )
 
 
-PUBLISHED: dict[str, Checkpoint] = {
+PUBLISHED: dict[str, ModelConfigs] = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _text_to_video(TRANSFORMER_1_3B),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _text_to_video(TRANSFORMER_14B),
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _image_to_video(3.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.loading.toy_tokenizers import t5_tokenizer
 from unirl.models.wan21.published import I2V, scheduler
 
@@ -54,12 +54,12 @@ VAE: dict[str, Any] = {
     "latents_mean": (-0.75, 0.1, 0.95, -0.3),
     "latents_std": (2.8, 1.5, 2.3, 1.2),
 }
-TOY = Checkpoint(
-    configs={"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER, "vae": VAE},
+TOY = ModelConfigs(
+    components={"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER, "vae": VAE},
     scheduler=scheduler(3.0),
 )
-TOY_I2V = Checkpoint(
-    configs={
+TOY_I2V = ModelConfigs(
+    components={
         "transformer": TRANSFORMER | SHOWN | {"image_dim": 32, "added_kv_proj_dim": 24},
         "text_encoder": TEXT_ENCODER,
         "image_encoder": IMAGE_ENCODER,

@@ -26,13 +26,13 @@ class Wan22Bundle(WanBundle):
     @property
     def has_experts(self) -> bool:
         """Whether there are two."""
-        return LOW in self.checkpoint
+        return LOW in self.configs
 
     def assemble(self, parts: Mapping[str, nn.Module]) -> nn.Module:
         """Both experts, or the one model."""
         if not self.has_experts:
             return super().assemble(parts)
-        return WanExperts(parts[HIGH], parts[LOW], self.checkpoint.settings["boundary_ratio"])
+        return WanExperts(parts[HIGH], parts[LOW], self.configs.settings["boundary_ratio"])
 
     def trained_parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Both experts, or the one model, by component name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.checkpoint import Checkpoint, DiffusersFamily
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
 from unirl.models.wan21.family import CLASSES, FURTHER_PIPELINES, PIPELINE, wan_facts
 from unirl.models.wan21.toy import toy_tokenizers
 from unirl.models.wan22.published import PUBLISHED
@@ -22,23 +22,23 @@ HIGH, LOW = "transformer", "transformer_2"
 FPS_5B = 24.0
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know; a Wan 2.1 checkpoint is refused."""
-    boundary = checkpoint.settings.get("boundary_ratio")
-    if (boundary is not None) != (LOW in checkpoint):
+    boundary = configs.settings.get("boundary_ratio")
+    if (boundary is not None) != (LOW in configs):
         raise NotFoundError(
-            f"this checkpoint has boundary_ratio={boundary} and {'a' if LOW in checkpoint else 'no'} {LOW}: two "
+            f"this checkpoint has boundary_ratio={boundary} and {'a' if LOW in configs else 'no'} {LOW}: two "
             "experts need both. Use the whole checkpoint"
         )
     if boundary is not None:
-        found = wan_facts("wan22", checkpoint, batch_multiple, ExpertGuidance(boundary=boundary))
+        found = wan_facts("wan22", configs, batch_multiple, ExpertGuidance(boundary=boundary))
         return replace(found, expert_class_names=("WanTransformer3DModel",))
-    if not checkpoint.settings.get("expand_timesteps"):
+    if not configs.settings.get("expand_timesteps"):
         raise NotFoundError(
             "this is a Wan 2.1 checkpoint (model_index.json sets neither boundary_ratio nor expand_timesteps). "
             "Use unirl.models.wan21.bundle.Wan21Bundle and unirl.models.wan21.pipeline.Wan21Pipeline"
         )
-    found = wan_facts("wan22", checkpoint, batch_multiple, Guidance(), condition_images=(0, 1))
+    found = wan_facts("wan22", configs, batch_multiple, Guidance(), condition_images=(0, 1))
     return replace(found, fps=FPS_5B)
 
 
@@ -50,8 +50,7 @@ WAN22 = DiffusersFamily(
     trained=(HIGH, LOW),
     optional=(LOW,),
     facts=facts,
-    toy=TOY,
-    toys={"toy-i2v": TOY_I2V, "toy-ti2v": TOY_TI2V},
+    toys={"toy": TOY, "toy-i2v": TOY_I2V, "toy-ti2v": TOY_TI2V},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.wan21.published import I2V, TRANSFORMER_14B, UMT5_XXL, VAE, scheduler
 
 TRANSFORMER_5B: dict[str, Any] = TRANSFORMER_14B | {
@@ -30,20 +30,20 @@ VAE_5B: dict[str, Any] = {
 }
 
 
-def _experts(transformer: dict[str, Any], boundary_ratio: float, pipeline: str = "") -> Checkpoint:
-    return Checkpoint(
-        configs={"transformer": transformer, "transformer_2": transformer, "text_encoder": UMT5_XXL, "vae": VAE},
+def _experts(transformer: dict[str, Any], boundary_ratio: float, pipeline: str = "") -> ModelConfigs:
+    return ModelConfigs(
+        components={"transformer": transformer, "transformer_2": transformer, "text_encoder": UMT5_XXL, "vae": VAE},
         scheduler=scheduler(3.0),
         settings={"boundary_ratio": boundary_ratio},
         pipeline=pipeline,
     )
 
 
-PUBLISHED: dict[str, Checkpoint] = {
+PUBLISHED: dict[str, ModelConfigs] = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _experts(TRANSFORMER_14B, 0.875),
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": _experts(TRANSFORMER_14B | {"in_channels": 36}, 0.9, I2V),
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Checkpoint(
-        configs={"transformer": TRANSFORMER_5B, "text_encoder": UMT5_XXL, "vae": VAE_5B},
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ModelConfigs(
+        components={"transformer": TRANSFORMER_5B, "text_encoder": UMT5_XXL, "vae": VAE_5B},
         scheduler=scheduler(5.0),
         settings={"expand_timesteps": True},
     ),

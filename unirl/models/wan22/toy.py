@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 from unirl.models.wan21.published import I2V, scheduler
 from unirl.models.wan21.toy import SHOWN, TEXT_ENCODER, TRANSFORMER, VAE
 
@@ -19,9 +19,9 @@ SMALL_VAE: dict[str, Any] = VAE | {
 """The layout of the 5B model's: residual, and twice as small along a side."""
 
 
-def _experts(transformer: dict[str, Any], boundary_ratio: float, pipeline: str = "") -> Checkpoint:
-    return Checkpoint(
-        configs={
+def _experts(transformer: dict[str, Any], boundary_ratio: float, pipeline: str = "") -> ModelConfigs:
+    return ModelConfigs(
+        components={
             "transformer": transformer,
             "transformer_2": transformer,
             "text_encoder": TEXT_ENCODER,
@@ -35,8 +35,8 @@ def _experts(transformer: dict[str, Any], boundary_ratio: float, pipeline: str =
 
 TOY = _experts(TRANSFORMER, 0.875)
 TOY_I2V = _experts(TRANSFORMER | SHOWN, 0.9, I2V)
-TOY_TI2V = Checkpoint(
-    configs={"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER, "vae": SMALL_VAE},
+TOY_TI2V = ModelConfigs(
+    components={"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER, "vae": SMALL_VAE},
     scheduler=scheduler(5.0),
     settings={"expand_timesteps": True},
 )

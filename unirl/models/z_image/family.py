@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.checkpoint import Checkpoint, Config, DiffusersFamily
+from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs
 from unirl.models.z_image.published import PUBLISHED
 from unirl.models.z_image.toy import TOY, toy_tokenizers
 from unirl.sde.guidance import Guidance
@@ -14,9 +14,9 @@ PATCH_SIZE = 2
 LORA_TARGETS = tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
 
-def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
+def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """What the rest of the system needs to know. Raises DataError (4001) for a model that sees images."""
-    transformer, vae = checkpoint.configs["transformer"], checkpoint.configs["vae"]
+    transformer, vae = configs.components["transformer"], configs.components["vae"]
     _check_text_to_image(transformer)
     return LatentFacts(
         family="z_image",
@@ -25,7 +25,7 @@ def facts(checkpoint: Checkpoint, batch_multiple: int) -> LatentFacts:
         latent_channels=transformer["in_channels"],
         vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
         patch_size=PATCH_SIZE,
-        schedule=SigmaSchedule.from_diffusers(checkpoint.scheduler),
+        schedule=SigmaSchedule.from_diffusers(configs.scheduler),
         timestep_scale=1.0,
         guidance=Guidance(),
         batch_multiple=batch_multiple,
@@ -51,7 +51,7 @@ Z_IMAGE = DiffusersFamily(
         "vae": "diffusers.AutoencoderKL",
     },
     facts=facts,
-    toy=TOY,
+    toys={"toy": TOY},
     toy_tokenizers=toy_tokenizers,
     published=PUBLISHED,
     uninitialised=("x_pad_token", "cap_pad_token"),

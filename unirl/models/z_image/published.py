@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unirl.models.denoising.vae import kl_config
-from unirl.models.loading.checkpoint import Checkpoint
+from unirl.models.loading.checkpoint import ModelConfigs
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     "transformer": {
@@ -40,7 +40,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "vae": kl_config(0.3611, 0.1159),
 }
-PUBLISHED: dict[str, Checkpoint] = {
-    "Tongyi-MAI/Z-Image": Checkpoint(configs=_CONFIGS, scheduler={"shift": 6.0}),
-    "Tongyi-MAI/Z-Image-Turbo": Checkpoint(configs=_CONFIGS, scheduler={"shift": 3.0}),
+PUBLISHED: dict[str, ModelConfigs] = {
+    "Tongyi-MAI/Z-Image": ModelConfigs(components=_CONFIGS, scheduler={"shift": 6.0}),
+    "Tongyi-MAI/Z-Image-Turbo": ModelConfigs(components=_CONFIGS, scheduler={"shift": 3.0}),
 }

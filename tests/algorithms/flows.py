@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.shared.advantages import GroupAdvantage
-from unirl.algorithms.shared.pairing import in_pairs
+from unirl.algorithms.shared.groups import in_pairs
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.algorithms.ragged import DROPPED, LeafStage, ragged
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
-from unirl.algorithms.shared.gae import Credit
+from unirl.algorithms.shared.critic import Credit
 from unirl.algorithms.shared.mismatch import SequenceTIS
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError

@@ -15,7 +15,7 @@ from unirl.algorithms.ar_dppo import CPPO, DPPO
 from unirl.algorithms.ar_drpo import DRPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.shared.packed import PackedRows
-from unirl.algorithms.shared.token_surrogates import (
+from unirl.algorithms.shared.surrogate import (
     binary_kl,
     binary_tv,
     penalized_gain,

@@ -5,10 +5,8 @@ import pytest
 from tests.algorithms.flows import Method, T
 from tests.algorithms.toys import GAUSSIAN
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.shared.advantages import GroupAdvantage
-from unirl.algorithms.shared.estimator import Estimator
-from unirl.algorithms.shared.running import RunningAdvantage
-from unirl.algorithms.shared.selection import Selection
+from unirl.algorithms.shared.advantages import Estimator, GroupAdvantage, RunningAdvantage
+from unirl.algorithms.shared.groups import Selection
 from unirl.sde.kernels import CPSSDEStrategy
 
 GRPO = DiffusionGRPO(clip_range=0.05, steps_per_forward=T - 1)

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.shared.advantages import GroupAdvantage
-from unirl.algorithms.shared.estimator import Estimator, Ramp
-from unirl.algorithms.shared.running import RunningAdvantage
-from unirl.algorithms.shared.selection import Selection
+from unirl.algorithms.shared.advantages import Estimator, GroupAdvantage, Ramp, RunningAdvantage
+from unirl.algorithms.shared.groups import Selection
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError, RewardError
 from unirl.config.hints import WRITE_INSTEAD
@@ -184,6 +182,6 @@ def test_words_of_other_systems_are_answered_with_keys_that_exist() -> None:
     rules = set(re.findall(r"advantage\.select\.(\w+)", answers))
     assert {"std", "weights", "trim"} <= keys <= set(schema_of(GroupAdvantage).keys)
     assert rules == set(schema_of(Selection).keys)
-    assert find_target("unirl.algorithms.shared.running.RunningAdvantage", "advantage", ()) is RunningAdvantage
+    assert find_target("unirl.algorithms.shared.advantages.RunningAdvantage", "advantage", ()) is RunningAdvantage
     with pytest.raises(ConfigError, match=r"unknown key 'advantage\.bestofn'.*Write advantage\.select\.keep="):
         check_node({"_target_": "unirl.algorithms.shared.advantages.GroupAdvantage", "bestofn": 8}, path="advantage")

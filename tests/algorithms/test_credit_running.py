@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.algorithms.shared.running import RunningAdvantage, prompt_of
+from unirl.algorithms.shared.advantages import RunningAdvantage, prompt_of
 from unirl.config.errors import ConfigError, RewardError
 from unirl.types.protocols import Stateful
 from unirl.types.results import values

@@ -21,7 +21,7 @@ from tests.algorithms.clean_samples import (
     weights64,
 )
 from unirl.algorithms.diffusion_dpo import DiffusionDPO, preference_margin
-from unirl.algorithms.shared.pairing import best_and_worst, in_pairs
+from unirl.algorithms.shared.groups import best_and_worst, in_pairs
 from unirl.algorithms.shared.training_times import LogitNormalTimes, UniformTimes
 from unirl.config.errors import ConfigError
 from unirl.testing.algorithm import check_algorithm

@@ -17,7 +17,7 @@ from tests.algorithms.clean_samples import (
     weights64,
 )
 from unirl.algorithms.diffusion_rwr import DiffusionRWR
-from unirl.algorithms.shared.pairing import BestOfGroup
+from unirl.algorithms.shared.advantages import BestOfGroup
 from unirl.algorithms.shared.training_times import UniformTimes
 from unirl.config.errors import ConfigError, RewardError
 from unirl.testing.algorithm import check_algorithm

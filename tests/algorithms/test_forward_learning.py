@@ -8,7 +8,7 @@ from unirl.algorithms.diffusion_awm import DiffusionAWM
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.diffusion_rwr import DiffusionRWR
-from unirl.algorithms.shared.pairing import BestOfGroup
+from unirl.algorithms.shared.advantages import BestOfGroup
 from unirl.algorithms.shared.training_times import LogitNormalTimes
 from unirl.sde.kernels import EulerODE
 from unirl.train.configs import EmaLoraConfig

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.shared.gae import (
+from unirl.algorithms.shared.critic import (
     Moments,
     Packing,
     Steps,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unirl.algorithms.shared.advantages import GroupAdvantage
-from unirl.algorithms.shared.selection import Selection
+from unirl.algorithms.shared.groups import Selection
 from unirl.config.errors import ConfigError
 from unirl.types.results import values
 from unirl.types.rollout_resp import AdvantageResult, Scores

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from unirl.algorithms.shared.step_weights import StepWeights, step_weights, velocity_slope
+from unirl.algorithms.shared.denoising import StepWeights, step_weights, velocity_slope
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, FlowDDIM, FlowSDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.protocols import Kernel

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.shared.aggregation import token_count, token_shares
-from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.packed import PackedRows, token_count, token_shares
 
 Row = list[tuple[float, bool]]
 ROWS = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=6), min_size=1, max_size=5)

@@ -124,7 +124,7 @@ def test_a_variant_extends_exactly_one_recipe_of_its_domain(examples, defaults):
 
 
 def test_another_class_replaces_a_block_whose_own_is_the_default():
-    running = "unirl.algorithms.shared.running.RunningAdvantage"
+    running = "unirl.algorithms.shared.advantages.RunningAdvantage"
     assert compose("diffusion/sd3_trainside", ()).tree["advantage"] == {"std": "batch"}
     tree = compose("diffusion/sd3_trainside", (f"advantage={{_target_: {running}}}",)).tree
     assert tree["advantage"] == {"_target_": running}

@@ -12,7 +12,7 @@ import torch
 from tests.run_files import metrics_of
 from tests.source_tree import ROOT
 from unirl.algorithms.shared.advantages import GroupAdvantage
-from unirl.algorithms.shared.selection import Selection
+from unirl.algorithms.shared.groups import Selection
 from unirl.config.errors import Preempted
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
@@ -30,7 +30,7 @@ COMMON = (
     "evaluation.eval_steps=0",
     "reward.backend={_target_: unirl.reward.local.image_statistics.BrightnessRewardScorer}",
 )
-RUNNING = ("advantage={_target_: unirl.algorithms.shared.running.RunningAdvantage, buffer_size: 8, min_count: 5}",)
+RUNNING = ("advantage={_target_: unirl.algorithms.shared.advantages.RunningAdvantage, buffer_size: 8, min_count: 5}",)
 
 
 def trainer_of(folder: Path, *overrides: str) -> Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unirl.algorithms.shared.token_surrogates import weighted_score
+from unirl.algorithms.shared.surrogate import weighted_score
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.shared.token_surrogates import binary_kl, binary_tv, moves_back, within_prefix_budget
+from unirl.algorithms.shared.surrogate import binary_kl, binary_tv, moves_back, within_prefix_budget
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.algorithms.shared.token_surrogates import penalized_gain
+from unirl.algorithms.shared.surrogate import penalized_gain
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress

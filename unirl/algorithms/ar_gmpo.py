@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unirl.algorithms.shared.aggregation import Aggregation
-from unirl.algorithms.shared.token_surrogates import bounded_gain, sequence_log_ratio
+from unirl.algorithms.shared.packed import Aggregation
+from unirl.algorithms.shared.surrogate import bounded_gain, sequence_log_ratio
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress

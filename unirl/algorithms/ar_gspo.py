@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.shared.aggregation import Aggregation
-from unirl.algorithms.shared.token_surrogates import sequence_log_ratio
+from unirl.algorithms.shared.packed import Aggregation
+from unirl.algorithms.shared.surrogate import sequence_log_ratio
 from unirl.algorithms.shared.tokens import Tokens
 
 

@@ -9,8 +9,17 @@ from torch import Tensor
 
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.base import Part
-from unirl.algorithms.shared.critic import OLD_VALUE, Critic
-from unirl.algorithms.shared.gae import Credit, Moments, Packing, Steps, gae, outcome_rewards, whitened
+from unirl.algorithms.shared.critic import (
+    OLD_VALUE,
+    Credit,
+    Critic,
+    Moments,
+    Packing,
+    Steps,
+    gae,
+    outcome_rewards,
+    whitened,
+)
 from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
 from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
 from unirl.types.protocols import Needs, TrainingProgress

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.algorithms.shared.aggregation import Aggregation
-from unirl.algorithms.shared.token_surrogates import soft_gate
+from unirl.algorithms.shared.packed import Aggregation
+from unirl.algorithms.shared.surrogate import soft_gate
 from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress

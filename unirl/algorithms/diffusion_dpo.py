@@ -100,5 +100,5 @@ def _check_pairs(rows: RolloutTrack) -> None:
         first = f"rows {2 * apart[0]} and {2 * apart[0] + 1} are of two prompts" if apart else "one row is left over"
         raise ValueError(
             f"DiffusionDPO compares rows 2 i (winner) and 2 i + 1 (loser) of one prompt, and {first}: order the rows "
-            "with unirl.algorithms.shared.pairing.in_pairs"
+            "with unirl.algorithms.shared.groups.in_pairs"
         )

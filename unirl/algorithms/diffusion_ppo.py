@@ -9,8 +9,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, Backward, LossResult, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.shared.critic import OLD_VALUE, Critic
-from unirl.algorithms.shared.gae import Credit, Steps, gae, outcome_rewards
+from unirl.algorithms.shared.critic import OLD_VALUE, Credit, Critic, Steps, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage

@@ -23,7 +23,7 @@ WRITE_INSTEAD: dict[str, str] = {
     "advantage_estimator": "the keys of advantage, such as advantage.std, advantage.scope, advantage.leave_one_out",
     "adv_clip_max": "advantage.clip=<bound>",
     "trimmed_ratio": "advantage.trim=<share>",
-    "per_prompt_stat_tracking": "advantage={_target_: unirl.algorithms.shared.running.RunningAdvantage}",
+    "per_prompt_stat_tracking": "advantage={_target_: unirl.algorithms.shared.advantages.RunningAdvantage}",
     "reward_weights": "advantage.weights={<component>: <weight>}",
     "multi_rewards_mix": "advantage.combine=advantages (or rewards) and advantage.weights",
     "multi_objective_aggregation": "advantage.combine=advantages (or rewards) and advantage.weights",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from unirl.algorithms.shared.gae import explained_variance
+from unirl.algorithms.shared.critic import explained_variance
+from unirl.algorithms.shared.groups import in_pairs
 from unirl.algorithms.shared.kl import KLController
-from unirl.algorithms.shared.pairing import in_pairs
 from unirl.config.errors import Interrupted, Preempted, ResumeError, SyncError
 from unirl.config.recipe import RecipeConfig
 from unirl.data.buckets import by_size, sizes_of

@@ -9,6 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unirl.config.errors import InvalidValueError
+from unirl.types.results import Metric, Metrics
+from unirl.types.rollout_resp import RolloutTrack
+
 DEAD_SPREAD = 1e-6
 """A group is dead if max - min <= DEAD_SPREAD * max |r|: what differs by less is float32 round-off."""
 
@@ -105,3 +109,120 @@ class Groups:
 def _or_one(divisor: Tensor) -> Tensor:
     """The divisor, or 1 where there is nothing to divide by: there the dividend is 0 too."""
     return divisor.where(divisor > 0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Rules that give rows weight 0 after their advantages are known. By default every row is trained.
+
+    No row is removed, and every statistic is that of the whole group. What changes is the denominator of the loss: the
+    rows that remain share the update among themselves.
+    """
+
+    keep: int | None = None
+    """Rows of a group that are trained: half of them the best, half the worst by advantage (DanceGRPO's best-of-n)."""
+    drop_dead: bool = False
+    """Leave out groups whose rewards are all equal (DAPO, arXiv:2503.14476, section 3.2)."""
+    mean_range: tuple[float, float] | None = None
+    """Leave out groups whose mean reward lies outside [low, high]: too hard, or too easy."""
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (self.keep < 2 or self.keep % 2):
+            raise InvalidValueError(f"select.keep must be an even number >= 2, half best half worst, got {self.keep}")
+        if self.mean_range is not None and not self.mean_range[0] <= self.mean_range[1]:
+            raise InvalidValueError(f"select.mean_range must be [low, high], low <= high, got {[*self.mean_range]}")
+
+    def __call__(
+        self, advantages: Tensor, rewards: Sequence[Tensor], total: Tensor, groups: Groups
+    ) -> tuple[Tensor, Metrics]:
+        """[B] bool: the row is trained; and how many are.
+
+        Args:
+            advantages: [B] not yet clipped: clipped ones tie.
+            rewards: each [B]; a group is dead if it is dead in all of them.
+            total: [B], of which `mean_range` speaks.
+        """
+        passed = self._pass(rewards, total, groups)  # [G]
+        trained = groups.counts & passed[groups.index] & self._extremes(advantages, groups)
+        if self == Selection():
+            return trained, {}
+        present = groups.totals > 0
+        return trained, {
+            "rollout/filtered_group_ratio": _share(present & ~passed, present),
+            "rollout/selected_ratio": _share(trained, groups.counts),
+        }
+
+    def _pass(self, rewards: Sequence[Tensor], total: Tensor, groups: Groups) -> Tensor:
+        """[G] bool: the group obeys both rules."""
+        passed = torch.ones_like(groups.totals, dtype=torch.bool)
+        if self.drop_dead:
+            passed &= ~torch.stack([groups.dead(values) for values in rewards]).all(0)
+        if self.mean_range is not None:
+            mean = groups.mean(total)
+            passed &= (mean >= self.mean_range[0]) & (mean <= self.mean_range[1])
+        return passed
+
+    def _extremes(self, advantages: Tensor, groups: Groups) -> Tensor:
+        """[B] bool: among the best or the worst keep / 2 of its group."""
+        if self.keep is None:
+            return torch.ones_like(advantages, dtype=torch.bool)
+        ranks, half = groups.ranks(advantages), self.keep // 2
+        return (ranks < half) | (ranks >= groups.sizes[groups.index] - half)
+
+
+def _share(part: Tensor, whole: Tensor) -> Metric:
+    return Metric(float(part.sum()), float(whole.sum()), "mean")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows in pairs: rows[2 i] is the winner, rows[2 i + 1] the loser."""
+
+    rows: list[int]
+    told_apart: list[bool]
+    """Per pair: both rows count, and the winner is better. Nothing is learned from any other pair."""
+
+
+def best_and_worst(advantages: Tensor, group_ids: Sequence[str], weight: Tensor, num_pairs: int) -> Pairs:
+    """Of each group the best with the worst, the second best with the second worst, and so on.
+
+    Groups come in order of appearance, ties in row order. Rows of weight 0 are taken only where others are too few.
+
+    Args:
+        advantages: [B].
+        weight: [B].
+        num_pairs: pairs per group, at most: a group of n rows has n // 2.
+    """
+    groups: dict[str, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(row)
+    values, alive = advantages.tolist(), (weight > 0).tolist()
+    rows: list[int] = []
+    told_apart: list[bool] = []
+    for members in groups.values():
+        count = min(num_pairs, len(members) // 2)
+        ranked = _ranked(members, values, alive, 2 * count)
+        for winner, loser in zip(ranked[:count], reversed(ranked[count:]), strict=True):
+            rows += [winner, loser]
+            told_apart.append(alive[winner] and alive[loser] and values[winner] > values[loser])
+    return Pairs(rows, told_apart)
+
+
+def _ranked(members: list[int], values: list[float], alive: list[bool], count: int) -> list[int]:
+    """`count` rows from best to worst, the middle left out; rows that do not count, if needed, in the middle."""
+    counted = sorted((row for row in members if alive[row]), key=lambda row: -values[row])
+    fill = [row for row in members if not alive[row]][: max(0, count - len(counted))]
+    half = min(count // 2, -(-len(counted) // 2))
+    return counted[:half] + fill + counted[max(half, len(counted) - count // 2) :]
+
+
+def in_pairs(track: RolloutTrack, num_pairs: int) -> RolloutTrack:
+    """The rows that are trained, up to `num_pairs` pairs per group, each winner followed by its loser.
+
+    A pair that nothing tells apart keeps its place with weight 0, so that groups of one size give equally many rows.
+    """
+    assert track.advantages is not None, "pairs are made by advantages: compute_advantages comes first"
+    pairs = best_and_worst(track.advantages, track.group_ids, track.weight, num_pairs)
+    chosen = track.select(pairs.rows)
+    told_apart = torch.tensor(pairs.told_apart, device=chosen.weight.device).repeat_interleave(2)
+    return chosen.replace(weight=torch.where(told_apart, chosen.weight, 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -72,3 +73,30 @@ class PackedRows:
 def _with_end(values: Tensor) -> Tensor:
     """`values` and a 0: a row without tokens may begin at their end."""
     return torch.cat([values, values.new_zeros(1)])
+
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+NORMED: Aggregation = "seq-mean-token-sum-norm"
+"""The rule that divides by a horizon."""
+
+
+def token_shares(rule: Aggregation, rows: PackedRows, row_weight: Tensor, horizon: int | None) -> Tensor:
+    """[sum L] float64: what a token's loss is multiplied by, w_i share_it; 0 where a token does not count.
+
+    share = 1 for token-mean and seq-mean-token-sum, 1 / n_i for seq-mean-token-mean, 1 / H for seq-mean-token-sum-norm;
+    n_i = tokens of row i that count, H = horizon.
+    """
+    per_row = row_weight.double()
+    if rule == "seq-mean-token-mean":
+        per_row = per_row / rows.lengths.clamp(min=1.0)
+    if rule == NORMED:
+        assert horizon is not None, f"{NORMED} needs a horizon"
+        per_row = per_row / horizon
+    return torch.where(rows.counts, rows.spread(per_row), 0.0)
+
+
+def token_count(rule: Aggregation, rows: PackedRows, row_weight: Tensor) -> Tensor:
+    """[] float64: tokens for token-mean, sequences for all others, each times its row's weight."""
+    per_row = rows.lengths if rule == "token-mean" else torch.ones_like(rows.lengths)
+    return (row_weight.double() * per_row).sum()

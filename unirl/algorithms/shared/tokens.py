@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
-from unirl.algorithms.shared.aggregation import NORMED, Aggregation, token_count, token_shares
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
-from unirl.algorithms.shared.packed import PackedRows, row_of
+from unirl.algorithms.shared.packed import NORMED, Aggregation, PackedRows, row_of, token_count, token_shares
 from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.language.stage import TokenReplay, TokenStage

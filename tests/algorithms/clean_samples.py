@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from unirl.algorithms.shared.forward_process import ForwardProcess, Noised
+from unirl.algorithms.shared.forward_process import ForwardProcessLoss, Noised
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import EulerODE
 from unirl.sde.schedule import SigmaSchedule
@@ -85,7 +85,7 @@ def offline_track(winners: Tensor, losers: Tensor, prompts: Sequence[str], step:
     )
 
 
-def anchored(algorithm: ForwardProcess, track: RolloutTrack, **policies: DiffusionStage) -> RolloutTrack:
+def anchored(algorithm: ForwardProcessLoss, track: RolloutTrack, **policies: DiffusionStage) -> RolloutTrack:
     """The track with its anchors, measured by the stage that stands for each snapshot (`live`, `old`, ...)."""
     for snapshot, stage in policies.items():
         with torch.no_grad():
@@ -94,7 +94,7 @@ def anchored(algorithm: ForwardProcess, track: RolloutTrack, **policies: Diffusi
     return track
 
 
-def all_noised(algorithm: ForwardProcess, track: RolloutTrack) -> Noised:
+def all_noised(algorithm: ForwardProcessLoss, track: RolloutTrack) -> Noised:
     """The samples at all training times."""
     return algorithm.noised(track, tuple(i for part in algorithm.parts(track.segment) for i in part))
 
@@ -116,7 +116,7 @@ def weights64(stage: DiffusionStage) -> Tensor:
     return stage.denoiser.weights.detach().double().requires_grad_()  # type: ignore[attr-defined]
 
 
-def gradient(algorithm: ForwardProcess, stage: DiffusionStage, track: RolloutTrack) -> Tensor:
+def gradient(algorithm: ForwardProcessLoss, stage: DiffusionStage, track: RolloutTrack) -> Tensor:
     """[4] the gradient that a train stack would see, for the sum of all elements."""
     weights = stage.denoiser.weights  # type: ignore[attr-defined]
     weights.grad = None

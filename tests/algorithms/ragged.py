@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.models.language.stage import TokenReplay, ValueGradient
 from unirl.types.conditions import Conditions
 from unirl.types.protocols import TrainingProgress
@@ -112,7 +112,7 @@ def ragged(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> tuple[LeafStage
     return stage, track
 
 
-def value(algorithm: TokenAlgorithm, stage: Any, track: RolloutTrack, now: TrainingProgress | None = None) -> Tensor:
+def value(algorithm: TokenLoss, stage: Any, track: RolloutTrack, now: TrainingProgress | None = None) -> Tensor:
     """The loss as the stack divides it."""
     return algorithm.loss(stage, track, (0,), now or TrainingProgress()).loss / algorithm.count(track)
 

@@ -115,8 +115,8 @@ def test_a_kl_in_the_reward_is_paid_by_all_tokens_up_to_its_own() -> None:
     algorithm = ARGRPO(kl_coef=0.3, kl_in="reward", kl_estimator="k1")
 
     def per_token(row: Sequence) -> Tensor:
-        price = 2.0 * 0.3 * (row.old - row.ref)
-        advantage = torch.stack([row.advantage - price[t:].sum() for t in range(len(price))])
+        kl_penalty = 2.0 * 0.3 * (row.old - row.ref)
+        advantage = torch.stack([row.advantage - kl_penalty[t:].sum() for t in range(len(kl_penalty))])
         return -torch.minimum(row.ratio * advantage, row.ratio.clamp(0.8, 1.2) * advantage)
 
     found = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))

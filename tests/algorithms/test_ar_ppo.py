@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.algorithms.ragged import DROPPED, LeafStage, ragged
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
-from unirl.algorithms.shared.critic import Credit
+from unirl.algorithms.shared.critic import StepCredit
 from unirl.algorithms.shared.mismatch import SequenceTIS
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError
@@ -78,7 +78,7 @@ class Row:
 
 
 def rewards_of(algorithm: ARPPO, track: RolloutTrack, b: int, tokens: list[int], now: TrainingProgress) -> list[float]:
-    """The price of every token, and the outcome on the last."""
+    """The kl_penalty of every token, and the outcome on the last."""
     anchors, outcome = track.segment.anchors, track.rewards if algorithm.outcome == "rewards" else track.advantages
     found = [0.0] * len(tokens)
     if algorithm.kl_in == "reward":
@@ -217,11 +217,11 @@ def test_only_a_value_gradient_through_the_policy_reaches_the_policy() -> None:
 # Credit on packed rows
 
 
-def credit_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW) -> tuple[Credit, Tensor]:
+def credit_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW) -> tuple[StepCredit, Tensor]:
     """What each packed token was worth, and which count."""
     tokens = algorithm.tokens(track.segment.logp, track, (0,))
-    old = tokens.rows.kept(track.segment.anchors["old_value"])
-    return algorithm.credit(tokens, old, track, (0,), now), tokens.rows.counts
+    old = tokens.rows.masked(track.segment.anchors["old_value"])
+    return algorithm.gae_credit(tokens, old, track, (0,), now), tokens.rows.token_mask
 
 
 def alone(
@@ -238,9 +238,9 @@ def alone(
 
 
 @pytest.mark.parametrize("gamma", [0.9, 1.0])
-@pytest.mark.parametrize("price", [{}, KL_IN_REWARD], ids=["no price", "kl in reward"])
-def test_lambda_one_is_the_monte_carlo_return_less_the_value(gamma: float, price: dict[str, Any]) -> None:
-    algorithm = ARPPO(gamma=gamma, lam=1.0, outcome="rewards", **price)
+@pytest.mark.parametrize("kl_penalty", [{}, KL_IN_REWARD], ids=["no kl_penalty", "kl in reward"])
+def test_lambda_one_is_the_monte_carlo_return_less_the_value(gamma: float, kl_penalty: dict[str, Any]) -> None:
+    algorithm = ARPPO(gamma=gamma, lam=1.0, outcome="rewards", **kl_penalty)
     _, track = judged(0)
     credit, counts = credit_of(algorithm, track)
     for tokens, rewards, old in alone(algorithm, track):
@@ -309,13 +309,17 @@ def test_packed_rows_have_the_credit_of_padded_ones(options: dict[str, Any]) -> 
 
     mask, old = padded(counts), padded(track.segment.anchors["old_value"])
     anchors, beta = track.segment.anchors, algorithm.kl_coef * NOW.kl_scale
-    price = padded(beta * (anchors["old_logp"] - anchors["ref_logp"]))
+    kl_penalty = padded(beta * (anchors["old_logp"] - anchors["ref_logp"]))
     advantages, zero = torch.zeros_like(old), torch.zeros(len(track), dtype=torch.float64)
     carried, following, earned = zero, zero, track.advantages
     for t in reversed(range(old.shape[1])):
         real = mask[:, t]
         here = (
-            earned - price[:, t] + algorithm.gamma * following - old[:, t] + algorithm.gamma * algorithm.lam * carried
+            earned
+            - kl_penalty[:, t]
+            + algorithm.gamma * following
+            - old[:, t]
+            + algorithm.gamma * algorithm.lam * carried
         )
         carried, following = torch.where(real, here, carried), torch.where(real, old[:, t], following)
         earned = torch.where(real, 0.0, earned)
@@ -352,9 +356,9 @@ def test_what_stands_at_tokens_and_rows_that_do_not_count_never_matters(options:
     assert torch.equal(loss, ill_loss) and metrics == ill_metrics
     assert all(torch.equal(a, b) for a, b in zip(gradients, ill_gradients, strict=True))
     tokens, replay = algorithm.tokens(ill_stage.logp.detach(), ill, (0,)), algorithm.replay(ill_stage, ill)
-    seen = algorithm.credited(tokens, replay, ill, (0,), in_step(algorithm, ill))
+    seen = algorithm.assign_credit(tokens, replay, ill, (0,), in_step(algorithm, ill))
     columns = (seen.advantages, seen.values.said, seen.values.old, seen.values.returns)
-    assert not any(bool(column[~tokens.rows.counts].any()) for column in columns)
+    assert not any(bool(column[~tokens.rows.token_mask].any()) for column in columns)
 
 
 # The value loss

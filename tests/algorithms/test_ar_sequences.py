@@ -10,7 +10,7 @@ from tests.algorithms.ragged import LeafStage, assert_same_gradient, ragged, val
 from unirl.algorithms.ar_gmpo import GMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -86,7 +86,7 @@ def test_a_token_without_advantage_has_no_gradient_in_gmpo() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [GSPO(), GMPO()])
-def test_a_sequence_weight_is_no_sum_over_tokens_however_long(algorithm: TokenAlgorithm) -> None:
+def test_a_sequence_weight_is_no_sum_over_tokens_however_long(algorithm: TokenLoss) -> None:
     """A response ten times as long moves the policy as much."""
     short, long = three_tokens(1.0, [0.0] * 3), three_tokens(1.0, [0.0] * 30)
     sizes = [float(stage.gradients(value(algorithm, stage, track))[0].sum()) for stage, track in (short, long)]

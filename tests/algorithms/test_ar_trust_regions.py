@@ -14,16 +14,16 @@ from unirl.algorithms.ar_cispo import CISPO
 from unirl.algorithms.ar_dppo import CPPO, DPPO
 from unirl.algorithms.ar_drpo import DRPO
 from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.packed import RowOffsets
 from unirl.algorithms.shared.surrogate import (
     binary_kl,
     binary_tv,
-    penalized_gain,
-    soft_gate,
-    weighted_score,
+    quadratic_penalty_loss,
+    soft_gate_loss,
+    weighted_log_prob_loss,
     within_prefix_budget,
 )
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -46,7 +46,7 @@ def slope_of(losses: Tensor, logp: Tensor) -> float:
 @given(logp=LOG_PROBS, old=LOG_PROBS, advantage=ADVANTAGES, epsilon=st.floats(0.05, 20))
 def test_drpo_has_the_papers_gradient(logp: float, old: float, advantage: float, epsilon: float) -> None:
     new, mu = tensor(logp, grad=True), math.exp(old)
-    losses = penalized_gain(new - old, tensor(advantage), mu / (2 * epsilon))
+    losses = quadratic_penalty_loss(new - old, tensor(advantage), mu / (2 * epsilon))
     ratio, moved = math.exp(logp - old), abs(math.exp(logp) - mu)
     away = math.copysign(1.0, advantage * (ratio - 1)) if advantage * (ratio - 1) else 0.0
     want = -advantage * ratio * (1 - away * moved / epsilon)
@@ -59,8 +59,8 @@ def test_drpo_of_rare_tokens_is_the_plain_gradient_and_spo_is_drpo_of_certain_on
     plain = looped(stage, rare, lambda row: -row.advantage * row.ratio, "token-mean")
     assert_same_gradient(stage, value(DRPO(drpo_epsilon=0.3), stage, rare), plain)
     certain, same_move = tensor(0.0), tensor(0.3, grad=True)
-    drpo = penalized_gain(same_move, tensor(2.0), certain.exp() / (2 * 0.2))
-    assert drpo.item() == penalized_gain(same_move, tensor(2.0), 1 / (2 * 0.2)).item()
+    drpo = quadratic_penalty_loss(same_move, tensor(2.0), certain.exp() / (2 * 0.2))
+    assert drpo.item() == quadratic_penalty_loss(same_move, tensor(2.0), 1 / (2 * 0.2)).item()
     spo = -2 * math.exp(0.3) + 2 * (math.exp(0.3) - 1) ** 2 / 0.4
     assert drpo.item() == pytest.approx(spo, rel=1e-12)
 
@@ -101,7 +101,7 @@ def test_divergences_of_a_token_are_those_of_two_bernoullis(logp: float, old: fl
 
 
 @pytest.mark.parametrize("algorithm", [DPPO(delta=1e9), DPPO(divergence="kl", delta=1e9), CPPO(delta=1e9, delta_b=1e9)])
-def test_without_a_bound_no_token_is_dropped(algorithm: TokenAlgorithm) -> None:
+def test_without_a_bound_no_token_is_dropped(algorithm: TokenLoss) -> None:
     stage, track = ragged(0)
     plain = looped(stage, track, lambda row: -row.advantage * row.ratio, "token-mean")
     assert_same_gradient(stage, value(algorithm, stage, track), plain)
@@ -116,7 +116,7 @@ def test_cppo_without_weights_and_with_an_endless_budget_is_dppo(delta: float) -
 
 
 @pytest.mark.parametrize("algorithm", [DPPO(delta=1e-9), DPPO(divergence="kl", delta=1e-12), CPPO(delta=1e-9)])
-def test_a_bound_of_nothing_leaves_exactly_the_tokens_on_their_way_back(algorithm: TokenAlgorithm) -> None:
+def test_a_bound_of_nothing_leaves_exactly_the_tokens_on_their_way_back(algorithm: TokenLoss) -> None:
     stage, track = ragged(1)
     back = looped(
         stage,
@@ -160,7 +160,7 @@ def test_dppo_has_a_bound_of_its_own_for_tokens_that_became_more_likely() -> Non
         assert found.tolist() == dropped
 
 
-def dropped(algorithm: TokenAlgorithm, pairs: list[tuple[float, float]]) -> list[bool]:
+def dropped(algorithm: TokenLoss, pairs: list[tuple[float, float]]) -> list[bool]:
     """Which tokens of one response of advantage 1 have lost their gradient; (pi, mu) of each."""
     stage, track = ragged(0, (len(pairs),))
     with torch.no_grad():
@@ -204,8 +204,8 @@ def test_the_prefix_budget_is_the_papers(rows: list[list[tuple[float, bool]]], w
     delta = 0.15
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
     mask = torch.tensor([counts for row in rows for _, counts in row], dtype=torch.bool)
-    packed = PackedRows.of(offsets, mask, torch.ones(len(rows), dtype=torch.bool))
-    moved = packed.kept(tensor(*[divergence for row in rows for divergence, _ in row]))
+    packed = RowOffsets.of(offsets, mask, torch.ones(len(rows), dtype=torch.bool))
+    moved = packed.masked(tensor(*[divergence for row in rows for divergence, _ in row]))
     found = within_prefix_budget(moved, packed, delta, w_min, delta_b)[mask].tolist()
     want = []
     for row in rows:
@@ -219,7 +219,7 @@ def test_the_prefix_budget_is_the_papers(rows: list[list[tuple[float, bool]]], w
 
 
 def test_a_prefix_that_has_drifted_leaves_no_budget_for_what_follows() -> None:
-    rows = PackedRows.of(torch.tensor([0, 6, 9]), torch.ones(9, dtype=torch.bool), torch.tensor([True, True]))
+    rows = RowOffsets.of(torch.tensor([0, 6, 9]), torch.ones(9, dtype=torch.bool), torch.tensor([True, True]))
     moved = tensor(0.19, 0.19, 0.19, 0.0, 0.19, 0.0, 0.0, 0.0, 0.19)
     found = within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.02)
     # allowance 0.04 a token: left before tokens 0 to 5 of row 0: 0.2, 0.05, ...; row 1 has its whole budget
@@ -234,9 +234,9 @@ def test_a_prefix_that_has_drifted_leaves_no_budget_for_what_follows() -> None:
 def test_sapo_starts_as_the_plain_gradient_and_fades_on_both_sides(advantage: float, tau: float) -> None:
     def slope(log_ratio: float) -> float:
         x = tensor(log_ratio, grad=True)
-        return slope_of(soft_gate(x, tensor(advantage), 1.3, 1.7), x)
+        return slope_of(soft_gate_loss(x, tensor(advantage), 1.3, 1.7), x)
 
-    assert soft_gate(tensor(0.0), tensor(advantage), 1.3, 1.7).item() == pytest.approx(-advantage * 2 / tau)
+    assert soft_gate_loss(tensor(0.0), tensor(advantage), 1.3, 1.7).item() == pytest.approx(-advantage * 2 / tau)
     assert slope(0.0) == pytest.approx(-advantage, rel=1e-12)
     gate = 1 / (1 + math.exp(-tau * (math.e - 1)))
     assert slope(1.0) == pytest.approx(-advantage * math.e * 4 * gate * (1 - gate), rel=1e-12)
@@ -245,7 +245,7 @@ def test_sapo_starts_as_the_plain_gradient_and_fades_on_both_sides(advantage: fl
 
 def test_sapo_fades_faster_where_the_advantage_is_negative() -> None:
     x = tensor(1.0, grad=True)
-    up, down = (abs(slope_of(soft_gate(x, tensor(a), 1.0, 1.05), x)) for a in (1.0, -1.0))
+    up, down = (abs(slope_of(soft_gate_loss(x, tensor(a), 1.0, 1.05), x)) for a in (1.0, -1.0))
     assert down < up
 
 
@@ -253,7 +253,7 @@ def test_sapo_fades_faster_where_the_advantage_is_negative() -> None:
 @given(log_ratio=st.floats(-19, 19), advantage=ADVANTAGES.filter(lambda a: abs(a) > 1e-3))
 def test_cispo_never_loses_a_gradient_and_never_weighs_beyond_its_bounds(log_ratio: float, advantage: float) -> None:
     x = tensor(-1.0, grad=True)
-    losses = weighted_score(x - (-1.0 - log_ratio), x, tensor(advantage), 0.2, 5.0)
+    losses = weighted_log_prob_loss(x - (-1.0 - log_ratio), x, tensor(advantage), 0.2, 5.0)
     weight = min(max(math.exp(log_ratio), 0.2), 5.0)
     assert slope_of(losses, x) == pytest.approx(-advantage * weight, rel=1e-9)
 
@@ -283,6 +283,6 @@ def test_cispo_has_no_lower_bound_unless_it_is_given() -> None:
         (CISPO, {"clip_range_high": math.inf}),
     ],
 )
-def test_settings_out_of_range_are_refused(loss: type[TokenAlgorithm], options: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_refused(loss: type[TokenLoss], options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"algorithm\.{next(iter(options))}"):
         loss(**options)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.algorithms.shared.advantages import RunningAdvantage, prompt_of
+from unirl.algorithms.shared.advantages import RunningAdvantage, prompt_id
 from unirl.config.errors import ConfigError, RewardError
 from unirl.types.protocols import Stateful
 from unirl.types.results import values
@@ -99,7 +99,7 @@ def test_two_estimators_share_no_history() -> None:
 
 
 def test_a_prompt_is_known_again_in_a_later_epoch_and_below_a_parent() -> None:
-    assert [prompt_of(id) for id in ("a.txt:3@0", "a.txt:3@17", "a.txt:3@17:2", "me@home@4", "plain")] == [
+    assert [prompt_id(id) for id in ("a.txt:3@0", "a.txt:3@17", "a.txt:3@17:2", "me@home@4", "plain")] == [
         *["a.txt:3"] * 3,
         "me@home",
         "plain",

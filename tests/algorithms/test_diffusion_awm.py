@@ -102,8 +102,8 @@ def test_off_policy_the_loss_is_that_of_the_ratio_with_both_pulls(
     assert ratio.min() < 0.95 and ratio.max() > 1.05  # both sides of the clip
     clipped = ratio if clip_range is None else ratio.clamp(1 - clip_range, 1 + clip_range)
     policy = torch.maximum(-advantages * ratio, -advantages * clipped)
-    pulls = 0.3 * latent_mean((v - others[1]) ** 2) + 0.7 * latent_mean((v - others[2]) ** 2)
-    expected = (policy + pulls).sum()
+    velocity_penalties = 0.3 * latent_mean((v - others[1]) ** 2) + 0.7 * latent_mean((v - others[2]) ** 2)
+    expected = (policy + velocity_penalties).sum()
     found = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
     assert found == pytest.approx(expected.item(), rel=1e-5)
     assert_close(gradient(algorithm, live, track), torch.autograd.grad(expected, weights)[0])

@@ -107,11 +107,11 @@ def test_what_it_logs_is_the_implicit_preference() -> None:
     algorithm, live, reference = DiffusionDPO(beta=3.0, times=TIMES), field_stage(0), field_stage(1)
     track = anchored(algorithm, some_pairs(), reference=reference)
     result = algorithm.loss(live, track, (1,))
-    margin = preference_margin(result.columns["logp"], algorithm.of_snapshot(track, "ref_logp", (1,)), 3.0)
+    margin = preference_margin(result.outputs["logp"], algorithm.snapshot_anchor(track, "ref_logp", (1,)), 3.0)
     found = values(result.metrics)
     assert found["train/preference_accuracy"] == pytest.approx(float((margin > 0).double().mean()))
     assert found["train/preference_margin"] == pytest.approx(float(margin.mean()))
-    assert found["train/matching_error"] == pytest.approx(-float(result.columns["logp"].mean()))
+    assert found["train/matching_error"] == pytest.approx(-float(result.outputs["logp"].mean()))
 
 
 def test_rows_that_are_not_pairs_are_refused() -> None:
@@ -147,18 +147,18 @@ def test_the_best_meets_the_worst_and_the_second_best_the_second_worst() -> None
     advantages = torch.tensor([0.1, 2.0, -1.0, 0.5, 0.0, -0.3, -2.0, 1.0])
     groups = ["a", "b", "a", "b", "a", "b", "b", "a"]
     one = best_and_worst(advantages, groups, torch.ones(8), 1)
-    assert one.rows == [7, 2, 1, 6] and one.told_apart == [True, True]
+    assert one.rows == [7, 2, 1, 6] and one.is_informative == [True, True]
     two = best_and_worst(advantages, groups, torch.ones(8), 2)
-    assert two.rows == [7, 2, 0, 4, 1, 6, 3, 5] and all(two.told_apart)
+    assert two.rows == [7, 2, 0, 4, 1, 6, 3, 5] and all(two.is_informative)
 
 
 def test_dropped_rows_are_taken_last_and_pairs_with_them_are_not_trained() -> None:
     advantages, weight = torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
     assert best_and_worst(advantages, ["a"] * 4, weight, 1).rows == [0, 2]
     two = best_and_worst(advantages, ["a"] * 4, weight, 2)
-    assert sorted(two.rows) == [0, 1, 2, 3] and two.rows[:2] == [0, 2] and two.told_apart == [True, False]
+    assert sorted(two.rows) == [0, 1, 2, 3] and two.rows[:2] == [0, 2] and two.is_informative == [True, False]
     alone = best_and_worst(advantages, ["a"] * 4, torch.tensor([0.0, 1.0, 0.0, 0.0]), 1)
-    assert 1 in alone.rows and alone.told_apart == [False]
+    assert 1 in alone.rows and alone.is_informative == [False]
 
 
 def test_a_group_without_a_better_one_teaches_nothing_and_keeps_its_place() -> None:
@@ -196,11 +196,11 @@ def test_whoever_is_paired_is_as_good_as_any_left_out(rows: list[tuple[int, bool
     advantages = torch.tensor([float(value) for value, _ in rows])
     weight = torch.tensor([float(alive) for _, alive in rows])
     found = best_and_worst(advantages, ["a"] * len(rows), weight, num_pairs)
-    assert len(found.rows) == len(set(found.rows)) == 2 * num_pairs and len(found.told_apart) == num_pairs
+    assert len(found.rows) == len(set(found.rows)) == 2 * num_pairs and len(found.is_informative) == num_pairs
     alive = [i for i in range(len(rows)) if weight[i] > 0]
     by_value = sorted(float(advantages[i]) for i in alive)
     pairs = list(zip(found.rows[0::2], found.rows[1::2], strict=True))
-    for number, ((winner, loser), trained) in enumerate(zip(pairs, found.told_apart, strict=True)):
+    for number, ((winner, loser), trained) in enumerate(zip(pairs, found.is_informative, strict=True)):
         if winner in alive and loser in alive:
             assert advantages[winner] == by_value[-1 - number] and advantages[loser] == by_value[number]
             assert trained == (advantages[winner] > advantages[loser])

@@ -92,7 +92,7 @@ def test_the_anchor_pass_gives_the_bits_of_the_forward_that_trains() -> None:
     with torch.no_grad():
         segment, parity = algorithm.prepare_segment(stage, track, "live")
     parts = algorithm.parts(segment)
-    trained = torch.cat([algorithm.loss(stage, track, part).columns["logp"] for part in parts], dim=1)
+    trained = torch.cat([algorithm.loss(stage, track, part).outputs["logp"] for part in parts], dim=1)
     assert torch.equal(segment.anchors["old_logp"], trained)
     assert torch.equal(segment.anchors["old_logp"], track.segment.logp)
     assert values(parity) == {"rollout/parity_absdiff_max": 0.0}

@@ -148,10 +148,10 @@ def test_without_discount_the_advantage_is_the_outcome_less_each_value() -> None
     named = critics(IMAGE)
     track = trajectory(named.old, IMAGE)
     algorithm = DiffusionPPO(lam=1.0, outcome="rewards")
-    rows = algorithm.valued(named.old, track)
+    rows = algorithm.with_old_values(named.old, track)
     wanted = track.rewards[:, None] - named.old.values(track.conditions, track.segment, STEPS)
-    assert torch.allclose(algorithm.expand(rows, STEPS), wanted, atol=1e-6)
-    assert torch.allclose(algorithm.expand(rows, (3, 0)), wanted[:, [2, 0]], atol=1e-6)
+    assert torch.allclose(algorithm.element_advantages(rows, STEPS), wanted, atol=1e-6)
+    assert torch.allclose(algorithm.element_advantages(rows, (3, 0)), wanted[:, [2, 0]], atol=1e-6)
 
 
 def test_with_a_head_that_says_zero_earlier_steps_get_a_discounted_share() -> None:
@@ -159,7 +159,7 @@ def test_with_a_head_that_says_zero_earlier_steps_get_a_discounted_share() -> No
     stage.value_head = head(0, scale=0.0)
     track = toy_track(stage)
     algorithm = DiffusionPPO(gamma=0.5, lam=0.8)
-    found_ = algorithm.expand(algorithm.valued(stage, track), STEPS)
+    found_ = algorithm.element_advantages(algorithm.with_old_values(stage, track), STEPS)
     assert torch.allclose(found_, track.advantages[:, None] * 0.4 ** torch.tensor([2.0, 1.0, 0.0]))
 
 
@@ -187,7 +187,7 @@ def test_in_the_first_update_ratio_and_value_are_exactly_those_that_sampled(step
     assert metrics["train/value_clip_fraction"] == 0.0
     with torch.no_grad():
         segment, _ = algorithm.prepare_segment(stage, track, "live")
-    own = algorithm.valued(stage, track).segment.anchors["old_value"]
+    own = algorithm.with_old_values(stage, track).segment.anchors["old_value"]
     assert torch.equal(segment.anchors["old_value"], own)
 
 
@@ -196,7 +196,7 @@ def test_values_that_moved_further_than_the_clip_are_counted_on_either_side(shif
     stage = toy_stage()
     stage.value_head = head(0)
     algorithm = DiffusionPPO(value_clip=0.2)
-    rows = algorithm.valued(stage, toy_track(stage))
+    rows = algorithm.with_old_values(stage, toy_track(stage))
     moved = rows.segment.anchors["old_value"].clone()
     moved[:2] += shift
     rows = rows.replace(segment=rows.segment.replace(anchors={**rows.segment.anchors, "old_value": moved}))

@@ -101,7 +101,7 @@ def test_drtune_sums_the_slopes_of_its_steps() -> None:
     algorithm = DRTune(
         gradient_steps=EquallySpacedSteps(num_steps=2), early_stop=0.0, reward_weight=3.0, reward_std=0.5
     )
-    steps = algorithm.route(track.segment).gradient.steps
+    steps = algorithm.gradient_path(track.segment).gradient.steps
     inputs: dict[int, Tensor] = {}
     with torch.no_grad():
         x0 = euler(network, track, enter=lambda i, x: inputs.setdefault(i, x))
@@ -122,7 +122,7 @@ def test_draft_through_all_steps_is_backpropagation_through_sampling() -> None:
 
 def test_refl_scores_the_clean_prediction_of_one_late_step_under_its_ceiling() -> None:
     track, network = weighed(drawn(num_steps=8)), in_double(toy_stage())
-    m = ReFL().route(track.segment).num_steps - 1
+    m = ReFL().gradient_path(track.segment).num_steps - 1
     sigmas = track.segment.sigmas.double().tolist()
     inputs: dict[int, Tensor] = {}
     with torch.no_grad():
@@ -213,15 +213,15 @@ def test_the_loss_is_the_weighed_reward_and_its_metric_the_reward_itself() -> No
 def test_a_route_depends_on_seed_and_step_alone() -> None:
     algorithm = DRTune(gradient_steps=EquallySpacedSteps(num_steps=3))
     whole = drawn(step=7, num_steps=20)
-    assert algorithm.route(whole.segment) == algorithm.route(whole.select([5, 1]).segment)
-    routes = {algorithm.route(segment_at(step, 20)) for step in range(40)}
+    assert algorithm.gradient_path(whole.segment) == algorithm.gradient_path(whole.select([5, 1]).segment)
+    routes = {algorithm.gradient_path(segment_at(step, 20)) for step in range(40)}
     assert len(routes) > 20
-    other = [algorithm.route(segment_at(step, 20).replace(seed=1)) for step in range(40)]
-    assert other != [algorithm.route(segment_at(step, 20)) for step in range(40)]
+    other = [algorithm.gradient_path(segment_at(step, 20).replace(seed=1)) for step in range(40)]
+    assert other != [algorithm.gradient_path(segment_at(step, 20)) for step in range(40)]
 
 
 def test_drtune_of_the_paper_stops_in_the_last_20_of_50_steps_and_spaces_5_of_those_before() -> None:
-    routes = [DRTune().route(segment_at(step, 50)) for step in range(400)]
+    routes = [DRTune().gradient_path(segment_at(step, 50)) for step in range(400)]
     assert {route.num_steps for route in routes} == set(range(31, 51))
     for route in routes:
         steps, interval = route.gradient.steps, route.num_steps // 5
@@ -230,7 +230,7 @@ def test_drtune_of_the_paper_stops_in_the_last_20_of_50_steps_and_spaces_5_of_th
 
 
 def test_refl_takes_one_step_of_the_last_quarter_evenly() -> None:
-    routes = [ReFL().route(segment_at(step, 40)) for step in range(1000)]
+    routes = [ReFL().gradient_path(segment_at(step, 40)) for step in range(1000)]
     counts = Counter(route.gradient.steps for route in routes)
     assert set(counts) == {(m,) for m in range(30, 40)}  # 30 to 39 of 40, as published
     assert all(70 <= count <= 130 for count in counts.values())
@@ -238,19 +238,26 @@ def test_refl_takes_one_step_of_the_last_quarter_evenly() -> None:
 
 
 def test_draft_takes_the_last_steps_and_alignprop_all_from_a_random_one_on() -> None:
-    assert DRaFT(gradient_steps=LastSteps(num_steps=3)).route(segment_at(4, 10)).gradient == GradientMask(
+    assert DRaFT(gradient_steps=LastSteps(num_steps=3)).gradient_path(segment_at(4, 10)).gradient == GradientMask(
         steps=(7, 8, 9)
     )
-    assert DRaFT(gradient_steps=LastSteps(num_steps=10)).route(segment_at(4, 10)).gradient.steps == tuple(range(10))
-    tails = {AlignProp().route(segment_at(step, 10)).gradient.steps for step in range(200)}
+    assert DRaFT(gradient_steps=LastSteps(num_steps=10)).gradient_path(segment_at(4, 10)).gradient.steps == tuple(
+        range(10)
+    )
+    tails = {AlignProp().gradient_path(segment_at(step, 10)).gradient.steps for step in range(200)}
     assert tails == {tuple(range(first, 10)) for first in range(10)}
-    late = {AlignProp(gradient_steps=RandomTail(low=0.7)).route(segment_at(s, 10)).gradient.steps[0] for s in range(99)}
+    late = {
+        AlignProp(gradient_steps=RandomTail(low=0.7)).gradient_path(segment_at(s, 10)).gradient.steps[0]
+        for s in range(99)
+    }
     assert late == {7, 8, 9}
 
 
 def test_the_choice_of_gradient_steps_does_not_repeat_that_of_stochastic_steps() -> None:
     choice = FractionSteps(high=1.0, num_steps=2)
-    trained = [RewardBackprop(gradient_steps=choice).route(segment_at(step, 9)).gradient.steps for step in range(20)]
+    trained = [
+        RewardBackprop(gradient_steps=choice).gradient_path(segment_at(step, 9)).gradient.steps for step in range(20)
+    ]
     assert trained != [choice.choose(step, 10, 42) for step in range(20)]
 
 

@@ -20,7 +20,7 @@ from tests.algorithms.clean_samples import (
     weights64,
 )
 from unirl.algorithms.base import START, LossResult, Part
-from unirl.algorithms.shared.forward_process import ForwardProcess, mean_square
+from unirl.algorithms.shared.forward_process import ForwardProcessLoss, mean_square
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.algorithms.shared.training_times import LogitNormalTimes, ScheduleTimes, TrainingTimes, UniformTimes
 from unirl.config.errors import ConfigError
@@ -47,13 +47,13 @@ WAYS: list[TrainingTimes] = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matching(ForwardProcess):
+class Matching(ForwardProcessLoss):
     """The plainest of these losses: regression to all samples."""
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         noised = self.noised(rows, part)
         v = self.velocity(stage, rows, noised)
-        error = self.expand(rows, part) * mean_square(v, noised.target)
+        error = self.element_advantages(rows, part) * mean_square(v, noised.target)
         return LossResult(weighted_sum(error, self.weights(rows, part)), {}, {"velocity": v.detach()})
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unirl.algorithms.shared.critic import (
+    DenseLayout,
+    GAEInputs,
     Moments,
-    Packing,
-    Steps,
     explained_variance,
     gae,
     outcome_rewards,
@@ -22,7 +22,7 @@ from unirl.algorithms.shared.critic import (
 from unirl.types.results import merge, values
 
 
-def loop(steps: Steps, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def loop(steps: GAEInputs, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """A_t as the sum of (gamma lam)^k delta over the steps that exist, up to the end of the episode, one by one."""
     shape = steps.values.shape
     advantages, returns = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_dense_rows_of_an_environment_equal_the_papers_sum(seed: int, gamma: flo
     truncated = (torch.rand(3, 7, generator=generator) < 0.2) & ~terminated  # the next value counts, the rest does not
     mask = random_mask(3, 7, generator)
     rewards[~mask], values_[~mask], true_next[~mask] = math.nan, math.inf, math.nan
-    steps = Steps(rewards, values_, true_next.masked_fill(terminated, 0.0), terminated | truncated, mask)
+    steps = GAEInputs(rewards, values_, true_next.masked_fill(terminated, 0.0), terminated | truncated, mask)
     found, expected = gae(steps, gamma, lam), loop(steps, gamma, lam)
     for have, want in zip(found, expected, strict=True):
         assert torch.allclose(have, want, rtol=1e-12, atol=1e-12)
@@ -71,13 +71,13 @@ def test_dense_rows_of_an_environment_equal_the_papers_sum(seed: int, gamma: flo
 def test_an_episode_that_is_cut_off_counts_the_next_value_and_one_that_terminates_does_not() -> None:
     values_, rewards = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]])
     ends, mask = torch.tensor([[True, True]]), torch.ones(1, 2, dtype=torch.bool)
-    found = gae(Steps(rewards, values_, torch.tensor([[10.0, 0.0]]), ends, mask), gamma=0.5, lam=1.0)
+    found = gae(GAEInputs(rewards, values_, torch.tensor([[10.0, 0.0]]), ends, mask), gamma=0.5, lam=1.0)
     assert found.advantages.tolist() == [[0.5 + 0.5 * 10.0 - 1.0, 0.25 - 2.0]]
 
 
 def test_lambda_one_is_the_monte_carlo_return_less_the_value() -> None:
     rewards, values_, mask = normal(4, 6), normal(4, 6, seed=1), torch.ones(4, 6, dtype=torch.bool)
-    found = gae(Steps.in_a_row(rewards, values_, mask), gamma=0.9, lam=1.0)
+    found = gae(GAEInputs.from_rows(rewards, values_, mask), gamma=0.9, lam=1.0)
     discounts = 0.9 ** torch.arange(6, dtype=torch.float64)
     returns = torch.stack([(rewards[:, t:] * discounts[: 6 - t]).sum(1) for t in range(6)], dim=1)
     assert torch.allclose(found.advantages, returns - values_) and torch.allclose(found.returns, returns)
@@ -85,7 +85,7 @@ def test_lambda_one_is_the_monte_carlo_return_less_the_value() -> None:
 
 def test_lambda_zero_is_the_temporal_difference_error() -> None:
     rewards, values_, mask = normal(4, 6), normal(4, 6, seed=1), torch.ones(4, 6, dtype=torch.bool)
-    found = gae(Steps.in_a_row(rewards, values_, mask), gamma=0.9, lam=0.0)
+    found = gae(GAEInputs.from_rows(rewards, values_, mask), gamma=0.9, lam=0.0)
     following = torch.cat([values_[:, 1:], torch.zeros(4, 1, dtype=torch.float64)], dim=1)
     assert torch.allclose(found.advantages, rewards + 0.9 * following - values_)
 
@@ -93,7 +93,7 @@ def test_lambda_zero_is_the_temporal_difference_error() -> None:
 def test_an_outcome_without_discount_gives_the_reward_less_each_value() -> None:
     reward, values_ = normal(5), normal(5, 8)
     mask = torch.arange(8)[None] < torch.tensor([8, 5, 1, 3, 0])[:, None]
-    found = gae(Steps.in_a_row(outcome_rewards(reward, mask), values_, mask), gamma=1.0, lam=1.0)
+    found = gae(GAEInputs.from_rows(outcome_rewards(reward, mask), values_, mask), gamma=1.0, lam=1.0)
     assert torch.allclose(found.advantages, torch.where(mask, reward[:, None] - values_, 0.0))
     assert torch.allclose(found.returns, torch.where(mask, reward[:, None], 0.0))
 
@@ -110,9 +110,9 @@ def test_masked_tokens_do_not_leak_and_what_is_left_is_as_if_they_were_not_there
     mask = random_mask(1, 9, generator)
     rewards, values_ = normal(1, 9, seed=seed), normal(1, 9, seed=seed + 1)
     poisoned = [torch.where(mask, x, math.nan) for x in (rewards, values_)]
-    found = gae(Steps.in_a_row(*poisoned, mask), 0.9, lam)
+    found = gae(GAEInputs.from_rows(*poisoned, mask), 0.9, lam)
     kept = [x[mask][None] for x in (rewards, values_)]
-    alone = gae(Steps.in_a_row(*kept, torch.ones_like(kept[0], dtype=torch.bool)), 0.9, lam)
+    alone = gae(GAEInputs.from_rows(*kept, torch.ones_like(kept[0], dtype=torch.bool)), 0.9, lam)
     for have, want in zip(found, alone, strict=True):
         assert torch.equal(have[mask], want[0]) and torch.equal(have[~mask], torch.zeros(int((~mask).sum())).double())
 
@@ -121,7 +121,7 @@ def test_a_row_that_was_cut_off_goes_on_with_its_last_value() -> None:
     rewards, values_ = normal(2, 3), normal(2, 3, seed=1)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     last = torch.tensor([7.0, -3.0], dtype=torch.float64)
-    found = gae(Steps.in_a_row(rewards, values_, mask, last_values=last), 0.9, 0.0)
+    found = gae(GAEInputs.from_rows(rewards, values_, mask, last_values=last), 0.9, 0.0)
     assert float(found.advantages[0, 2]) == pytest.approx(float(rewards[0, 2] + 0.9 * 7.0 - values_[0, 2]))
     assert float(found.advantages[1, 1]) == pytest.approx(float(rewards[1, 1] - 0.9 * 3.0 - values_[1, 1]))
 
@@ -133,11 +133,11 @@ def test_packed_rows_equal_each_row_alone(lengths: list[int], seed: int) -> None
     total = int(offsets[-1])
     rewards, values_ = normal(total, seed=seed), normal(total, seed=seed + 1)
     mask = torch.rand(total, generator=torch.Generator().manual_seed(seed)) > 0.3
-    rows = Packing.of(offsets)
-    dense = gae(Steps.in_a_row(rows.dense(rewards), rows.dense(values_), rows.dense(mask)), 0.9, 0.8)
+    rows = DenseLayout.of(offsets)
+    dense = gae(GAEInputs.from_rows(rows.dense(rewards), rows.dense(values_), rows.dense(mask)), 0.9, 0.8)
     for b, length in enumerate(lengths):
         cut = slice(int(offsets[b]), int(offsets[b]) + length)
-        alone = gae(Steps.in_a_row(rewards[cut][None], values_[cut][None], mask[cut][None]), 0.9, 0.8)
+        alone = gae(GAEInputs.from_rows(rewards[cut][None], values_[cut][None], mask[cut][None]), 0.9, 0.8)
         for have, want in zip(dense, alone, strict=True):
             assert torch.equal(rows.packed(have)[cut], want[0])
 

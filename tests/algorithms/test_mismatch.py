@@ -9,12 +9,12 @@ from torch import Tensor
 from tests.algorithms.ragged import Sequence, assert_same_gradient, looped, ragged, value
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.mismatch import Correction, GeometricRejection, MaskedIS, SequenceTIS, TokenTIS
-from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.packed import RowOffsets
 from unirl.config.errors import ConfigError
 from unirl.testing.tokens import token_stage, token_track
 from unirl.types.results import values
 
-ROWS = PackedRows.of(torch.tensor([0, 3, 3, 5]), torch.ones(5, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
+ROWS = RowOffsets.of(torch.tensor([0, 3, 3, 5]), torch.ones(5, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
 GAPS = torch.tensor([0.1, -0.2, 1.0, -1.5, 0.3], dtype=torch.float64)
 ALL: list[Correction] = [TokenTIS(), SequenceTIS(), MaskedIS(), GeometricRejection()]
 
@@ -100,7 +100,7 @@ def test_a_gap_without_end_gives_a_finite_weight(correction: Correction) -> None
 def test_weighted_samples_of_the_engine_have_the_trainers_expectations() -> None:
     full = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     engine = torch.tensor([0.6, 0.25, 0.1, 0.05], dtype=torch.float64)
-    rows = PackedRows.of(torch.arange(5), torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool))
+    rows = RowOffsets.of(torch.arange(5), torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool))
     weights = TokenTIS(cap=9.0)((full / engine).log(), rows).weights
     assert torch.allclose(engine * weights, full, rtol=1e-12)
 

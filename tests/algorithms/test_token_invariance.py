@@ -22,7 +22,7 @@ from unirl.algorithms.ar_opd import AROPD
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.shared.mismatch import TokenTIS
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
 from unirl.distributed.group.layout import rank_rows
@@ -36,7 +36,7 @@ from unirl.trainer.balance import balanced_track
 from unirl.types.results import Metric, merge, values
 from unirl.types.rollout_resp import RolloutTrack
 
-ALGORITHMS: dict[str, TokenAlgorithm] = {
+ALGORITHMS: dict[str, TokenLoss] = {
     "grpo": ARGRPO(kl_coef=0.1, entropy_coef=0.1, dual_clip=1.5, old_logp_source="rollout"),
     "grpo corrected": ARGRPO(mismatch=TokenTIS(cap=1.1), loss_agg_mode="seq-mean-token-mean"),
     "grpo of finished": ARGRPO(mask_truncated=True, old_logp_source="rollout"),

@@ -17,7 +17,7 @@ from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.algorithms.shared.mismatch import TokenTIS
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.testing.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -29,7 +29,7 @@ from unirl.types.rollout_resp import RolloutTrack
 PROMPTS, SIBLINGS, ARMS = 3, 16, 4
 SAMPLING = TokenSampling(max_new_tokens=3, ends=False)
 
-METHODS: dict[str, TokenAlgorithm] = {
+METHODS: dict[str, TokenLoss] = {
     "grpo": ARGRPO(loss_agg_mode="seq-mean-token-mean"),
     "dapo": ARGRPO(clip_range_high=0.28, dual_clip=3.0),
     "dr.grpo": ARGRPO(loss_agg_mode="seq-mean-token-sum-norm", horizon=3),
@@ -63,7 +63,7 @@ def two_halves(track: RolloutTrack) -> RolloutTrack:
     return track.select([*range(0, len(track), 2), *range(1, len(track), 2)])
 
 
-def learner(algorithm: TokenAlgorithm, table: TokenTable) -> tuple[TrainStack, TableStage]:
+def learner(algorithm: TokenLoss, table: TokenTable) -> tuple[TrainStack, TableStage]:
     backend = FSDPBackend(
         table,
         optimizer_cfg=OptimizerConfig(learning_rate=0.15, weight_decay=0.0),
@@ -74,7 +74,7 @@ def learner(algorithm: TokenAlgorithm, table: TokenTable) -> tuple[TrainStack, T
     return stack, stage
 
 
-def bandit(algorithm: TokenAlgorithm, seed: int = 42) -> Run:
+def bandit(algorithm: TokenLoss, seed: int = 42) -> Run:
     """30 steps of two updates from a table of zeros."""
     stack, stage = learner(algorithm, TokenTable(ARMS, PROMPTS))
     run = Run([], [])
@@ -88,7 +88,7 @@ def bandit(algorithm: TokenAlgorithm, seed: int = 42) -> Run:
 
 
 @pytest.mark.parametrize("algorithm", METHODS.values(), ids=METHODS.keys())
-def test_every_method_finds_the_best_arm_of_every_prompt(algorithm: TokenAlgorithm) -> None:
+def test_every_method_finds_the_best_arm_of_every_prompt(algorithm: TokenLoss) -> None:
     run = bandit(algorithm)
     for first, second, reward in zip(run.updates[0::2], run.updates[1::2], run.rewards, strict=True):
         assert (first["train/ratio_min"], first["train/ratio_max"]) == (1.0, 1.0)
@@ -107,7 +107,7 @@ def test_a_large_entropy_bonus_keeps_the_table_uncertain_and_a_large_kl_keeps_it
     assert entropy(bonus) > 0.9 * math.log(ARMS) > entropy(plain) + 0.3
 
 
-def trained(algorithm: TokenAlgorithm) -> Tensor:
+def trained(algorithm: TokenLoss) -> Tensor:
     """The table after 30 steps on the bandit, from random logits; only what was trained: the first token's."""
     table = token_table(3, ARMS, PROMPTS)
     stack, stage = learner(algorithm, table)

@@ -28,7 +28,7 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.shared.mismatch import MaskedIS, SequenceTIS, TokenTIS
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.tokens import TokenSampling, token_stage, token_track
 from unirl.types.results import merge, values
@@ -100,11 +100,11 @@ def geometric_mean(row: Sequence) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    loss: type[TokenAlgorithm]
+    loss: type[TokenLoss]
     options: dict[str, Any]
     per_token: Callable[[Sequence], Tensor]
 
-    def make(self, **more: Any) -> TokenAlgorithm:
+    def make(self, **more: Any) -> TokenLoss:
         return self.loss(**(self.options | more))
 
 
@@ -177,7 +177,7 @@ def test_what_stands_at_tokens_that_do_not_count_never_matters(case: Case, poiso
     assert metrics == values(algorithm.loss(stage, track, (0,)).metrics)
     tokens = algorithm.tokens(spoilt.logp.detach(), ill, (0,))
     seen = (tokens.logp, tokens.old_logp, tokens.log_ratio, tokens.advantages, tokens.weights)
-    assert not any(bool(column[~tokens.rows.counts].any()) for column in seen)
+    assert not any(bool(column[~tokens.rows.token_mask].any()) for column in seen)
     assert algorithm.parity(ill, (0,), {"logp": spoilt.logp.detach()})["rollout/parity_absdiff_max"].value < 10
 
 
@@ -224,7 +224,7 @@ def test_no_loss_waits_for_its_device_or_mixes_devices(case: Case, more: dict[st
     result = algorithm.loss(far, track.to("meta"), (0,))
     result.loss.backward()
     assert far.logp.grad is not None and far.logp.grad.device.type == "meta"
-    algorithm.parity(track.to("meta"), (0,), result.columns)
+    algorithm.parity(track.to("meta"), (0,), result.outputs)
 
 
 @EVERY_LOSS

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unirl.algorithms.shared.packed import PackedRows, token_count, token_shares
+from unirl.algorithms.shared.packed import RowOffsets, token_count, token_shares
 
 Row = list[tuple[float, bool]]
 ROWS = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=6), min_size=1, max_size=5)
 
 
-def packed(rows: list[Row], live: list[bool] | None = None) -> tuple[PackedRows, Tensor]:
+def packed(rows: list[Row], live: list[bool] | None = None) -> tuple[RowOffsets, Tensor]:
     values = torch.tensor([value for row in rows for value, _ in row], dtype=torch.float64)
     mask = torch.tensor([kept for row in rows for _, kept in row], dtype=torch.bool)
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
-    return PackedRows.of(offsets, mask, torch.tensor(live or [True] * len(rows))), values
+    return RowOffsets.of(offsets, mask, torch.tensor(live or [True] * len(rows))), values
 
 
 def kept(row: Row) -> list[float]:
@@ -66,7 +66,7 @@ def test_a_row_that_does_not_count_has_no_token_that_does() -> None:
 def test_kept_values_are_0_where_nothing_counts_and_have_no_gradient_there() -> None:
     packing, _ = packed([[(1.0, True), (2.0, False)]])
     values = torch.tensor([3.0, torch.nan], requires_grad=True)
-    found = packing.kept(values)
+    found = packing.masked(values)
     found.sum().backward()
     assert found.tolist() == [3.0, 0.0] and values.grad.tolist() == [1.0, 0.0]
 

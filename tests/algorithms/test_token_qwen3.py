@@ -19,7 +19,7 @@ from tests.models.texts import networks, prompts_of_lengths, segment_of_lengths,
 from tests.train.ranks import run_ranks
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.mismatch import SequenceTIS
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.distributed import current
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.train.backend.base import OptimizerConfig
@@ -149,7 +149,7 @@ def test_every_loss_over_tokens_is_among_them() -> None:
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         found = vars(importlib.import_module(module.name)).values()
         for kind in found:
-            if isinstance(kind, type) and issubclass(kind, TokenAlgorithm) and not inspect.isabstract(kind):
+            if isinstance(kind, type) and issubclass(kind, TokenLoss) and not inspect.isabstract(kind):
                 assert any(type(loss) is kind for loss in LOSSES.values()), kind
 
 

@@ -16,13 +16,13 @@ from unirl.algorithms.ar_gspo import GSPO
 from unirl.algorithms.ar_sapo import SAPO
 from unirl.algorithms.shared.kl import AdaptiveKL
 from unirl.algorithms.shared.mismatch import TokenTIS
-from unirl.algorithms.shared.tokens import TokenAlgorithm, drift_metrics
+from unirl.algorithms.shared.tokens import TokenLoss, drift_metrics
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError
 from unirl.tracking.metrics import check_names
 from unirl.types.protocols import Anchor
 
-LOSSES: list[type[TokenAlgorithm]] = [ARGRPO, GSPO, CISPO, DRPO, DPPO, CPPO, SAPO, GMPO]
+LOSSES: list[type[TokenLoss]] = [ARGRPO, GSPO, CISPO, DRPO, DPPO, CPPO, SAPO, GMPO]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], key: st
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_needs_and_anchors_follow_from_the_keys(loss: type[TokenAlgorithm]) -> None:
+def test_needs_and_anchors_follow_from_the_keys(loss: type[TokenLoss]) -> None:
     plain = loss()
     assert plain.anchors() == {"old_logp": Anchor("live", "logp")}
     assert not plain.needs.behaviour_logp and plain.needs.multi_update and plain.needs.snapshots == ()
@@ -68,7 +68,7 @@ def test_methods_of_sequences_average_sequences_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_metric_is_in_the_table(loss: type[TokenAlgorithm]) -> None:
+def test_every_metric_is_in_the_table(loss: type[TokenLoss]) -> None:
     stage, track = ragged(0)
     algorithm = loss(kl_coef=0.1, entropy_coef=0.1, mismatch=TokenTIS())
     check_names(algorithm.loss(stage, track, (0,)).metrics)
@@ -164,7 +164,7 @@ def written(options: Mapping[str, Any]) -> Any:
     ],
     ids=["dapo", "gspo", "drpo"],
 )
-def test_a_recipe_block_makes_the_loss(options: Mapping[str, Any], made: TokenAlgorithm) -> None:
+def test_a_recipe_block_makes_the_loss(options: Mapping[str, Any], made: TokenLoss) -> None:
     assert written(options) == made
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.algorithms.ragged import AGGREGATIONS
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.shared.tokens import TokenAlgorithm
+from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.testing.tokens import TableStage, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -19,7 +19,7 @@ from unirl.types.rollout_resp import RolloutTrack
 
 
 def setup(
-    algorithm: TokenAlgorithm, table: TokenTable, learning_rate: float = 1e-2, **options: Any
+    algorithm: TokenLoss, table: TokenTable, learning_rate: float = 1e-2, **options: Any
 ) -> tuple[TrainStack, TableStage]:
     backend = FSDPBackend(table, optimizer_cfg=OptimizerConfig(learning_rate=learning_rate))
     stage = TableStage(table)
@@ -27,7 +27,7 @@ def setup(
 
 
 def gradients(
-    algorithm: TokenAlgorithm, change: Callable[[RolloutTrack], RolloutTrack] = lambda track: track, **options: Any
+    algorithm: TokenLoss, change: Callable[[RolloutTrack], RolloutTrack] = lambda track: track, **options: Any
 ) -> list[Tensor]:
     """Of every update, caught on their way into the optimizer, which does not move the weights."""
     table = token_table(0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unirl.algorithms.shared.surrogate import weighted_score
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import weighted_log_prob_loss
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO(TokenAlgorithm):
+class CISPO(TokenLoss):
     """P = -sg[clip(r, 1 - low, 1 + high)] A log pi_theta,  r = pi_theta / pi_old per token.
 
     MiniMax-M1 (arXiv:2506.13585). Every token keeps a gradient; the clip bounds how much a rare token that has
@@ -37,6 +37,6 @@ class CISPO(TokenAlgorithm):
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = 1.0 - (1.0 if self.clip_range is None else self.clip_range), 1.0 + self.clip_range_high
-        losses = weighted_score(tokens.log_ratio, tokens.logp, tokens.advantages, low, high)
+        losses = weighted_log_prob_loss(tokens.log_ratio, tokens.logp, tokens.advantages, low, high)
         ratio = tokens.log_ratio.detach().exp()
         return Surrogate(losses, tokens.log_ratio, ratio > high, ratio < low)

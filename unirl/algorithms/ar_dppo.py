@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.algorithms.shared.surrogate import binary_kl, binary_tv, moves_back, within_prefix_budget
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import binary_kl, binary_tv, moves_towards_old, within_prefix_budget
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedPolicyGradient(TokenAlgorithm):
+class MaskedPolicyGradient(TokenLoss):
     """P = -A r where A (r - 1) <= 0 or the divergence is small, else 0; r weighs a token by at most `ratio_cap`."""
 
     ratio_cap: float = 20.0
@@ -28,13 +28,13 @@ class MaskedPolicyGradient(TokenAlgorithm):
             raise InvalidValueError(f"algorithm.ratio_cap must be > 1, got {self.ratio_cap}; 20 is usual")
 
     @abstractmethod
-    def is_near(self, tokens: Tokens) -> Tensor:
+    def within_trust_region(self, tokens: Tokens) -> Tensor:
         """[sum L] bool, pi_theta is close enough to pi_old."""
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         ratio = tokens.log_ratio.detach().exp()
         own = (tokens.log_ratio - tokens.log_ratio.detach()).exp()  # 1, with the gradient of log pi_theta
-        dropped = ~(moves_back(tokens.log_ratio, tokens.advantages) | self.is_near(tokens))
+        dropped = ~(moves_towards_old(tokens.log_ratio, tokens.advantages) | self.within_trust_region(tokens))
         losses = torch.where(dropped, 0.0, -tokens.advantages * ratio.clamp(max=self.ratio_cap) * own)
         return Surrogate(losses, tokens.log_ratio, dropped & (ratio > 1.0), dropped & (ratio < 1.0))
 
@@ -60,7 +60,7 @@ class DPPO(MaskedPolicyGradient):
             if value is not None and not value > 0.0:
                 raise InvalidValueError(f"algorithm.{name} must be > 0, got {value}; 0.15 is usual for tv")
 
-    def is_near(self, tokens: Tokens) -> Tensor:
+    def within_trust_region(self, tokens: Tokens) -> Tensor:
         measure = binary_tv if self.divergence == "tv" else binary_kl
         high = self.delta if self.delta_high is None else self.delta_high
         moved = measure(tokens.logp, tokens.old_logp)
@@ -90,6 +90,6 @@ class CPPO(MaskedPolicyGradient):
         if not 0.0 < self.w_min <= 1.0:
             raise InvalidValueError(f"algorithm.w_min must lie in (0, 1], got {self.w_min}; 0.8 is usual")
 
-    def is_near(self, tokens: Tokens) -> Tensor:
-        divergence = tokens.rows.kept(binary_tv(tokens.logp, tokens.old_logp))
+    def within_trust_region(self, tokens: Tokens) -> Tensor:
+        divergence = tokens.rows.masked(binary_tv(tokens.logp, tokens.old_logp))
         return within_prefix_budget(divergence, tokens.rows, self.delta, self.w_min, self.delta_b)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.algorithms.shared.surrogate import penalized_gain
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import quadratic_penalty_loss
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class DRPO(TokenAlgorithm):
+class DRPO(TokenLoss):
     """P = -A r + |A| mu (r - 1)^2 / (2 epsilon),  mu = sg[pi_old], r = pi_theta / mu per token.
 
     DRPO (arXiv:2606.09821): the gradient is -A r (1 - sign(A (r - 1)) |pi_theta - mu| / epsilon), a trust region of
@@ -34,6 +34,6 @@ class DRPO(TokenAlgorithm):
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         mu = tokens.old_logp.exp() if self.penalty_mu_weighted else torch.ones_like(tokens.old_logp)
-        losses = penalized_gain(tokens.log_ratio, tokens.advantages, mu / (2.0 * self.drpo_epsilon))
+        losses = quadratic_penalty_loss(tokens.log_ratio, tokens.advantages, mu / (2.0 * self.drpo_epsilon))
         beyond = mu * tokens.log_ratio.detach().expm1() / self.drpo_epsilon
         return Surrogate(losses, tokens.log_ratio, beyond > 1.0, beyond < -1.0)

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from unirl.algorithms.shared.packed import Aggregation
-from unirl.algorithms.shared.surrogate import bounded_gain, sequence_log_ratio
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import one_sided_clip, sequence_log_ratio
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPO(TokenAlgorithm):
+class GMPO(TokenLoss):
     """P = -A exp(mean over the row's tokens of d_t),  d_t = log r_t, at most high if A > 0, at least -low if A < 0.
 
     GMPO (arXiv:2507.20673): tokens are clipped one by one, in log space, and the row is weighed by their geometric
@@ -34,7 +34,7 @@ class GMPO(TokenAlgorithm):
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_range, self.clip_range if self.clip_range_high is None else self.clip_range_high
-        gain = sequence_log_ratio(bounded_gain(tokens.log_ratio, tokens.advantages, low, high), tokens.rows)
+        gain = sequence_log_ratio(one_sided_clip(tokens.log_ratio, tokens.advantages, low, high), tokens.rows)
         log_ratio = tokens.log_ratio.detach()
         above = (log_ratio > high) & (tokens.advantages > 0)
         below = (log_ratio < -low) & (tokens.advantages < 0)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, clipped_surrogate
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARGRPO(TokenAlgorithm):
+class ARGRPO(TokenLoss):
     """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = pi_theta / pi_old per token; at most c |A| where A < 0.
 
     GRPO (arXiv:2402.03300, eq. 3) over PPO's clip. With other aggregations, clips and advantages this is DAPO

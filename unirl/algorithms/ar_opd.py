@@ -11,14 +11,14 @@ from torch import Tensor
 
 from unirl.algorithms.base import Part
 from unirl.algorithms.shared.surrogate import mean_metric
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 
 @dataclass(frozen=True, kw_only=True)
-class AROPD(TokenAlgorithm):
+class AROPD(TokenLoss):
     """P = -sg[log pi_teacher - log pi_old] log pi_theta: the gradient of KL(pi_theta || teacher) at sampled states.
 
     No reward is read: the gap to the teacher is the advantage of a token. Lu et al. 2025, "On-policy distillation";
@@ -53,5 +53,5 @@ class AROPD(TokenAlgorithm):
         gap = tokens.advantages
         bounded = gap if self.gap_clip is None else gap.clamp(-self.gap_clip, self.gap_clip)
         metrics = {"train/kl_teacher": mean_metric(-gap, tokens.weights)}
-        nowhere = torch.zeros_like(tokens.rows.counts)
+        nowhere = torch.zeros_like(tokens.rows.token_mask)
         return Surrogate(-bounded * tokens.logp, tokens.log_ratio, nowhere, nowhere, metrics)

@@ -11,11 +11,11 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.base import Part
 from unirl.algorithms.shared.critic import (
     OLD_VALUE,
-    Credit,
     Critic,
+    DenseLayout,
+    GAEInputs,
     Moments,
-    Packing,
-    Steps,
+    StepCredit,
     gae,
     outcome_rewards,
     whitened,
@@ -61,24 +61,24 @@ class ARPPO(Critic[TokenStage], ARGRPO):
     def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
 
-    def credited(
+    def assign_credit(
         self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
     ) -> Tokens:
         assert replay.values is not None, "the stage was asked for values and gave none"
-        said = tokens.rows.kept(replay.values)
+        said = tokens.rows.masked(replay.values)
         recorded = self.anchor(rows, OLD_VALUE, part)
-        old = said.detach() if recorded is None else tokens.rows.kept(recorded)
-        credit = self.credit(tokens, old, rows, part, now)
+        old = said.detach() if recorded is None else tokens.rows.masked(recorded)
+        credit = self.gae_credit(tokens, old, rows, part, now)
         advantages = credit.advantages
         if self.whiten:
             assert now.totals, "a loss that whitens is told the moments of the whole step"
             moments = Moments(*torch.tensor(now.totals, dtype=torch.float64))
-            advantages = whitened(advantages, self.credited_tokens(tokens, rows), moments)
+            advantages = whitened(advantages, self.gae_mask(tokens, rows), moments)
         return replace(tokens, advantages=advantages, values=TokenValues(said, old, credit.returns))
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         policy, values = super().surrogate(tokens, now), tokens.values
-        assert values is not None, "credited() comes first"
+        assert values is not None, "assign_credit() comes first"
         losses, metrics = self.value_losses(values.said, values.old, values.returns, tokens.weights)
         return replace(policy, metrics=policy.metrics | metrics, terms={"train/critic_loss": self.vf_coef * losses})
 
@@ -87,32 +87,38 @@ class ARPPO(Critic[TokenStage], ARGRPO):
         recorded = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
         assert recorded is not None, "the anchor pass comes first"
         tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # of their log-probs only the old ones are read
-        credit = self.credit(tokens, tokens.rows.kept(recorded), rows, ALL_TOKENS, now)
-        moments = Moments.of(credit.advantages, self.credited_tokens(tokens, rows))
+        credit = self.gae_credit(tokens, tokens.rows.masked(recorded), rows, ALL_TOKENS, now)
+        moments = Moments.of(credit.advantages, self.gae_mask(tokens, rows))
         return torch.stack([moments.count, moments.total, moments.squares])
 
-    def credit(self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Credit:
+    def gae_credit(
+        self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: TrainingProgress
+    ) -> StepCredit:
         """[sum L] twice: GAE from old values [sum L]; 0 where a token does not count."""
-        packing = Packing.of(rows.segment.offsets, old.device)
-        mask, values = packing.dense(self.credited_tokens(tokens, rows)), packing.dense(old)
-        rewards = outcome_rewards(self.earned(rows).to(old.dtype), mask)
-        price = self.price(tokens, rows, part, now)
-        if price is not None:
-            rewards = rewards - packing.dense(price.detach())
-        found = gae(Steps.in_a_row(rewards, values, mask, self._last_values(tokens, old, rows)), self.gamma, self.lam)
+        packing = DenseLayout.of(rows.segment.offsets, old.device)
+        mask, values = packing.dense(self.gae_mask(tokens, rows)), packing.dense(old)
+        rewards = outcome_rewards(self.row_return(rows).to(old.dtype), mask)
+        kl_penalty = self.kl_penalty(tokens, rows, part, now)
+        if kl_penalty is not None:
+            rewards = rewards - packing.dense(kl_penalty.detach())
+        found = gae(
+            GAEInputs.from_rows(rewards, values, mask, self._last_values(tokens, old, rows)),
+            self.gamma,
+            self.lam,
+        )
         returns = torch.where(mask, found.returns, values)
-        return Credit(packing.packed(found.advantages), tokens.rows.kept(packing.packed(returns)))
+        return StepCredit(packing.packed(found.advantages), tokens.rows.masked(packing.packed(returns)))
 
-    def credited_tokens(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
+    def gae_mask(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
         """[sum L] bool, tokens that count and whose successor's value is known."""
         if not self.bootstrap_truncated:
-            return tokens.rows.counts
-        return tokens.rows.counts & ~self._cut_ends(tokens, rows)
+            return tokens.rows.token_mask
+        return tokens.rows.token_mask & ~self._cut_ends(tokens, rows)
 
     def _cut_ends(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
         """[sum L] bool, the last token that counts of a response that was cut."""
-        ones = tokens.rows.counts.double()
-        is_last = tokens.rows.counts & (tokens.rows.rest(ones) == 1)
+        ones = tokens.rows.token_mask.double()
+        is_last = tokens.rows.token_mask & (tokens.rows.rest(ones) == 1)
         return is_last & tokens.rows.spread(~rows.segment.finished.to(is_last.device))
 
     def _last_values(self, tokens: Tokens, old: Tensor, rows: RolloutTrack) -> Tensor | None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from unirl.algorithms.shared.packed import Aggregation
-from unirl.algorithms.shared.surrogate import soft_gate
-from unirl.algorithms.shared.tokens import Surrogate, TokenAlgorithm, Tokens
+from unirl.algorithms.shared.surrogate import soft_gate_loss
+from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO(TokenAlgorithm):
+class SAPO(TokenLoss):
     """P = -A (4 / tau) sigmoid(tau (r - 1)),  r = pi_theta / pi_old per token, tau = tau_pos where A > 0, else tau_neg.
 
     SAPO (arXiv:2511.20347): the weight of a token's gradient is 1 at r = 1 and fades on both sides, faster for negative
@@ -32,6 +32,6 @@ class SAPO(TokenAlgorithm):
                 raise InvalidValueError(f"algorithm.{name} must be > 0, got {value}; 1 and 1.05 are usual")
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
-        losses = soft_gate(tokens.log_ratio, tokens.advantages, self.tau_pos, self.tau_neg)
-        nowhere = torch.zeros_like(tokens.rows.counts)
+        losses = soft_gate_loss(tokens.log_ratio, tokens.advantages, self.tau_pos, self.tau_neg)
+        nowhere = torch.zeros_like(tokens.rows.token_mask)
         return Surrogate(losses, tokens.log_ratio, nowhere, nowhere)

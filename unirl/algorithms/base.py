@@ -39,7 +39,7 @@ class LossResult:
     loss: Tensor
     """[] SUM over the elements (row x entry of the part), each times its row's weight."""
     metrics: Metrics
-    columns: PolicyOutputs
+    outputs: PolicyOutputs
     """What the weights that were differentiated said: the anchors of a first update."""
 
 
@@ -95,7 +95,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         """The number of elements over all parts, each times its row's weight: what the sum of losses is divided by."""
         return float(rows.weight.sum()) * sum(len(part) for part in self.parts(rows.segment))
 
-    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
         """[B, len(part)] the advantage of every element."""
         assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
         return rows.advantages[:, None].expand(-1, len(part))
@@ -127,8 +127,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         """Controller that turns the logged `train/kl` into `TrainingProgress.kl_scale`. None keeps the scale at 1."""
         return None
 
-    def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:
-        """How far `columns` (measured on the weights that sampled) are from what the engine recorded."""
+    def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
+        """How far `outputs` (measured on the weights that sampled) are from what the engine recorded."""
         return {}
 
     def prepare_segment(
@@ -143,11 +143,11 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         found: list[Metrics] = []
         for part in self.parts(rows.segment):
             with torch.no_grad():
-                columns = self.measure(stage, rows, part)
+                outputs = self.measure(stage, rows, part)
             if snapshot == "live":
-                found.append(self.parity(rows, part, columns))
+                found.append(self.parity(rows, part, outputs))
             for name, quantity in wanted.items():
-                measured[name].append(columns[quantity])
+                measured[name].append(outputs[quantity])
         anchors = {name: _joined(pieces) for name, pieces in measured.items()}
         return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(found)
 
@@ -171,10 +171,10 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
             backward(result.loss, i == len(parts) - 1)
             found.append(result.metrics)
             if first_update:
-                found.append(self.parity(rows, part, result.columns))
+                found.append(self.parity(rows, part, result.outputs))
         return merge(found)
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
-    """PolicyOutputs of several parts as one; packed columns come in one piece."""
+    """PolicyOutputs of several parts as one; packed outputs come in one piece."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

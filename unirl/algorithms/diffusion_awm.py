@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
 from unirl.algorithms.shared.forward_process import (
-    ForwardProcess,
+    ForwardProcessLoss,
     Noised,
     check_coefficients,
     check_positive,
@@ -65,7 +65,7 @@ def log_prob_surrogate(form: Form, error: Tensor, t: Tensor, power: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionAWM(ForwardProcess):
+class DiffusionAWM(ForwardProcessLoss):
     """L = mean over rows and times of  -min(r A, clip(r) A) + velocity_coef |v - v_ref|^2 + ema_coef |v - v_ema|^2.
 
         r = exp(l_theta - l_old),   l = -g(e(v), t),   e(v) = mean over latent elements of (v - u)^2
@@ -96,7 +96,7 @@ class DiffusionAWM(ForwardProcess):
                 f"algorithm.clip_range must lie in (0, 1), got {self.clip_range:g}; write null for no clipping"
             )
 
-    def pulls(self) -> Mapping[str, float]:
+    def velocity_penalties(self) -> Mapping[str, float]:
         return {REFERENCE: self.velocity_coef, self.ema_snapshot: self.ema_coef}
 
     def anchors(self) -> Mapping[str, Anchor]:
@@ -111,16 +111,16 @@ class DiffusionAWM(ForwardProcess):
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         logp = self._surrogate(noised, v)
-        columns: PolicyOutputs = {"velocity": v.detach(), "logp": logp.detach()}
+        outputs: PolicyOutputs = {"velocity": v.detach(), "logp": logp.detach()}
         old = self.anchor(rows, "old_logp", part)
-        log_ratio = logp - (columns["logp"] if old is None else old)
-        policy, found = self._policy_loss(log_ratio, self.expand(rows, part).double(), weights)
-        pull, metrics = self.pull_loss(rows, part, v)
+        log_ratio = logp - (outputs["logp"] if old is None else old)
+        policy, found = self._policy_loss(log_ratio, self.element_advantages(rows, part).double(), weights)
+        pull, metrics = self.velocity_penalty(rows, part, v)
         metrics |= found | {
             "train/policy_loss": mean_metric(policy, weights),
-            "train/matching_error": mean_metric(mean_square(columns["velocity"], noised.target), weights),
+            "train/matching_error": mean_metric(mean_square(outputs["velocity"], noised.target), weights),
         }
-        return LossResult(weighted_sum(policy + pull, weights), metrics, columns)
+        return LossResult(weighted_sum(policy + pull, weights), metrics, outputs)
 
     def _surrogate(self, noised: Noised, v: Tensor) -> Tensor:
         """[B, n] float64 l."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
-from unirl.algorithms.shared.forward_process import ForwardProcess, check_positive, mean_square
+from unirl.algorithms.shared.forward_process import ForwardProcessLoss, check_positive, mean_square
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
@@ -30,7 +30,7 @@ def preference_margin(logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionDPO(ForwardProcess):
+class DiffusionDPO(ForwardProcessLoss):
     """L = mean over pairs and times of -log sigmoid(m),  m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)).
 
         l = -e(v) = -mean over latent elements of (v - u)^2
@@ -71,15 +71,15 @@ class DiffusionDPO(ForwardProcess):
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         logp = self._logp(stage, rows, part)
-        columns: PolicyOutputs = {"logp": logp.detach()}
-        margin = preference_margin(logp, self.of_snapshot(rows, "ref_logp", part), self.beta)
+        outputs: PolicyOutputs = {"logp": logp.detach()}
+        margin = preference_margin(logp, self.snapshot_anchor(rows, "ref_logp", part), self.beta)
         weights = self._pair_weights(rows)[:, None].expand_as(margin)
         metrics = {
             "train/preference_accuracy": mean_metric((margin > 0).double(), weights),
             "train/preference_margin": mean_metric(margin, weights),
-            "train/matching_error": mean_metric(-columns["logp"], self.weights(rows, part)),
+            "train/matching_error": mean_metric(-outputs["logp"], self.weights(rows, part)),
         }
-        return LossResult(weighted_sum(softplus(-margin), weights), metrics, columns)
+        return LossResult(weighted_sum(softplus(-margin), weights), metrics, outputs)
 
     def _logp(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Tensor:
         """[B, n] float64 l."""

@@ -45,7 +45,7 @@ class DiffusionDPPO(DenoisingLoss):
         weights = rows.weight[:, None].expand_as(new.logp)
         log_ratio = torch.where(weights > 0, new.logp - self.old_logp(new, rows, part), 0.0)
         std = new.std if self.add_kl_coefficient else torch.ones_like(new.std)
-        divergence = gaussian_kl(new.mean.detach(), self.beside(rows, "old_mean", part, new.mean), std)
+        divergence = gaussian_kl(new.mean.detach(), self.anchor_or_self(rows, "old_mean", part, new.mean), std)
         losses, dropped = masked_surrogate(log_ratio, advantages, divergence, self.kl_threshold)
         metrics = spread_metrics(log_ratio, weights) | log_ratio_metrics(log_ratio, weights, part)
         metrics |= fraction_metrics(dropped & (log_ratio > 0), dropped & (log_ratio < 0), weights)

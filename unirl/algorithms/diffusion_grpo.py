@@ -78,7 +78,7 @@ class DiffusionGRPO(DenoisingLoss):
         if self.ratio == "plain":
             return new.logp - self.old_logp(new, rows, part)
         x_next = torch.stack([rows.segment.latents_at(step + 1) for step in part], dim=1).float()
-        return guard_log_ratio(x_next, new.mean, self.beside(rows, "old_mean", part, new.mean), new.std)
+        return guard_log_ratio(x_next, new.mean, self.anchor_or_self(rows, "old_mean", part, new.mean), new.std)
 
     def trust_width(self) -> float:
         return min(self.clip_at(0.0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
 from unirl.algorithms.shared.forward_process import (
-    ForwardProcess,
+    ForwardProcessLoss,
     Noised,
     check_coefficients,
     check_positive,
@@ -63,7 +63,7 @@ def prediction_loss(noised: Noised, v: Tensor, adaptive: bool) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionNFT(ForwardProcess):
+class DiffusionNFT(ForwardProcessLoss):
     """L = mean over rows and times of  (adv_clip_max / beta) (q l(v+) + (1 - q) l(v-)) + velocity_coef |v - v_ref|^2.
 
         v+ = beta v + (1 - beta) v_old,   v- = (1 + beta) v_old - beta v,   q = (A / adv_clip_max + 1) / 2
@@ -91,7 +91,7 @@ class DiffusionNFT(ForwardProcess):
         check_positive(beta=self.beta, adv_clip_max=self.adv_clip_max)
         check_coefficients(velocity_coef=self.velocity_coef)
 
-    def pulls(self) -> Mapping[str, float]:
+    def velocity_penalties(self) -> Mapping[str, float]:
         return {REFERENCE: self.velocity_coef}
 
     def anchors(self) -> Mapping[str, Anchor]:
@@ -99,12 +99,12 @@ class DiffusionNFT(ForwardProcess):
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
-        v, v_old = self.velocity(stage, rows, noised), self.of_snapshot(rows, "old_velocity", part)
-        q = optimality(self.expand(rows, part).double(), self.adv_clip_max, self.adv_mode)
+        v, v_old = self.velocity(stage, rows, noised), self.snapshot_anchor(rows, "old_velocity", part)
+        q = optimality(self.element_advantages(rows, part).double(), self.adv_clip_max, self.adv_mode)
         positive = prediction_loss(noised, self.beta * v + (1.0 - self.beta) * v_old, self.use_adaptive_weight)
         negative = prediction_loss(noised, (1.0 + self.beta) * v_old - self.beta * v, self.use_adaptive_weight)
         policy = self.adv_clip_max / self.beta * (q * positive + (1.0 - q) * negative)
-        pull, metrics = self.pull_loss(rows, part, v)
+        pull, metrics = self.velocity_penalty(rows, part, v)
         metrics |= {
             "train/policy_loss": mean_metric(policy, weights),
             "train/positive_loss": mean_metric(positive, weights),
@@ -112,5 +112,5 @@ class DiffusionNFT(ForwardProcess):
             "train/optimality": mean_metric(q, weights),
             velocity_metric("old"): mean_metric(mean_square(v.detach(), v_old), weights),
         }
-        columns: PolicyOutputs = {"velocity": v.detach()}
-        return LossResult(weighted_sum(policy + pull, weights), metrics, columns)
+        outputs: PolicyOutputs = {"velocity": v.detach()}
+        return LossResult(weighted_sum(policy + pull, weights), metrics, outputs)

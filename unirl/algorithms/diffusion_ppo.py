@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, Backward, LossResult, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.shared.critic import OLD_VALUE, Credit, Critic, Steps, gae, outcome_rewards
+from unirl.algorithms.shared.critic import OLD_VALUE, Critic, GAEInputs, StepCredit, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
@@ -45,15 +45,15 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
         return {**super().measure(stage, rows, part), "value": said.detach()}
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
-        rows = self.valued(stage, rows)
+        rows = self.with_old_values(stage, rows)
         policy = super().loss(stage, rows, part, now)
         said = stage.values(rows.conditions, rows.segment, part)  # [B, S']
         weights = rows.weight[:, None].expand_as(said)
         values = torch.where(weights > 0, said, 0.0)
-        old, returns = self._old_values(rows, part), self._at(part, rows, self.credit(rows).returns)
+        old, returns = self._old_values(rows, part), self._at(part, rows, self.gae_credit(rows).returns)
         losses, metrics = self.value_losses(values, old, returns, weights)
         total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
-        return LossResult(total, policy.metrics | metrics, {**policy.columns, "value": said.detach()})
+        return LossResult(total, policy.metrics | metrics, {**policy.outputs, "value": said.detach()})
 
     def compute_loss_and_backward(
         self,
@@ -64,18 +64,22 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
         first_update: bool = False,
     ) -> Metrics:
         # Once for all parts.
-        return super().compute_loss_and_backward(stage, self.valued(stage, rows), backward, now, first_update)
+        return super().compute_loss_and_backward(stage, self.with_old_values(stage, rows), backward, now, first_update)
 
-    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
-        return self._at(part, rows, self.credit(rows).advantages)
+    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
+        return self._at(part, rows, self.gae_credit(rows).advantages)
 
-    def credit(self, rows: RolloutTrack) -> Credit:
+    def gae_credit(self, rows: RolloutTrack) -> StepCredit:
         """GAE over all trained steps of rows whose old values are known; in order of time."""
         values = self._old_values(rows, self._steps(rows))
         mask = torch.ones_like(values, dtype=torch.bool)
-        return gae(Steps.in_a_row(outcome_rewards(self.earned(rows), mask), values, mask), self.gamma, self.lam)
+        return gae(
+            GAEInputs.from_rows(outcome_rewards(self.row_return(rows), mask), values, mask),
+            self.gamma,
+            self.lam,
+        )
 
-    def valued(self, stage: DiffusionStage, rows: RolloutTrack) -> RolloutTrack:
+    def with_old_values(self, stage: DiffusionStage, rows: RolloutTrack) -> RolloutTrack:
         """`rows` with old values at all trained steps: those of the anchor pass, else what the head says now.
 
         A part needs them all, since a step's advantage holds the values of later ones. Cut as `loss` cuts its own, so
@@ -90,7 +94,7 @@ class DiffusionPPO(Critic[DiffusionStage], DiffusionGRPO):
 
     def _old_values(self, rows: RolloutTrack, steps: Part) -> Tensor:
         values = self.anchor(rows, OLD_VALUE, steps)
-        assert values is not None, "valued() comes first"
+        assert values is not None, "with_old_values() comes first"
         return values
 
     def _steps(self, rows: RolloutTrack) -> Part:

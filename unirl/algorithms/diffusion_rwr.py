@@ -10,10 +10,10 @@ from torch import Tensor
 
 from unirl.algorithms.base import START, LossResult, Part
 from unirl.algorithms.shared.forward_process import (
-    ForwardProcess,
+    ForwardProcessLoss,
     check_coefficients,
     check_positive,
-    kept,
+    mask_rows,
     mean_square,
 )
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
@@ -24,7 +24,7 @@ from unirl.types.rollout_resp import RolloutTrack
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionRWR(ForwardProcess):
+class DiffusionRWR(ForwardProcessLoss):
     """L = mean over rows and times of  w e(v) + velocity_coef |v - v_ref|^2,   e(v) = mean (v - u)^2.
 
     Reward-weighted regression (Peters & Schaal 2007). exponential: w = min(exp(A / temperature), max_weight), as in AWR
@@ -51,7 +51,7 @@ class DiffusionRWR(ForwardProcess):
         # exp(0) and a reward are weights: a sample is fitted whatever the others are worth.
         return replace(super().needs, own_samples=False, advantages=self.weighting == "advantage")
 
-    def pulls(self) -> Mapping[str, float]:
+    def velocity_penalties(self) -> Mapping[str, float]:
         return {REFERENCE: self.velocity_coef}
 
     def count(self, rows: RolloutTrack) -> float:
@@ -63,7 +63,7 @@ class DiffusionRWR(ForwardProcess):
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         error, worth = mean_square(v, noised.target), self._worth(rows, part)
-        pull, metrics = self.pull_loss(rows, part, v)
+        pull, metrics = self.velocity_penalty(rows, part, v)
         metrics |= {
             "train/policy_loss": mean_metric(worth * error, weights),
             "train/matching_error": mean_metric(error, weights),
@@ -75,8 +75,8 @@ class DiffusionRWR(ForwardProcess):
         """[B, n] float64 w."""
         if self.weighting == "reward":
             assert rows.rewards is not None, "training needs rewards: score_and_attach comes before train_track"
-            return kept(rows, rows.rewards.double())[:, None].expand(-1, len(part))
-        advantages = self.expand(rows, part).double()
+            return mask_rows(rows, rows.rewards.double())[:, None].expand(-1, len(part))
+        advantages = self.element_advantages(rows, part).double()
         if self.weighting == "advantage":
             return advantages
         return (advantages / self.temperature).exp().clamp(max=self.max_weight)

@@ -106,7 +106,7 @@ def _anchors_are_declared(algorithm: Algorithm) -> None:
 def _anchor_pass_equals_the_forward(algorithm: Algorithm, stage: Any, prepared: RolloutTrack) -> None:
     now = step_of(algorithm, prepared)
     for part in algorithm.parts(prepared.segment):
-        columns = algorithm.loss(stage, prepared, part, now).columns
+        columns = algorithm.loss(stage, prepared, part, now).outputs
         for name, anchor in algorithm.anchors().items():
             column = algorithm.anchor(prepared, name, part)
             same = column is not None and torch.equal(column, columns[anchor.quantity])
@@ -162,8 +162,8 @@ def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, 
     part = algorithm.parts(rows.segment)[0]
     result = algorithm.loss(stage, rows, part, now)
     _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
-    pieces = [algorithm.loss(stage, piece, part, now).columns for piece in rows.chunk(algorithm.needs.rows_together)]
-    for name, column in result.columns.items():
+    pieces = [algorithm.loss(stage, piece, part, now).outputs for piece in rows.chunk(algorithm.needs.rows_together)]
+    for name, column in result.outputs.items():
         _expect(algorithm, not column.requires_grad, f"column {name!r} must be detached")
         entries = sum(len(piece[name]) for piece in pieces)
         _expect(algorithm, len(column) == entries, f"column {name!r} must hold the entries of its rows and no other")

@@ -100,7 +100,7 @@ def informative_groups(resp: RolloutResp) -> list[str]:
         if track.rewards is None:
             continue
         above = resp.root_groups(name)
-        dead = Groups.of(above, track.weight.double()).dead(track.rewards.double()).tolist()
+        dead = Groups.of(above, track.weight.double()).all_equal(track.rewards.double()).tolist()
         differing |= {group for group, equal in zip(dict.fromkeys(above), dead, strict=True) if not equal}
         failed |= {group for group, known in zip(above, track.rewards.isfinite().tolist(), strict=True) if not known}
     return [group for group in dict.fromkeys(resp.root_track().group_ids) if group in differing - failed]

@@ -147,7 +147,7 @@ class Estimator(ABC):
             batch = Groups.one(groups.weights)
             std = batch.std(advantages, self.unbiased) + self.eps
             advantages = (advantages - batch.mean(advantages)[batch.index]) / std[batch.index]
-        return advantages.where(groups.counts & ~dead.all(0), 0.0), dead.all(0)
+        return advantages.where(groups.valid & ~dead.all(0), 0.0), dead.all(0)
 
 
 def finite(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor:
@@ -156,7 +156,7 @@ def finite(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor
     Raises RewardError (6003) if the reward of a row that counts is not finite.
     """
     values = rewards.detach().double().cpu()
-    bad = (groups.counts & ~values.isfinite()).nonzero().flatten().tolist()
+    bad = (groups.valid & ~values.isfinite()).nonzero().flatten().tolist()
     if bad:
         which = "" if name == TOTAL else f"{name} "
         raise InvalidScoreError(
@@ -164,7 +164,7 @@ def finite(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor
             f"{len(bad)} of {len(values)} rewards are not finite: a scorer must return a finite number, or the row "
             "weight 0"
         )
-    return values.where(groups.counts, 0.0)
+    return values.where(groups.valid, 0.0)
 
 
 def _metrics(advantages: Tensor, dead: Tensor, groups: Groups) -> Metrics:
@@ -203,7 +203,7 @@ class GroupAdvantage(Estimator):
         values, batch = reward.values, Groups.one(groups.weights)
         centre = batch if self.scope == "global" else groups
         inner = centre.trimmed(values, self.trim)
-        dead = centre.dead(values)[centre.index]
+        dead = centre.all_equal(values)[centre.index]
         advantages = values - inner.mean(values)[inner.index]
         if self.leave_one_out:
             advantages = advantages * inner.others()
@@ -211,7 +211,7 @@ class GroupAdvantage(Estimator):
             scale = (batch if self.std == "batch" else centre).trimmed(values, self.trim)
             advantages = advantages / (scale.std(values, self.unbiased)[scale.index] + self.eps)
             # One outlier among equals: the trimmed std is 0, so there is nothing to measure it by.
-            dead = dead | scale.dead(values)[scale.index]
+            dead = dead | scale.all_equal(values)[scale.index]
         return Standardized(advantages, dead, {})
 
 
@@ -246,7 +246,7 @@ class RunningAdvantage(Estimator):
         batch = Groups.one(groups.weights)
         mean = batch.mean(reward.values)[batch.index]
         std = batch.std(reward.values, self.unbiased)[batch.index]
-        dead = batch.dead(reward.values)[batch.index]
+        dead = batch.all_equal(reward.values)[batch.index]
         own = torch.zeros_like(dead)
         for prompt, rows in _rows_by_prompt(scores, groups).items():
             history = histories.setdefault(prompt, deque(maxlen=self.buffer_size))
@@ -254,9 +254,13 @@ class RunningAdvantage(Estimator):
             if len(history) >= self.min_count:
                 past = torch.tensor(list(history), dtype=torch.float64)
                 whole = Groups.one(torch.ones_like(past))
-                mean[rows], std[rows], dead[rows] = whole.mean(past), whole.std(past, self.unbiased), whole.dead(past)
+                mean[rows], std[rows], dead[rows] = (
+                    whole.mean(past),
+                    whole.std(past, self.unbiased),
+                    whole.all_equal(past),
+                )
                 own[rows] = True
-        measured = Metric(float(own.sum()), float(groups.counts.sum()), "mean")
+        measured = Metric(float(own.sum()), float(groups.valid.sum()), "mean")
         advantages = (reward.values - mean) / (std + self.eps)
         return Standardized(advantages, dead, {"rollout/own_history_ratio": measured})
 
@@ -274,7 +278,7 @@ class RunningAdvantage(Estimator):
             self._history[name] = {prompt: deque(past, self.buffer_size) for prompt, past in histories.items()}
 
 
-def prompt_of(group_id: str) -> str:
+def prompt_id(group_id: str) -> str:
     """The prompt's id in `{prompt id}@{epoch}`, also where more follows the epoch."""
     return group_id.rpartition("@")[0] or group_id
 
@@ -282,8 +286,8 @@ def prompt_of(group_id: str) -> str:
 def _rows_by_prompt(scores: Scores, groups: Groups) -> dict[str, list[int]]:
     """The rows that count, by prompt."""
     rows: dict[str, list[int]] = {}
-    for i in groups.counts.nonzero().flatten().tolist():
-        rows.setdefault(prompt_of(scores.group_ids[i]), []).append(i)
+    for i in groups.valid.nonzero().flatten().tolist():
+        rows.setdefault(prompt_id(scores.group_ids[i]), []).append(i)
     return rows
 
 
@@ -296,7 +300,7 @@ class BestOfGroup(Estimator):
 
     def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
         best = groups.ranks(-reward.values) == 0
-        return Standardized(best.double(), groups.dead(reward.values)[groups.index], {})
+        return Standardized(best.double(), groups.all_equal(reward.values)[groups.index], {})
 
     def __call__(self, scores: Scores) -> AdvantageResult:
         result = super().__call__(scores)

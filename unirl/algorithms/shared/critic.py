@@ -22,7 +22,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
-class Steps:
+class GAEInputs:
     """What a value head is judged by. What stands at a step that does not exist is never read, finite or not."""
 
     rewards: Tensor  # [B, S]
@@ -32,20 +32,20 @@ class Steps:
     mask: Tensor  # [B, S] bool, False = no step: padding, a token that was not sampled
 
     @staticmethod
-    def in_a_row(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None = None) -> Steps:
+    def from_rows(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None = None) -> GAEInputs:
         """Rows [B, S] that are one episode each: the state after a step is the one before the next step that exists.
 
         Args:
             last_values: [B] V of the state after the last step; absent = 0, the end.
         """
-        existing = Existing.of(mask)
+        existing = CompactSteps.of(mask)
         following = pad(existing.first(values, 0.0)[:, 1:], (0, min(1, values.shape[1])))
         if last_values is not None:
             following = torch.where(existing.is_last, last_values[:, None], following)
-        return Steps(rewards, values, existing.back(following), torch.zeros_like(mask), mask)
+        return GAEInputs(rewards, values, existing.back(following), torch.zeros_like(mask), mask)
 
 
-class Credit(NamedTuple):
+class StepCredit(NamedTuple):
     """What each step was worth; 0 where there is no step."""
 
     advantages: Tensor  # [B, S]
@@ -53,14 +53,14 @@ class Credit(NamedTuple):
 
 
 @torch.no_grad()
-def gae(steps: Steps, gamma: float, lam: float) -> Credit:
+def gae(steps: GAEInputs, gamma: float, lam: float) -> StepCredit:
     """The exponentially weighted sum of TD errors. Schulman et al. 2015, eq. 16 (arXiv:1506.02438).
 
     A_t = delta_t + gamma lam A_{t+1} (0 after an end),  delta_t = r_t + gamma V'_t - V_t
 
     lam = 1 gives the discounted return minus V, lam = 0 the TD error.
     """
-    existing = Existing.of(steps.mask)
+    existing = CompactSteps.of(steps.mask)
     sums = existing.first(steps.rewards + gamma * steps.next_values - steps.values, 0.0)
     carry = gamma * lam * existing.first(~steps.ends, False).to(sums.dtype)
     hop = 1
@@ -70,20 +70,20 @@ def gae(steps: Steps, gamma: float, lam: float) -> Credit:
         carry = pad(carry[:, :-hop] * carry[:, hop:], (0, hop))
         hop *= 2
     advantages = existing.back(sums)
-    return Credit(advantages, torch.where(steps.mask, advantages + steps.values, 0.0))
+    return StepCredit(advantages, torch.where(steps.mask, advantages + steps.values, 0.0))
 
 
 @dataclass(frozen=True)
-class Existing:
+class CompactSteps:
     """The steps of each row that exist, moved to its front in their order."""
 
     order: Tensor  # [B, S] int64, which step stands at each place
     held: Tensor  # [B, S] bool, the place holds a step that exists
 
     @staticmethod
-    def of(mask: Tensor) -> Existing:
+    def of(mask: Tensor) -> CompactSteps:
         order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        return Existing(order, mask.gather(1, order))
+        return CompactSteps(order, mask.gather(1, order))
 
     @property
     def is_last(self) -> Tensor:
@@ -106,7 +106,7 @@ def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Packing:
+class DenseLayout:
     """Where the entries of packed rows stand in a dense [B, L]."""
 
     row: Tensor  # [sum L] int64
@@ -114,7 +114,7 @@ class Packing:
     shape: tuple[int, int]
 
     @staticmethod
-    def of(offsets: Tensor, device: torch.device | None = None) -> Packing:
+    def of(offsets: Tensor, device: torch.device | None = None) -> DenseLayout:
         """From row boundaries [B + 1]; rows may be empty.
 
         Args:
@@ -123,7 +123,7 @@ class Packing:
         lengths, row = offsets.diff(), row_of(offsets)
         place = torch.arange(len(row), device=offsets.device) - offsets[:-1][row]
         shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
-        return Packing(row.to(device), place.to(device), shape)
+        return DenseLayout(row.to(device), place.to(device), shape)
 
     def dense(self, packed: Tensor) -> Tensor:
         """[B, L] from [sum L], 0 or False behind a row's end."""
@@ -254,7 +254,7 @@ class Critic(StageAlgorithm[Stage]):
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}
 
-    def earned(self, rows: RolloutTrack) -> Tensor:
+    def row_return(self, rows: RolloutTrack) -> Tensor:
         """[B] the outcome of each row."""
         outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
         assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"

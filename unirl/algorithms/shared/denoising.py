@@ -26,7 +26,7 @@ from unirl.types.segments import LatentSegment
 
 StepWeights = Literal["uniform", "tempflow", "flash", "inverse_dt"]
 
-Span = tuple[float, float]
+SigmaPair = tuple[float, float]
 """(sigma, sigma_next) of a step."""
 
 TEMPFLOW_SCALE = 2.25
@@ -51,33 +51,33 @@ def transition_std(kernel: Kernel, sigma: float, sigma_next: float) -> float:
     return float(kernel.transition(x, x, sigma, sigma_next).std)
 
 
-def uniform(kernel: Kernel, spans: Sequence[Span]) -> list[float]:
+def uniform(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
     """1: the loss as it is."""
     return [1.0] * len(spans)
 
 
-def tempflow(kernel: Kernel, spans: Sequence[Span]) -> list[float]:
+def tempflow(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
     """2.25 std: noisy steps explore, and count by it. TempFlow-GRPO, arXiv:2508.04324. Not normalised."""
     return [TEMPFLOW_SCALE * transition_std(kernel, *span) for span in spans]
 
 
-def flash(kernel: Kernel, spans: Sequence[Span]) -> list[float]:
+def flash(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
     """1 / |kappa|, mean 1: the velocity feels every step alike. Flash-GRPO's rectification."""
-    return over_mean([1.0 / abs(velocity_slope(kernel, *span)) for span in spans])
+    return with_mean_one([1.0 / abs(velocity_slope(kernel, *span)) for span in spans])
 
 
-def inverse_dt(kernel: Kernel, spans: Sequence[Span]) -> list[float]:
+def inverse_dt(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
     """1 / (sigma - sigma_next), mean 1. GRPO-Guard, arXiv:2510.22319."""
-    return over_mean([1.0 / (start - end) for start, end in spans])
+    return with_mean_one([1.0 / (start - end) for start, end in spans])
 
 
-def over_mean(values: Sequence[float]) -> list[float]:
+def with_mean_one(values: Sequence[float]) -> list[float]:
     """The values divided by their mean."""
     mean = sum(values) / len(values)
     return [value / mean for value in values]
 
 
-RULES: Mapping[StepWeights, Callable[[Kernel, Sequence[Span]], list[float]]] = {
+RULES: Mapping[StepWeights, Callable[[Kernel, Sequence[SigmaPair]], list[float]]] = {
     "uniform": uniform,
     "tempflow": tempflow,
     "flash": flash,
@@ -198,7 +198,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         new = stage.replay(rows.conditions, rows.segment, part)
         weights = rows.weight[:, None].expand_as(new.logp)
         metrics: Metrics = {}
-        advantages, regularisers = self.expand(rows, part), []
+        advantages, regularisers = self.element_advantages(rows, part), []
         if self.kl_coef > 0:
             kl, beta = self.reference_kl(new, rows, part), self.kl_at(now)
             metrics |= kl_metrics(kl, weights, part) | {"train/kl_coef": Metric.mean(beta)}
@@ -207,7 +207,9 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
             else:
                 regularisers.append(("train/kl_loss", beta * self._in_form(kl, rows.segment, part)))
         if self.velocity_coef > 0:
-            error = element_means((new.velocity - self.beside(rows, "ref_velocity", part, new.velocity)).square())
+            error = element_means(
+                (new.velocity - self.anchor_or_self(rows, "ref_velocity", part, new.velocity)).square()
+            )
             metrics["train/velocity_mse"] = mean_metric(error, weights)
             regularisers.append(("train/velocity_loss", self.velocity_coef * error))
         policy, found = self.policy_loss(new, rows, part, advantages, now)
@@ -227,26 +229,26 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         The estimate is that of the policy that sampled; its mean is the KL.
         """
         if self._kl_in_reward:
-            return k1(self.old_logp(new, rows, part) - self.beside(rows, "ref_logp", part, new.logp))
-        return gaussian_kl(new.mean, self.beside(rows, "ref_mean", part, new.mean), new.std)
+            return k1(self.old_logp(new, rows, part) - self.anchor_or_self(rows, "ref_logp", part, new.logp))
+        return gaussian_kl(new.mean, self.anchor_or_self(rows, "ref_mean", part, new.mean), new.std)
 
     def old_logp(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
         """[B, S'] log-prob under the policy that sampled."""
         if self.old_logp_source == "replay":
-            return self.beside(rows, "old_logp", part, new.logp)
+            return self.anchor_or_self(rows, "old_logp", part, new.logp)
         recorded: Tensor = rows.segment.logp[:, rows.segment.columns_of(part)]
         return torch.where(rows.weight[:, None] > 0, recorded, new.logp.detach())
 
-    def beside(self, rows: RolloutTrack, name: str, part: Part, own: Tensor) -> Tensor:
+    def anchor_or_self(self, rows: RolloutTrack, name: str, part: Part, own: Tensor) -> Tensor:
         """[B, S', ...] another policy's `own`: an anchor, or where it is absent or counts nowhere, `own` detached."""
         column = self.anchor(rows, name, part)
         if column is None:
             return own.detach()
         return torch.where(rows.weight.view(-1, *[1] * (own.dim() - 1)) > 0, column, own.detach())
 
-    def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:
+    def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
         recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
-        gap = torch.where(rows.weight[:, None] > 0, (recorded - columns["logp"]).abs(), 0.0)
+        gap = torch.where(rows.weight[:, None] > 0, (recorded - outputs["logp"]).abs(), 0.0)
         return {"rollout/parity_absdiff_max": Metric.max(gap.max())}
 
     @property

@@ -61,7 +61,7 @@ def mean_square(v: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardProcess(StageAlgorithm[DiffusionStage]):
+class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
     """What all losses on (x0, t, eps) share: an entry of a part is the number of a training time."""
 
     times: TrainingTimes = field(
@@ -94,12 +94,14 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
                 f"Set sampling.{key}=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true"
             )
 
-    def pulls(self) -> Mapping[str, float]:
+    def velocity_penalties(self) -> Mapping[str, float]:
         """Snapshot to the weight of the squared distance from its velocity; 0 = none."""
         return {}
 
     def anchors(self) -> Mapping[str, Anchor]:
-        return {f"{name}_velocity": Anchor(name, "velocity") for name, coef in self.pulls().items() if coef > 0}
+        return {
+            f"{name}_velocity": Anchor(name, "velocity") for name, coef in self.velocity_penalties().items() if coef > 0
+        }
 
     def parts(self, segment: LatentSegment) -> list[Part]:
         numbers, size = tuple(range(self.times.count(segment.num_steps))), self.times_per_forward
@@ -112,7 +114,7 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
     def noised(self, rows: RolloutTrack, part: Part) -> Noised:
         """The rows at the times of `part`; a row of weight 0 stands for a sample of zeros, whatever it holds."""
         segment: LatentSegment = rows.segment
-        x0 = kept(rows, segment.final.float())
+        x0 = mask_rows(rows, segment.final.float())
         noise, ids = NoiseSource(segment.seed, "r", segment.step), self.noise_ids(rows)
         t = self.times.draw(segment.sigmas, noise, ids)[:, list(part)]
         eps = torch.stack([noise.normal(ids, f"t{j}", x0.shape[1:]) for j in part], dim=1)
@@ -130,26 +132,26 @@ class ForwardProcess(StageAlgorithm[DiffusionStage]):
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return {"velocity": self.velocity(stage, rows, self.noised(rows, part)).detach()}
 
-    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
-        return kept(rows, super().expand(rows, part))
+    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
+        return mask_rows(rows, super().element_advantages(rows, part))
 
     def weights(self, rows: RolloutTrack, part: Part) -> Tensor:
         """[B, n] the row's weight for each of its elements."""
         return rows.weight[:, None].expand(-1, len(part))
 
-    def of_snapshot(self, rows: RolloutTrack, name: str, part: Part) -> Tensor:
+    def snapshot_anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor:
         """[B, n, ...] an anchor of a snapshot, which the anchor pass fills before every update."""
         column = self.anchor(rows, name, part)
         assert column is not None, f"the anchor pass comes before the loss: {name!r} is missing"
         return column
 
-    def pull_loss(self, rows: RolloutTrack, part: Part, v: Tensor) -> tuple[Tensor, Metrics]:
-        """[B, n] the sum of `pulls`: coefficients times squared distances of v to the snapshots' velocities."""
+    def velocity_penalty(self, rows: RolloutTrack, part: Part, v: Tensor) -> tuple[Tensor, Metrics]:
+        """[B, n] the sum of coefficient times squared distance of v to a snapshot's velocity, over all snapshots."""
         weights = self.weights(rows, part)
         total, metrics = torch.zeros_like(weights, dtype=torch.float64), Metrics()
-        for name, coef in self.pulls().items():
+        for name, coef in self.velocity_penalties().items():
             if coef > 0:
-                gap = mean_square(v, self.of_snapshot(rows, f"{name}_velocity", part))
+                gap = mean_square(v, self.snapshot_anchor(rows, f"{name}_velocity", part))
                 total = total + coef * gap
                 metrics[velocity_metric(name)] = mean_metric(gap, weights)
         if metrics:
@@ -176,6 +178,6 @@ def check_positive(**values: float) -> None:
             raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual")
 
 
-def kept(rows: RolloutTrack, values: Tensor) -> Tensor:
+def mask_rows(rows: RolloutTrack, values: Tensor) -> Tensor:
     """`values` [B, ...] with zeros in rows of weight 0: what a dropped row holds must not reach a gradient."""
     return torch.where((rows.weight > 0).reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)

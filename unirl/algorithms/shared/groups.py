@@ -13,8 +13,8 @@ from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
-DEAD_SPREAD = 1e-6
-"""A group is dead if max - min <= DEAD_SPREAD * max |r|: what differs by less is float32 round-off."""
+EQUAL_TOLERANCE = 1e-6
+"""A group is dead if max - min <= EQUAL_TOLERANCE * max |r|: what differs by less is float32 round-off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Groups:
         return Groups(torch.zeros(len(weights), dtype=torch.int64), weights)
 
     @property
-    def counts(self) -> Tensor:
+    def valid(self) -> Tensor:
         """[B] bool: the row counts."""
         return self.weights > 0
 
@@ -51,7 +51,7 @@ class Groups:
     @property
     def sizes(self) -> Tensor:
         """[G] float64, the number of rows that count."""
-        return self._sum(self.counts.double())
+        return self._sum(self.valid.double())
 
     def mean(self, values: Tensor) -> Tensor:
         """[G] weighted mean; 0 for a group in which no row counts."""
@@ -70,16 +70,16 @@ class Groups:
         totals = self.totals[self.index]
         return totals / _or_one(totals - self.weights)
 
-    def dead(self, values: Tensor) -> Tensor:
+    def all_equal(self, values: Tensor) -> Tensor:
         """[G] bool: the values of all rows that count are equal."""
-        high = self._extreme(values.where(self.counts, -torch.inf), "amax")
-        low = self._extreme(values.where(self.counts, torch.inf), "amin")
-        size = self._extreme(values.abs().where(self.counts, 0.0), "amax")
-        return high - low <= DEAD_SPREAD * size
+        high = self._extreme(values.where(self.valid, -torch.inf), "amax")
+        low = self._extreme(values.where(self.valid, torch.inf), "amin")
+        size = self._extreme(values.abs().where(self.valid, 0.0), "amax")
+        return high - low <= EQUAL_TOLERANCE * size
 
     def ranks(self, values: Tensor) -> Tensor:
         """[B] how many rows of the group stand below; equal values in row order, rows that do not count last."""
-        order = values.where(self.counts, torch.inf).argsort(stable=True)
+        order = values.where(self.valid, torch.inf).argsort(stable=True)
         order = order[self.index[order].argsort(stable=True)]
         ends = torch.bincount(self.index, minlength=self._num).cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -143,20 +143,20 @@ class Selection:
             total: [B], of which `mean_range` speaks.
         """
         passed = self._pass(rewards, total, groups)  # [G]
-        trained = groups.counts & passed[groups.index] & self._extremes(advantages, groups)
+        trained = groups.valid & passed[groups.index] & self._extremes(advantages, groups)
         if self == Selection():
             return trained, {}
         present = groups.totals > 0
         return trained, {
             "rollout/filtered_group_ratio": _share(present & ~passed, present),
-            "rollout/selected_ratio": _share(trained, groups.counts),
+            "rollout/selected_ratio": _share(trained, groups.valid),
         }
 
     def _pass(self, rewards: Sequence[Tensor], total: Tensor, groups: Groups) -> Tensor:
         """[G] bool: the group obeys both rules."""
         passed = torch.ones_like(groups.totals, dtype=torch.bool)
         if self.drop_dead:
-            passed &= ~torch.stack([groups.dead(values) for values in rewards]).all(0)
+            passed &= ~torch.stack([groups.all_equal(values) for values in rewards]).all(0)
         if self.mean_range is not None:
             mean = groups.mean(total)
             passed &= (mean >= self.mean_range[0]) & (mean <= self.mean_range[1])
@@ -179,7 +179,7 @@ class Pairs:
     """Rows in pairs: rows[2 i] is the winner, rows[2 i + 1] the loser."""
 
     rows: list[int]
-    told_apart: list[bool]
+    is_informative: list[bool]
     """Per pair: both rows count, and the winner is better. Nothing is learned from any other pair."""
 
 
@@ -198,14 +198,14 @@ def best_and_worst(advantages: Tensor, group_ids: Sequence[str], weight: Tensor,
         groups.setdefault(group, []).append(row)
     values, alive = advantages.tolist(), (weight > 0).tolist()
     rows: list[int] = []
-    told_apart: list[bool] = []
+    is_informative: list[bool] = []
     for members in groups.values():
         count = min(num_pairs, len(members) // 2)
         ranked = _ranked(members, values, alive, 2 * count)
         for winner, loser in zip(ranked[:count], reversed(ranked[count:]), strict=True):
             rows += [winner, loser]
-            told_apart.append(alive[winner] and alive[loser] and values[winner] > values[loser])
-    return Pairs(rows, told_apart)
+            is_informative.append(alive[winner] and alive[loser] and values[winner] > values[loser])
+    return Pairs(rows, is_informative)
 
 
 def _ranked(members: list[int], values: list[float], alive: list[bool], count: int) -> list[int]:
@@ -224,5 +224,5 @@ def in_pairs(track: RolloutTrack, num_pairs: int) -> RolloutTrack:
     assert track.advantages is not None, "pairs are made by advantages: compute_advantages comes first"
     pairs = best_and_worst(track.advantages, track.group_ids, track.weight, num_pairs)
     chosen = track.select(pairs.rows)
-    told_apart = torch.tensor(pairs.told_apart, device=chosen.weight.device).repeat_interleave(2)
-    return chosen.replace(weight=torch.where(told_apart, chosen.weight, 0.0))
+    is_informative = torch.tensor(pairs.is_informative, device=chosen.weight.device).repeat_interleave(2)
+    return chosen.replace(weight=torch.where(is_informative, chosen.weight, 0.0))

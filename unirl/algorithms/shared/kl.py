@@ -42,7 +42,7 @@ def bounded_k3(log_ratio: Tensor) -> Tensor:
     return k3(log_ratio).clamp(max=MAX_ESTIMATE)
 
 
-def straight_k3(log_ratio: Tensor) -> Tensor:
+def k3_with_k2_gradient(log_ratio: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2: each unbiased for KL(pi || ref)."""
     slope = k2(log_ratio)
     return bounded_k3(log_ratio).detach() + (slope - slope.detach())
@@ -52,7 +52,7 @@ ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor], Tensor]] = {
     "k1": k1,
     "k2": k2,
     "k3": bounded_k3,
-    "k3+": straight_k3,
+    "k3+": k3_with_k2_gradient,
 }
 
 

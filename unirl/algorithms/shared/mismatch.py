@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, k3
-from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.packed import RowOffsets
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metrics
@@ -31,7 +31,7 @@ class Corrected:
 class Correction(Protocol):
     """log(pi_old / pi_engine) per token to weights; pure."""
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
         """
         Args:
             log_ratio: [sum L] finite, 0 where a token does not count.
@@ -48,7 +48,7 @@ class TokenTIS:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
         ratio = _exp(log_ratio)
         return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
 
@@ -62,7 +62,7 @@ class SequenceTIS:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
         ratio = rows.spread(_exp(rows.sum(log_ratio))).to(log_ratio.dtype)
         return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
 
@@ -77,7 +77,7 @@ class MaskedIS:
     def __post_init__(self) -> None:
         _check_band(self.low, self.high)
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
         ratio = _exp(log_ratio)
         cut = (ratio < self.low) | (ratio > self.high)
         return Corrected(ratio.masked_fill(cut, 0.0), cut)
@@ -93,7 +93,7 @@ class GeometricRejection:
     def __post_init__(self) -> None:
         _check_band(self.low, self.high)
 
-    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Corrected:
+    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
         ratio = _exp(rows.mean(log_ratio))
         cut = rows.spread((ratio < self.low) | (ratio > self.high))
         return Corrected((~cut).to(log_ratio.dtype), cut)

@@ -27,7 +27,7 @@ from unirl.types.segments import LatentSegment
 
 
 @dataclass(frozen=True)
-class Route:
+class GradientPath:
     """How samples are drawn for their gradient: equal for all rows and ranks of a step."""
 
     num_steps: int
@@ -103,13 +103,13 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     def loss(
         self, stage: DifferentiableStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START
     ) -> LossResult:
-        route = self.route(rows.segment)
-        rewards = self.rewards(stage, rows, route)
-        losses, weights = self.shaped(rewards), rows.weight[:, None].expand_as(rewards) / rewards.shape[1]
-        total, columns = weighted_sum(losses, weights), PolicyOutputs()
+        path = self.gradient_path(rows.segment)
+        rewards = self.rewards(stage, rows, path)
+        losses, weights = self.loss_of_rewards(rewards), rows.weight[:, None].expand_as(rewards) / rewards.shape[1]
+        total, outputs = weighted_sum(losses, weights), PolicyOutputs()
         metrics = {
             "train/reward_mean": mean_metric(rewards, weights),
-            "train/denoising_steps": Metric.mean(float(route.num_steps)),
+            "train/denoising_steps": Metric.mean(float(path.num_steps)),
         }
         if self.reward_ceiling is not None:
             metrics["train/saturated_fraction"] = mean_metric((losses == 0).float(), weights)
@@ -119,42 +119,43 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
             error = element_means((v - reference).square())[:, 0]
             total = total + self.velocity_coef * weighted_sum(error, rows.weight)
             metrics["train/velocity_mse"] = mean_metric(error, rows.weight)
-            columns["velocity"] = v.detach()
-        return LossResult(total, metrics, columns)
+            outputs["velocity"] = v.detach()
+        return LossResult(total, metrics, outputs)
 
-    def rewards(self, stage: DifferentiableStage, rows: RolloutTrack, route: Route) -> Tensor:
+    def rewards(self, stage: DifferentiableStage, rows: RolloutTrack, path: GradientPath) -> Tensor:
         """[B, n + 1] of every row's sample and of its copies, with gradients."""
-        x0 = stage.sample(rows, route.num_steps, route.gradient)
-        copies = [stage.denoise_again(rows, route.num_steps, x0, copy + 1) for copy in range(self.extra_copies)]
+        x0 = stage.sample(rows, path.num_steps, path.gradient)
+        copies = [stage.denoise_again(rows, path.num_steps, x0, copy + 1) for copy in range(self.extra_copies)]
         return torch.stack([stage.objective(sample, rows) for sample in (x0, *copies)], dim=1)
 
-    def shaped(self, rewards: Tensor) -> Tensor:
+    def loss_of_rewards(self, rewards: Tensor) -> Tensor:
         """The loss of each reward."""
         z = (rewards - self.reward_mean) / self.reward_std
         if self.reward_ceiling is None:
             return -self.reward_weight * z
         return self.reward_weight * (self.reward_ceiling - z).relu()
 
-    def route(self, segment: LatentSegment) -> Route:
+    def gradient_path(self, segment: LatentSegment) -> GradientPath:
         """How the samples of one step of the loop are drawn: a pure function of seed and step."""
-        shortest = self.shortest_run(segment.num_steps)
+        shortest = self.min_num_steps(segment.num_steps)
         draw = Random(key_seed(segment.seed, f"r{segment.step}:stop"))
         num_steps = draw.randint(shortest, segment.num_steps)
-        return Route(num_steps, GradientMask(steps=self.chosen(segment, num_steps), through_inputs=self.through_inputs))
+        steps = self.differentiated_steps(segment, num_steps)
+        return GradientPath(num_steps, GradientMask(steps=steps, through_inputs=self.through_inputs))
 
-    def chosen(self, segment: LatentSegment, num_steps: int) -> tuple[int, ...]:
+    def differentiated_steps(self, segment: LatentSegment, num_steps: int) -> tuple[int, ...]:
         """The steps among `num_steps` that are differentiated."""
         # Choices leave out the last step of T, which has no density; here it is as good as any, so T is one more.
         return self.gradient_steps.choose(segment.step, num_steps + 1, key_seed(segment.seed, "gradient"))
 
-    def shortest_run(self, total: int) -> int:
+    def min_num_steps(self, total: int) -> int:
         """The fewest denoising steps that are taken of `total`."""
         # A hair more: 0.29 x 100 is 28.999999999999996, and means 29.
         return total + 1 - max(int(self.early_stop * total + 1e-9), 1)
 
     def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
         """Raises ConfigError (2004) if a run of `sampling` may be too short for `gradient_steps`."""
-        shortest = self.shortest_run(sampling.num_inference_steps)
+        shortest = self.min_num_steps(sampling.num_inference_steps)
         try:
             self.gradient_steps.choose(0, shortest + 1, 0)
         except ValueError as error:

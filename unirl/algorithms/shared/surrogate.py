@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, element_means, k2
-from unirl.algorithms.shared.packed import PackedRows
+from unirl.algorithms.shared.packed import RowOffsets
 from unirl.types.results import Metric, Metrics
 
 ClipSchedule = Literal["constant", "linear", "cosine"]
@@ -140,7 +140,7 @@ def fraction_metrics(above: Tensor, below: Tensor, weights: Tensor) -> Metrics:
     }
 
 
-def weighted_score(log_ratio: Tensor, logp: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+def weighted_log_prob_loss(log_ratio: Tensor, logp: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """-sg[clip(r, low, high)] A log pi per token: the weight is bounded and no token loses its gradient.
 
     CISPO, arXiv:2506.13585.
@@ -149,7 +149,7 @@ def weighted_score(log_ratio: Tensor, logp: Tensor, advantages: Tensor, low: flo
     return -weight * advantages * logp
 
 
-def penalized_gain(log_ratio: Tensor, advantages: Tensor, penalty: Tensor | float) -> Tensor:
+def quadratic_penalty_loss(log_ratio: Tensor, advantages: Tensor, penalty: Tensor | float) -> Tensor:
     """-A r + |A| penalty (r - 1)^2 per token: instead of a clip, a cost that turns the gradient where r has gone far.
 
     The gradient to log pi is -A r (1 - 2 penalty sign(A) (r - 1)).
@@ -157,7 +157,7 @@ def penalized_gain(log_ratio: Tensor, advantages: Tensor, penalty: Tensor | floa
     return -advantages * log_ratio.exp() + advantages.abs() * penalty * log_ratio.expm1().square()
 
 
-def soft_gate(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
     """-A (4 / tau) sigmoid(tau (r - 1)) per token; the slope in r is 1 at r = 1 and falls to 0 on both sides.
 
     tau = tau_pos where A > 0, else tau_neg. SAPO, arXiv:2511.20347.
@@ -166,7 +166,7 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: fl
     return -advantages * (4.0 / tau) * torch.sigmoid(tau * log_ratio.expm1())
 
 
-def sequence_log_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
+def sequence_log_ratio(log_ratio: Tensor, rows: RowOffsets) -> Tensor:
     """Each token has the value mean_t log r_t of its row, and the gradient of its own log r_t (GSPO-token).
 
     Averaged over the row's tokens, a loss of it has value and gradient of the loss of the row's mean log-ratio; unlike
@@ -176,13 +176,13 @@ def sequence_log_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     return mean + (log_ratio - log_ratio.detach())
 
 
-def bounded_gain(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+def one_sided_clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """log r per token, bounded on the side to which A pushes it: at most `high` if A > 0, at least -low if A < 0."""
     pushed_down = torch.where(advantages < 0, log_ratio.clamp(min=-low), 0.0)
     return torch.where(advantages > 0, log_ratio.clamp(max=high), pushed_down)
 
 
-def moves_back(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def moves_towards_old(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """bool per token: A (r - 1) <= 0, the update moves pi back to mu (or r = 1, or A = 0)."""
     return advantages * log_ratio.detach() <= 0
 
@@ -199,7 +199,7 @@ def binary_kl(logp: Tensor, old_logp: Tensor) -> Tensor:
     return old_logp.exp() * (old_logp - logp) + old_other * torch.log((old_other + 1e-8) / (other + 1e-8))
 
 
-def within_prefix_budget(divergence: Tensor, rows: PackedRows, delta: float, w_min: float, delta_b: float) -> Tensor:
+def within_prefix_budget(divergence: Tensor, rows: RowOffsets, delta: float, w_min: float, delta_b: float) -> Tensor:
     """bool per token: Z_t <= min(delta, delta + b W_{<t} - Z_{<t}), so that no prefix drifts further than its budget.
 
     Z_t = w_t D_t with the position weights w_t = 1 - (1 - w_min) (t - 1) / (n - 1), W_{<t} and Z_{<t} the sums over

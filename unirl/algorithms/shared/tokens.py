@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
-from unirl.algorithms.shared.packed import NORMED, Aggregation, PackedRows, row_of, token_count, token_shares
+from unirl.algorithms.shared.packed import NORMED, Aggregation, RowOffsets, row_of, token_count, token_shares
 from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.language.stage import TokenReplay, TokenStage
@@ -46,7 +46,7 @@ class Tokens:
     log_ratio: Tensor  # [sum L] logp - old_logp within +-20, with its graph
     advantages: Tensor  # [sum L]
     weights: Tensor  # [sum L] those of their rows
-    rows: PackedRows
+    rows: RowOffsets
     values: TokenValues | None = None  # of a loss with a critic
 
 
@@ -65,7 +65,7 @@ class Surrogate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenAlgorithm(StageAlgorithm[TokenStage]):
+class TokenLoss(StageAlgorithm[TokenStage]):
     """L = agg( c P + beta KL(pi_theta || reference) - eta H(pi_theta) ) over tokens.
 
     P is the policy loss of a subclass, c the correction of the engine's numerics, agg the aggregation. A token with
@@ -161,9 +161,9 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         return [(0,)]  # all tokens at once
 
     def count(self, rows: RolloutTrack) -> float:
-        return float(token_count(self.loss_agg_mode, self.counted(rows), rows.weight))
+        return float(token_count(self.loss_agg_mode, self.row_offsets(rows), rows.weight))
 
-    def expand(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
         """[sum L] the advantage of every token: that of its row."""
         assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
         return rows.advantages[row_of(rows.segment.offsets).to(rows.advantages.device)]
@@ -185,25 +185,27 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
             metrics |= {"train/kl": mean_metric(kl, tokens.weights), "train/kl_coef": Metric.mean(beta)}
             if self.kl_in == "loss":
                 terms["train/kl_loss"] = beta * kl
-        tokens = self.credited(tokens, replay, rows, part, now)
+        tokens = self.assign_credit(tokens, replay, rows, part, now)
         surrogate = self.surrogate(tokens, now)
         terms["train/policy_loss"], found = self._corrected(surrogate.losses, tokens, rows)
         metrics |= found | surrogate_metrics(surrogate, tokens.weights)
         loss, found = self._aggregated(terms | surrogate.terms, tokens, rows)
         return LossResult(loss, metrics | found, self._columns(replay))
 
-    def parity(self, rows: RolloutTrack, part: Part, columns: PolicyOutputs) -> Metrics:
-        packed = self.counted(rows)
-        return drift_metrics(packed.kept(rows.segment.logp - columns["logp"]), packed.kept(packed.spread(rows.weight)))
+    def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
+        packed = self.row_offsets(rows)
+        return drift_metrics(
+            packed.masked(rows.segment.logp - outputs["logp"]), packed.masked(packed.spread(rows.weight))
+        )
 
     # The terms of the loss
 
-    def counted(self, rows: RolloutTrack) -> PackedRows:
+    def row_offsets(self, rows: RolloutTrack) -> RowOffsets:
         """Which tokens count: those of rows of weight > 0 that are not context; of cut responses, if asked, none."""
         live = rows.weight > 0
         if self.mask_truncated:
             live = live & rows.segment.finished.to(live.device)
-        return PackedRows.of(rows.segment.offsets, rows.segment.loss_mask, live)
+        return RowOffsets.of(rows.segment.offsets, rows.segment.loss_mask, live)
 
     def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
         """What the loss reads of all tokens of `rows` under the stage's weights."""
@@ -211,36 +213,36 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
 
     @staticmethod
     def _columns(replay: TokenReplay) -> PolicyOutputs:
-        columns: PolicyOutputs = {"logp": replay.logp.detach()}
-        return columns if replay.values is None else columns | {"value": replay.values.detach()}
+        outputs: PolicyOutputs = {"logp": replay.logp.detach()}
+        return outputs if replay.values is None else outputs | {"value": replay.values.detach()}
 
     def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:
         """What the surrogate sees, freed of everything that does not count."""
-        packed = self.counted(rows)
+        packed = self.row_offsets(rows)
         recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
-        old_logp = packed.kept(logp.detach() if recorded is None else recorded)
-        logp = packed.kept(logp)
+        old_logp = packed.masked(logp.detach() if recorded is None else recorded)
+        logp = packed.masked(logp)
         return Tokens(
             logp=logp,
             old_logp=old_logp,
             log_ratio=(logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-            advantages=packed.kept(self.token_advantages(rows, part, old_logp)).detach(),
-            weights=packed.kept(packed.spread(rows.weight)),
+            advantages=packed.masked(self.token_advantages(rows, part, old_logp)).detach(),
+            weights=packed.masked(packed.spread(rows.weight)),
             rows=packed,
         )
 
     def token_advantages(self, rows: RolloutTrack, part: Part, old_logp: Tensor) -> Tensor:
         """[sum L] the advantages that the surrogate sees; read only where a token counts."""
-        return self.expand(rows, part)
+        return self.element_advantages(rows, part)
 
-    def credited(
+    def assign_credit(
         self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
     ) -> Tokens:
         """The tokens with the advantages that their rewards give them."""
-        price = self.price(tokens, rows, part, now)
-        return tokens if price is None else penalized(tokens, price)
+        kl_penalty = self.kl_penalty(tokens, rows, part, now)
+        return tokens if kl_penalty is None else penalized(tokens, kl_penalty)
 
-    def price(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Tensor | None:
+    def kl_penalty(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Tensor | None:
         """[sum L] what the reference takes off the reward of each token; None where it takes nothing."""
         if self.kl_coef == 0.0 or self.kl_in == "loss":
             return None
@@ -259,13 +261,13 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
         reference = self.anchor(rows, "ref_logp", part)
         assert reference is not None, "the anchor pass comes before the loss"
         policy = tokens.logp if self.kl_in == "loss" else tokens.old_logp
-        return kl_estimate(self.kl_estimator, policy - tokens.rows.kept(reference))
+        return kl_estimate(self.kl_estimator, policy - tokens.rows.masked(reference))
 
     def _corrected(self, losses: Tensor, tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
         """The policy loss times the weights for the engine's numerics, if the recipe has any."""
         if self.mismatch is None:
             return losses, {}
-        gap = tokens.old_logp - tokens.rows.kept(rows.segment.logp)
+        gap = tokens.old_logp - tokens.rows.masked(rows.segment.logp)
         corrected = self.mismatch(gap, tokens.rows)
         return corrected.weights * losses, mismatch_metrics(gap, corrected, tokens.weights)
 
@@ -281,7 +283,7 @@ class TokenAlgorithm(StageAlgorithm[TokenStage]):
 def penalized(tokens: Tokens, penalty: Tensor) -> Tokens:
     """The tokens with `penalty` [sum L] taken off each one's reward: an advantage loses its own and all later ones."""
     to_go = tokens.rows.rest(penalty.detach()).to(tokens.advantages.dtype)
-    return replace(tokens, advantages=tokens.rows.kept(tokens.advantages - to_go))
+    return replace(tokens, advantages=tokens.rows.masked(tokens.advantages - to_go))
 
 
 @torch.no_grad()

@@ -117,10 +117,10 @@ def wire_cost(picture: Tensor, format: wire.ImageFormat, content_type: str, limi
         else:
             turn = wire.Turn(text="a", image=medium)
         return wire.encode(
-            wire.ScoreRequest(requests=[wire.Item(history=[turn], required_rewards=["a"])]), content_type
+            wire.ScoreRequest(requests=[wire.ScoreItem(history=[turn], required_rewards=["a"])]), content_type
         )
 
-    def pixels() -> wire.Medium | None:
+    def pixels() -> wire.MediaPayload | None:
         turn = wire.decode(wire.ScoreRequest, body, content_type).requests[0].answer
         if format == "raw":
             return turn.image

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from unirl.reward.client.wire import JSON, MSGPACK, Item, ScoreRequest, ScoreResponse, decode, encode
+from unirl.reward.client.wire import JSON, MSGPACK, ScoreItem, ScoreRequest, ScoreResponse, decode, encode
 
 
 @dataclass
@@ -27,19 +27,19 @@ class Reply:
     """What Content-Length says; None: the truth."""
 
 
-Answer = Callable[[list[Item], int], Reply]
+Answer = Callable[[list[ScoreItem], int], Reply]
 """(items, number of the POST from 0) -> reply."""
 
 
 @dataclass
 class Stub:
     url: str
-    posts: list[list[Item]]
+    posts: list[list[ScoreItem]]
     headers: list[Mapping[str, str]]
     paths: list[str]
 
 
-def scores(items: Sequence[Item], content_type: str = MSGPACK, reward: str = "odd") -> Reply:
+def scores(items: Sequence[ScoreItem], content_type: str = MSGPACK, reward: str = "odd") -> Reply:
     """Twice the length of each item's text."""
     results: list[Any] = [{reward: {"total": 2.0 * len(item.history[0].text)}} for item in items]
     return Reply(encode(ScoreResponse(results=results, errors=[{} for _ in items]), content_type), 200, content_type)

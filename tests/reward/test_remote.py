@@ -15,7 +15,7 @@ from tests.reward.stub_service import Reply, plain, scores, stub
 from unirl.config.errors import ConfigError, RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
 from unirl.reward.client.retries import BREAK_AFTER, deliver
-from unirl.reward.client.wire import JSON, Item, ItemError, ScoreResponse, Turn, encode
+from unirl.reward.client.wire import JSON, ItemError, ScoreItem, ScoreResponse, Turn, encode
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
 from unirl.reward.local.length import LengthRewardScorer
@@ -26,8 +26,8 @@ from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest
 
 
-def item(text: str, **changes) -> Item:
-    return Item(history=[Turn(text=text)], **{"required_rewards": ["odd"]} | changes)
+def item(text: str, **changes) -> ScoreItem:
+    return ScoreItem(history=[Turn(text=text)], **{"required_rewards": ["odd"]} | changes)
 
 
 def config(url: str, **changes) -> ConnectionConfig:

@@ -13,24 +13,24 @@ from hypothesis import strategies as st
 from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
-    Item,
     ItemError,
-    Medium,
-    Said,
+    MediaPayload,
+    ScoreItem,
     ScoreRequest,
     ScoreResponse,
+    TextAnswer,
     Turn,
     decode,
     encode,
 )
 
 BOTH = pytest.mark.parametrize("content_type", [MSGPACK, JSON])
-PICTURE = Medium(format="raw", data=bytes(range(12)), shape=(2, 2, 3))
+PICTURE = MediaPayload(format="raw", data=bytes(range(12)), shape=(2, 2, 3))
 
 
 def a_request(**changes) -> ScoreRequest:
     fields = {"history": [Turn(text="a cat", image=PICTURE)], "required_rewards": ["clip"], "metadata": {"n": [1, 0.5]}}
-    return ScoreRequest(requests=[Item(**fields | changes)])
+    return ScoreRequest(requests=[ScoreItem(**fields | changes)])
 
 
 def as_json(**changes) -> bytes:
@@ -48,7 +48,7 @@ class EarlierResponse(msgspec.Struct, frozen=True, kw_only=True):
 @BOTH
 def test_releases_with_and_without_answers_understand_each_other(content_type):
     scored = {"results": [{"sums": {"total": 1.0}}] * 2, "errors": [{}, {}]}
-    told = ScoreResponse(**scored, answers=[{"sums": Said(right=True, text="7")}, {}])
+    told = ScoreResponse(**scored, answers=[{"sums": TextAnswer(right=True, text="7")}, {}])
     assert decode(ScoreResponse, encode(told, content_type), content_type) == told
     assert decode(EarlierResponse, encode(told, content_type), content_type) == EarlierResponse(**scored)
     earlier = encode(EarlierResponse(**scored), content_type)
@@ -83,9 +83,9 @@ def test_the_plain_form_of_the_contract_is_read():
 
 
 def test_a_text_is_scored_with_the_turn_before_it_as_its_prompt():
-    item = Item(history=[Turn(text="2 + 2?"), Turn(text="4")], required_rewards=["math"])
+    item = ScoreItem(history=[Turn(text="2 + 2?"), Turn(text="4")], required_rewards=["math"])
     assert (item.prompt, item.text) == ("2 + 2?", "4")
-    assert Item(history=[Turn(text="4")], required_rewards=["math"]).prompt is None
+    assert ScoreItem(history=[Turn(text="4")], required_rewards=["math"]).prompt is None
 
 
 DEEP: list = []

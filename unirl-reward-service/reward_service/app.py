@@ -242,7 +242,7 @@ def describe(app: FastAPI, rewards: Sequence[str]) -> Json:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = deepcopy(_schemas)
-        schemas["Item"]["properties"]["required_rewards"]["items"] = {"enum": list(rewards)}
+        schemas["ScoreItem"]["properties"]["required_rewards"]["items"] = {"enum": list(rewards)}
         document.setdefault("components", {})["schemas"] = schemas
         document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"token": []}, {}]

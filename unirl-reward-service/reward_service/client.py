@@ -16,7 +16,7 @@ import msgspec
 from unirl.config.errors import RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
 from unirl.reward.client.retries import Scores, deliver
-from unirl.reward.client.wire import Health, Item, ItemError
+from unirl.reward.client.wire import Health, ItemError, ScoreItem
 
 
 class RewardClient:
@@ -25,7 +25,7 @@ class RewardClient:
     def __init__(self, base_url: str, **settings: Any) -> None:
         self._connection = Connection(ConnectionConfig(base_url=base_url, **settings))
 
-    def score(self, items: Sequence[Item | Mapping[str, Any]]) -> list[dict[str, dict[str, float]]]:
+    def score(self, items: Sequence[ScoreItem | Mapping[str, Any]]) -> list[dict[str, dict[str, float]]]:
         """reward -> part -> score of every item, in their order.
 
         Raises:
@@ -38,14 +38,14 @@ class RewardClient:
                     raise RewardError(f"reward {name!r} has no score of item {place}: {found}")
         return [{k: v for k, v in outcome.items() if not isinstance(v, ItemError)} for outcome in outcomes]
 
-    def outcomes(self, items: Sequence[Item | Mapping[str, Any]]) -> list[dict[str, Scores]]:
+    def outcomes(self, items: Sequence[ScoreItem | Mapping[str, Any]]) -> list[dict[str, Scores]]:
         """The same, with an `ItemError` where a reward could not score.
 
         Raises:
             RewardError: the service cannot be reached, or refuses.
-            msgspec.ValidationError: an item has another form than `unirl.reward.client.wire.Item`.
+            msgspec.ValidationError: an item has another form than `unirl.reward.client.wire.ScoreItem`.
         """
-        found = deliver(self._connection, [msgspec.convert(item, Item) for item in items])
+        found = deliver(self._connection, [msgspec.convert(item, ScoreItem) for item in items])
         return [outcome.scores for outcome in found]
 
     def health(self) -> Health:

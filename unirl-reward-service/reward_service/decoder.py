@@ -26,7 +26,7 @@ from msgspec import Struct
 from PIL import Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
 from reward_service.frames import Channel, Decode, Decoded, Lost, end_with_parent
-from unirl.reward.client.wire import Medium
+from unirl.reward.client.wire import MediaPayload
 
 PLAIN_MODES = ("RGB", "L", "P", "1")
 READERS = {"PNG": PngImagePlugin, "JPEG": JpegImagePlugin, "WEBP": WebPImagePlugin}
@@ -57,7 +57,7 @@ class Refused(ValueError):
     """The medium is not what it should be; the message says why."""
 
 
-def decode(asked: Decode, limits: DecodeLimits) -> Medium:
+def decode(asked: Decode, limits: DecodeLimits) -> MediaPayload:
     """The raw pixels that were asked for. Raises Refused, and whatever a library raises on damaged data."""
     format, data = _encoded(asked, limits)
     if len(data) > limits.file_bytes:
@@ -77,7 +77,7 @@ def _encoded(asked: Decode, limits: DecodeLimits) -> tuple[str | None, bytes]:
     return None, read_below(asked.path or "", limits)
 
 
-def decode_image(data: bytes, format: str | None, limits: DecodeLimits) -> Medium:
+def decode_image(data: bytes, format: str | None, limits: DecodeLimits) -> MediaPayload:
     """[H, W, 3] of a PNG, JPEG or WebP file; of the declared format if there is one."""
     formats = [format.upper()] if format else list(READERS)
     try:
@@ -110,11 +110,11 @@ def _rgb(image: Image.Image) -> Image.Image:
     raise Refused(f"mode {image.mode} with transparency or other than 8-bit colors: save the picture as RGB")
 
 
-def _raw(image: Image.Image) -> Medium:
-    return Medium(format="raw", data=image.tobytes(), shape=(image.height, image.width, 3))
+def _raw(image: Image.Image) -> MediaPayload:
+    return MediaPayload(format="raw", data=image.tobytes(), shape=(image.height, image.width, 3))
 
 
-def decode_video(data: bytes, format: str | None, limits: DecodeLimits) -> Medium:
+def decode_video(data: bytes, format: str | None, limits: DecodeLimits) -> MediaPayload:
     """[F, H, W, 3] of every frame of an MP4 or WebM file."""
     container = CONTAINERS[format or sniffed(data)]
     pixels, count, size = bytearray(), 0, (0, 0)
@@ -130,7 +130,7 @@ def decode_video(data: bytes, format: str | None, limits: DecodeLimits) -> Mediu
         pixels += _rgb_rows(frame)
     if not count:
         raise Refused("a video without frames")
-    return Medium(format="raw", data=bytes(pixels), shape=(count, *size, 3))
+    return MediaPayload(format="raw", data=bytes(pixels), shape=(count, *size, 3))
 
 
 def sniffed(data: bytes) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from unirl.reward.client.wire import ItemError, Medium, Said
+from unirl.reward.client.wire import ItemError, MediaPayload, TextAnswer
 
 LENGTH = 8
 MAX_FRAME = 2**32
@@ -29,7 +29,7 @@ class Decode(Struct, tag=True):
     """Asks a decoder for raw pixels; one of the three is given."""
 
     modality: str
-    medium: Medium | None = None
+    medium: MediaPayload | None = None
     base64: str | None = None
     path: str | None = None
 
@@ -37,7 +37,7 @@ class Decode(Struct, tag=True):
 class Decoded(Struct, tag=True):
     """Raw pixels, or why there are none."""
 
-    medium: Medium | None = None
+    medium: MediaPayload | None = None
     problem: str | None = None
 
 
@@ -72,10 +72,10 @@ class Row(Struct):
     id: str
     prompt: str | None = None
     text: str | None = None
-    image: Medium | None = None
-    video: Medium | None = None
+    image: MediaPayload | None = None
+    video: MediaPayload | None = None
     metadata: dict[str, Any] | None = None
-    sources: list[Medium] = []
+    sources: list[MediaPayload] = []
     """The pictures of the turns before: what was edited."""
 
 
@@ -91,7 +91,7 @@ class Scores:
 
     parts: dict[str, float]
     """`total` comes first."""
-    said: Said | None = None
+    said: TextAnswer | None = None
 
 
 Outcome = Scores | ItemError

@@ -13,7 +13,7 @@ from reward_service.config import MIB, LimitsConfig
 from reward_service.decoder import VIDEO_TIME, DecodeLimits
 from reward_service.frames import Decode, Decoded, Lost
 from reward_service.metrics import Metrics
-from unirl.reward.client.wire import Medium, Turn
+from unirl.reward.client.wire import MediaPayload, Turn
 
 PATIENCE = 10
 """A decoder is given this many times the CPU time of its medium before it counts as stuck."""
@@ -37,7 +37,7 @@ class MediaDecoder:
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
-    async def raw(self, turn: Turn) -> tuple[Medium | None, Medium | None]:
+    async def raw(self, turn: Turn) -> tuple[MediaPayload | None, MediaPayload | None]:
         """The image and the video of a turn, raw.
 
         Raises:
@@ -49,13 +49,15 @@ class MediaDecoder:
             return None, await self._raw("video", turn.video, turn.video_b64, turn.video_path)
         return None, None
 
-    async def _raw(self, modality: str, medium: Medium | None, base64: str | None, path: str | None) -> Medium:
+    async def _raw(
+        self, modality: str, medium: MediaPayload | None, base64: str | None, path: str | None
+    ) -> MediaPayload:
         if medium is not None and medium.format == "raw":
             check_raw(medium, self._limits)
             return medium
         return await self._decoded(Decode(modality, medium, base64, path))
 
-    async def _decoded(self, asked: Decode) -> Medium:
+    async def _decoded(self, asked: Decode) -> MediaPayload:
         seconds = self._limits.decode_s * (VIDEO_TIME if asked.modality == "video" else 1)
         child = await self._idle.get()
         answered = False
@@ -123,7 +125,7 @@ def decode_limits(limits: LimitsConfig) -> str:
     ).decode()
 
 
-def check_raw(medium: Medium, limits: LimitsConfig) -> None:
+def check_raw(medium: MediaPayload, limits: LimitsConfig) -> None:
     """Raises BadMedia when a raw medium is larger than the limits."""
     shape: Sequence[int] = medium.shape or ()
     frames, height, width = shape[0] if len(shape) == 4 else 1, shape[-3], shape[-2]

@@ -18,7 +18,16 @@ from reward_service.media import BadMedia, MediaDecoder
 from reward_service.metrics import Metrics
 from reward_service.rewards import Job, Reward
 from unirl.config.errors import did_you_mean
-from unirl.reward.client.wire import RETRYABLE, Item, ItemError, Medium, Said, Score, ScoreRequest, ScoreResponse
+from unirl.reward.client.wire import (
+    RETRYABLE,
+    ItemError,
+    MediaPayload,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResponse,
+    TextAnswer,
+)
 
 
 class Refused(ValueError):
@@ -85,7 +94,7 @@ class Memory:
         self._size = size
         self._known: OrderedDict[Key, tuple[bytes, Answer]] = OrderedDict()
 
-    def recall(self, reward: str, item: Item, digest: bytes) -> Answer | None:
+    def recall(self, reward: str, item: ScoreItem, digest: bytes) -> Answer | None:
         """The answer for this very item. Raises Refused when its id was used for another one."""
         before, answer = self._known.get((reward, item.request_id or ""), (digest, None))
         if before != digest:
@@ -94,7 +103,7 @@ class Memory:
             )
         return None if answer is None or (answer.done() and is_retryable(answer.result())) else answer
 
-    def keep(self, reward: str, item: Item, digest: bytes, answer: Answer) -> None:
+    def keep(self, reward: str, item: ScoreItem, digest: bytes, answer: Answer) -> None:
         """Remember an answer; the oldest is forgotten."""
         if item.request_id is not None:
             self._known[reward, item.request_id] = (digest, answer)
@@ -110,7 +119,7 @@ def is_retryable(outcome: Outcome) -> bool:
 class Entry:
     """One item of a request on its way."""
 
-    item: Item
+    item: ScoreItem
     digest: bytes
     answers: dict[str, Answer]
     """Of the rewards that were asked before, later of all."""
@@ -164,14 +173,14 @@ class Scoring:
         if twice:
             raise Refused(409, "conflict", f"request_id {twice[0]!r} stands at two items: each needs its own")
 
-    def _entry(self, item: Item, digest: bytes) -> Entry:
+    def _entry(self, item: ScoreItem, digest: bytes) -> Entry:
         found = {name: self._memory.recall(name, item, digest) for name in item.required_rewards}
         known = {name: answer for name, answer in found.items() if answer is not None}
         for name in known:
             self._metrics.repeated.labels(name).inc()
         return Entry(item, digest, known)
 
-    async def _row(self, place: int, item: Item, share: Share, *, compared: bool) -> Row:
+    async def _row(self, place: int, item: ScoreItem, share: Share, *, compared: bool) -> Row:
         """With raw media; of the turns before the last only where it is `compared` with them."""
         image, video = await self._raw(place, item, len(item.history) - 1, share)
         before = [turn for turn in range(len(item.history) - 1) if compared and item.history[turn].has_image]
@@ -179,7 +188,9 @@ class Scoring:
         sources = [picture for picture in pictures if picture is not None]
         return Row(item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata, sources)
 
-    async def _raw(self, place: int, item: Item, turn: int, share: Share) -> tuple[Medium | None, Medium | None]:
+    async def _raw(
+        self, place: int, item: ScoreItem, turn: int, share: Share
+    ) -> tuple[MediaPayload | None, MediaPayload | None]:
         """Picture and video of a turn."""
         said = item.history[turn]
         try:
@@ -234,7 +245,7 @@ class Scoring:
             await asyncio.wait(late)
 
 
-def digest_of(item: Item) -> bytes:
+def digest_of(item: ScoreItem) -> bytes:
     """What tells one item from another, apart from its id; b"" without an id."""
     if item.request_id is None:
         return b""
@@ -268,7 +279,7 @@ def response_of(entries: Sequence[Entry]) -> ScoreResponse:
     """The answers as the wire has them."""
     results: list[dict[str, dict[str, Score]]] = []
     errors: list[dict[str, str]] = []
-    answers: list[dict[str, Said]] = []
+    answers: list[dict[str, TextAnswer]] = []
     for entry in entries:
         outcomes = {name: entry.answers[name].result() for name in entry.item.required_rewards}
         scored = {name: found for name, found in outcomes.items() if isinstance(found, Scores)}

@@ -39,7 +39,7 @@ from unirl.config.errors import (
     UniRLError,
 )
 from unirl.reward.base import LocalRewardBackend
-from unirl.reward.client.wire import ItemError, Kind, Medium, Said
+from unirl.reward.client.wire import ItemError, Kind, MediaPayload, TextAnswer
 from unirl.reward.registry import make_scorer
 from unirl.reward.scoring import scored_apart
 from unirl.types.primitives import Videos
@@ -108,7 +108,7 @@ def _scores(answer: RewardResponse, row: int) -> Scores:
     """The total, and the components unless the total is the only one."""
     parts = {part: float(scores[row]) for part, scores in answer.components.items() if part != TOTAL}
     said = None if answer.answers is None else answer.answers[row]
-    told = None if said is None else Said(right=said.right, text=said.text)
+    told = None if said is None else TextAnswer(right=said.right, text=said.text)
     return Scores({TOTAL: float(answer.total[row])} | parts, told)
 
 
@@ -125,14 +125,14 @@ def request_of(rows: Sequence[Row], reads: Sequence[str]) -> RewardRequest:
     )
 
 
-def pixels(medium: Medium | None) -> Tensor:
+def pixels(medium: MediaPayload | None) -> Tensor:
     """[3, H, W] or [F, 3, H, W] in [0, 1]: the very values that a rollout's own rounding gives."""
     assert medium is not None and medium.shape is not None
     levels = np.moveaxis(np.frombuffer(medium.data, np.uint8).reshape(medium.shape), -1, -3)
     return torch.from_numpy(levels.astype(np.float32, order="C")).div_(255)
 
 
-def videos(media: Sequence[Medium | None]) -> Videos:
+def videos(media: Sequence[MediaPayload | None]) -> Videos:
     """Their frames end to end."""
     frames = [pixels(medium) for medium in media]
     offsets = torch.tensor([0, *(len(each) for each in frames)]).cumsum(0)

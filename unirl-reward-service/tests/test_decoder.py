@@ -25,7 +25,7 @@ from reward_service.frames import Decode
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
 from reward_service.metrics import Metrics
 
-from unirl.reward.client.wire import Medium, Turn
+from unirl.reward.client.wire import MediaPayload, Turn
 
 from .conftest import a_picture
 
@@ -37,11 +37,11 @@ def limits(**changes) -> DecodeLimits:
 
 
 def picture_of(data: bytes, format: str | None = None, **changes) -> np.ndarray:
-    asked = Decode("image", Medium(format=format, data=data)) if format else Decode("image", base64=b64(data))
+    asked = Decode("image", MediaPayload(format=format, data=data)) if format else Decode("image", base64=b64(data))
     return array_of(decode(asked, limits(**changes)))
 
 
-def array_of(medium: Medium) -> np.ndarray:
+def array_of(medium: MediaPayload) -> np.ndarray:
     assert medium.format == "raw"
     return np.frombuffer(medium.data, np.uint8).reshape(medium.shape)
 
@@ -156,7 +156,7 @@ def test_a_lossless_video_gives_its_very_frames():
 
 def test_a_webm_is_read_and_its_frames_counted():
     data = video_file(frames(7), "webm", "libvpx-vp9")
-    assert decode(Decode("video", Medium(format="webm", data=data)), LIMITS).shape == (7, 24, 34, 3)
+    assert decode(Decode("video", MediaPayload(format="webm", data=data)), LIMITS).shape == (7, 24, 34, 3)
 
 
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
@@ -181,7 +181,7 @@ def test_what_is_no_short_small_video_is_refused(data, changes, said):
 
 def test_a_playlist_in_the_name_of_an_mp4_opens_no_file():
     with pytest.raises(Exception, match=r"Invalid data|moov|(?i:end of file)"):
-        decode(Decode("video", Medium(format="mp4", data=PLAYLIST)), LIMITS)
+        decode(Decode("video", MediaPayload(format="mp4", data=PLAYLIST)), LIMITS)
 
 
 @pytest.fixture
@@ -318,9 +318,9 @@ def test_a_request_that_is_cancelled_costs_no_decoder():
 def test_raw_media_are_held_to_the_same_limits():
     async def work(decoder: MediaDecoder):
         with pytest.raises(BadMedia, match="5000 x 1 pixels"):
-            await decoder.raw(Turn(image=Medium(format="raw", data=bytes(15000), shape=(1, 5000, 3))))
+            await decoder.raw(Turn(image=MediaPayload(format="raw", data=bytes(15000), shape=(1, 5000, 3))))
         with pytest.raises(BadMedia, match="300 frames"):
-            await decoder.raw(Turn(video=Medium(format="raw", data=bytes(900), shape=(300, 1, 1, 3))))
+            await decoder.raw(Turn(video=MediaPayload(format="raw", data=bytes(900), shape=(300, 1, 1, 3))))
         return decoder.pids
 
     assert in_decoder(LimitsConfig(), work) == []

@@ -9,17 +9,17 @@ from reward_service.faults import FAULTS, FaultProxy
 
 from unirl.reward.client.connection import Connection, ConnectionConfig
 from unirl.reward.client.retries import deliver
-from unirl.reward.client.wire import Item, Turn
+from unirl.reward.client.wire import ScoreItem, Turn
 
 from .test_service import figure
 
 CLIENTS, ITEMS = 12, 40
 
 
-def items(client: int) -> list[Item]:
+def items(client: int) -> list[ScoreItem]:
     """Each has a length of its own."""
     lengths = range(client * ITEMS + 10, (client + 1) * ITEMS + 10)
-    return [Item(history=[Turn(text="x" * n), Turn(text="")], required_rewards=["odd"]) for n in lengths]
+    return [ScoreItem(history=[Turn(text="x" * n), Turn(text="")], required_rewards=["odd"]) for n in lengths]
 
 
 def ask(url: str, client: int) -> list[float]:

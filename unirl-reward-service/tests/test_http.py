@@ -20,7 +20,7 @@ from reward_service.rewards import Job
 from reward_service.scoring import Refused
 
 from unirl.config.errors import ConfigError, UsageError
-from unirl.reward.client.wire import JSON, MSGPACK, Item, ItemError, Refusal, ScoreRequest, Turn, decode, encode
+from unirl.reward.client.wire import JSON, MSGPACK, ItemError, Refusal, ScoreItem, ScoreRequest, Turn, decode, encode
 
 TOKEN = "a-token-of-sixteen-or-more"
 JSON_TYPE = {"content-type": JSON}
@@ -161,7 +161,9 @@ def test_health_says_that_no_worker_is_ready():
 
 def items(*prompts: str, **changes) -> ScoreRequest:
     return ScoreRequest(
-        requests=[Item(history=[Turn(text=p), Turn(text=p)], required_rewards=["clip"], **changes) for p in prompts]
+        requests=[
+            ScoreItem(history=[Turn(text=p), Turn(text=p)], required_rewards=["clip"], **changes) for p in prompts
+        ]
     )
 
 

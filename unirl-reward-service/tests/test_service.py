@@ -26,9 +26,9 @@ from unirl.config.errors import RewardError
 from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
-    Item,
     ItemError,
-    Medium,
+    MediaPayload,
+    ScoreItem,
     ScoreRequest,
     ScoreResponse,
     Turn,
@@ -46,15 +46,15 @@ from .conftest import TIMEOUT_S, a_picture, children, workers
 BOTH = pytest.mark.parametrize("content_type", [MSGPACK, JSON])
 
 
-def score(http: httpx2.Client, requests: list[Item], content_type: str = MSGPACK) -> ScoreResponse:
+def score(http: httpx2.Client, requests: list[ScoreItem], content_type: str = MSGPACK) -> ScoreResponse:
     body = encode(ScoreRequest(requests=requests), content_type)
     answer = http.post("/score", content=body, headers={"content-type": content_type})
     assert answer.status_code == 200, answer.text
     return decode(ScoreResponse, answer.content, answer.headers["content-type"])
 
 
-def odd(prompt: str, **changes) -> Item:
-    return Item(history=[Turn(text=prompt), Turn(text="")], required_rewards=["odd"], **changes)
+def odd(prompt: str, **changes) -> ScoreItem:
+    return ScoreItem(history=[Turn(text=prompt), Turn(text="")], required_rewards=["odd"], **changes)
 
 
 def outcome(response: ScoreResponse, place: int = 0, reward: str = "odd"):
@@ -80,9 +80,9 @@ def turns(picture: np.ndarray) -> list[Turn]:
     """The same picture in every lossless form."""
     png, webp = image_file(picture, "png"), image_file(picture, "webp", lossless=True)
     return [
-        Turn(image=Medium(format="raw", data=picture.tobytes(), shape=picture.shape)),
-        Turn(image=Medium(format="png", data=png)),
-        Turn(image=Medium(format="webp", data=webp)),
+        Turn(image=MediaPayload(format="raw", data=picture.tobytes(), shape=picture.shape)),
+        Turn(image=MediaPayload(format="png", data=png)),
+        Turn(image=MediaPayload(format="webp", data=webp)),
         Turn(image_b64=base64.b64encode(png).decode()),
     ]
 
@@ -91,7 +91,7 @@ def turns(picture: np.ndarray) -> list[Turn]:
 def test_scores_equal_the_local_scorer_bit_for_bit_in_every_lossless_form(http, content_type):
     pictures = [a_picture(seed, height=20 + 4 * (seed % 2)) for seed in range(6)]
     items = [
-        Item(history=[Turn(text="source", image_b64="ignored"), turn], required_rewards=["bright"])
+        ScoreItem(history=[Turn(text="source", image_b64="ignored"), turn], required_rewards=["bright"])
         for picture in pictures
         for turn in turns(picture)
     ]
@@ -109,7 +109,7 @@ def test_items_that_fail_leave_their_neighbours_their_scores(http):
 
 
 def test_a_reward_gets_the_columns_it_reads_or_says_which_is_missing(http):
-    response = score(http, [Item(history=[Turn(text="an answer")], required_rewards=["odd", "bright"])])
+    response = score(http, [ScoreItem(history=[Turn(text="an answer")], required_rewards=["odd", "bright"])])
     assert [outcome(response), outcome(response, reward="bright")] == ["invalid", "invalid"]
     assert "reads prompts; this item has no prompts" in response.errors[0]["odd"]
     assert "reads images; this item has no images" in response.errors[0]["bright"]
@@ -177,9 +177,9 @@ def test_items_of_many_clients_are_scored_together(http):
 
 def test_a_video_below_a_root_is_read_and_sent_pictures_are_not_mixed_up(http, media_root):
     (media_root / "clip.mp4").write_bytes(video_file(noise((3, 24, 34, 3))))
-    item = Item(history=[Turn(text="a", video_path="clip.mp4")], required_rewards=["odd"])
+    item = ScoreItem(history=[Turn(text="a", video_path="clip.mp4")], required_rewards=["odd"])
     assert outcome(score(http, [item])) == 1.0
-    absent = Item(history=[Turn(text="a", video_path="no.mp4")], required_rewards=["odd"])
+    absent = ScoreItem(history=[Turn(text="a", video_path="no.mp4")], required_rewards=["odd"])
     answer = http.post("/score", content=encode(ScoreRequest(requests=[absent])), headers={"content-type": MSGPACK})
     assert (answer.status_code, answer.json()["kind"]) == (400, "bad_media")
 

@@ -12,18 +12,18 @@ from reward_service.worker import built, outcomes, pixels
 
 from unirl.config.errors import ConfigError, DependencyError
 from unirl.reward.base import RewardScorer, single
-from unirl.reward.client.wire import ItemError, Medium
+from unirl.reward.client.wire import ItemError, MediaPayload
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
 from unirl.types.primitives import Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
-def medium(*shape: int, seed: int = 0) -> Medium:
-    return Medium(format="raw", data=noise(shape, seed).tobytes(), shape=shape)
+def medium(*shape: int, seed: int = 0) -> MediaPayload:
+    return MediaPayload(format="raw", data=noise(shape, seed).tobytes(), shape=shape)
 
 
 def test_pixels_are_the_values_that_a_rollout_rounds_to():
-    every = Medium(format="raw", data=bytes(range(256)) * 3, shape=(16, 16, 3))
+    every = MediaPayload(format="raw", data=bytes(range(256)) * 3, shape=(16, 16, 3))
     levels = torch.frombuffer(bytearray(every.data), dtype=torch.uint8).view(16, 16, 3).permute(2, 0, 1)
     assert torch.equal(pixels(every), (levels.double() / 255).float())
     assert torch.equal(pixels(every), (pixels(every) * 255).round() / 255)

@@ -18,7 +18,7 @@ from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import SOON_S, Connection, ConnectionConfig
 from unirl.reward.client.encoding import image_medium, video_medium
 from unirl.reward.client.retries import Outcome, Scores, deliver
-from unirl.reward.client.wire import ImageFormat, Item, ItemError, Medium, Turn
+from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
@@ -171,11 +171,11 @@ class RequestItems:
     def __len__(self) -> int:
         return len(self._request)
 
-    def __getitem__(self, row: int) -> Item:
+    def __getitem__(self, row: int) -> ScoreItem:
         request, config = self._request, self._config
         assert request.prompts is not None and request.metadata is not None
         try:
-            return Item(
+            return ScoreItem(
                 history=self._history(row, request.prompts[row]),
                 required_rewards=list(config.required_rewards),
                 metadata=dict(request.metadata[row]),
@@ -210,7 +210,7 @@ class RequestItems:
         return Turn(text=prompt, image=medium)
 
 
-def _base64(medium: Medium) -> str:
+def _base64(medium: MediaPayload) -> str:
     return base64.b64encode(medium.data).decode()
 
 

@@ -19,8 +19,8 @@ from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
     Health,
-    Item,
     Refusal,
+    ScoreItem,
     ScoreRequest,
     ScoreResponse,
     decode,
@@ -159,7 +159,7 @@ class Connection:
         """The same in one attempt. Raises Fault or Busy."""
         return self._read(Health, *self._request("GET", "/health", timeout=timeout))
 
-    def post(self, items: list[Item]) -> ScoreResponse:
+    def post(self, items: list[ScoreItem]) -> ScoreResponse:
         """One attempt to have a chunk scored.
 
         Raises:

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from unirl.config.extras import need
-from unirl.reward.client.wire import ImageFormat, Medium
+from unirl.reward.client.wire import ImageFormat, MediaPayload
 
 # Method 0 is the fastest; exact keeps nothing hidden, as there is no alpha.
 SAVE: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ def levels(pixels: Tensor) -> NDArray[np.uint8]:
     return np.stack(list(planes.cpu().numpy()), axis=-1)
 
 
-def image_medium(pixels: Tensor, format: ImageFormat, quality: int) -> Medium:
+def image_medium(pixels: Tensor, format: ImageFormat, quality: int) -> MediaPayload:
     """One picture [3, H, W]; `quality` 1 to 95 is of JPEG alone."""
     picture = levels(pixels)
     if format == "raw":
@@ -36,21 +36,21 @@ def image_medium(pixels: Tensor, format: ImageFormat, quality: int) -> Medium:
     file = io.BytesIO()
     options = SAVE[format] | ({"quality": quality} if format == "jpeg" else {})
     Image.fromarray(picture).save(file, **options)
-    return Medium(format=format, data=file.getvalue())
+    return MediaPayload(format=format, data=file.getvalue())
 
 
-def video_medium(frames: Tensor, format: str, fps: int) -> Medium:
+def video_medium(frames: Tensor, format: str, fps: int) -> MediaPayload:
     """One video [F, 3, H, W]; as MP4 without loss (H.264 in RGB).
 
     Raises:
         DependencyError: MP4 needs PyAV.
     """
     pictures = levels(frames)
-    return _raw(pictures) if format == "raw" else Medium(format="mp4", data=_mp4(pictures, fps))
+    return _raw(pictures) if format == "raw" else MediaPayload(format="mp4", data=_mp4(pictures, fps))
 
 
-def _raw(picture: NDArray[np.uint8]) -> Medium:
-    return Medium(format="raw", data=picture.tobytes(), shape=picture.shape)
+def _raw(picture: NDArray[np.uint8]) -> MediaPayload:
+    return MediaPayload(format="raw", data=picture.tobytes(), shape=picture.shape)
 
 
 def _mp4(pictures: NDArray[np.uint8], fps: int) -> bytes:

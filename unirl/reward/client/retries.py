@@ -21,7 +21,7 @@ from uuid import uuid4
 import msgspec
 
 from unirl.reward.client.connection import MAX_PAUSE_S, Busy, Connection, Fault, TooLarge
-from unirl.reward.client.wire import RETRYABLE, Item, ItemError, Said, Score
+from unirl.reward.client.wire import RETRYABLE, ItemError, Score, ScoreItem, TextAnswer
 
 BREAK_AFTER: Final = 5
 """Failures in a row after which only /health is asked, by one thread, until it answers."""
@@ -36,7 +36,7 @@ class Outcome:
 
     scores: dict[str, Scores]
     """By reward."""
-    said: dict[str, Said]
+    said: dict[str, TextAnswer]
     """What it answers, by the rewards that say so."""
 
 
@@ -45,7 +45,7 @@ class Items(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, place: int, /) -> Item: ...
+    def __getitem__(self, place: int, /) -> ScoreItem: ...
 
 
 def deliver(connection: Connection, items: Items) -> list[Outcome]:
@@ -66,7 +66,7 @@ class Pending:
     open: list[str] | None = None
     """The rewards that have not answered; None before the first attempt."""
     found: dict[str, Scores] = field(default_factory=dict)
-    said: dict[str, Said] = field(default_factory=dict)
+    said: dict[str, TextAnswer] = field(default_factory=dict)
     tries: int = 0
     last: str = ""
 
@@ -154,7 +154,7 @@ class Round:
                 pending.said |= said
             self._land(chunk)
 
-    def _item(self, pending: Pending) -> Item:
+    def _item(self, pending: Pending) -> ScoreItem:
         """The item as it is sent now: with one id for all attempts, and for the rewards that are open."""
         item = self._items[pending.place]
         if pending.open is None:

@@ -33,7 +33,7 @@ MAX_INT = 2**63
 T = TypeVar("T")
 
 
-class Medium(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MediaPayload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A picture or a video. `raw` is uint8 RGB, [H, W, 3] or [F, H, W, 3], laid out in that order; it loses nothing."""
 
     format: Literal["raw", "png", "webp", "jpeg", "mp4", "webm"]
@@ -58,10 +58,10 @@ class Turn(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, 
     """What was said, and what was generated for it: at most one medium."""
 
     text: Annotated[str, Meta(max_length=100_000)] = ""
-    image: Medium | None = None
+    image: MediaPayload | None = None
     image_b64: str | None = None
     """A PNG, JPEG or WebP file in base64."""
-    video: Medium | None = None
+    video: MediaPayload | None = None
     video_b64: str | None = None
     """An MP4 or WebM file in base64."""
     video_path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
@@ -85,7 +85,7 @@ class Turn(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, 
         return self.video is not None or self.video_b64 is not None or self.video_path is not None
 
 
-def _check_kind(medium: Medium, what: str, formats: Sequence[str], axes: str) -> None:
+def _check_kind(medium: MediaPayload, what: str, formats: Sequence[str], axes: str) -> None:
     if medium.format not in formats or (medium.shape and len(medium.shape) != axes.count(",") + 1):
         found = f"{medium.format} {list(medium.shape)}" if medium.shape else medium.format
         raise ValueError(f"{what} is one of {', '.join(formats)}, and {axes} if raw, got {found}")
@@ -94,7 +94,7 @@ def _check_kind(medium: Medium, what: str, formats: Sequence[str], axes: str) ->
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class Item(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+class ScoreItem(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One sample to score.
 
     Its last turn is what is scored: a picture or a video with the text as its prompt; without a medium, the text is
@@ -133,7 +133,7 @@ class Item(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, 
 class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The body of `POST /score`."""
 
-    requests: Annotated[list[Item], Meta(min_length=1, max_length=4096)]
+    requests: Annotated[list[ScoreItem], Meta(min_length=1, max_length=4096)]
     version: Literal[1] = 1
 
 
@@ -141,7 +141,7 @@ Score = float | bool | None
 """Only a finite float is a score. The others can be read, so that the sample which has one can be named."""
 
 
-class Said(Struct, frozen=True, omit_defaults=True, kw_only=True):
+class TextAnswer(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a text answers, as a reward about right answers reads it."""
 
     right: bool
@@ -156,7 +156,7 @@ class ScoreResponse(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """reward -> part -> score. The part `total` comes first and is what becomes the reward."""
     errors: list[dict[str, str]]
     """reward -> "<kind>: <message>", the kind one of `Kind`."""
-    answers: list[dict[str, Said]] | None = None
+    answers: list[dict[str, TextAnswer]] | None = None
     """reward -> what the item answers; absent where no reward says that of any item."""
 
     def __post_init__(self) -> None:

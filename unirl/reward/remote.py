@@ -15,7 +15,7 @@ from torch import Tensor
 from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, RewardUnreachableError, did_you_mean
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
-from unirl.reward.client.connection import SOON_S, Connection, ConnectionConfig
+from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
 from unirl.reward.client.encoding import image_medium, video_medium
 from unirl.reward.client.retries import Outcome, Scores, deliver
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
@@ -50,7 +50,7 @@ class RemoteRewardSpec(ConnectionConfig):
     video_format: Literal["raw", "mp4"] = "raw"
     """Neither loses anything; `mp4` is smaller, slower, and needs PyAV."""
     video_fps: int = 8
-    startup_s: float = SOON_S
+    startup_s: float = PROBE_TIMEOUT_S
     """Seconds to wait for the service when a run starts; more for one that starts at the same time."""
 
     toy: ClassVar[dict[str, object]] = {"base_url": TOY}

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONNECT_S: Final = 10.0
-SOON_S: Final = 2.0
+PROBE_TIMEOUT_S: Final = 2.0
 """Within so many seconds something that is there says that it is."""
 MAX_PAUSE_S: Final = 10.0
-MAX_ANSWER: Final = 64 * 2**20
+MAX_BODY_BYTES: Final = 64 * 2**20
 """Bytes of an answer that are read."""
 
 
@@ -78,11 +78,11 @@ class ConnectionConfig:
             raise ValueError(f"max_retries must be >= 0, got {self.max_retries}")
 
 
-class Fault(Exception):
+class RequestFailed(Exception):
     """An attempt failed in a way that another may not."""
 
 
-class Busy(Exception):
+class ServerBusy(Exception):
     """The service asks to come back later."""
 
     def __init__(self, why: str, retry_after_s: float) -> None:
@@ -148,23 +148,23 @@ class Connection:
         while True:
             attempts += 1
             try:
-                return self.ask_health(timeout=max(SOON_S, min(patience_s, CONNECT_S)))
-            except (Fault, Busy) as fault:
+                return self.ask_health(timeout=max(PROBE_TIMEOUT_S, min(patience_s, CONNECT_S)))
+            except (RequestFailed, ServerBusy) as fault:
                 seconds = time.monotonic() - begun
                 if seconds >= patience_s:
                     raise self.lost(attempts, seconds, fault) from fault
             time.sleep(min(self.config.retry_delay * attempts, MAX_PAUSE_S, max(0.05, patience_s)))
 
     def ask_health(self, timeout: float = CONNECT_S) -> Health:
-        """The same in one attempt. Raises Fault or Busy."""
+        """The same in one attempt. Raises RequestFailed or ServerBusy."""
         return self._read(Health, *self._request("GET", "/health", timeout=timeout))
 
     def post(self, items: list[ScoreItem]) -> ScoreResponse:
         """One attempt to have a chunk scored.
 
         Raises:
-            Fault: it failed, and may succeed again.
-            Busy: the service asks to come back.
+            RequestFailed: it failed, and may succeed again.
+            ServerBusy: the service asks to come back.
             RewardError: 6002 the service refuses.
         """
         body = encode(ScoreRequest(requests=items), self._content_type)
@@ -173,7 +173,7 @@ class Connection:
             body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
         response = self._read(ScoreResponse, *self._request("POST", "/score", content=body, headers=headers))
         if len(response.results) != len(items):
-            raise Fault(f"{len(response.results)} results for {len(items)} items")
+            raise RequestFailed(f"{len(response.results)} results for {len(items)} items")
         return response
 
     def _request(self, method: str, path: str, **options: Any) -> tuple[bytes, str]:
@@ -182,11 +182,11 @@ class Connection:
 
         try:
             with self.http.stream(method, path, **options) as response:
-                body = bounded(response.iter_bytes())
+                body = read_bounded(response.iter_bytes())
         except httpx2.TransportError as error:
-            raise Fault(f"{type(error).__name__}: {error}") from error
+            raise RequestFailed(f"{type(error).__name__}: {error}") from error
         except httpx2.DecodingError as error:
-            raise Fault(f"the body cannot be unpacked: {error}") from error
+            raise RequestFailed(f"the body cannot be unpacked: {error}") from error
         content_type = response.headers.get("content-type", "").partition(";")[0]
         if response.status_code != 200:
             self._refused(response.status_code, body, response.headers.get("retry-after", ""))
@@ -200,9 +200,9 @@ class Connection:
         except msgspec.DecodeError:
             said = f"{status}: {body[:200].decode(errors='replace')}"
         if status in (429, 503):
-            raise Busy(said, float(retry_after) if retry_after.isdecimal() else 1.0)
+            raise ServerBusy(said, float(retry_after) if retry_after.isdecimal() else 1.0)
         if status >= 500 or status == 408:
-            raise Fault(said)
+            raise RequestFailed(said)
         raise (TooLarge if status == 413 else RewardError)(
             f"the reward service at {self.config.base_url} refuses: {said}. Mend the request, the token or "
             f"the service, and try: unirl reward ping {self.config.base_url}"
@@ -215,7 +215,7 @@ class Connection:
                 return msgspec.convert(json.loads(body), type=kind)
             return decode(kind, body, content_type)
         except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
-            raise Fault(f"the answer is no {kind.__name__}: {error}") from error
+            raise RequestFailed(f"the answer is no {kind.__name__}: {error}") from error
 
     def lost(self, attempts: int, seconds: float, last: object) -> RewardError:
         """The error of a service that does not answer (6001)."""
@@ -225,11 +225,11 @@ class Connection:
         )
 
 
-def bounded(pieces: Iterator[bytes]) -> bytes:
-    """A body of at most MAX_ANSWER bytes. Raises Fault."""
+def read_bounded(pieces: Iterator[bytes]) -> bytes:
+    """A body of at most MAX_BODY_BYTES bytes. Raises RequestFailed."""
     body = bytearray()
     for piece in pieces:
         body += piece
-        if len(body) > MAX_ANSWER:
-            raise Fault(f"an answer of more than {MAX_ANSWER} bytes")
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestFailed(f"an answer of more than {MAX_BODY_BYTES} bytes")
     return bytes(body)

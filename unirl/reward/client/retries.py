@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import msgspec
 
-from unirl.reward.client.connection import MAX_PAUSE_S, Busy, Connection, Fault, TooLarge
+from unirl.reward.client.connection import MAX_PAUSE_S, Connection, RequestFailed, ServerBusy, TooLarge
 from unirl.reward.client.wire import RETRYABLE, ItemError, Score, ScoreItem, TextAnswer
 
 BREAK_AFTER: Final = 5
@@ -135,11 +135,11 @@ class Round:
                 raise
             self._batch_size = min(self._batch_size, len(chunk) // 2)
             self._land(chunk)
-        except Busy as busy:
+        except ServerBusy as busy:
             self._check_patience(busy)
             self._land(chunk)
             self._pause(busy.retry_after_s * self._jitter.uniform(1.0, 1.5))
-        except Fault as fault:
+        except RequestFailed as fault:
             self._failed()
             self._check_patience(fault)
             for pending in chunk:
@@ -195,7 +195,7 @@ class Round:
                 try:
                     self._connection.ask_health()
                     self._in_a_row = 0
-                except (Fault, Busy) as fault:
+                except (RequestFailed, ServerBusy) as fault:
                     self._failed()
                     self._check_patience(fault)
                     self._pause(self._backoff())

@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from unirl.config.errors import InvalidValueError, RewardError, RewardUnreachableError, did_you_mean
-from unirl.reward.client.connection import CONNECT_S, MAX_PAUSE_S, SOON_S, Busy, Fault, bounded
+from unirl.reward.client.connection import (
+    CONNECT_S,
+    MAX_PAUSE_S,
+    PROBE_TIMEOUT_S,
+    RequestFailed,
+    ServerBusy,
+    read_bounded,
+)
 
 TOP = 20
 """Alternatives of a token that are asked for: what servers give at most."""
@@ -148,14 +155,14 @@ class Endpoint:
         for attempt in range(self.config.retries + 1):
             try:
                 return self._post(body, alternatives)
-            except (Fault, Busy) as fault:
+            except (RequestFailed, ServerBusy) as fault:
                 last = fault
             if attempt < self.config.retries:
-                wanted = last.retry_after_s if isinstance(last, Busy) else pause * random.uniform(0.5, 1.0)
+                wanted = last.retry_after_s if isinstance(last, ServerBusy) else pause * random.uniform(0.5, 1.0)
                 time.sleep(min(wanted, MAX_PAUSE_S))
                 pause *= 2
         attempts = self.config.retries + 1
-        kind = RewardUnreachableError if isinstance(last, Absent) else RewardError
+        kind = RewardUnreachableError if isinstance(last, ServerUnreachable) else RewardError
         raise kind(f"the judge at {self.config.base_url} gave no answer in {attempts} attempts, at last: {last}")
 
     def check_model(self) -> None:
@@ -163,14 +170,14 @@ class Endpoint:
         import httpx2
 
         try:
-            with self._http.stream("GET", "/models", timeout=SOON_S) as response:
-                content = bounded(response.iter_bytes())
+            with self._http.stream("GET", "/models", timeout=PROBE_TIMEOUT_S) as response:
+                content = read_bounded(response.iter_bytes())
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise RewardUnreachableError(
                 f"nobody answers at {self.config.base_url}: {type(error).__name__}: {error}. Start the judge, or mend "
                 "base_url"
             ) from error
-        except (httpx2.TransportError, httpx2.DecodingError, Fault):
+        except (httpx2.TransportError, httpx2.DecodingError, RequestFailed):
             return  # somebody is there, and need not list models
         if response.status_code in (401, 403):
             raise self._refusal(response.status_code, content, "")
@@ -195,29 +202,29 @@ class Endpoint:
         }
 
     def _post(self, body: Mapping[str, Any], alternatives: bool) -> Reply:
-        """One attempt. Raises Fault or Busy where another may do better."""
+        """One attempt. Raises RequestFailed or ServerBusy where another may do better."""
         import httpx2
 
         try:
             with self._http.stream("POST", "/chat/completions", json=body) as response:
-                content = bounded(response.iter_bytes())
+                content = read_bounded(response.iter_bytes())
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise Absent(f"{type(error).__name__}: {error}") from error
+            raise ServerUnreachable(f"{type(error).__name__}: {error}") from error
         except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise Fault(f"{type(error).__name__}: {error}") from error
+            raise RequestFailed(f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
             raise self._refusal(response.status_code, content, response.headers.get("retry-after", ""))
         try:
             return _reply(msgspec.json.decode(content, type=Completion), alternatives)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise Fault(f"the answer is no completion: {error}: {content[:SHOWN]!r}") from error
+            raise RequestFailed(f"the answer is no completion: {error}: {content[:SHOWN]!r}") from error
 
     def _refusal(self, status: int, content: bytes, retry_after: str) -> Exception:
         said = f"status {status}: {content[:SHOWN].decode(errors='replace')}"
         if status in (429, 503):
-            return Busy(said, float(retry_after) if retry_after.isdecimal() else self.config.retry_delay)
+            return ServerBusy(said, float(retry_after) if retry_after.isdecimal() else self.config.retry_delay)
         if status >= 500 or status == 408:
-            return Fault(said)
+            return RequestFailed(said)
         everything = status in (401, 403, 404)  # the key, the address or the model: no other question fares better
         kind = RewardUnreachableError if everything else RewardError
         return kind(
@@ -234,7 +241,7 @@ def _model_names(content: bytes) -> list[str]:
         return []
 
 
-class Absent(Fault):
+class ServerUnreachable(RequestFailed):
     """Nobody listens at the address."""
 
 

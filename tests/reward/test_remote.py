@@ -14,7 +14,7 @@ import torch
 from tests.reward.stub_service import Reply, plain, scores, stub
 from unirl.config.errors import ConfigError, RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.retries import BREAK_AFTER, deliver
+from unirl.reward.client.retries import BREAK_AFTER, score_items
 from unirl.reward.client.wire import JSON, ItemError, ScoreItem, ScoreResponse, Turn, encode
 from unirl.reward.combine import WeightedRewards
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
@@ -41,7 +41,7 @@ EXPECTED = [{"odd": {"total": 2.0 * n}} for n in range(1, 11)]
 def deliver_all(url: str, items=ITEMS, **changes):
     connection = Connection(config(url, **changes))
     try:
-        return [outcome.scores for outcome in deliver(connection, items)]
+        return [outcome.scores for outcome in score_items(connection, items)]
     finally:
         connection.close()
 

@@ -15,7 +15,7 @@ import msgspec
 
 from unirl.config.errors import RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.retries import Scores, deliver
+from unirl.reward.client.retries import Scores, score_items
 from unirl.reward.client.wire import Health, ItemError, ScoreItem
 
 
@@ -45,7 +45,7 @@ class RewardClient:
             RewardError: the service cannot be reached, or refuses.
             msgspec.ValidationError: an item has another form than `unirl.reward.client.wire.ScoreItem`.
         """
-        found = deliver(self._connection, [msgspec.convert(item, ScoreItem) for item in items])
+        found = score_items(self._connection, [msgspec.convert(item, ScoreItem) for item in items])
         return [outcome.scores for outcome in found]
 
     def health(self) -> Health:

@@ -8,7 +8,7 @@ import pytest
 from reward_service.faults import FAULTS, FaultProxy
 
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.retries import deliver
+from unirl.reward.client.retries import score_items
 from unirl.reward.client.wire import ScoreItem, Turn
 
 from .test_service import figure
@@ -27,7 +27,7 @@ def ask(url: str, client: int) -> list[float]:
     config = ConnectionConfig(base_url=url, batch_size=4, concurrency=2, timeout=3.0, retry_delay=0.01)
     connection = Connection(config)
     try:
-        return [outcome.scores["odd"]["total"] for outcome in deliver(connection, items(client))]
+        return [outcome.scores["odd"]["total"] for outcome in score_items(connection, items(client))]
     finally:
         connection.close()
 

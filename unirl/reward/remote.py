@@ -17,7 +17,7 @@ from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
 from unirl.reward.client.encoding import image_medium, video_medium
-from unirl.reward.client.retries import Outcome, Scores, deliver
+from unirl.reward.client.retries import Outcome, Scores, score_items
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
@@ -113,7 +113,7 @@ class RemoteRewardBackend(RewardScorer):
         self._starting = threading.Lock()
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        outcomes = deliver(self.connection(), RequestItems(request, self.config))
+        outcomes = score_items(self.connection(), RequestItems(request, self.config))
         return response(outcomes, self.config)
 
     def check_start(self) -> None:

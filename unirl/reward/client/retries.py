@@ -48,17 +48,17 @@ class Items(Protocol):
     def __getitem__(self, place: int, /) -> ScoreItem: ...
 
 
-def deliver(connection: Connection, items: Items) -> list[Outcome]:
+def score_items(connection: Connection, items: Items) -> list[Outcome]:
     """The outcome of every item, in their order.
 
     Raises:
         RewardError: 6001 the service cannot be reached, 6002 it refuses a request as a whole.
     """
-    return Round(connection, items).run() if len(items) else []
+    return RetryQueue(connection, items).run() if len(items) else []
 
 
 @dataclass(eq=False)
-class Pending:
+class ItemProgress:
     """One item on its way to its scores."""
 
     place: int
@@ -71,12 +71,12 @@ class Pending:
     last: str = ""
 
 
-class Round:
-    """One call of `deliver`: threads that take chunks from a queue until nothing is open."""
+class RetryQueue:
+    """One call of `score_items`: threads that take chunks from a queue until nothing is open."""
 
     def __init__(self, connection: Connection, items: Items) -> None:
         self._connection, self._items, self._config = connection, items, connection.config
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[ItemProgress] = deque()
         self._batch_size = self._config.batch_size
         self._flying = 0
         self._error: BaseException | None = None
@@ -89,7 +89,7 @@ class Round:
 
     def run(self) -> list[Outcome]:
         """Every item's outcome. Raises RewardError."""
-        all_items = [Pending(place) for place in range(len(self._items))]
+        all_items = [ItemProgress(place) for place in range(len(self._items))]
         self._pending.extend(all_items)
         count = min(self._config.concurrency, math.ceil(len(all_items) / self._config.batch_size))
         # Daemons: a run that is interrupted does not wait for answers.
@@ -116,7 +116,7 @@ class Round:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _take(self) -> list[Pending]:
+    def _take(self) -> list[ItemProgress]:
         """The next chunk; empty when there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or not self._flying or self._stopped.is_set())
@@ -126,7 +126,7 @@ class Round:
             self._flying += len(chunk)
             return chunk
 
-    def _attempt(self, chunk: list[Pending]) -> None:
+    def _attempt(self, chunk: list[ItemProgress]) -> None:
         self._wait_while_broken()
         try:
             response = self._connection.post([self._item(pending) for pending in chunk])
@@ -143,7 +143,7 @@ class Round:
             self._failed()
             self._check_patience(fault)
             for pending in chunk:
-                count_try(pending, ItemError("unavailable", str(fault)), self._config.max_retries)
+                count_attempt(pending, ItemError("unavailable", str(fault)), self._config.max_retries)
             self._land(chunk)
             self._pause(self._backoff())
         else:
@@ -154,7 +154,7 @@ class Round:
                 pending.said |= said
             self._land(chunk)
 
-    def _item(self, pending: Pending) -> ScoreItem:
+    def _item(self, pending: ItemProgress) -> ScoreItem:
         """The item as it is sent now: with one id for all attempts, and for the rewards that are open."""
         item = self._items[pending.place]
         if pending.open is None:
@@ -162,7 +162,7 @@ class Round:
         request_id = item.request_id or pending.request_id
         return msgspec.structs.replace(item, request_id=request_id, required_rewards=pending.open)
 
-    def _land(self, chunk: list[Pending]) -> None:
+    def _land(self, chunk: list[ItemProgress]) -> None:
         """What is still open goes to the end of the queue, so that it travels in other company next time."""
         with self._changed:
             self._flying -= len(chunk)
@@ -207,7 +207,7 @@ class Round:
 
 
 def receive(
-    pending: Pending, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str], max_retries: int
+    pending: ItemProgress, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str], max_retries: int
 ) -> None:
     """Take what was answered about an item; what another attempt may mend stays open."""
     problem: ItemError | None = None
@@ -220,7 +220,7 @@ def receive(
             pending.found[name] = scores
             pending.open.remove(name)
     if problem is not None:
-        count_try(pending, problem, max_retries)
+        count_attempt(pending, problem, max_retries)
 
 
 def read_scores(name: str, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str]) -> Scores:
@@ -237,7 +237,7 @@ def read_scores(name: str, results: Mapping[str, Mapping[str, Score]], errors: M
     return {part: float(score) for part, score in results[name].items() if score is not None}
 
 
-def count_try(pending: Pending, problem: ItemError, max_retries: int) -> None:
+def count_attempt(pending: ItemProgress, problem: ItemError, max_retries: int) -> None:
     """One more attempt was in vain; after the last one, the problem is the outcome."""
     pending.tries += 1
     if pending.tries > max_retries:

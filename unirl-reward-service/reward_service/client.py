@@ -15,7 +15,7 @@ import msgspec
 
 from unirl.config.errors import RewardError
 from unirl.reward.client.connection import Connection, ConnectionConfig
-from unirl.reward.client.retries import Scores, score_items
+from unirl.reward.client.retries import ScoresOrError, score_items
 from unirl.reward.client.wire import Health, ItemError, ScoreItem
 
 
@@ -38,7 +38,7 @@ class RewardClient:
                     raise RewardError(f"reward {name!r} has no score of item {place}: {found}")
         return [{k: v for k, v in outcome.items() if not isinstance(v, ItemError)} for outcome in outcomes]
 
-    def outcomes(self, items: Sequence[ScoreItem | Mapping[str, Any]]) -> list[dict[str, Scores]]:
+    def outcomes(self, items: Sequence[ScoreItem | Mapping[str, Any]]) -> list[dict[str, ScoresOrError]]:
         """The same, with an `ItemError` where a reward could not score.
 
         Raises:

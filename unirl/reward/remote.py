@@ -17,7 +17,7 @@ from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
 from unirl.reward.client.encoding import image_medium, video_medium
-from unirl.reward.client.retries import Outcome, Scores, score_items
+from unirl.reward.client.retries import ItemResult, ScoresOrError, score_items
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
@@ -214,7 +214,7 @@ def _base64(medium: MediaPayload) -> str:
     return base64.b64encode(medium.data).decode()
 
 
-def response(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> RewardResponse:
+def response(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> RewardResponse:
     """The scores of all rows as columns; a row that a reward could not score says why.
 
     Raises:
@@ -240,7 +240,7 @@ def response(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> RewardRes
     )
 
 
-def answers_of(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> list[Answer | None] | None:
+def answers_of(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> list[Answer | None] | None:
     """What each row answers, by the first reward that says so of any; those that teach are asked first."""
     for name in sorted(config.required_rewards, key=lambda name: name in config.watched):
         found = [outcome.said.get(name) for outcome in outcomes]
@@ -249,7 +249,7 @@ def answers_of(outcomes: Sequence[Outcome], config: RemoteRewardSpec) -> list[An
     return None
 
 
-def reduced(outcomes: Sequence[Scores], name: str, config: RemoteRewardSpec) -> dict[str, Tensor]:
+def reduced(outcomes: Sequence[ScoresOrError], name: str, config: RemoteRewardSpec) -> dict[str, Tensor]:
     """One reward's parts [B] and, as `total`, what they are reduced to; NaN where it could not score."""
     scored = [outcome for outcome in outcomes if not isinstance(outcome, ItemError)]
     parts = list(scored[0]) if scored else []

@@ -26,15 +26,15 @@ from unirl.reward.client.wire import RETRYABLE, ItemError, Score, ScoreItem, Tex
 BREAK_AFTER: Final = 5
 """Failures in a row after which only /health is asked, by one thread, until it answers."""
 
-Scores = dict[str, float] | ItemError
+ScoresOrError = dict[str, float] | ItemError
 """Of one item by one reward: part -> finite score, or why there is none."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItemResult:
     """What came back about one item."""
 
-    scores: dict[str, Scores]
+    scores: dict[str, ScoresOrError]
     """By reward."""
     said: dict[str, TextAnswer]
     """What it answers, by the rewards that say so."""
@@ -48,7 +48,7 @@ class Items(Protocol):
     def __getitem__(self, place: int, /) -> ScoreItem: ...
 
 
-def score_items(connection: Connection, items: Items) -> list[Outcome]:
+def score_items(connection: Connection, items: Items) -> list[ItemResult]:
     """The outcome of every item, in their order.
 
     Raises:
@@ -65,7 +65,7 @@ class ItemProgress:
     request_id: str = field(default_factory=lambda: uuid4().hex)
     open: list[str] | None = None
     """The rewards that have not answered; None before the first attempt."""
-    found: dict[str, Scores] = field(default_factory=dict)
+    found: dict[str, ScoresOrError] = field(default_factory=dict)
     said: dict[str, TextAnswer] = field(default_factory=dict)
     tries: int = 0
     last: str = ""
@@ -87,7 +87,7 @@ class RetryQueue:
         self._begun = self._last_success = time.monotonic()
         self._attempts = self._in_a_row = 0
 
-    def run(self) -> list[Outcome]:
+    def run(self) -> list[ItemResult]:
         """Every item's outcome. Raises RewardError."""
         all_items = [ItemProgress(place) for place in range(len(self._items))]
         self._pending.extend(all_items)
@@ -105,7 +105,7 @@ class RetryQueue:
                 self._changed.notify_all()
         if self._error is not None:
             raise self._error
-        return [Outcome(pending.found, pending.said) for pending in all_items]
+        return [ItemResult(pending.found, pending.said) for pending in all_items]
 
     def _work(self) -> None:
         try:
@@ -223,7 +223,7 @@ def receive(
         count_attempt(pending, problem, max_retries)
 
 
-def read_scores(name: str, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str]) -> Scores:
+def read_scores(name: str, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str]) -> ScoresOrError:
     """What one reward answered about one item: a score that is no finite number is an error."""
     if name in errors:
         return ItemError.read(errors[name])

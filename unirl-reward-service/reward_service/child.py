@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import msgspec
 
-from reward_service.frames import LENGTH, Lost, Message, frame_length, pack, unpack
+from reward_service.frames import LENGTH, Message, PeerGone, frame_length, pack, unpack
 
 BUFFER = 2**21
 """Bytes of a message that the system keeps for a receiver that has not read them yet."""
@@ -58,7 +58,7 @@ class Child:
 
         Raises:
             TimeoutError: it took longer; kill the child.
-            Lost: the child ended, or its answer cannot be read.
+            PeerGone: the child ended, or its answer cannot be read.
         """
         async with asyncio.timeout(timeout_s):
             try:
@@ -66,7 +66,7 @@ class Child:
                     await asyncio.get_running_loop().sock_sendall(self._socket, buffer)
                 return unpack(await self._receive(frame_length(await self._receive(LENGTH))))
             except (OSError, msgspec.DecodeError) as error:
-                raise Lost(str(error)) from error
+                raise PeerGone(str(error)) from error
 
     async def _receive(self, count: int) -> bytearray:
         buffer = bytearray(count)
@@ -74,7 +74,7 @@ class Child:
         while done < count:
             received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[done:])
             if not received:
-                raise Lost("the process closed its socket")
+                raise PeerGone("the process closed its socket")
             done += received
         return buffer
 

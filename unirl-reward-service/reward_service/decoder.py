@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 from PIL import Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
-from reward_service.frames import Channel, Decode, Decoded, Lost, end_with_parent
+from reward_service.frames import Channel, DecodedMedia, DecodeMedia, PeerGone, end_with_parent
 from unirl.reward.client.wire import MediaPayload
 
 PLAIN_MODES = ("RGB", "L", "P", "1")
@@ -57,7 +57,7 @@ class Refused(ValueError):
     """The medium is not what it should be; the message says why."""
 
 
-def decode(asked: Decode, limits: DecodeLimits) -> MediaPayload:
+def decode(asked: DecodeMedia, limits: DecodeLimits) -> MediaPayload:
     """The raw pixels that were asked for. Raises Refused, and whatever a library raises on damaged data."""
     format, data = _encoded(asked, limits)
     if len(data) > limits.file_bytes:
@@ -65,7 +65,7 @@ def decode(asked: Decode, limits: DecodeLimits) -> MediaPayload:
     return decode_video(data, format, limits) if asked.modality == "video" else decode_image(data, format, limits)
 
 
-def _encoded(asked: Decode, limits: DecodeLimits) -> tuple[str | None, bytes]:
+def _encoded(asked: DecodeMedia, limits: DecodeLimits) -> tuple[str | None, bytes]:
     """The declared format, if any, and the bytes of the file."""
     if asked.medium is not None:
         return asked.medium.format, asked.medium.data
@@ -189,20 +189,20 @@ def read_below(path: str, limits: DecodeLimits) -> bytes:
     raise refused
 
 
-def answer(asked: Decode, limits: DecodeLimits) -> Decoded:
+def answer(asked: DecodeMedia, limits: DecodeLimits) -> DecodedMedia:
     """Pixels, or the problem. Ends the process (SIGPROF) when it takes more CPU time than a medium may.
 
     CPU time, so that no medium is refused because the machine is busy.
     """
     signal.setitimer(signal.ITIMER_PROF, limits.decode_s * (VIDEO_TIME if asked.modality == "video" else 1))
     try:
-        return Decoded(medium=decode(asked, limits))
+        return DecodedMedia(medium=decode(asked, limits))
     except Refused as refused:
-        return Decoded(problem=str(refused))
+        return DecodedMedia(problem=str(refused))
     except MemoryError:
-        return Decoded(problem=f"it needs more than the {limits.address_space} bytes that a decoder may use")
+        return DecodedMedia(problem=f"it needs more than the {limits.address_space} bytes that a decoder may use")
     except Exception as error:  # decoders of images and videos raise almost anything on damaged data
-        return Decoded(problem=f"cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
+        return DecodedMedia(problem=f"cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
@@ -215,10 +215,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Pillow warns of large pictures; their size is checked here before any pixel is read.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-    with suppress(Lost):
+    with suppress(PeerGone):
         while True:
             asked = channel.receive()
-            assert isinstance(asked, Decode)
+            assert isinstance(asked, DecodeMedia)
             channel.send(answer(asked, limits))
 
 

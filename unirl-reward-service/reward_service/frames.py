@@ -21,11 +21,11 @@ LENGTH = 8
 MAX_FRAME = 2**32
 
 
-class Lost(ConnectionError):
+class PeerGone(ConnectionError):
     """The other side of a connection is gone."""
 
 
-class Decode(Struct, tag=True):
+class DecodeMedia(Struct, tag=True):
     """Asks a decoder for raw pixels; one of the three is given."""
 
     modality: str
@@ -34,14 +34,14 @@ class Decode(Struct, tag=True):
     path: str | None = None
 
 
-class Decoded(Struct, tag=True):
+class DecodedMedia(Struct, tag=True):
     """Raw pixels, or why there are none."""
 
     medium: MediaPayload | None = None
     problem: str | None = None
 
 
-class Build(Struct, tag=True):
+class LoadScorer(Struct, tag=True):
     """Asks a worker for its scorer."""
 
     reward: str
@@ -52,13 +52,13 @@ class Build(Struct, tag=True):
     needs_cuda: bool
 
 
-class Built(Struct, tag=True):
+class ScorerLoaded(Struct, tag=True):
     """The scorer is loaded, and which columns it reads."""
 
     reads: list[str]
 
 
-class Unbuilt(Struct, tag=True):
+class ScorerNotLoaded(Struct, tag=True):
     """The scorer cannot be loaded: a UniRLError's message, code and exit status."""
 
     message: str
@@ -66,7 +66,7 @@ class Unbuilt(Struct, tag=True):
     exit_status: int
 
 
-class Row(Struct):
+class ScorerRow(Struct):
     """One item as its scorer needs it; media are raw."""
 
     id: str
@@ -79,14 +79,14 @@ class Row(Struct):
     """The pictures of the turns before: what was edited."""
 
 
-class Batch(Struct, tag=True):
+class ScoreBatch(Struct, tag=True):
     """Asks a worker for scores."""
 
-    rows: list[Row]
+    rows: list[ScorerRow]
 
 
 @dataclass(frozen=True)
-class Scores:
+class ItemScores:
     """What one reward makes of one item."""
 
     parts: dict[str, float]
@@ -94,17 +94,17 @@ class Scores:
     said: TextAnswer | None = None
 
 
-Outcome = Scores | ItemError
-"""Scores, or why there are none."""
+ItemOutcome = ItemScores | ItemError
+"""ItemScores, or why there are none."""
 
 
-class Scored(Struct, tag=True):
+class BatchOutcomes(Struct, tag=True):
     """One outcome per row."""
 
-    outcomes: list[Outcome]
+    outcomes: list[ItemOutcome]
 
 
-Message = Decode | Decoded | Build | Built | Unbuilt | Batch | Scored
+Message = DecodeMedia | DecodedMedia | LoadScorer | ScorerLoaded | ScorerNotLoaded | ScoreBatch | BatchOutcomes
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -123,10 +123,10 @@ def unpack(body: bytes | bytearray) -> Message:
 
 
 def frame_length(head: bytes | bytearray) -> int:
-    """How many bytes follow. Raises Lost when no frame is that long."""
+    """How many bytes follow. Raises PeerGone when no frame is that long."""
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME:
-        raise Lost(f"a frame of {length} bytes: at most {MAX_FRAME} are sent")
+        raise PeerGone(f"a frame of {length} bytes: at most {MAX_FRAME} are sent")
     return length
 
 
@@ -137,7 +137,7 @@ class Channel:
         self._socket = socket.socket(fileno=descriptor)
 
     def receive(self) -> Message:
-        """The next message. Raises Lost when the service is gone."""
+        """The next message. Raises PeerGone when the service is gone."""
         return unpack(self._read(frame_length(self._read(LENGTH))))
 
     def _read(self, count: int) -> bytearray:
@@ -146,7 +146,7 @@ class Channel:
         while done < count:
             received = self._socket.recv_into(view[done:])
             if not received:
-                raise Lost("the service is gone")
+                raise PeerGone("the service is gone")
             done += received
         return buffer
 

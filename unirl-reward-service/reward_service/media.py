@@ -11,7 +11,7 @@ import msgspec
 from reward_service.child import Child
 from reward_service.config import MIB, LimitsConfig
 from reward_service.decoder import VIDEO_TIME, DecodeLimits
-from reward_service.frames import Decode, Decoded, Lost
+from reward_service.frames import DecodedMedia, DecodeMedia, PeerGone
 from reward_service.metrics import Metrics
 from unirl.reward.client.wire import MediaPayload, Turn
 
@@ -55,9 +55,9 @@ class MediaDecoder:
         if medium is not None and medium.format == "raw":
             check_raw(medium, self._limits)
             return medium
-        return await self._decoded(Decode(modality, medium, base64, path))
+        return await self._decoded(DecodeMedia(modality, medium, base64, path))
 
-    async def _decoded(self, asked: Decode) -> MediaPayload:
+    async def _decoded(self, asked: DecodeMedia) -> MediaPayload:
         seconds = self._limits.decode_s * (VIDEO_TIME if asked.modality == "video" else 1)
         child = await self._idle.get()
         answered = False
@@ -65,7 +65,7 @@ class MediaDecoder:
             child = child or await self._start()
             answer = await child.ask(asked, seconds * PATIENCE)
             answered = True
-        except (TimeoutError, Lost) as error:
+        except (TimeoutError, PeerGone) as error:
             assert child is not None
             raise BadMedia(await self._why(child, error, seconds)) from error
         finally:
@@ -73,7 +73,7 @@ class MediaDecoder:
             self._idle.put_nowait(child if answered else None)
             if child is not None and not answered:
                 await self._end(child)
-        assert isinstance(answer, Decoded)
+        assert isinstance(answer, DecodedMedia)
         if answer.medium is None:
             raise BadMedia(answer.problem or "cannot be decoded")
         check_raw(answer.medium, self._limits)

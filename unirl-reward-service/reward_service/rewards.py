@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 
 from reward_service.child import Child
 from reward_service.config import RewardConfig, ServiceConfig
-from reward_service.frames import Batch, Build, Built, Lost, Outcome, Row, Scored, Unbuilt
+from reward_service.frames import (
+    BatchOutcomes,
+    ItemOutcome,
+    LoadScorer,
+    PeerGone,
+    ScoreBatch,
+    ScorerLoaded,
+    ScorerNotLoaded,
+    ScorerRow,
+)
 from reward_service.metrics import Metrics
 from unirl.config.errors import (
     DataError,
@@ -40,8 +49,8 @@ MAX_TRIES = 2
 class Job:
     """One item that one reward is to score."""
 
-    row: Row
-    outcome: asyncio.Future[Outcome]
+    row: ScorerRow
+    outcome: asyncio.Future[ItemOutcome]
     queued_at: float = field(default_factory=time.monotonic)
     tries: int = 0
 
@@ -109,7 +118,7 @@ class Reward:
         self._queue.extendleft(job for job in reversed(jobs) if job not in spent)
         self._changed()
 
-    def expire(self, outcomes: Set[asyncio.Future[Outcome]]) -> None:
+    def expire(self, outcomes: Set[asyncio.Future[ItemOutcome]]) -> None:
         """Give up those that no worker has begun."""
         late = [job for job in self._queue if job.outcome in outcomes]
         self._queue = deque(job for job in self._queue if job.outcome not in outcomes)
@@ -127,12 +136,12 @@ class Reward:
         self._changed()
         return batch
 
-    def settle(self, jobs: Iterable[Job], outcome: Outcome) -> None:
+    def settle(self, jobs: Iterable[Job], outcome: ItemOutcome) -> None:
         """One outcome for all."""
         for job in jobs:
             self.settle_one(job, outcome)
 
-    def settle_one(self, job: Job, outcome: Outcome) -> None:
+    def settle_one(self, job: Job, outcome: ItemOutcome) -> None:
         if not job.outcome.done():
             job.outcome.set_result(outcome)
             kind = outcome.kind if isinstance(outcome, ItemError) else "scored"
@@ -157,10 +166,10 @@ class Reward:
         if self._queue:
             self._filled.set()
 
-    def build_message(self) -> Build:
+    def build_message(self) -> LoadScorer:
         """What a worker is told first."""
         config = self.config
-        return Build(
+        return LoadScorer(
             reward=config.name,
             scorer=config.scorer,
             params=config.params,
@@ -216,15 +225,15 @@ class Replica:
                 f"the scorer of reward {config.name!r} was not loaded within {seconds:g} s: "
                 "raise server.load_timeout_s, or fetch its files before"
             ) from error
-        except Lost as error:
+        except PeerGone as error:
             how = await child.death()
             raise RewardError(
                 f"the worker of reward {config.name!r} {how} while it loaded; what it wrote stands above"
             ) from error
-        if isinstance(answer, Unbuilt):
+        if isinstance(answer, ScorerNotLoaded):
             await child.kill()
             raise _as_said(answer)
-        assert isinstance(answer, Built)
+        assert isinstance(answer, ScorerLoaded)
         self._reward.reads = answer.reads
         self.ready = True
         return child
@@ -254,11 +263,11 @@ class Replica:
                 return "died"
             begun = time.monotonic()
             try:
-                answer = await child.ask(Batch([job.row for job in batch]), self._reward.score_timeout_s)
+                answer = await child.ask(ScoreBatch([job.row for job in batch]), self._reward.score_timeout_s)
             except asyncio.CancelledError:
                 self._reward.settle(batch, STOPS)
                 raise
-            except Lost:
+            except PeerGone:
                 log.error("a worker of reward %r %s over %d items", self._reward.name, await child.death(), len(batch))
                 self._reward.submit_again(batch)
                 return "died"
@@ -269,7 +278,7 @@ class Replica:
                     batch, ItemError("timeout", f"not scored within {timeout:g} s; the worker was ended")
                 )
                 return "timeout"
-            assert isinstance(answer, Scored)
+            assert isinstance(answer, BatchOutcomes)
             self._reward.observe(batch, begun)
             for job, outcome in zip(batch, answer.outcomes, strict=True):
                 self._reward.settle_one(job, outcome)
@@ -285,7 +294,7 @@ class Replica:
         return None if taking.cancelled() or not taking.done() else taking.result()
 
 
-def _as_said(answer: Unbuilt) -> UniRLError:
+def _as_said(answer: ScorerNotLoaded) -> UniRLError:
     """The error of a worker as one of this process."""
     kinds = {kind.exit_status: kind for kind in (UsageError, DependencyError, DataError, ResourceError)}
     return kinds.get(answer.exit_status, RewardError).of_code(answer.code)(answer.message)

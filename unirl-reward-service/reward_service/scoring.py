@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client import Gauge
 
 from reward_service.config import ServerConfig
-from reward_service.frames import Outcome, Row, Scores
+from reward_service.frames import ItemOutcome, ItemScores, ScorerRow
 from reward_service.media import BadMedia, MediaDecoder
 from reward_service.metrics import Metrics
 from reward_service.rewards import Job, Reward
@@ -83,7 +83,7 @@ Key = tuple[str, str]
 """A reward and a request id."""
 
 
-Answer = asyncio.Future[Outcome]
+Answer = asyncio.Future[ItemOutcome]
 """What one reward will say about one item."""
 
 
@@ -111,7 +111,7 @@ class Memory:
                 self._known.popitem(last=False)
 
 
-def is_retryable(outcome: Outcome) -> bool:
+def is_retryable(outcome: ItemOutcome) -> bool:
     return isinstance(outcome, ItemError) and outcome.kind in RETRYABLE
 
 
@@ -123,7 +123,7 @@ class Entry:
     digest: bytes
     answers: dict[str, Answer]
     """Of the rewards that were asked before, later of all."""
-    row: Row | None = None
+    row: ScorerRow | None = None
     """With raw media; None when every answer is known."""
 
     @property
@@ -180,13 +180,15 @@ class Scoring:
             self._metrics.repeated.labels(name).inc()
         return Entry(item, digest, known)
 
-    async def _row(self, place: int, item: ScoreItem, share: Share, *, compared: bool) -> Row:
+    async def _row(self, place: int, item: ScoreItem, share: Share, *, compared: bool) -> ScorerRow:
         """With raw media; of the turns before the last only where it is `compared` with them."""
         image, video = await self._raw(place, item, len(item.history) - 1, share)
         before = [turn for turn in range(len(item.history) - 1) if compared and item.history[turn].has_image]
         pictures = [(await self._raw(place, item, turn, share))[0] for turn in before]
         sources = [picture for picture in pictures if picture is not None]
-        return Row(item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata, sources)
+        return ScorerRow(
+            item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata, sources
+        )
 
     async def _raw(
         self, place: int, item: ScoreItem, turn: int, share: Share
@@ -259,7 +261,7 @@ def digest_of(item: ScoreItem) -> bytes:
     return digest.digest()
 
 
-def lacking(row: Row, reward: Reward) -> ItemError | None:
+def lacking(row: ScorerRow, reward: Reward) -> ItemError | None:
     """What the reward reads and the item does not have."""
     have = {
         "prompts": row.prompt is not None,
@@ -282,7 +284,7 @@ def response_of(entries: Sequence[Entry]) -> ScoreResponse:
     answers: list[dict[str, TextAnswer]] = []
     for entry in entries:
         outcomes = {name: entry.answers[name].result() for name in entry.item.required_rewards}
-        scored = {name: found for name, found in outcomes.items() if isinstance(found, Scores)}
+        scored = {name: found for name, found in outcomes.items() if isinstance(found, ItemScores)}
         results.append({name: dict(found.parts) for name, found in scored.items()})
         errors.append({name: str(found) for name, found in outcomes.items() if isinstance(found, ItemError)})
         answers.append({name: found.said for name, found in scored.items() if found.said is not None})

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from reward_service.frames import (
-    Batch,
-    Build,
-    Built,
+    BatchOutcomes,
     Channel,
-    Lost,
-    Outcome,
-    Row,
-    Scored,
-    Scores,
-    Unbuilt,
+    ItemOutcome,
+    ItemScores,
+    LoadScorer,
+    PeerGone,
+    ScoreBatch,
+    ScorerLoaded,
+    ScorerNotLoaded,
+    ScorerRow,
     end_with_parent,
 )
 from unirl.config.errors import (
@@ -55,7 +55,7 @@ COLUMNS = ("prompts", "images", "videos", "texts", "sources", "metadata")
 TOTAL = "total"
 
 
-def built(asked: Build) -> Scorer:
+def built(asked: LoadScorer) -> Scorer:
     """The scorer with its weights loaded. Raises UniRLError, and what its libraries raise."""
     if asked.needs_cuda and not torch.cuda.is_available():
         raise DependencyError(f"reward {asked.reward!r} asks for a CUDA device and there is none: device: cpu")
@@ -71,16 +71,16 @@ def built(asked: Build) -> Scorer:
     return scorer
 
 
-def outcomes(scorer: Scorer, rows: Sequence[Row], name: str) -> list[Outcome]:
+def outcomes(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
     """One outcome per row, in their order; rows whose media have one size are scored together."""
-    found: dict[int, Outcome] = {}
+    found: dict[int, ItemOutcome] = {}
     for places in alike(rows):
         for place, outcome in zip(places, _scored(scorer, [rows[i] for i in places], name), strict=True):
             found[place] = outcome
     return [found[place] for place in range(len(rows))]
 
 
-def alike(rows: Sequence[Row]) -> list[list[int]]:
+def alike(rows: Sequence[ScorerRow]) -> list[list[int]]:
     """The places of rows that can be one request: their pictures, and the frames of their videos, have one size."""
     groups: dict[object, list[int]] = {}
     for place, row in enumerate(rows):
@@ -89,7 +89,7 @@ def alike(rows: Sequence[Row]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _scored(scorer: Scorer, rows: Sequence[Row], name: str) -> list[Outcome]:
+def _scored(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
     request = request_of(rows, scorer.reads)
     try:
         answer = scored_apart(scorer, request, name)
@@ -104,15 +104,15 @@ def _failure(answer: RewardResponse, row: int) -> ItemError:
     return ItemError(KINDS[failure.code], failure.why)
 
 
-def _scores(answer: RewardResponse, row: int) -> Scores:
+def _scores(answer: RewardResponse, row: int) -> ItemScores:
     """The total, and the components unless the total is the only one."""
     parts = {part: float(scores[row]) for part, scores in answer.components.items() if part != TOTAL}
     said = None if answer.answers is None else answer.answers[row]
     told = None if said is None else TextAnswer(right=said.right, text=said.text)
-    return Scores({TOTAL: float(answer.total[row])} | parts, told)
+    return ItemScores({TOTAL: float(answer.total[row])} | parts, told)
 
 
-def request_of(rows: Sequence[Row], reads: Sequence[str]) -> RewardRequest:
+def request_of(rows: Sequence[ScorerRow], reads: Sequence[str]) -> RewardRequest:
     """The rows as the columns that the scorer reads; the service has checked that they have them."""
     return RewardRequest(
         sample_ids=[row.id for row in rows],
@@ -140,22 +140,22 @@ def videos(media: Sequence[MediaPayload | None]) -> Videos:
 
 
 def serve(channel: Channel) -> None:
-    """Build the scorer that the first message asks for, then score until the service is gone."""
+    """LoadScorer the scorer that the first message asks for, then score until the service is gone."""
     asked = channel.receive()
-    assert isinstance(asked, Build)
+    assert isinstance(asked, LoadScorer)
     try:
         scorer = built(asked)
     except UniRLError as error:
-        channel.send(Unbuilt(str(error), error.code, error.exit_status))
+        channel.send(ScorerNotLoaded(str(error), error.code, error.exit_status))
         return
     except Exception as error:  # libraries of scorers raise anything while they load; the service reports it
-        channel.send(Unbuilt(f"reward {asked.reward!r}: {type(error).__name__}: {error}", 3001, 3))
+        channel.send(ScorerNotLoaded(f"reward {asked.reward!r}: {type(error).__name__}: {error}", 3001, 3))
         return
-    channel.send(Built(list(scorer.reads)))
+    channel.send(ScorerLoaded(list(scorer.reads)))
     while True:
         batch = channel.receive()
-        assert isinstance(batch, Batch)
-        channel.send(Scored(outcomes(scorer, batch.rows, asked.reward)))
+        assert isinstance(batch, ScoreBatch)
+        channel.send(BatchOutcomes(outcomes(scorer, batch.rows, asked.reward)))
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     channel = Channel(int(sys.argv[-1]))
     end_with_parent()
-    with suppress(Lost):
+    with suppress(PeerGone):
         serve(channel)
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from reward_service.config import LimitsConfig
 from reward_service.decoder import DecodeLimits, Refused, decode, read_below
 from reward_service.faults import damaged, image_file, media, noise, video_file
-from reward_service.frames import Decode
+from reward_service.frames import DecodeMedia
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
 from reward_service.metrics import Metrics
 
@@ -37,7 +37,11 @@ def limits(**changes) -> DecodeLimits:
 
 
 def picture_of(data: bytes, format: str | None = None, **changes) -> np.ndarray:
-    asked = Decode("image", MediaPayload(format=format, data=data)) if format else Decode("image", base64=b64(data))
+    asked = (
+        DecodeMedia("image", MediaPayload(format=format, data=data))
+        if format
+        else DecodeMedia("image", base64=b64(data))
+    )
     return array_of(decode(asked, limits(**changes)))
 
 
@@ -151,12 +155,12 @@ def frames(count: int = 5, height: int = 24, width: int = 34) -> np.ndarray:
 
 def test_a_lossless_video_gives_its_very_frames():
     data = video_file(frames())
-    assert np.array_equal(array_of(decode(Decode("video", base64=b64(data)), LIMITS)), frames())
+    assert np.array_equal(array_of(decode(DecodeMedia("video", base64=b64(data)), LIMITS)), frames())
 
 
 def test_a_webm_is_read_and_its_frames_counted():
     data = video_file(frames(7), "webm", "libvpx-vp9")
-    assert decode(Decode("video", MediaPayload(format="webm", data=data)), LIMITS).shape == (7, 24, 34, 3)
+    assert decode(DecodeMedia("video", MediaPayload(format="webm", data=data)), LIMITS).shape == (7, 24, 34, 3)
 
 
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
@@ -176,12 +180,12 @@ PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
 )
 def test_what_is_no_short_small_video_is_refused(data, changes, said):
     with pytest.raises(Exception, match=said):
-        decode(Decode("video", base64=b64(data)), limits(**changes))
+        decode(DecodeMedia("video", base64=b64(data)), limits(**changes))
 
 
 def test_a_playlist_in_the_name_of_an_mp4_opens_no_file():
     with pytest.raises(Exception, match=r"Invalid data|moov|(?i:end of file)"):
-        decode(Decode("video", MediaPayload(format="mp4", data=PLAYLIST)), LIMITS)
+        decode(DecodeMedia("video", MediaPayload(format="mp4", data=PLAYLIST)), LIMITS)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from faulty_scorers import Obedient
 from reward_service.faults import noise
-from reward_service.frames import Build, Row, Scores
+from reward_service.frames import ItemScores, LoadScorer, ScorerRow
 from reward_service.worker import built, outcomes, pixels
 
 from unirl.config.errors import ConfigError, DependencyError
@@ -32,13 +32,13 @@ def test_pixels_are_the_values_that_a_rollout_rounds_to():
 def test_pictures_of_several_sizes_get_the_scores_that_they_get_alone():
     scorer = PickScoreRewardScorer(config=PickScoreSpec(path="toy", batch_size=4, device="cpu"))
     sizes = [(24, 24), (24, 32), (24, 24), (40, 24), (24, 32)]
-    rows = [Row(f"r{i}", prompt=f"p{i}", image=medium(*size, 3, seed=i)) for i, size in enumerate(sizes)]
+    rows = [ScorerRow(f"r{i}", prompt=f"p{i}", image=medium(*size, 3, seed=i)) for i, size in enumerate(sizes)]
     together = outcomes(scorer, rows, "pick")
     assert together == [outcomes(scorer, [row], "pick")[0] for row in rows]
     for row, found in zip(rows, together, strict=True):
         request = RewardRequest(sample_ids=["a"], prompts=[row.prompt], images=pixels(row.image)[None])
         total = float(scorer.score(request).total)
-        assert found == Scores({"total": total, "pickscore": total})
+        assert found == ItemScores({"total": total, "pickscore": total})
 
 
 class Seen(RewardScorer):
@@ -54,7 +54,7 @@ class Seen(RewardScorer):
 
 def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
     shapes = [(2, 8, 8, 3), (5, 8, 8, 3), (3, 8, 16, 3)]
-    rows = [Row(str(i), video=medium(*shape, seed=i), metadata={"n": i}) for i, shape in enumerate(shapes)]
+    rows = [ScorerRow(str(i), video=medium(*shape, seed=i), metadata={"n": i}) for i, shape in enumerate(shapes)]
     scorer = Seen()
     assert [found.parts["total"] for found in outcomes(scorer, rows, "seen")] == [2.0, 5.0, 3.0]
     first, second = scorer.requests
@@ -66,7 +66,7 @@ def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
 
 
 def test_rows_that_fail_are_found_among_the_others():
-    rows = [Row(str(i), prompt=prompt) for i, prompt in enumerate(["a", "raise", "ccc", "nan", "eeeee"])]
+    rows = [ScorerRow(str(i), prompt=prompt) for i, prompt in enumerate(["a", "raise", "ccc", "nan", "eeeee"])]
     found = outcomes(Obedient(), rows, "odd")
     assert [each.kind if isinstance(each, ItemError) else each.parts["total"] for each in found] == [
         1.0,
@@ -77,9 +77,9 @@ def test_rows_that_fail_are_found_among_the_others():
     ]
 
 
-def build(**changes) -> Build:
+def build(**changes) -> LoadScorer:
     fields = {"reward": "a", "scorer": "pickscore", "params": {}, "plugins": [], "toy": True, "needs_cuda": False}
-    return Build(**fields | changes)
+    return LoadScorer(**fields | changes)
 
 
 def test_a_scorer_is_built_with_its_weights():

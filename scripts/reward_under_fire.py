@@ -56,7 +56,7 @@ SERVICE = {
 
 
 @dataclass
-class ItemResult:
+class FireResult:
     """What became of the items of one run."""
 
     clients: int
@@ -119,9 +119,9 @@ def clients(url: str, first: int, last: int, count: int) -> None:
     print(json.dumps(counts | {"begun": begun, "ended": time.monotonic()}), flush=True)
 
 
-def run(num_clients: int, count: int, rate: float, kills: int, pause_s: float) -> ItemResult:
+def run(num_clients: int, count: int, rate: float, kills: int, pause_s: float) -> FireResult:
     """One run."""
-    outcome = ItemResult(num_clients, count, rate)
+    outcome = FireResult(num_clients, count, rate)
     with ExitStack() as stack:
         service = stack.enter_context(RunningService(SERVICE))
         proxy = stack.enter_context(FaultProxy(service.url, rate=rate, seed=7, delay_s=DELAY_S))
@@ -146,7 +146,7 @@ def run(num_clients: int, count: int, rate: float, kills: int, pause_s: float) -
 
 
 def kill_and_restart(
-    service: RunningService, kills: int, pause_s: float, over: threading.Event, outcome: ItemResult
+    service: RunningService, kills: int, pause_s: float, over: threading.Event, outcome: FireResult
 ) -> None:
     """Kill the service again and again while the clients work."""
     while outcome.kills < kills and not over.wait(pause_s):

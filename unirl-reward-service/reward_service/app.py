@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from reward_service.config import ServiceConfig
 from reward_service.media import MediaDecoder
 from reward_service.metrics import Metrics
-from reward_service.rewards import Reward
-from reward_service.scoring import Budget, Refused, Scoring
+from reward_service.rewards import RewardQueue
+from reward_service.scoring import MemoryBudget, RequestRefused, Scoring
 from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreRequest, ScoreResponse, decode, encode
 
 
@@ -31,9 +31,9 @@ class Service:
         self.config = config
         self.metrics = Metrics()
         self.decoder = MediaDecoder(config.server.limits, self.metrics)
-        self.rewards = {reward.name: Reward(reward, config, self.metrics) for reward in config.rewards}
+        self.rewards = {reward.name: RewardQueue(reward, config, self.metrics) for reward in config.rewards}
         self.scoring = Scoring(self.rewards, self.decoder, config.server, self.metrics)
-        self.budget = Budget(config.server.limits.pending_mb, self.metrics.pending)
+        self.budget = MemoryBudget(config.server.limits.pending_mb, self.metrics.pending)
 
     async def start(self) -> None:
         """Wait until every worker has loaded its scorer. Raises UniRLError."""
@@ -58,7 +58,7 @@ def make_app(service: Service, token: str | None) -> FastAPI:
         """Scores of every item by every reward that it requires."""
         try:
             return await _score(request, service)
-        except Refused as refused:
+        except RequestRefused as refused:
             return refusal(refused.status, refused.kind, refused.detail, refused.retry_after_s)
 
     @app.get("/rewards", openapi_extra=REWARDS_DOC)
@@ -111,16 +111,16 @@ class Gate:
 async def _score(request: Request, service: Service) -> Response:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in (JSON, MSGPACK):
-        raise Refused(415, "unsupported_type", f"content-type {content_type!r}: send {MSGPACK} or {JSON}")
+        raise RequestRefused(415, "unsupported_type", f"content-type {content_type!r}: send {MSGPACK} or {JSON}")
     with service.budget.share() as share:
         share.take(length_of(request, service))
         body = await read_body(request, service)
         try:
             asked = decode(ScoreRequest, body, content_type)
         except msgspec.ValidationError as error:
-            raise Refused(422, "schema", str(error)) from error
+            raise RequestRefused(422, "schema", str(error)) from error
         except msgspec.DecodeError as error:
-            raise Refused(400, "malformed", str(error)) from error
+            raise RequestRefused(400, "malformed", str(error)) from error
         answer = await service.scoring.answer(asked, share)
     return Response(encode(answer, content_type), media_type=content_type)
 
@@ -133,23 +133,28 @@ def length_of(request: Request, service: Service) -> int:
 
 
 async def read_body(request: Request, service: Service) -> bytes | memoryview:
-    """The body, unpacked. Raises Refused: 400 cut off or damaged, 408 too slow, 413 too large, 415 other encoding."""
+    """The uncompressed body.
+
+    Raises:
+        RequestRefused: 400 the body is cut off or damaged, 408 it came too slowly, 413 it is too large,
+            415 its encoding is not supported.
+    """
     limits = service.config.server.limits
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("identity", "gzip"):
-        raise Refused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
+        raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
     try:
         async with asyncio.timeout(limits.body_s):
             body = await collected(request.stream(), length_of(request, service), limits.body_mb)
     except TimeoutError as error:
-        raise Refused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
+        raise RequestRefused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
     except ClientDisconnect as error:
-        raise Refused(400, "malformed", "the body ended before its length") from error
+        raise RequestRefused(400, "malformed", "the body ended before its length") from error
     return unpacked(body, limits.body_mb) if encoding == "gzip" else body
 
 
 async def collected(pieces: AsyncIterator[bytes], expected: int, limit_mb: float) -> memoryview:
-    """The pieces as one. Memory is taken once, for `expected` bytes. Raises Refused: 413."""
+    """The pieces as one. OutcomeCache is taken once, for `expected` bytes. Raises RequestRefused: 413."""
     body, length = bytearray(expected), 0
     async for piece in pieces:
         if length + len(piece) > limit_mb * 2**20:
@@ -159,8 +164,8 @@ async def collected(pieces: AsyncIterator[bytes], expected: int, limit_mb: float
     return memoryview(body)[:length]
 
 
-def too_large(limit_mb: float) -> Refused:
-    return Refused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
+def too_large(limit_mb: float) -> RequestRefused:
+    return RequestRefused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
 
 
 def unpacked(body: memoryview, limit_mb: float) -> bytes:
@@ -169,11 +174,11 @@ def unpacked(body: memoryview, limit_mb: float) -> bytes:
     try:
         plain = unpacker.decompress(body, int(limit_mb * 2**20) + 1)
     except zlib.error as error:
-        raise Refused(400, "malformed", f"no gzip: {error}") from error
+        raise RequestRefused(400, "malformed", f"no gzip: {error}") from error
     if len(plain) > limit_mb * 2**20:
         raise too_large(limit_mb)
     if not unpacker.eof:
-        raise Refused(400, "malformed", "the gzip body ends too early")
+        raise RequestRefused(400, "malformed", "the gzip body ends too early")
     return plain
 
 

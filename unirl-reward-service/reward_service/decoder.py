@@ -53,15 +53,15 @@ class DecodeLimits(Struct):
     media_roots: list[str]
 
 
-class Refused(ValueError):
+class UnreadableMedia(ValueError):
     """The medium is not what it should be; the message says why."""
 
 
 def decode(asked: DecodeMedia, limits: DecodeLimits) -> MediaPayload:
-    """The raw pixels that were asked for. Raises Refused, and whatever a library raises on damaged data."""
+    """The raw pixels that were asked for. Raises UnreadableMedia, and whatever a library raises on damaged data."""
     format, data = _encoded(asked, limits)
     if len(data) > limits.file_bytes:
-        raise Refused(f"a file of {len(data)} bytes: at most {limits.file_bytes} are read")
+        raise UnreadableMedia(f"a file of {len(data)} bytes: at most {limits.file_bytes} are read")
     return decode_video(data, format, limits) if asked.modality == "video" else decode_image(data, format, limits)
 
 
@@ -73,7 +73,7 @@ def _encoded(asked: DecodeMedia, limits: DecodeLimits) -> tuple[str | None, byte
         try:
             return None, base64.b64decode(asked.base64, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise Refused(f"no base64: {error}") from error
+            raise UnreadableMedia(f"no base64: {error}") from error
     return None, read_below(asked.path or "", limits)
 
 
@@ -83,22 +83,24 @@ def decode_image(data: bytes, format: str | None, limits: DecodeLimits) -> Media
     try:
         image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError as error:
-        raise Refused(f"it does not begin as a {' or '.join(formats)} file does") from error
+        raise UnreadableMedia(f"it does not begin as a {' or '.join(formats)} file does") from error
     except Image.DecompressionBombError as error:
-        raise Refused(f"too many pixels: {error}") from error
+        raise UnreadableMedia(f"too many pixels: {error}") from error
     with image:
         _check_size(image.width, image.height, limits)
         frames = getattr(image, "n_frames", 1)
         if frames != 1:
-            raise Refused(f"an animation of {frames} frames: send one picture")
+            raise UnreadableMedia(f"an animation of {frames} frames: send one picture")
         if image.getexif().get(ORIENTATION, 1) != 1:
-            raise Refused("its EXIF orientation turns the picture: save it upright")
+            raise UnreadableMedia("its EXIF orientation turns the picture: save it upright")
         return _raw(_rgb(image))
 
 
 def _check_size(width: int, height: int, limits: DecodeLimits) -> None:
     if max(width, height) > limits.side or width * height > limits.pixels:
-        raise Refused(f"{width} x {height} pixels: at most {limits.pixels}, and {limits.side} along a side, are read")
+        raise UnreadableMedia(
+            f"{width} x {height} pixels: at most {limits.pixels}, and {limits.side} along a side, are read"
+        )
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -107,7 +109,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
-    raise Refused(f"mode {image.mode} with transparency or other than 8-bit colors: save the picture as RGB")
+    raise UnreadableMedia(f"mode {image.mode} with transparency or other than 8-bit colors: save the picture as RGB")
 
 
 def _raw(image: Image.Image) -> MediaPayload:
@@ -124,12 +126,12 @@ def decode_video(data: bytes, format: str | None, limits: DecodeLimits) -> Media
             size = (frame.height, frame.width)
             _check_size(frame.width, frame.height, limits)
         if (frame.height, frame.width) != size:
-            raise Refused(f"frame {count} has another size than the first: {frame.width} x {frame.height}")
+            raise UnreadableMedia(f"frame {count} has another size than the first: {frame.width} x {frame.height}")
         if count > limits.frames or count * size[0] * size[1] > limits.video_pixels:
-            raise Refused(f"at most {limits.frames} frames and {limits.video_pixels} pixels in all are read")
+            raise UnreadableMedia(f"at most {limits.frames} frames and {limits.video_pixels} pixels in all are read")
         pixels += _rgb_rows(frame)
     if not count:
-        raise Refused("a video without frames")
+        raise UnreadableMedia("a video without frames")
     return MediaPayload(format="raw", data=bytes(pixels), shape=(count, *size, 3))
 
 
@@ -139,7 +141,7 @@ def sniffed(data: bytes) -> str:
         return "mp4"
     if data[:4] == b"\x1a\x45\xdf\xa3":
         return "webm"
-    raise Refused("neither an MP4 nor a WebM file")
+    raise UnreadableMedia("neither an MP4 nor a WebM file")
 
 
 def _frames(data: bytes, container: str, limits: DecodeLimits) -> Iterator[Any]:
@@ -147,18 +149,18 @@ def _frames(data: bytes, container: str, limits: DecodeLimits) -> Iterator[Any]:
     try:
         import av
     except ModuleNotFoundError as error:
-        raise Refused(
+        raise UnreadableMedia(
             "encoded videos need PyAV: pip install 'unirl-reward-service[video]', or send raw frames"
         ) from error
     with av.open(io.BytesIO(data), mode="r", format=container, options={"protocol_whitelist": ""}) as file:
         if len(file.streams.video) != 1:
-            raise Refused(f"{len(file.streams.video)} video streams: there must be one")
+            raise UnreadableMedia(f"{len(file.streams.video)} video streams: there must be one")
         stream = file.streams.video[0]
         stream.thread_count = 1
         _check_size(stream.codec_context.width, stream.codec_context.height, limits)
         for frame in file.decode(stream):
             if frame.time is not None and frame.time > limits.video_s:
-                raise Refused(f"longer than {limits.video_s:g} s")
+                raise UnreadableMedia(f"longer than {limits.video_s:g} s")
             yield frame
 
 
@@ -172,7 +174,7 @@ def _rgb_rows(frame: Any) -> bytes:
 
 def read_below(path: str, limits: DecodeLimits) -> bytes:
     """The file at a path below one of the media roots; every refusal reads alike, so that none tells what exists."""
-    refused = Refused("video_path names no file below the service's media roots that may be read")
+    refused = UnreadableMedia("video_path names no file below the service's media roots that may be read")
     if "\0" in path:
         raise refused
     for root in limits.media_roots:
@@ -197,7 +199,7 @@ def answer(asked: DecodeMedia, limits: DecodeLimits) -> DecodedMedia:
     signal.setitimer(signal.ITIMER_PROF, limits.decode_s * (VIDEO_TIME if asked.modality == "video" else 1))
     try:
         return DecodedMedia(medium=decode(asked, limits))
-    except Refused as refused:
+    except UnreadableMedia as refused:
         return DecodedMedia(problem=str(refused))
     except MemoryError:
         return DecodedMedia(problem=f"it needs more than the {limits.address_space} bytes that a decoder may use")

@@ -55,7 +55,7 @@ class Job:
     tries: int = 0
 
 
-class Reward:
+class RewardQueue:
     """Takes jobs, and sets the outcome of each: scores, or why there are none."""
 
     def __init__(self, config: RewardConfig, service: ServiceConfig, metrics: Metrics) -> None:
@@ -190,7 +190,7 @@ class Reward:
 class Replica:
     """One worker process, replaced whenever it dies or does not answer in time."""
 
-    def __init__(self, reward: Reward, number: int) -> None:
+    def __init__(self, reward: RewardQueue, number: int) -> None:
         self._reward, self._number = reward, number
         self.child: Child | None = None
         self.ready = False

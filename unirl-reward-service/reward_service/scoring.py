@@ -16,7 +16,7 @@ from reward_service.config import ServerConfig
 from reward_service.frames import ItemOutcome, ItemScores, ScorerRow
 from reward_service.media import BadMedia, MediaDecoder
 from reward_service.metrics import Metrics
-from reward_service.rewards import Job, Reward
+from reward_service.rewards import Job, RewardQueue
 from unirl.config.errors import did_you_mean
 from unirl.reward.client.wire import (
     RETRYABLE,
@@ -30,7 +30,7 @@ from unirl.reward.client.wire import (
 )
 
 
-class Refused(ValueError):
+class RequestRefused(ValueError):
     """The request as a whole cannot be answered."""
 
     def __init__(self, status: int, kind: str, detail: str, retry_after_s: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Refused(ValueError):
         self.status, self.kind, self.detail, self.retry_after_s = status, kind, detail, retry_after_s
 
 
-class Budget:
+class MemoryBudget:
     """The bytes that all requests together may hold: bodies, and what their files unpack to."""
 
     def __init__(self, limit_mb: float, gauge: Gauge) -> None:
@@ -46,9 +46,9 @@ class Budget:
         self.used = 0
 
     @contextmanager
-    def share(self) -> Iterator[Share]:
+    def share(self) -> Iterator[MemoryShare]:
         """What one request holds; given back at its end."""
-        share = Share(self)
+        share = MemoryShare(self)
         try:
             yield share
         finally:
@@ -59,22 +59,22 @@ class Budget:
         self._gauge.set(self.used)
 
 
-class Share:
+class MemoryShare:
     """The part of one request."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self.held = 0
 
     def take(self, count: int) -> None:
-        """Hold so many bytes more. Raises Refused: 413 too many for one request, 503 too many for now."""
+        """Hold so many bytes more. Raises RequestRefused: 413 too many for one request, 503 too many for now."""
         limit_mb = self._budget.limit_mb
         if self.held + count > limit_mb * 2**20:
-            raise Refused(
+            raise RequestRefused(
                 413, "too_large", f"the request unpacks to more than {limit_mb:g} MiB: send fewer items at once"
             )
         if self._budget.used + count > limit_mb * 2**20:
-            raise Refused(503, "busy", f"{limit_mb:g} MiB of requests are being worked on", 1)
+            raise RequestRefused(503, "busy", f"{limit_mb:g} MiB of requests are being worked on", 1)
         self.held += count
         self._budget.add(count)
 
@@ -83,27 +83,27 @@ Key = tuple[str, str]
 """A reward and a request id."""
 
 
-Answer = asyncio.Future[ItemOutcome]
+PendingOutcome = asyncio.Future[ItemOutcome]
 """What one reward will say about one item."""
 
 
-class Memory:
+class OutcomeCache:
     """Which items were scored, or are being scored, by request id: a repeated request gets the same scores."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._known: OrderedDict[Key, tuple[bytes, Answer]] = OrderedDict()
+        self._known: OrderedDict[Key, tuple[bytes, PendingOutcome]] = OrderedDict()
 
-    def recall(self, reward: str, item: ScoreItem, digest: bytes) -> Answer | None:
-        """The answer for this very item. Raises Refused when its id was used for another one."""
+    def lookup(self, reward: str, item: ScoreItem, digest: bytes) -> PendingOutcome | None:
+        """The answer for this very item. Raises RequestRefused when its id was used for another one."""
         before, answer = self._known.get((reward, item.request_id or ""), (digest, None))
         if before != digest:
-            raise Refused(
+            raise RequestRefused(
                 409, "conflict", f"request_id {item.request_id!r} was used for another item: each needs its own"
             )
         return None if answer is None or (answer.done() and is_retryable(answer.result())) else answer
 
-    def keep(self, reward: str, item: ScoreItem, digest: bytes, answer: Answer) -> None:
+    def keep(self, reward: str, item: ScoreItem, digest: bytes, answer: PendingOutcome) -> None:
         """Remember an answer; the oldest is forgotten."""
         if item.request_id is not None:
             self._known[reward, item.request_id] = (digest, answer)
@@ -116,12 +116,12 @@ def is_retryable(outcome: ItemOutcome) -> bool:
 
 
 @dataclass
-class Entry:
+class AcceptedItem:
     """One item of a request on its way."""
 
     item: ScoreItem
     digest: bytes
-    answers: dict[str, Answer]
+    answers: dict[str, PendingOutcome]
     """Of the rewards that were asked before, later of all."""
     row: ScorerRow | None = None
     """With raw media; None when every answer is known."""
@@ -136,14 +136,14 @@ class Scoring:
     """Answers score requests."""
 
     def __init__(
-        self, rewards: Mapping[str, Reward], decoder: MediaDecoder, server: ServerConfig, metrics: Metrics
+        self, rewards: Mapping[str, RewardQueue], decoder: MediaDecoder, server: ServerConfig, metrics: Metrics
     ) -> None:
         self._rewards, self._decoder, self._metrics = rewards, decoder, metrics
         self._limits, self._patience_s = server.limits, server.queue_timeout_s
-        self._memory = Memory(server.limits.remembered)
+        self._memory = OutcomeCache(server.limits.remembered)
 
-    async def answer(self, request: ScoreRequest, share: Share) -> ScoreResponse:
-        """The outcome of every item and reward. Raises Refused."""
+    async def answer(self, request: ScoreRequest, share: MemoryShare) -> ScoreResponse:
+        """The outcome of every item and reward. Raises RequestRefused."""
         self._check(request)
         digests = await asyncio.to_thread(lambda: [digest_of(item) for item in request.requests])
         entries = [self._entry(item, digest) for item, digest in zip(request.requests, digests, strict=True)]
@@ -157,30 +157,30 @@ class Scoring:
         return response_of(entries)
 
     def _check(self, request: ScoreRequest) -> None:
-        """Raises Refused: 400 an unknown reward, 409 one id for two items, 413 too many items or turns."""
+        """Raises RequestRefused: 400 an unknown reward, 409 one id for two items, 413 too many items or turns."""
         items, limits = request.requests, self._limits
         if len(items) > limits.items:
-            raise Refused(413, "too_large", f"{len(items)} requests: at most {limits.items} at once")
+            raise RequestRefused(413, "too_large", f"{len(items)} requests: at most {limits.items} at once")
         for place, item in enumerate(items):
             if len(item.history) > limits.turns:
-                raise Refused(413, "too_large", f"requests[{place}].history is longer than {limits.turns} turns")
+                raise RequestRefused(413, "too_large", f"requests[{place}].history is longer than {limits.turns} turns")
             for name in item.required_rewards:
                 if name not in self._rewards:
                     known = f"{did_you_mean(name, self._rewards)} There are {', '.join(self._rewards)}"
-                    raise Refused(400, "unknown_reward", f"requests[{place}] requires {name!r}.{known}")
+                    raise RequestRefused(400, "unknown_reward", f"requests[{place}] requires {name!r}.{known}")
         ids = Counter(item.request_id for item in items if item.request_id is not None)
         twice = [name for name, count in ids.items() if count > 1]
         if twice:
-            raise Refused(409, "conflict", f"request_id {twice[0]!r} stands at two items: each needs its own")
+            raise RequestRefused(409, "conflict", f"request_id {twice[0]!r} stands at two items: each needs its own")
 
-    def _entry(self, item: ScoreItem, digest: bytes) -> Entry:
-        found = {name: self._memory.recall(name, item, digest) for name in item.required_rewards}
+    def _entry(self, item: ScoreItem, digest: bytes) -> AcceptedItem:
+        found = {name: self._memory.lookup(name, item, digest) for name in item.required_rewards}
         known = {name: answer for name, answer in found.items() if answer is not None}
         for name in known:
             self._metrics.repeated.labels(name).inc()
-        return Entry(item, digest, known)
+        return AcceptedItem(item, digest, known)
 
-    async def _row(self, place: int, item: ScoreItem, share: Share, *, compared: bool) -> ScorerRow:
+    async def _row(self, place: int, item: ScoreItem, share: MemoryShare, *, compared: bool) -> ScorerRow:
         """With raw media; of the turns before the last only where it is `compared` with them."""
         image, video = await self._raw(place, item, len(item.history) - 1, share)
         before = [turn for turn in range(len(item.history) - 1) if compared and item.history[turn].has_image]
@@ -191,7 +191,7 @@ class Scoring:
         )
 
     async def _raw(
-        self, place: int, item: ScoreItem, turn: int, share: Share
+        self, place: int, item: ScoreItem, turn: int, share: MemoryShare
     ) -> tuple[MediaPayload | None, MediaPayload | None]:
         """Picture and video of a turn."""
         said = item.history[turn]
@@ -201,19 +201,19 @@ class Scoring:
                 if medium is not None and medium is not sent:
                     share.take(len(medium.data))
         except BadMedia as error:
-            raise Refused(400, "bad_media", f"requests[{place}].history[{turn}]: {error}") from error
+            raise RequestRefused(400, "bad_media", f"requests[{place}].history[{turn}]: {error}") from error
         return image, video
 
-    def _queue(self, entries: Sequence[Entry]) -> None:
+    def _queue(self, entries: Sequence[AcceptedItem]) -> None:
         """Give every open reward of every item to its queue: all of them, or (429) none."""
         loop = asyncio.get_running_loop()
-        new: dict[str, list[tuple[Entry, Job]]] = {}
+        new: dict[str, list[tuple[AcceptedItem, Job]]] = {}
         for entry in entries:
             for name in entry.open:
                 assert entry.row is not None
                 lacks = lacking(entry.row, self._rewards[name])
                 # Another request may have brought the same item while this one was decoded.
-                answer = self._memory.recall(name, entry.item, entry.digest)
+                answer = self._memory.lookup(name, entry.item, entry.digest)
                 if answer is None:
                     answer = loop.create_future()
                     if lacks is None:
@@ -231,11 +231,11 @@ class Scoring:
         for name, count in counts.items():
             reward = self._rewards[name]
             if not reward.has_room(count):
-                raise Refused(
+                raise RequestRefused(
                     429, "busy", f"the queue of {name!r} has no room for {count} items", reward.retry_after_s()
                 )
 
-    async def _wait(self, answers: Set[Answer]) -> None:
+    async def _wait(self, answers: Set[PendingOutcome]) -> None:
         """Until every answer is there. What no worker has begun in time is given up."""
         open = {answer for answer in answers if not answer.done()}
         if not open:
@@ -261,7 +261,7 @@ def digest_of(item: ScoreItem) -> bytes:
     return digest.digest()
 
 
-def lacking(row: ScorerRow, reward: Reward) -> ItemError | None:
+def lacking(row: ScorerRow, reward: RewardQueue) -> ItemError | None:
     """What the reward reads and the item does not have."""
     have = {
         "prompts": row.prompt is not None,
@@ -277,7 +277,7 @@ def lacking(row: ScorerRow, reward: Reward) -> ItemError | None:
     return ItemError("invalid", f"reward {reward.name!r} reads {', '.join(reward.reads)}; this item has no {lacks[0]}")
 
 
-def response_of(entries: Sequence[Entry]) -> ScoreResponse:
+def response_of(entries: Sequence[AcceptedItem]) -> ScoreResponse:
     """The answers as the wire has them."""
     results: list[dict[str, dict[str, Score]]] = []
     errors: list[dict[str, str]] = []

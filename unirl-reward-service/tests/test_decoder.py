@@ -37,11 +37,8 @@ def limits(**changes) -> DecodeLimits:
 
 
 def picture_of(data: bytes, format: str | None = None, **changes) -> np.ndarray:
-    asked = (
-        DecodeMedia("image", MediaPayload(format=format, data=data))
-        if format
-        else DecodeMedia("image", base64=b64(data))
-    )
+    payload = MediaPayload(format=format, data=data) if format else None
+    asked = DecodeMedia("image", payload, None if format else b64(data))
     return array_of(decode(asked, limits(**changes)))
 
 

@@ -17,7 +17,7 @@ from reward_service.app import Service, make_app, unpacked
 from reward_service.config import config_of, read_token
 from reward_service.faults import image_file
 from reward_service.rewards import Job
-from reward_service.scoring import Refused
+from reward_service.scoring import RequestRefused
 
 from unirl.config.errors import ConfigError, UsageError
 from unirl.reward.client.wire import JSON, MSGPACK, ItemError, Refusal, ScoreItem, ScoreRequest, Turn, decode, encode
@@ -113,7 +113,7 @@ def test_a_packed_body_is_unpacked_up_to_the_limit():
 def test_a_gzip_bomb_takes_no_more_memory_than_a_body_may():
     bomb = memoryview(gzip.compress(bytes(10**8)))
     tracemalloc.start()
-    with pytest.raises(Refused, match="larger than 1 MiB"):
+    with pytest.raises(RequestRefused, match="larger than 1 MiB"):
         unpacked(bomb, 1.0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

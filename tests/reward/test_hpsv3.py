@@ -14,7 +14,7 @@ from transformers import Qwen2VLImageProcessorPil
 from unirl.config.errors import DataError, DependencyError, RewardError
 from unirl.reward.local.hpsv3 import HPSv3RewardScorer, HPSv3Spec, toy_config, toy_network
 from unirl.reward.local.shared.images import as_pil
-from unirl.reward.local.shared.vision_language import TOY_INSTRUCTION, filled_length, read_instruction, toy_reader
+from unirl.reward.local.shared.vision_language import TOY_INSTRUCTION, padded_length, read_instruction, toy_processor
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -58,7 +58,7 @@ def patches_of(image: Image.Image) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def published_mean(network, image: Image.Image, prompt: str) -> Tensor:
     """The published class, step by step: the picture's states in place of its tokens, then a text model like any."""
-    reader = toy_reader()
+    reader = toy_processor()
     patches, grid = patches_of(image)
     count = int(grid.prod()) // 4
     text = (
@@ -100,7 +100,7 @@ def test_a_picture_is_numbered_token_by_token_and_not_by_rows_and_columns(scorer
 
 
 def test_scores_do_not_depend_on_order_batch_size_or_the_length_of_other_prompts(scorer):
-    assert len({filled_length(scorer.reader.text(prompt)) for prompt in PROMPTS}) == 2
+    assert len({padded_length(scorer.reader.text(prompt)) for prompt in PROMPTS}) == 2
     answer = check_reward(scorer, request(), atol=1e-6)
     assert list(answer.components) == ["hpsv3"]
 
@@ -112,7 +112,7 @@ def published(folder, network, **changes) -> HPSv3Spec:
     for name, tensor in network.state_dict().items():
         old = next(prefix for prefix in names if name.startswith(prefix))
         weights[names[old] + name.removeprefix(old)] = tensor.clone()
-    reader = toy_reader()
+    reader = toy_processor()
     weights["lm_head.weight"] = torch.zeros(len(reader.tokenizer), 32)
     save_file(weights, folder / "HPSv3.safetensors")
     (folder / "asked.txt").write_text(TOY_INSTRUCTION)
@@ -140,7 +140,7 @@ def test_the_backbone_is_bfloat16_and_the_head_float32(scorer, tmp_path):
 
 def test_the_toy_is_the_same_every_time_and_leaves_the_global_generator_alone():
     state = torch.random.get_rng_state()
-    first, second = toy_network(toy_reader()).state_dict(), toy_network(toy_reader()).state_dict()
+    first, second = toy_network(toy_processor()).state_dict(), toy_network(toy_processor()).state_dict()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert torch.equal(torch.random.get_rng_state(), state)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.reward.judges import JudgeServer, Said
 from unirl.config.errors import ConfigError, RewardError
-from unirl.reward.judges.endpoint import Endpoint, Reply
+from unirl.reward.judges.endpoint import Endpoint, JudgeReply
 from unirl.reward.judges.judge import read_scores
 from unirl.reward.local.geneval2 import GenEval2RewardScorer, GenEval2Spec, geometric_mean, probability
 from unirl.reward.local.unified_reward import UnifiedRewardRewardScorer, UnifiedRewardSpec
@@ -143,7 +143,7 @@ def test_hard_answers_are_right_or_wrong(serve):
     ],
 )
 def test_the_first_token_decides(answer, tokens, expected):
-    assert probability(Reply("", tokens), answer) == pytest.approx(expected)
+    assert probability(JudgeReply("", tokens), answer) == pytest.approx(expected)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9))

@@ -124,7 +124,7 @@ class RemoteRewardBackend(RewardScorer):
             ConfigError: it lacks a reward.
         """
         if self.config.base_url != TOY:
-            check_roster(self.connection(), self.config)
+            check_required_rewards(self.connection(), self.config)
 
     def connection(self) -> Connection:
         """The connection; of a toy, to a service that is started when this is first asked."""
@@ -134,7 +134,7 @@ class RemoteRewardBackend(RewardScorer):
             return self._connection
 
 
-def check_roster(connection: Connection, config: RemoteRewardSpec) -> None:
+def check_required_rewards(connection: Connection, config: RemoteRewardSpec) -> None:
     """Raises ConfigError when the service lacks a required reward, RewardError (6001) when it does not answer."""
     try:
         known = connection.health(config.startup_s).rewards

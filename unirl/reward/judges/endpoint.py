@@ -66,7 +66,7 @@ class JudgeSpec:
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """What a judge said."""
 
     text: str
@@ -144,7 +144,7 @@ class Endpoint:
         )
         weakref.finalize(self, self._http.close)
 
-    def ask(self, picture: bytes, question: str, max_tokens: int, alternatives: bool = False) -> Reply:
+    def ask(self, picture: bytes, question: str, max_tokens: int, alternatives: bool = False) -> JudgeReply:
         """The answer, after retries.
 
         Raises:
@@ -201,7 +201,7 @@ class Endpoint:
             **asked,
         }
 
-    def _post(self, body: Mapping[str, Any], alternatives: bool) -> Reply:
+    def _post(self, body: Mapping[str, Any], alternatives: bool) -> JudgeReply:
         """One attempt. Raises RequestFailed or ServerBusy where another may do better."""
         import httpx2
 
@@ -245,19 +245,19 @@ class ServerUnreachable(RequestFailed):
     """Nobody listens at the address."""
 
 
-def _reply(completion: Completion, alternatives: bool) -> Reply:
+def _reply(completion: Completion, alternatives: bool) -> JudgeReply:
     """What a completion says. Raises RewardError when it is cut off, empty or lacks what was asked for."""
     if not completion.choices:
         raise RewardError("the judge gave no choice")
     choice = completion.choices[0]
     text = (choice.message.content or "").strip()
     if alternatives:
-        return Reply(text, _first_token(choice))
+        return JudgeReply(text, _first_token(choice))
     if choice.finish_reason not in ("stop", None):
         raise RewardError(f"the judge was cut off ({choice.finish_reason}) after: {text[:SHOWN]!r}")
     if not text:
         raise RewardError("the judge said nothing")
-    return Reply(text)
+    return JudgeReply(text)
 
 
 def _first_token(choice: Choice) -> dict[str, float]:

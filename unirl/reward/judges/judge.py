@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.encoding import image_medium
-from unirl.reward.judges.endpoint import SHOWN, TOY, Endpoint, JudgeSpec, Reply, api_key
+from unirl.reward.judges.endpoint import SHOWN, TOY, Endpoint, JudgeReply, JudgeSpec, api_key
 from unirl.reward.scoring import score_rows
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -23,7 +23,7 @@ from unirl.types.reward import RewardRequest, RewardResponse
 class Judge(Protocol):
     """Something that looks at a picture and answers."""
 
-    def ask(self, picture: bytes, question: str, max_tokens: int, alternatives: bool = False) -> Reply:
+    def ask(self, picture: bytes, question: str, max_tokens: int, alternatives: bool = False) -> JudgeReply:
         """The answer to a question about a PNG file. Raises RewardError."""
         ...
 
@@ -52,7 +52,7 @@ class JudgeScorer(RewardScorer):
             Endpoint(self.config, self.key).check_model()
 
     @abstractmethod
-    def score_picture(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
         """The scores by name of a PNG file."""
 
     def score(self, request: RewardRequest) -> RewardResponse:
@@ -61,7 +61,7 @@ class JudgeScorer(RewardScorer):
         assert images is not None
 
         def score_row(row: int) -> Mapping[str, float]:
-            return self.score_picture(png(images[row]), prompts[row], metadata[row])
+            return self.score_image(png(images[row]), prompts[row], metadata[row])
 
         return score_rows(request, self.names, score_row, self.config.concurrency)
 

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from unirl.reward.local.shared.clip import clip_image_processor, toy_clip_config
-from unirl.reward.local.shared.images import PictureScorer, PictureSpec
+from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import fill, fixed_seed, load, read_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class AestheticSpec(PictureSpec):
+class AestheticSpec(ImageScorerSpec):
     """Which CLIP and which head, and how many pictures at a time."""
 
     path: str = "openai/clip-vit-large-patch14"
@@ -41,7 +41,7 @@ class AestheticNetwork(nn.Module):
         return scores
 
 
-class AestheticRewardScorer(PictureScorer):
+class AestheticRewardScorer(ImageScorer):
     """The predicted rating, about 1 to 10, in float32. Prompts play no part."""
 
     name = "aesthetic"

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.reward.local.shared.clip import ClipPairScorer, ClipPairSpec
+from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 
 SCALE = 30.0
 """Logits of pictures that fit lie near 30 with OpenAI's weights, whose exp(logit_scale) is 100."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipSpec(ClipPairSpec):
+class ClipSpec(ClipSimilaritySpec):
     """Which CLIP, and how many pictures at a time."""
 
     path: str = "openai/clip-vit-large-patch14"
@@ -22,7 +22,7 @@ class ClipSpec(ClipPairSpec):
     """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
 
 
-class ClipRewardScorer(ClipPairScorer):
+class ClipRewardScorer(ClipSimilarityScorer):
     """exp(logit_scale) * cosine(image, prompt) / 30, in float32."""
 
     name = "clip"

@@ -23,9 +23,9 @@ from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, loa
 from unirl.reward.local.shared.vision_language import (
     PROMPT_PLACE,
     REWARD_TOKEN,
-    Reader,
-    check_marks,
-    filled_length,
+    VisionLanguageProcessor,
+    check_special_tokens,
+    padded_length,
     text_constants,
     toy_tokenizer,
     toy_vl_config,
@@ -106,13 +106,13 @@ class EditRewardRewardScorer(LocalRewardBackend):
     def __init__(self, *, config: EditRewardSpec = EditRewardSpec()) -> None:
         super().__init__(device=config.device)
         self.config = config
-        self._readers: list[Reader] = []
+        self._readers: list[VisionLanguageProcessor] = []
 
     @property
-    def readers(self) -> list[Reader]:
+    def readers(self) -> list[VisionLanguageProcessor]:
         """Tokenizer, image processor and question of each aspect, loaded on first use."""
         if not self._readers:
-            self._readers = toy_readers() if self.config.path == "toy" else published_readers(self.config)
+            self._readers = toy_processors() if self.config.path == "toy" else published_processors(self.config)
         return self._readers
 
     def load_model(self) -> nn.Module:
@@ -126,17 +126,17 @@ class EditRewardRewardScorer(LocalRewardBackend):
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         """Raises RewardError when the prompt holds a mark of the chat."""
-        check_marks(prompt)
+        check_special_tokens(prompt)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         sources, images = sources_of(request), request.images
         assert images is not None and request.prompts is not None
         for sample, prompt in zip(request.sample_ids, request.prompts, strict=True):
-            check_marks(prompt, f" of sample {sample!r}")
+            check_special_tokens(prompt, f" of sample {sample!r}")
         said: dict[str, Tensor] = {}
         for head, name in enumerate(ASPECTS):
             texts = [self.readers[head].text(prompt, num_pictures=2) for prompt in request.prompts]
-            kinds = [(filled_length(text), source.shape) for text, source in zip(texts, sources, strict=True)]
+            kinds = [(padded_length(text), source.shape) for text, source in zip(texts, sources, strict=True)]
             said[name] = torch.empty(len(texts))
             for kind in dict.fromkeys(kinds):
                 same = [row for row, found in enumerate(kinds) if found == kind]
@@ -169,7 +169,7 @@ def sources_of(request: RewardRequest) -> list[Tensor]:
     return [brought[0] for brought in request.sources]
 
 
-def published_readers(config: EditRewardSpec) -> list[Reader]:
+def published_processors(config: EditRewardSpec) -> list[VisionLanguageProcessor]:
     """A reader for each aspect, with the authors' words."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
@@ -177,7 +177,7 @@ def published_readers(config: EditRewardSpec) -> list[Reader]:
     for question in read_questions(config.questions):
         tokenizer = load(AutoTokenizer, config.processor, "config.processor")
         images = load(Qwen2VLImageProcessorPil, config.processor, "config.processor")
-        readers.append(Reader(tokenizer, images, question))
+        readers.append(VisionLanguageProcessor(tokenizer, images, question))
     return readers
 
 
@@ -216,16 +216,16 @@ def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dt
     return network
 
 
-def toy_readers() -> list[Reader]:
+def toy_processors() -> list[VisionLanguageProcessor]:
     """Readers of the toy, whose questions differ."""
     from transformers import Qwen2VLImageProcessorPil
 
     asked = ("Was this done", "Is it good")
     questions = [f"{words}: {PROMPT_PLACE}? {REWARD_TOKEN}\n" for words in asked]
-    return [Reader(toy_tokenizer(), Qwen2VLImageProcessorPil(), question) for question in questions]
+    return [VisionLanguageProcessor(toy_tokenizer(), Qwen2VLImageProcessorPil(), question) for question in questions]
 
 
-def toy_network(reader: Reader) -> EditRewardNetwork:
+def toy_network(reader: VisionLanguageProcessor) -> EditRewardNetwork:
     """A network of about 150 thousand parameters with fixed random weights, for the tokens of a toy's reader."""
     from transformers import Qwen2_5_VLModel
 
@@ -233,7 +233,7 @@ def toy_network(reader: Reader) -> EditRewardNetwork:
         return EditRewardNetwork(Qwen2_5_VLModel(toy_config(reader)))
 
 
-def toy_config(reader: Reader) -> Any:
+def toy_config(reader: VisionLanguageProcessor) -> Any:
     """Of a Qwen2.5-VL."""
     from transformers import Qwen2_5_VLConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, Judgement
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class ExactMatchRewardScorer(AnswerScorer):
     def __init__(self, *, config: ExactMatchSpec = ExactMatchSpec()) -> None:
         super().__init__(config)
 
-    def judge(self, text: str, answer: str) -> Judgement:
+    def judge(self, text: str, answer: str) -> AnswerVerdict:
         said = self._comparable(text)
-        return Judgement({self.name: float(said == self._comparable(answer))}, said)
+        return AnswerVerdict({self.name: float(said == self._comparable(answer))}, said)
 
     def _comparable(self, text: str) -> str:
         words = " ".join(text.split())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unirl.config.errors import RewardError
-from unirl.reward.judges.endpoint import JudgeSpec, Reply
+from unirl.reward.judges.endpoint import JudgeReply, JudgeSpec
 from unirl.reward.judges.judge import JudgeScorer
 
 KEY = "vqa_list"
@@ -53,7 +53,7 @@ class GenEval2RewardScorer(JudgeScorer):
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         questions_of(metadata)
 
-    def score_picture(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
         right = [self._right(picture, question, answer) for question, answer in questions_of(metadata)]
         means = {"geneval2_gm": geometric_mean(right), "geneval2_am": sum(right) / len(right)}
         return {"geneval2": means[f"geneval2_{self.config.aggregation}"], **means}
@@ -82,7 +82,7 @@ def questions_of(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(question, answer) for question, answer in found]
 
 
-def probability(reply: Reply, answer: str) -> float:
+def probability(reply: JudgeReply, answer: str) -> float:
     """How likely a judge answers right, in [0, 1]; 0 or 1 when it only says its answer."""
     spellings = spellings_of(answer)
     if reply.first is None:

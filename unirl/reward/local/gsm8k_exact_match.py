@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Literal
 
 from unirl.config.errors import RewardError
-from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, Judgement
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict
 
 NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MARK = "####"
@@ -43,12 +43,12 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
             raise RewardError(f"the right answer {answer!r} is no number. Write it like '42', or like '... {MARK} 42'")
         return number[0]
 
-    def judge(self, text: str, answer: str) -> Judgement:
+    def judge(self, text: str, answer: str) -> AnswerVerdict:
         found = self._number_in(text)
         if found is None:
-            return Judgement({self.name: 0.0}, "")
+            return AnswerVerdict({self.name: 0.0}, "")
         right = value(found) == value(answer)
-        return Judgement({self.name: 1.0 if right else self.config.format_score}, plain(found))
+        return AnswerVerdict({self.name: 1.0 if right else self.config.format_score}, plain(found))
 
     def _number_in(self, text: str) -> str | None:
         if self.config.method == "flexible":

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unirl.reward.local.shared.clip import ClipPairScorer, ClipPairSpec
+from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 from unirl.reward.local.shared.images import normalised
 from unirl.reward.local.shared.pretrained import assemble, load, read_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class HPSv2Spec(ClipPairSpec):
+class HPSv2Spec(ClipSimilaritySpec):
     """Which checkpoint, and how many pictures at a time."""
 
     path: str = "xswu/HPSv2"
@@ -30,7 +30,7 @@ class HPSv2Spec(ClipPairSpec):
     """Hub id or local directory of the architecture, tokenizer and image processor; not read by `toy`."""
 
 
-class HPSv2RewardScorer(ClipPairScorer):
+class HPSv2RewardScorer(ClipSimilarityScorer):
     """cosine(image, prompt), in float32: about 0.2 to 0.35. The published tables show 100 times this.
 
     Tokens are those of open_clip, but for HTML entities in a prompt, which stay as they are written.

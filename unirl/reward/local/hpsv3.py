@@ -17,11 +17,11 @@ from unirl.reward.base import Device, LocalRewardBackend, single
 from unirl.reward.local.shared.images import ROWS
 from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
 from unirl.reward.local.shared.vision_language import (
-    Reader,
-    check_marks,
-    filled_length,
-    published_reader,
-    toy_reader,
+    VisionLanguageProcessor,
+    check_special_tokens,
+    padded_length,
+    published_processor,
+    toy_processor,
     toy_vl_config,
 )
 from unirl.types.protocols import Capabilities
@@ -93,14 +93,16 @@ class HPSv3RewardScorer(LocalRewardBackend):
     def __init__(self, *, config: HPSv3Spec = HPSv3Spec()) -> None:
         super().__init__(device=config.device)
         self.config = config
-        self._reader: Reader | None = None
+        self._reader: VisionLanguageProcessor | None = None
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> VisionLanguageProcessor:
         """Tokenizer, image processor and instruction, loaded on first use."""
         if self._reader is None:
             toy = self.config.path == "toy"
-            self._reader = toy_reader() if toy else published_reader(self.config.processor, self.config.instruction)
+            self._reader = (
+                toy_processor() if toy else published_processor(self.config.processor, self.config.instruction)
+            )
         return self._reader
 
     def load_model(self) -> nn.Module:
@@ -114,16 +116,16 @@ class HPSv3RewardScorer(LocalRewardBackend):
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         """Raises RewardError when the prompt holds a mark of the chat."""
-        check_marks(prompt)
+        check_special_tokens(prompt)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None and request.prompts is not None
         for sample, prompt in zip(request.sample_ids, request.prompts, strict=True):
-            check_marks(prompt, f" of sample {sample!r}")
+            check_special_tokens(prompt, f" of sample {sample!r}")
         texts = [self.reader.text(prompt) for prompt in request.prompts]
         means = torch.empty(len(texts))
-        for length in sorted({filled_length(text) for text in texts}):
-            same = [row for row, text in enumerate(texts) if filled_length(text) == length]
+        for length in sorted({padded_length(text) for text in texts}):
+            same = [row for row, text in enumerate(texts) if padded_length(text) == length]
             for chunk in full_chunks(len(same), self.config.batch_size, ROWS):
                 rows = [same[i] for i in chunk.rows]
                 answer = self._means([texts[row] for row in rows], request.images[rows])
@@ -152,7 +154,7 @@ def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dt
     return network
 
 
-def toy_network(reader: Reader) -> HPSv3Network:
+def toy_network(reader: VisionLanguageProcessor) -> HPSv3Network:
     """A network of about 100 thousand parameters with fixed random weights, for the tokens of a toy's reader."""
     from transformers import Qwen2VLModel
 
@@ -160,7 +162,7 @@ def toy_network(reader: Reader) -> HPSv3Network:
         return HPSv3Network(Qwen2VLModel(toy_config(reader)))
 
 
-def toy_config(reader: Reader) -> Any:
+def toy_config(reader: VisionLanguageProcessor) -> Any:
     """Of a Qwen2-VL."""
     from transformers import Qwen2VLConfig
 

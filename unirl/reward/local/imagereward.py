@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unirl.reward.local.aesthetic import published_head
 from unirl.reward.local.shared.clip import clip_image_processor
-from unirl.reward.local.shared.images import PictureScorer, PictureSpec
+from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -28,7 +28,7 @@ HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageRewardSpec(PictureSpec):
+class ImageRewardSpec(ImageScorerSpec):
     """Which checkpoint, and how many pictures at a time."""
 
     path: str = "THUDM/ImageReward"
@@ -58,7 +58,7 @@ class ImageRewardNetwork(nn.Module):
         return scores
 
 
-class ImageRewardRewardScorer(PictureScorer):
+class ImageRewardRewardScorer(ImageScorer):
     """(head - 0.16717) / 1.03334, the score as published: about -2 to 2. Prompts are cut after 35 tokens."""
 
     name = "imagereward"

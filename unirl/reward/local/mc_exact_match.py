@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from unirl.config.errors import RewardError
-from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, Judgement, last_boxed
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict, last_boxed
 
 LETTER = re.compile(r"\W*([A-Za-z])\W*")
 SAID = re.compile(r"(?i:answer)\W*(?i:is|:|=)?[\s:*_({\[]*([A-Z])(?![A-Za-z0-9'])")
@@ -36,9 +36,9 @@ class MCExactMatchRewardScorer(AnswerScorer):
             raise RewardError(f"the right answer {answer!r} is not the letter of a choice. Write it like 'B'")
         return letter[1].upper()
 
-    def judge(self, text: str, answer: str) -> Judgement:
+    def judge(self, text: str, answer: str) -> AnswerVerdict:
         letter = chosen(text)
-        return Judgement({self.name: float(letter == answer)}, letter or "")
+        return AnswerVerdict({self.name: float(letter == answer)}, letter or "")
 
 
 def chosen(text: str) -> str | None:

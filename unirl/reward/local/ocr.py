@@ -75,7 +75,7 @@ class Line:
         return (self.top + self.bottom) / 2
 
 
-class Reader(Protocol):
+class OcrEngine(Protocol):
     """An OCR engine."""
 
     def read(self, picture: Any) -> Sequence[Line]:
@@ -98,9 +98,9 @@ class OCRRewardScorer(RewardScorer):
         self.reads = ("images", "metadata" if config.target_key else "prompts")
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> OcrEngine:
         """The engine, loaded on first use."""
-        return RapidReader(self.config) if self.config.engine == "rapidocr" else PaddleReader(self.config)
+        return RapidOcrEngine(self.config) if self.config.engine == "rapidocr" else PaddleOcrEngine(self.config)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None
@@ -163,7 +163,7 @@ def as_bgr(pixels: Tensor) -> Any:
     return levels.flip(1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
-class RapidReader:
+class RapidOcrEngine:
     """PP-OCR by onnxruntime. Text that stands on its head is not turned round."""
 
     def __init__(self, config: OCRSpec) -> None:
@@ -192,7 +192,7 @@ class RapidReader:
         return [Line(text, 0.0, 0.0, height) for text, score in sure if score >= self.config.text_score]
 
 
-class PaddleReader:
+class PaddleOcrEngine:
     """PaddleOCR 3, without its corrections of whole pages."""
 
     def __init__(self, config: OCRSpec) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unirl.reward.local.shared.clip import ClipPairScorer, ClipPairSpec
+from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 
 SCALE = 26.0
 """Scores of good pictures come out near 1: PickScore's own logits lie near 20 to 26."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickScoreSpec(ClipPairSpec):
+class PickScoreSpec(ClipSimilaritySpec):
     """Which CLIP, and how many pictures at a time."""
 
     path: str = "yuvalkirstain/PickScore_v1"
@@ -25,7 +25,7 @@ class PickScoreSpec(ClipPairSpec):
     """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
 
 
-class PickScoreRewardScorer(ClipPairScorer):
+class PickScoreRewardScorer(ClipSimilarityScorer):
     """exp(logit_scale) * cosine(image, prompt) / 26, in float32."""
 
     name = "pickscore"

@@ -40,7 +40,7 @@ class UnifiedRewardRewardScorer(JudgeScorer):
     def __init__(self, *, config: UnifiedRewardSpec) -> None:
         super().__init__(config)
 
-    def score_picture(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
         reply = self.judge.ask(picture, self.config.instruction.format(prompt=prompt), max_tokens=128)
         scores = read_scores(reply.text, LABELS, LOW, HIGH)
         mean = sum(scores.values()) / len(scores)

@@ -52,7 +52,7 @@ class WiseRewardScorer(JudgeScorer):
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self._explanation(metadata)
 
-    def score_picture(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
         question = self.config.instruction.format(prompt=prompt, explanation=self._explanation(metadata))
         grades = read_scores(self.judge.ask(picture, question, max_tokens=64).text, LABELS, 0, BEST)
         broken = [name for name, grade in grades.items() if grade != int(grade)]

@@ -30,7 +30,7 @@ class AnswerSpec:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class AnswerVerdict:
     """What a scorer of right answers makes of a response."""
 
     scores: Mapping[str, float]
@@ -54,7 +54,7 @@ class AnswerScorer(RewardScorer):
         self.threads = 1
 
     @abstractmethod
-    def judge(self, text: str, answer: str) -> Judgement:
+    def judge(self, text: str, answer: str) -> AnswerVerdict:
         """Of a response, given what `read_answer` made of the right answer."""
 
     def read_answer(self, answer: str) -> str:
@@ -163,8 +163,8 @@ class MathScorer(AnswerScorer):
         with self._checker() as checker:
             checker.check_reference(answer)
 
-    def judge(self, text: str, answer: str) -> Judgement:
+    def judge(self, text: str, answer: str) -> AnswerVerdict:
         with self._checker() as checker:
             found = checker.judge(answer, self.answer_in(text))
         scores = (float(found.verdict == "right"), float(found.verdict == "undecided"))
-        return Judgement(dict(zip(self.names, scores, strict=True)), found.said)
+        return AnswerVerdict(dict(zip(self.names, scores, strict=True)), found.said)

@@ -28,7 +28,7 @@ SHOWN = 2000
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """What math-verify makes of a response."""
 
     verdict: Verdict
@@ -45,7 +45,7 @@ class MathChecker:
         self._noise: IO[bytes] | None = None
         self._read = b""
 
-    def judge(self, reference: str, response: str) -> Finding:
+    def judge(self, reference: str, response: str) -> Comparison:
         """Whether the response has the reference's answer; `undecided` when that takes too long or too much memory.
 
         Raises:
@@ -65,7 +65,7 @@ class MathChecker:
             self._finalizer()
             self._process = None
 
-    def _undecided(self) -> Finding:
+    def _undecided(self) -> Comparison:
         """After a deadline has passed: it was the response, if an easy question is answered in time."""
         easy = self._ask("1", r"\boxed{1}")
         if easy is None or easy.verdict != "right":
@@ -74,9 +74,9 @@ class MathChecker:
                 f"math-verify does not say within {self.deadline_s:g} s that 1 is 1: this machine is too busy. Give it "
                 "more time (config.timeout_s), or fewer processes"
             )
-        return Finding("undecided")
+        return Comparison("undecided")
 
-    def _ask(self, reference: str, response: str | None) -> Finding | None:
+    def _ask(self, reference: str, response: str | None) -> Comparison | None:
         """What it found; None when the deadline passed, after which the process is gone."""
         process = self._running()
         assert process.stdin is not None
@@ -93,7 +93,7 @@ class MathChecker:
             raise RewardError(
                 f"the right answer {reference!r} is no mathematics in LaTeX. Write it like \\frac{{1}}{{2}}"
             )
-        return Finding(reply["verdict"], reply["said"])
+        return Comparison(reply["verdict"], reply["said"])
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -9,26 +9,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unirl.reward.local.shared.images import PictureScorer, PictureSpec
+from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import fixed_seed, load
 
 MAX_TOKENS = 77
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipPairSpec(PictureSpec):
+class ClipSimilaritySpec(ImageScorerSpec):
     """Which CLIP, and how many pictures at a time."""
 
     processor: str
     """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
 
 
-class ClipPairScorer(PictureScorer):
+class ClipSimilarityScorer(ImageScorer):
     """A function of cosine(picture, prompt), in float32. Prompts are cut after 77 tokens."""
 
-    config: ClipPairSpec
+    config: ClipSimilaritySpec
 
-    def __init__(self, config: ClipPairSpec) -> None:
+    def __init__(self, config: ClipSimilaritySpec) -> None:
         super().__init__(config)
         self._processor: Any = None
 

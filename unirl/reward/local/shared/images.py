@@ -22,7 +22,7 @@ the last bit depends on the row's place in it (2e-8 of a CLIP score); the same b
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureSpec:
+class ImageScorerSpec:
     """Which network, and how many pictures at a time."""
 
     path: str
@@ -37,16 +37,16 @@ class PictureSpec:
             raise ValueError(f"{type(self).__name__}.batch_size must be >= 1, got {self.batch_size}")
 
 
-class PictureScorer(LocalRewardBackend):
+class ImageScorer(LocalRewardBackend):
     """One number per picture and prompt, by a network in float32 that also gives the gradient."""
 
     name: ClassVar[str]
     """The component's name."""
     reads: tuple[str, ...] = ("prompts", "images")
     capabilities = Capabilities(modalities=("image",), differentiable=True)
-    config: PictureSpec
+    config: ImageScorerSpec
 
-    def __init__(self, config: PictureSpec) -> None:
+    def __init__(self, config: ImageScorerSpec) -> None:
         super().__init__(device=config.device)
         self.config = config
 

@@ -29,7 +29,7 @@ TOKEN_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class Questions:
+class ModelInputs:
     """What the network is asked about some pictures; the fields are its arguments."""
 
     tokens: Tensor  # [B, L]; what fills a text up stands behind all that is read, and attention looks back only
@@ -37,7 +37,7 @@ class Questions:
     grids: Tensor  # [B, 3] frames, rows and columns of patches
 
 
-class Reader:
+class VisionLanguageProcessor:
     """Turns prompts and pictures into questions, with the tokenizer and the image processor of Qwen2-VL."""
 
     def __init__(self, tokenizer: Any, image_processor: Any, instruction: str) -> None:
@@ -57,28 +57,28 @@ class Reader:
         tokens: list[int] = self.tokenizer(chat)["input_ids"]
         return tokens
 
-    def questions(self, texts: Sequence[list[int]], *pictures: Tensor) -> Questions:
+    def questions(self, texts: Sequence[list[int]], *pictures: Tensor) -> ModelInputs:
         """Texts of one filled length and, for each of a text's pictures in turn, those [B, 3, H, W] in [0, 1]."""
         size = {"shortest_edge": AREA, "longest_edge": AREA}
         row_by_row = [image for row in zip(*map(as_pil, pictures), strict=True) for image in row]
         seen = self.image_processor(row_by_row, size=size, return_tensors="pt")
         grids = seen["image_grid_thw"]
         counts = [int(grid.prod()) // self.image_processor.merge_size**2 for grid in grids[: len(pictures)]]
-        length = filled_length(texts[0]) + sum(counts) - len(counts)
+        length = padded_length(texts[0]) + sum(counts) - len(counts)
         tokens = torch.full((len(texts), length), self.tokenizer.pad_token_id)
         for row, text in enumerate(texts):
             widths = iter(counts)
             whole = [token for token in text for _ in range(next(widths) if token == self.image_id else 1)]
             tokens[row, : len(whole)] = torch.tensor(whole)
-        return Questions(tokens, seen["pixel_values"], grids)
+        return ModelInputs(tokens, seen["pixel_values"], grids)
 
 
-def filled_length(text: Sequence[int]) -> int:
+def padded_length(text: Sequence[int]) -> int:
     """The number of tokens of a text with the filling."""
     return round_up(len(text), TOKEN_MULTIPLE)
 
 
-def check_marks(prompt: str, whose: str = "") -> None:
+def check_special_tokens(prompt: str, whose: str = "") -> None:
     """Raises RewardError (6002) when a prompt holds what the model would take for a mark of its own."""
     if found := MARK.findall(prompt):
         raise RewardError(
@@ -87,12 +87,12 @@ def check_marks(prompt: str, whose: str = "") -> None:
         )
 
 
-def published_reader(where: str, instruction: str | None) -> Reader:
+def published_processor(where: str, instruction: str | None) -> VisionLanguageProcessor:
     """The reader of the hub id or local directory `where` of Qwen2-VL."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer, images = (load(cls, where, "config.processor") for cls in (AutoTokenizer, Qwen2VLImageProcessorPil))
-    return Reader(tokenizer, images, read_instruction(instruction))
+    return VisionLanguageProcessor(tokenizer, images, read_instruction(instruction))
 
 
 def read_instruction(path: str | None) -> str:
@@ -147,11 +147,11 @@ TOY_CHAT = (
 )
 
 
-def toy_reader() -> Reader:
+def toy_processor() -> VisionLanguageProcessor:
     """The toy's tokenizer, with Qwen2-VL's image processor."""
     from transformers import Qwen2VLImageProcessorPil
 
-    return Reader(toy_tokenizer(), Qwen2VLImageProcessorPil(), TOY_INSTRUCTION)
+    return VisionLanguageProcessor(toy_tokenizer(), Qwen2VLImageProcessorPil(), TOY_INSTRUCTION)
 
 
 def toy_tokenizer() -> Any:
@@ -168,7 +168,7 @@ def toy_tokenizer() -> Any:
     return tokenizer
 
 
-def toy_vl_config(kind: Any, reader: Reader, **vision: object) -> Any:
+def toy_vl_config(kind: Any, reader: VisionLanguageProcessor, **vision: object) -> Any:
     """A configuration of `kind` (that of Qwen2-VL or Qwen2.5-VL): 2 layers, 32 wide, for the reader's tokens."""
     names = {"image": IMAGE_TOKEN, "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
     ids = {f"{name}_token_id": reader.tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}

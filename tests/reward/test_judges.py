@@ -265,7 +265,7 @@ def test_what_stays_broken_is_an_error_that_says_so(serve, said, attempts, why, 
 
 
 def test_an_endless_answer_is_not_read_to_its_end(serve, monkeypatch):
-    monkeypatch.setattr("unirl.reward.client.connection.MAX_ANSWER", 10_000)
+    monkeypatch.setattr("unirl.reward.client.connection.MAX_BODY_BYTES", 10_000)
     with pytest.raises(RewardError, match="more than 10000 bytes"):
         checked_score(wise(serve(Said("x" * 20_000)), retries=0), request(), "wise")
 

@@ -213,7 +213,7 @@ def test_an_open_circuit_asks_for_health_only_until_the_service_is_back():
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("unirl.reward.client.connection.MAX_ANSWER", 1000)
+    monkeypatch.setattr("unirl.reward.client.connection.MAX_BODY_BYTES", 1000)
 
     def answer(items, n):
         body = msgspec.msgpack.decode(scores(items).body) | ({"more": "x" * 2000} if n == 0 else {})

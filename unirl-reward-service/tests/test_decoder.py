@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from reward_service.config import LimitsConfig
-from reward_service.decoder import DecodeLimits, Refused, decode, read_below
+from reward_service.decoder import DecodeLimits, UnreadableMedia, decode, read_below
 from reward_service.faults import damaged, image_file, media, noise, video_file
 from reward_service.frames import DecodeMedia
 from reward_service.media import BadMedia, MediaDecoder, decode_limits
@@ -133,16 +133,16 @@ def text_bomb() -> bytes:
 def test_what_is_no_single_upright_rgb_picture_is_refused(data, said):
     with pytest.raises(Exception, match=said) as raised:
         picture_of(data)
-    assert isinstance(raised.value, (Refused, OSError, ValueError, SyntaxError))
+    assert isinstance(raised.value, (UnreadableMedia, OSError, ValueError, SyntaxError))
 
 
 def test_a_file_of_another_format_than_it_says_is_refused():
-    with pytest.raises(Refused, match="does not begin as a WEBP"):
+    with pytest.raises(UnreadableMedia, match="does not begin as a WEBP"):
         picture_of(image_file(a_picture(), "png"), "webp")
 
 
 def test_a_file_that_is_too_large_is_refused():
-    with pytest.raises(Refused, match="at most 100 are read"):
+    with pytest.raises(UnreadableMedia, match="at most 100 are read"):
         picture_of(image_file(a_picture(), "png"), file_bytes=100)
 
 
@@ -228,12 +228,14 @@ ESCAPES = [
 
 @pytest.mark.parametrize("path", ESCAPES)
 def test_no_other_path_is_read_and_all_refusals_are_alike(roots, path):
-    with pytest.raises(Refused, match=r"^video_path names no file below the service's media roots that may be read$"):
+    with pytest.raises(
+        UnreadableMedia, match=r"^video_path names no file below the service's media roots that may be read$"
+    ):
         read_below(path, limits(media_roots=[str(roots)]))
 
 
 def test_without_roots_no_path_is_read(roots):
-    with pytest.raises(Refused):
+    with pytest.raises(UnreadableMedia):
         read_below(str(roots / "a.mp4"), limits(media_roots=[]))
 
 

@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
-"""ItemScores are not invented here, so what a valid item is worth is not asked."""
+"""Scores are not invented here, so what a valid item is worth is not asked."""
 
 
 def test_no_request_breaks_the_service_and_every_answer_is_as_described(service):

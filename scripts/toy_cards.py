@@ -1,8 +1,10 @@
-"""Runs recipes at toy scale and writes what was seen into their cards.
+"""Runs recipes at toy scale and writes their cards.
 
     python scripts/toy_cards.py diffusion/sd3_flowdppo diffusion/sd3_nft
+    python scripts/toy_cards.py diffusion/quickstart --trained runs/unirl/seed-42 runs/unirl/seed-1
 
-A card says what a run gave: nothing is written by hand, and a run that fails leaves its card as it was.
+The second form runs nothing: it reads finished full-size runs of one recipe, one directory per seed. Cards are never
+edited by hand. A run that fails leaves the card as it was.
 """
 
 from __future__ import annotations
@@ -13,88 +15,123 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
 import yaml
 
 from unirl.config.layers import leaves
-from unirl.config.recipes import CARD_SUFFIX, find_recipe
+from unirl.config.recipes import CARD_SUFFIX, Card, find_recipe
 
 STEPS = 2
-MADE = {
-    "evaluations": "eval/step-*/scores.json",
-    "pages of samples": "samples/step-*/manifest.jsonl",
-    "checkpoints": "checkpoints/checkpoint-*/MANIFEST.json",
-}
+Metrics = dict[str, float]
 
 
-def run(name: str, folder: Path) -> list[dict[str, float]]:
-    """The metrics of a toy run, one row per step."""
-    words = ["-m", "unirl.cli", "train", name, "scale=toy", f"num_rollouts={STEPS}", "tracking.sample_steps=1"]
-    done = subprocess.run([sys.executable, *words, f"run.dir={folder}"], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name} failed with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+def run(name: str, folder: Path) -> None:
+    """Train a recipe for two steps at toy scale."""
+    settings = ["scale=toy", f"num_rollouts={STEPS}", "tracking.sample_steps=1", f"run.dir={folder}"]
+    command = [sys.executable, "-m", "unirl.cli", "train", name, *settings]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        output = process.stdout[-2000:] + process.stderr[-2000:]
+        raise SystemExit(f"{name} failed with status {process.returncode}:\n{output}")
+
+
+def toy_card(folder: Path) -> Card:
+    """The card of a recipe whose toy run wrote `folder`."""
+    rows = read_metrics(folder)
+    result = (
+        f"{STEPS} steps at scale=toy, with a tiny model and scorer of the same classes and random weights"
+        f"{stand_ins(folder)}. Written: {count(folder, 'evaluation', 'eval/step-*/scores.json')}, "
+        f"{count(folder, 'page', 'samples/step-*/manifest.jsonl')} of samples, "
+        f"{count(folder, 'checkpoint', 'checkpoints/checkpoint-*/MANIFEST.json')}. Not run at full size."
+    )
+    return Card(
+        status="toy",
+        **circumstances(),
+        **training_facts(folder, rows),
+        gradient_norm=per_step(rows, "train/grad_norm", ".2g"),
+        reward=per_step(rows, "rollout/reward_mean", ".3f"),
+        reward_std=per_step(rows, "rollout/reward_std", ".3f"),
+        ratio=per_step(rows, "train/ratio_mean", ".4f"),
+        result=result,
+    )
+
+
+def trained_card(folders: Sequence[Path]) -> Card:
+    """The card of a recipe that was trained at full size, once for each seed."""
+    rewards = {}
+    for folder in folders:
+        seed = json.loads((folder / "run.json").read_text())["seed"]
+        pages = [json.loads(path.read_text()) for path in sorted(folder.glob("eval/step-*/scores.json"))]
+        rewards[seed] = [page["metrics"]["eval/reward_mean"] for page in (pages[0], pages[-1])]
+    return Card(
+        status="trained",
+        **circumstances(),
+        **training_facts(folders[0], read_metrics(folders[0])),
+        reward="; ".join(f"{before:.3f} -> {after:.3f} (seed {seed})" for seed, (before, after) in rewards.items()),
+        result="Trained at full size. The rewards are means on held-out prompts, before and after training.",
+    )
+
+
+def read_metrics(folder: Path) -> list[Metrics]:
+    """The metrics of a run, one row per step."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def seen(rows: list[dict[str, float]], folder: Path) -> str:
-    """What the run gave, in a sentence."""
+def training_facts(folder: Path, rows: Sequence[Metrics]) -> dict[str, str]:
+    """The number of updates in the newest checkpoint, and of updates that were skipped."""
     latest = folder / "checkpoints" / (folder / "checkpoints" / "LATEST").read_text().strip()
-    facts = [
-        f"{json.loads((latest / 'trainer.json').read_text())['version']} updates",
-        f"{sum(row['train/skipped_updates'] for row in rows):g} skipped",
-        "gradient norm " + ", ".join(_norm(row) for row in rows),
-        "reward " + ", ".join(f"{row['rollout/reward_mean']:.3f}" for row in rows),
-    ]
-    if "train/ratio_mean" in rows[0]:
-        facts.append("ratio " + ", ".join(f"{row['train/ratio_mean']:.4f}" for row in rows))
-    made = [f"{len(list(folder.glob(pattern)))} {what}" for what, pattern in MADE.items()]
-    return "; ".join(facts) + "; " + ", ".join(made)
+    updates = json.loads((latest / "trainer.json").read_text())["version"]
+    return {"updates": str(updates), "skipped_updates": f"{sum(row['train/skipped_updates'] for row in rows):g}"}
 
 
-def _norm(row: dict[str, float]) -> str:
-    """Of the last update of a step; a step whose updates were all skipped has none."""
-    return f"{row['train/grad_norm']:.2g}" if "train/grad_norm" in row else "none"
+def per_step(rows: Sequence[Metrics], metric: str, form: str) -> str:
+    """The values of a metric in each step. A step whose updates were all skipped has no gradient norm."""
+    values = [f"{row[metric]:{form}}" if metric in row else "none" for row in rows]
+    return ", ".join(values) if set(values) != {"none"} else "none"
+
+
+def count(folder: Path, noun: str, pattern: str) -> str:
+    """How many files match: `2 evaluations`."""
+    number = len(list(folder.glob(pattern)))
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def stand_ins(folder: Path) -> str:
-    """What the recipe asks over HTTP, which at toy scale is a server of this machine's own."""
+    """Names the HTTP services of the recipe that the toy scale replaces by a local server."""
     resolved = yaml.safe_load((folder / "config" / "resolved.yaml").read_text())
-    asked = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
-    return "".join(f"; what {path} names is a stand-in on this machine" for path in asked)
+    urls = [path for path, value in leaves(resolved) if path.endswith("base_url") and value == "toy"]
+    return f"; a local server stands in for {', '.join(urls)}" if urls else ""
 
 
-def write_card(path: Path, text: str, about: str) -> None:
-    """The card of a recipe that ran at toy scale: what was seen, and what was not as the recipe says."""
+def circumstances() -> dict[str, str]:
+    """Machine, date and commit of this run."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    result = (
-        f"scale=toy num_rollouts={STEPS} (tiny model and scorer of the same classes, random weights{about}): {text}. "
-        "Not run at full size."
-    )
-    fields = {
-        "status": "toy",
-        "hardware": f"{os.cpu_count()} CPU cores, at scale=toy",
-        "date": str(date.today()),
-        "commit": commit.stdout.strip(),
-    }
-    lines = [f"{name}: {value}" for name, value in fields.items()]
-    path.write_text(
-        "\n".join([*lines, "result: >-", *textwrap.wrap(result, 118, initial_indent="  ", subsequent_indent="  ")])
-        + "\n"
-    )
+    return {"hardware": f"{os.cpu_count()} CPU cores", "date": str(date.today()), "commit": commit.stdout.strip()}
+
+
+def render(card: Card) -> str:
+    """The text of a card's file."""
+    return yaml.safe_dump(asdict(card), sort_keys=False, width=110)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+")
-    for name in parser.parse_args().recipes:
+    parser.add_argument("--trained", nargs="+", type=Path, metavar="RUN_DIR", help="finished runs of the one recipe")
+    options = parser.parse_args()
+    if options.trained and len(options.recipes) > 1:
+        parser.error("--trained takes the runs of one recipe")
+    for name in options.recipes:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch, "run")
-            text, about = seen(run(name, folder), folder), stand_ins(folder)
-        write_card(find_recipe(name).path.with_suffix(CARD_SUFFIX), text, about)
-        print(f"{name}: {text}", flush=True)
+            if not options.trained:
+                run(name, Path(scratch, "run"))
+            card = trained_card(options.trained) if options.trained else toy_card(Path(scratch, "run"))
+        find_recipe(name).path.with_suffix(CARD_SUFFIX).write_text(render(card))
+        print(f"{name}: {card.updates} updates, reward {card.reward}", flush=True)
     return 0
 
 

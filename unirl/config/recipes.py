@@ -22,15 +22,40 @@ SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_d
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """The evidence for a recipe. Nothing claims more than was run."""
+    """The evidence for a recipe, written by scripts/toy_cards.py from a run. "none" stands for an absent value."""
 
     status: str = "untested"
     """untested | toy (runs end to end at scale=toy) | trained (the reward rose at full size)."""
     hardware: str = "none"
     date: str = "none"
     commit: str = "none"
+    updates: str = "none"
+    """Optimizer updates of the run."""
+    skipped_updates: str = "none"
+    gradient_norm: str = "none"
+    """Of the last update of each step, separated by commas; so are the fields below."""
+    reward: str = "none"
+    """Mean of each step; of a trained recipe, the held-out mean before and after training, for each seed."""
+    reward_std: str = "none"
+    ratio: str = "none"
+    """Mean importance ratio."""
     result: str = "none"
-    """What was seen: updates made, reward from -> to, artefacts made, weights changed."""
+    """A sentence about the run."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader must know before trusting the run: a zero gradient, constant rewards, skipped updates."""
+        conditions = {
+            "gradient norm 0": _all_zero(self.gradient_norm),
+            "constant rewards": _all_zero(self.reward_std),
+            f"{self.skipped_updates} skipped updates": self.skipped_updates not in ("none", "0"),
+        }
+        return tuple(remark for remark, holds in conditions.items() if holds)
+
+
+def _all_zero(values: str) -> bool:
+    """Whether a field of a card has numbers, and all of them are 0."""
+    return values != "none" and all(value != "none" and float(value) == 0.0 for value in values.split(", "))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
-from unirl.distributed.group import DeviceSet, Remote, placement
+from unirl.distributed.group import DeviceSet, Remote
 from unirl.distributed.group.ray_group import WorkerLocation
 from unirl.types.remote_rows import RemoteRows
 
@@ -123,18 +123,6 @@ def test_a_column_is_read_on_another_device_set(pool, device_set, camera) -> Non
     before = pool.traffic.total
     assert viewer.develop(shots.select([3, 0])).tolist() == [3, 0]
     assert pool.traffic.total - before < 10_000
-
-
-def test_a_fraction_must_give_whole_devices(pool) -> None:
-    with pytest.raises(ConfigError, match=r"0.3 of 4 devices"), placement(pool, fraction=0.3):
-        raise AssertionError
-
-
-def test_placements_follow_each_other_over_the_pool(pool) -> None:
-    with placement(pool, 0.25) as first, placement(pool, 0.25) as second, placement(pool, 0.25, first) as third:
-        assert (first.name, second.name, third) == ("device 0", "device 1", first)
-    with pytest.raises(ConfigError, match="4 devices are asked for, and 2 of 4 are left"), placement(pool):
-        raise AssertionError
 
 
 def test_a_local_group_has_one_worker(local_pool) -> None:

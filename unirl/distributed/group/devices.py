@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from unirl.config.device_sets import DeviceSet
-from unirl.config.errors import IncompatibleError, InvalidValueError
+from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
 from unirl.distributed.tensor.traffic import Traffic
 
@@ -30,7 +30,6 @@ class Pool(ABC):
         """Where the stacks of a stall are written; a temporary folder when absent."""
         self.traffic = Traffic()
         self.step = 0
-        self.num_taken = 0
 
     @abstractmethod
     def group(self, device_set: DeviceSet) -> Group:
@@ -59,21 +58,6 @@ class Pool(ABC):
     @abstractmethod
     def close(self) -> None:
         """End everything, whatever it is doing. May be called again."""
-
-    def take(self, count: int) -> DeviceSet:
-        """The next `count` devices.
-
-        Raises:
-            ConfigError: 2020 when fewer are left.
-        """
-        if self.num_taken + count > self.num_devices:
-            raise IncompatibleError(
-                f"{count} devices are asked for, and {self.num_devices - self.num_taken} "
-                f"of {self.num_devices} are left: "
-                "raise num_devices, or share the workers of another placement"
-            )
-        first, self.num_taken = self.num_taken, self.num_taken + count
-        return DeviceSet("device", tuple(range(first, self.num_taken)))
 
     def check(self, device_set: DeviceSet) -> None:
         """Raise ConfigError 2004 when a device_set has devices that the pool does not."""

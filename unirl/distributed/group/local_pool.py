@@ -170,7 +170,6 @@ class LocalPool(Pool):
             group.close()
         self.groups.clear()
         self.transport = InProcessTransport()
-        self.num_taken = 0
 
     def close(self) -> None:
         """The same: there is no process to end."""

@@ -9,7 +9,7 @@ from unirl.distributed.group.local_pool import LocalPool
 from unirl.distributed.group.ray_pool import RayPool
 from unirl.distributed.tensor.transport import RowTransportName
 
-__all__ = ["DevicePool", "Pool", "Runtime", "open_pool"]
+__all__ = ["Pool", "Runtime", "open_pool"]
 
 Runtime = Literal["local", "ray"]
 
@@ -33,14 +33,3 @@ def open_pool(
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
     return RayPool(num_devices, devices_per_node, num_updates, deadline_s, row_transport=row_transport)
-
-
-def DevicePool(  # noqa: N802 - the name of the seeds, which see a class here
-    num_devices: int = 1,
-    devices_per_node: int | None = None,
-    runtime: Runtime = "local",
-    num_updates: int = 1,
-    deadline_s: float = 1800.0,
-) -> Pool:
-    """`open_pool` under its other name."""
-    return open_pool(runtime, num_devices, devices_per_node, num_updates, deadline_s)

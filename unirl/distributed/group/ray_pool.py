@@ -222,7 +222,6 @@ class RayPool(Pool):
     def clear(self) -> None:
         """End all roles and groups, free all columns, and keep the workers that are well."""
         self.groups.clear()
-        self.num_taken = 0
         self.row_workers = set()
         self.worker_group.tell("clear")
 

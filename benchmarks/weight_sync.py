@@ -22,8 +22,8 @@ from harness import Ratio, paired, report
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
+from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.fingerprint import fingerprint
-from unirl.distributed.weight_sync.sender import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.toy import ToyBundle, ToyPipeline

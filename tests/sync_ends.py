@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.buckets import Bucket
+from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine

@@ -25,7 +25,7 @@ from unirl.algorithms.shared.mismatch import TokenTIS
 from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
-from unirl.distributed.group.layout import rank_rows
+from unirl.distributed.group.dispatch import rank_rows
 from unirl.testing.tokens import TableStage, token_table, token_track
 from unirl.testing.toy import ToyBundle, toy_track
 from unirl.train.backend.base import OptimizerConfig

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
-from unirl.distributed.group.layout import rank_rows
+from unirl.distributed.group.dispatch import rank_rows
 from unirl.plan.geometry import KNOBS, Geometry, check_geometry, geometry_table, nearest_legal
 
 COUNT = st.integers(1, 24)

@@ -16,7 +16,7 @@ from tests.source_tree import ROOT
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.reward.local.shapes import ShapesRewardScorer
-from unirl.rollout.engine.recorded.pictures import read_pictures
+from unirl.rollout.engine.recorded.engine import read_images
 from unirl.types.reward import RewardRequest
 
 SHIPPED = ROOT / "datasets" / "preferences"
@@ -31,7 +31,7 @@ def pairs():
 def test_the_chosen_shows_what_is_asked_for_and_the_rejected_misses_one_thing(pairs) -> None:
     asked = {prompt.text: prompt.metadata for prompt in load_prompts(ROOT / "datasets/shapes/train.jsonl")}
     assert [prompt.text for prompt in pairs] == list(asked)
-    images = read_pictures([ref for prompt in pairs for ref in prompt.recorded], 64, 64)
+    images = read_images([ref for prompt in pairs for ref in prompt.recorded], 64, 64)
     request = RewardRequest(
         sample_ids=[f"{prompt.text}, {ref.role}" for prompt in pairs for ref in prompt.recorded],
         images=images.pixels,

@@ -6,8 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.config.errors import ConfigError
-from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, rank0, remote_methods, scatter, split_call
-from unirl.distributed.group.layout import rank_rows, sent_order
+from unirl.distributed.group.dispatch import (
+    Dispatch,
+    broadcast,
+    collect,
+    rank0,
+    rank_rows,
+    remote_methods,
+    scatter,
+    sent_order,
+    split_call,
+)
 from unirl.testing.toy import toy_request
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.primitives import Images, Texts

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import is_running, wait_until
 from unirl.config.errors import StallError
-from unirl.distributed.group.stacks import watchdog
+from unirl.distributed.group.failures import watchdog
 
 
 def drive(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +135,7 @@ def test_a_phase_that_hangs_in_this_process_ends_it_with_its_stacks(tmp_path) ->
     done = drive(f"""
 import threading
 from pathlib import Path
-from unirl.distributed.group.stacks import watchdog
+from unirl.distributed.group.failures import watchdog
 with watchdog("phase train", 0.2, Path({str(tmp_path)!r})):
     threading.Event().wait()
 """)

@@ -11,7 +11,7 @@ from torch import Tensor
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync import fingerprint as module
 from unirl.distributed.weight_sync.base import Layout, Numerics, TensorInfo, TransferConfig
-from unirl.distributed.weight_sync.bucket import Bucket, fill, largest, plan_buckets
+from unirl.distributed.weight_sync.buckets import Bucket, fill, largest, plan_buckets
 from unirl.distributed.weight_sync.fingerprint import digest, fingerprint, fingerprints
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)

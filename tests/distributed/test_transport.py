@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed import current
+from unirl.distributed.group.base import Traffic, num_bytes
 from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, scatter, split_call
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.tensor.collective import CollectiveTransport, Move, plan_moves, workers_of
-from unirl.distributed.tensor.packing import pack, unpack
-from unirl.distributed.tensor.ray_transport import RayTransport
-from unirl.distributed.tensor.traffic import Traffic, num_bytes
-from unirl.distributed.tensor.transport import InProcessTransport, RowPayload, RowStore
+from unirl.distributed.tensor.row_store import InProcessTransport, RowPayload, RowStore, pack, unpack
+from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport, plan_moves, workers_of
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.types.batch import Batch, row
 from unirl.types.primitives import Images, Texts

@@ -12,7 +12,7 @@ import torch
 
 from tests.sync_ends import Ends, NamedTensors, ends, toy_pipeline
 from unirl.config.errors import ConfigError, StallError, SyncError
-from unirl.distributed.weight_sync.bucket import Bucket
+from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.sync import choose_transport
 from unirl.models.loading.lora import LoraSpec, inject_lora
 from unirl.testing.toy import toy_request

@@ -12,8 +12,8 @@ from tests.sync_ends import FaultyEngine, toy_pipeline
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import SyncError
 from unirl.distributed.group import Pool, Remote, broadcast, collect
-from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.buckets import Bucket
+from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.testing.toy import toy_request
 from unirl.train.backend.base import OptimizerConfig

@@ -17,8 +17,7 @@ from unirl.models.base import DiffusionBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.sd3.bundle import SD3Bundle
 from unirl.models.sd3.pipeline import SD3Pipeline
-from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine
-from unirl.rollout.engine.recorded.pictures import read_image, read_pictures
+from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine, read_image, read_images
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.testing.engine import check_engine
 from unirl.testing.toy import ToyBundle, ToyPipeline, toy_request
@@ -84,7 +83,7 @@ def test_latents_are_those_of_diffusers_preprocessing_and_vae(pipeline, refs) ->
 
 
 def test_a_model_on_pixels_gives_the_very_picture_back(refs) -> None:
-    images = read_pictures(refs, SIDE, SIDE)
+    images = read_images(refs, SIDE, SIDE)
     toy = ToyPipeline(ToyBundle())
     assert torch.equal(toy.decode(toy.latents_of(images)).pixels, images.pixels)
     levels = torch.from_numpy(np.stack([np.array(Image.open(ref.uri)) for ref in refs])).permute(0, 3, 1, 2)

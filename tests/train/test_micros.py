@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.train.micros import Micro, as_many, within_budget
+from unirl.train.stack import Micro, as_many, within_budget
 
 TOGETHER = st.integers(1, 3)
 BUNDLES = st.lists(st.integers(0, 40), min_size=1, max_size=12)

@@ -16,7 +16,7 @@ from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.config.load import load
 from unirl.distributed import current
-from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.plan.preflight import preflight
 from unirl.testing.toy import ToyBundle, toy_track
 from unirl.train.backend.base import LrSchedulerConfig, OptimizerConfig

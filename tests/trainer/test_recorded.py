@@ -15,7 +15,7 @@ from tests.run_files import metrics_of
 from unirl.config.errors import ConfigError, DataError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.rollout.engine.recorded.pictures import read_pictures
+from unirl.rollout.engine.recorded.engine import read_images
 from unirl.sde.guidance import Guidance
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer
@@ -154,7 +154,7 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
     texts = [prompt.text for prompt in prompts for _ in prompt.recorded]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad(), backend.weights(weights):
-        x0 = pipeline.latents_of(read_pictures(refs, 32, 32))
+        x0 = pipeline.latents_of(read_images(refs, 32, 32))
         conditions = pipeline.encode(texts, trainer.sampling)
         total = torch.zeros(len(refs))
         for level in (0.3, 0.5, 0.7):

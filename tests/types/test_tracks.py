@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.distributed.group.layout import rank_rows, sent_order
+from unirl.distributed.group.dispatch import rank_rows, sent_order
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.steps import FractionSteps
 from unirl.types.primitives import Texts

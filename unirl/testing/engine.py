@@ -12,7 +12,7 @@ from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import SyncError
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
 from unirl.models.base import Pipeline
 from unirl.rollout.engine.base import DedicatedEngine

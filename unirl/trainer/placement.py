@@ -22,7 +22,7 @@ from unirl.distributed.group.handle import Group, Handle
 from unirl.distributed.group.pool import Pool
 from unirl.distributed.group.remote import Remote, Siblings
 from unirl.distributed.weight_sync.base import NoSync, WeightSync
-from unirl.distributed.weight_sync.sender import WeightSender
+from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.sync import SyncEndpoint
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.plan.placement import PlacementPlan

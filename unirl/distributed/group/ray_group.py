@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import unirl
-from unirl.distributed.group.failures import WorkerFailure, first_cause
+from unirl.distributed.group.failures import WorkerFailure, first_cause, stack_folder, stall
 from unirl.distributed.group.ray_cluster import Reservation
-from unirl.distributed.group.stacks import stack_folder, stall
 from unirl.distributed.group.worker import ProcessInfo, RemoteWorker, describe, end_with_parent
 
 GRACE_S = 1.0

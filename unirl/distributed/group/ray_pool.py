@@ -11,15 +11,15 @@ from typing import Any
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
-from unirl.distributed.group.devices import Pool
+from unirl.distributed.group.base import Pool
 from unirl.distributed.group.dispatch import Dispatch, SplitCall, remote_methods, split_call
 from unirl.distributed.group.handle import Handle
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
 from unirl.distributed.group.ray_group import Ref, WorkerGroup, WorkerLocation, WorkerRef
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.group.worker import RankAssignment
-from unirl.distributed.tensor.collective import plan_moves, workers_of
-from unirl.distributed.tensor.transport import RowTransportName
+from unirl.distributed.tensor.row_store import RowTransportName
+from unirl.distributed.tensor.transports import plan_moves, workers_of
 
 LIBRARIES = ("diffusers", "transformers", "peft")
 NUMBERS = count()

@@ -17,14 +17,19 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from unirl.config.errors import InvalidValueError
-from unirl.distributed.group import process_group
-from unirl.distributed.group.failures import WorkerFailure
-from unirl.distributed.group.rank import RankInfo, running_as
+from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, stacks_of
+from unirl.distributed.group.rank import (
+    RankInfo,
+    host_store,
+    join_process_group,
+    leave_process_group,
+    new_process_group,
+    open_store,
+    running_as,
+)
 from unirl.distributed.group.remote import Remote
-from unirl.distributed.group.stacks import ThreadStacks, stacks_of
-from unirl.distributed.tensor.collective import CollectiveTransport, Move
-from unirl.distributed.tensor.ray_transport import RayTransport
-from unirl.distributed.tensor.transport import RowPayload, RowStore, RowTransport
+from unirl.distributed.tensor.row_store import RowPayload, RowStore, RowTransport
+from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport
 from unirl.tracking.timing import peak_memory
 from unirl.types.remote_rows import StoredRows
 
@@ -64,7 +69,7 @@ class Worker:
                 self.rank.device,
                 assignment.timeout_s,
             )
-            group = process_group.join(assignment.group, *where)
+            group = join_process_group(assignment.group, *where)
         self.rank = RankInfo(
             rank=assignment.rank,
             world_size=assignment.world_size,
@@ -104,7 +109,7 @@ class Worker:
         self.roles.clear()
         self.store.clear()
         if self.rank.group is not None:
-            process_group.leave()
+            leave_process_group()
         self.rank = RankInfo(device=self.rank.device)
         gc.collect()
         if self.rank.device.type == "cuda":
@@ -169,18 +174,18 @@ class RemoteWorker(Worker):
 
     def host_store(self) -> tuple[str, int]:
         """Open the store in which the ranks of a group find each other."""
-        return process_group.host_store(self.host)
+        return host_store(self.host)
 
     def host_rows(self) -> tuple[str, int]:
         """Open the store in which the workers that move rows over a process group find each other."""
-        self.rows_store = process_group.open_store(self.host)
+        self.rows_store = open_store(self.host)
         return self.host, self.rows_store.port
 
     def join_rows(self, host: str, port: int, ranks: Mapping[str, int], timeout_s: float) -> None:
         """Move rows over a process group from here on. Returns when all of `ranks`, workers by name, have joined."""
         store = PrefixStore("rows", TCPStore(host, port, is_master=False, wait_for_workers=False))
         device = self.rank.device
-        group = process_group.group_beside(store, ranks[self.name], len(ranks), device, timeout_s)
+        group = new_process_group(store, ranks[self.name], len(ranks), device, timeout_s)
         self.rows = CollectiveTransport(group, ranks, device, timeout_s)
         self.store.transport = self.rows
 

@@ -11,9 +11,8 @@ from unirl.config.errors import SyncError
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping
-from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.channel import BucketReceiver, WeightRoute
-from unirl.distributed.weight_sync.object_store import unpacked
+from unirl.distributed.weight_sync.buckets import Bucket
+from unirl.distributed.weight_sync.routes import BucketReceiver, WeightRoute, unpacked
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.facts import ModelFacts
 from unirl.types.primitives import Medium, Preview

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from unirl.config.errors import UnreadableFileError
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.rollout.engine.recorded.pictures import read_pictures
 from unirl.rollout.engine.trainside.engine import TrainedWeights, TrainsideRolloutEngine
-from unirl.types.primitives import MediaRefs
+from unirl.types.primitives import Images, MediaRef, MediaRefs
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RECORDED, RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -44,4 +52,51 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
         named = req.primitives[RECORDED]
         assert isinstance(named, MediaRefs)
         _, params = req.only_track(DiffusionSamplingParams)
-        return self.recorder.record(req, read_pictures(named.refs, params.height, params.width))
+        return self.recorder.record(req, read_images(named.refs, params.height, params.width))
+
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""How PIL calls pictures of 8 bits a channel."""
+
+
+def read_images(refs: Sequence[MediaRef], height: int, width: int) -> Images:
+    """One picture per reference, in their order. Raises DataError (4003)."""
+    with ThreadPoolExecutor() as threads:  # decoders of picture files leave Python's lock
+        pixels = list(threads.map(partial(read_image, height=height, width=width), (ref.uri for ref in refs)))
+    return Images(pixels=torch.stack(pixels))
+
+
+def read_image(path: str, height: int, width: int) -> Tensor:
+    """[3, height, width] in [0, 1], on the 256 levels: scaled down to cover the size (Lanczos), and the middle of that.
+
+    Raises:
+        DataError: 4003 where the file is no picture, is cut, is transparent, or would have to be enlarged.
+    """
+    picture = _opaque(_opened(path), path)
+    if picture.height < height or picture.width < width:
+        raise UnreadableFileError(
+            f"{path} has {picture.width} x {picture.height} pixels, and sampling.width x height = {width} x {height} "
+            "would enlarge it. Lower sampling.height and sampling.width, or give larger pictures"
+        )
+    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
+
+
+def _opened(path: str) -> Image.Image:
+    """The picture with all its pixels read, the right way up."""
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL meets the damage
+        raise UnreadableFileError(f"{path} cannot be read as a picture: {error}") from error
+
+
+def _opaque(picture: Image.Image, path: str) -> Image.Image:
+    """As RGB."""
+    if picture.mode not in MODES:
+        raise UnreadableFileError(
+            f"{path} is a picture of mode {picture.mode}; save it with 8 bits a channel as one of {', '.join(MODES)}"
+        )
+    if picture.has_transparency_data and picture.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+        raise UnreadableFileError(f"{path} has transparent parts, and what shows through is not known; flatten it")
+    return picture.convert("RGB")

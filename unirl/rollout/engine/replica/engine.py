@@ -13,9 +13,8 @@ from torch import nn
 
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, Numerics, ParamMapping
-from unirl.distributed.weight_sync.bucket import Bucket
-from unirl.distributed.weight_sync.receiver import WeightReceiver
-from unirl.distributed.weight_sync.sender import uncompiled
+from unirl.distributed.weight_sync.buckets import Bucket
+from unirl.distributed.weight_sync.endpoints import WeightReceiver, uncompiled
 from unirl.models.base import Pipeline
 from unirl.models.canary import CanaryAnswer
 from unirl.models.loading.lora import LoraSpec, adapter_names, idle_adapters, inject_lora

@@ -7,14 +7,17 @@ WeightRoute.open_receiver   at an engine, for routes on which it must listen: th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from unirl.config.errors import StallError, SyncError
-from unirl.distributed.weight_sync.bucket import Bucket, BucketEntry
+from unirl.distributed.group.failures import WorkerFailure
+from unirl.distributed.weight_sync.buckets import Bucket, bucket_of, header_of
 
 
 class ColocatedEngine(Protocol):
@@ -162,26 +165,64 @@ class HeaderStore:
         return value
 
 
-def header_of(bucket: Bucket) -> dict[str, Any]:
-    """A bucket without its bytes, ready for JSON."""
-    return {
-        "version": bucket.version,
-        "weights": bucket.weights,
-        "number": bucket.number,
-        "num_bytes": bucket.data.numel(),
-        "entries": [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.offset] for e in bucket.entries],
-    }
-
-
-def bucket_of(header: dict[str, Any], data: torch.Tensor) -> Bucket:
-    """The bucket of a header."""
-    entries = tuple(BucketEntry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
-    return Bucket(header["version"], header["weights"], header["number"], entries, data)
-
-
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-}
 END = {"end": True}
 """The header after the last bucket."""
+
+
+@dataclass(frozen=True)
+class ObjectStoreRoute:
+    """A bucket is stored once per node and read by every worker there; it never passes the driver."""
+
+    workers: Sequence[Any]
+    """Handles of the engine's actors, in rank order."""
+    role: str
+    """The engine's name among its siblings."""
+    deadline_s: float
+
+    every_rank: ClassVar[bool] = False
+    listens: ClassVar[bool] = False
+
+    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
+        return ObjectStoreSender(self)
+
+    def open_receiver(self, rank: int) -> BucketReceiver:
+        raise AssertionError("nobody listens on this route")
+
+
+class ObjectStoreSender:
+    """One bucket at a time."""
+
+    def __init__(self, route: ObjectStoreRoute) -> None:
+        self.route = route
+
+    def begin(self) -> None:
+        pass
+
+    def put(self, bucket: Bucket) -> None:
+        import ray
+
+        packed = ray.put((header_of(bucket), bucket.data.cpu().numpy()))
+        what = f"{self.route.role}.receive_packed"
+        calls = [
+            worker.attempt.remote(what, "invoke", self.route.role, "receive_packed", packed)
+            for worker in self.route.workers
+        ]
+        try:
+            results = ray.get(calls, timeout=self.route.deadline_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise StallError(f"an engine took more than {self.route.deadline_s:g} s for a bucket") from error
+        failures = [result for result in results if isinstance(result, WorkerFailure)]
+        if failures:
+            raise failures[0].exception()
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+
+def unpacked(packed: tuple[dict[str, Any], np.ndarray[Any, Any]]) -> Bucket:
+    """The bucket of what came through the store; its bytes are copied, as the store's own are read-only."""
+    header, data = packed
+    return bucket_of(header, torch.from_numpy(data.copy()))

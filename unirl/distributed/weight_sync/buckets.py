@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,3 +100,26 @@ def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.
         view = data[entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
         view.copy_(tensor.detach())
     return data
+
+
+def header_of(bucket: Bucket) -> dict[str, Any]:
+    """A bucket without its bytes, ready for JSON."""
+    return {
+        "version": bucket.version,
+        "weights": bucket.weights,
+        "number": bucket.number,
+        "num_bytes": bucket.data.numel(),
+        "entries": [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.offset] for e in bucket.entries],
+    }
+
+
+def bucket_of(header: dict[str, Any], data: torch.Tensor) -> Bucket:
+    """The bucket of a header."""
+    entries = tuple(BucketEntry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
+    return Bucket(header["version"], header["weights"], header["number"], entries, data)
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+}

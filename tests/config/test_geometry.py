@@ -115,7 +115,7 @@ def test_where_the_devices_are_named_the_error_speaks_of_these():
     with pytest.raises(ConfigError) as caught:
         check_geometry(dataclasses.replace(geometry(devices=5), placed=True))
     assert "5 (placement.train), does not divide the 768 samples" in str(caught.value)
-    assert "a train device_set of 4|6 devices" in str(caught.value)
+    assert "4|6 devices in placement.train" in str(caught.value)
     assert "num_devices=" not in str(caught.value)
 
 

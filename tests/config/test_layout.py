@@ -70,7 +70,7 @@ def said(recipe, *overrides):
             SEPARATE,
             ["num_devices=6", "placement={train: 0-2, rollout: 3-5}"],
             2010,
-            "a train device_set of 2|4 devices",
+            "2|4 devices in placement.train",
         ),
     ],
 )
@@ -117,7 +117,7 @@ def test_the_devices_that_train_divide_an_update_and_those_that_sample_need_not(
     layout = ("num_devices=7", "placement={train: 0-3, rollout: 4-6}")
     found = preflight(load(SEPARATE, layout))
     assert found.geometry.rows_per_device == 256 // 2 // 4
-    assert "rollout has 3 devices, which do not divide the 256 samples: 2 copies" in " ".join(found.notices)
+    assert "rollout has 3 devices, which do not divide the 256 samples: 2 padding rows" in " ".join(found.notices)
     assert not preflight(load(SEPARATE)).notices
 
 

@@ -1,6 +1,7 @@
 """What is refused on the driver before anything loads, and how it is said."""
 
 import dataclasses
+import re
 import shutil
 import sys
 import time
@@ -11,6 +12,8 @@ from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLEr
 from unirl.config.load import load
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipes import find_recipe
+from unirl.config.targets import find_target
+from unirl.plan.compatibility import OTHER_MODALITY
 from unirl.plan.preflight import check_disk, preflight
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 
@@ -40,7 +43,7 @@ def test_the_shipped_recipe_may_start():
         (["sampling.kernel._target_=unirl.sde.kernels.EulerODE"], 2020, "no step of sampling has one (EulerODE"),
         (["~sampling.sde_steps", "sampling.sde_indices=[]"], 2020, "trains on log-probs"),
         (["evaluation.weights=ema"], 2020, "backend.ema_cfg"),
-        (["evaluation.temperature=0.5"], 2020, "Write ~evaluation.temperature, and set of these"),
+        (["evaluation.temperature=0.5"], 2020, "Write ~evaluation.temperature. Evaluation can set"),
         (["sampling={_target_: unirl.types.sampling.ARSamplingParams}"], 2004, "sd3 samples by Diffusion"),
         (["algorithm={_target_: unirl.algorithms.ar_grpo.ARGRPO}"], 2020, "trains what is sampled by ARSamplingParams"),
         (["trainer={_target_: unirl.trainer.text.TextTrainer}"], 2020, "TextTrainer is for text, and SD3"),
@@ -154,7 +157,7 @@ def test_an_engine_that_cannot_sample_a_snapshot_is_refused_to_a_loss_that_needs
     monkeypatch.setattr(TrainsideRolloutEngine, "capabilities", only_live)
     error = refused(*NFT, OLD)
     assert error.code == 2020
-    assert "samples from a snapshot of the weights, which TrainsideRolloutEngine cannot" in str(error)
+    assert "samples from a weight snapshot, and TrainsideRolloutEngine cannot" in str(error)
 
 
 def test_an_average_makes_its_evaluation_legal():
@@ -168,6 +171,16 @@ def test_settings_without_effect_and_values_from_the_environment_are_said_once(m
     assert any("weight_sync_interval=2 has no effect" in line for line in said)
     assert any("a group of one has no advantage" in line for line in said)
     assert any("run.dir" in line and "OUTPUT_DIR" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_idle"),
+    [((OLD,), True), ((*NFT, OLD), False), ((*AWM, OLD, "algorithm.ema_coef=0.1"), False), ((*AWM, OLD), True)],
+    ids=str,
+)
+def test_a_notice_names_the_snapshot_old_if_the_loss_never_reads_it(overrides, is_idle):
+    notices = preflight(load(RECIPE, overrides)).notices
+    assert any("backend.ema_lora_cfg has no effect on training" in line for line in notices) == is_idle
 
 
 @pytest.mark.parametrize(
@@ -226,3 +239,9 @@ def test_scalars_of_the_recipe_have_ranges():
     assert "parity.stop must be >= warn (0.5) or 0, got 0.05" in str(refused("parity.stop=0.05"))
     assert RecipeConfig.__dataclass_fields__["num_rollouts"].default == 100
     assert find_recipe(RECIPE).card.status in ("untested", "toy", "trained")
+
+
+def test_the_trainers_that_a_way_out_names_exist():
+    """The plan may not import the trainers, so it spells their names."""
+    names = re.findall(r"unirl(?:\.\w+)+", " ".join(OTHER_MODALITY.values()))
+    assert len([find_target(name, "trainer") for name in names]) == 2

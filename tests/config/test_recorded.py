@@ -42,7 +42,7 @@ def test_a_loss_on_the_policys_own_samples_is_refused(name: str) -> None:
     error = refused(OFFLINE, ALGORITHMS + name, *OWN[name])
     assert isinstance(error, ConfigError) and error.code == 2020
     loss = name.rpartition(".")[2]
-    assert f"{loss} learns from samples of the policy itself, and RecordedRolloutEngine gives back" in str(error)
+    assert f"{loss} learns from samples of the policy itself, and RecordedRolloutEngine returns" in str(error)
 
 
 @pytest.mark.parametrize("name", ANY)
@@ -66,10 +66,10 @@ SCORER = "reward.backend._target_=unirl.reward.local.recorded.RecordedRewardScor
     ("recipe", "overrides", "code", "says"),
     [
         (OFFLINE, ["data_source.recorded=[]"], 2020, "Set data_source.recorded=[chosen,rejected]"),
-        (ONLINE, ["data_source.recorded=[chosen,rejected]"], 2020, "TrainsideRolloutEngine draws its samples"),
+        (ONLINE, ["data_source.recorded=[chosen,rejected]"], 2020, "TrainsideRolloutEngine generates its samples"),
         (OFFLINE, ["data_source.recorded=[chosen,chosen]"], 2020, "names a role twice"),
         (OFFLINE, ["data_source.recorded=[chosen,best]"], 2004, "data_source.recorded"),
-        (ONLINE, [SCORER], 2020, "reward.backend (RecordedRewardScorer) tells what was recorded"),
+        (ONLINE, [SCORER], 2020, "reward.backend (RecordedRewardScorer) returns rewards that were recorded"),
         (OFFLINE, ["placement={train: 0, rollout: 1}", "num_devices=2"], 2020, "placement.rollout"),
     ],
 )

@@ -264,5 +264,5 @@ def test_settings_that_cannot_work_are_refused_before_the_start(overrides, messa
 
 def test_recorded_samples_cannot_be_drawn_again(tmp_path) -> None:
     recipe = load("diffusion/quickstart_dpo_offline", ["refill={}", f"run.dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"gives back recorded ones, the same at every draw.*~refill"):
+    with pytest.raises(ConfigError, match=r"returns the same recorded samples at every draw.*~refill"):
         preflight(recipe)

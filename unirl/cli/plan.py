@@ -36,7 +36,7 @@ def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> i
     plan, estimate = plan_of(found.config), _estimate(found)
     sizes = _sizes(found, plan, estimate)
     on_devices: dict[str, tuple[str, ...]] = {phase: resident(plan, phase) for phase in PHASES}
-    rows = memory.table(sizes, on_devices)
+    rows = memory.memory_table(sizes, on_devices)
     travels = _travel(found, plan, estimate, sizes)
     if as_json:
         facts = {
@@ -69,7 +69,7 @@ class Travel:
     interval: int  # steps
 
 
-def _travel(recipe, plan, estimate, sizes: memory.Sizes) -> Travel:
+def _travel(recipe, plan, estimate, sizes: memory.MemoryInputs) -> Travel:
     from unirl.plan.layout import transport_of
 
     config = recipe.config
@@ -136,7 +136,7 @@ def _estimate(recipe):
     return bundle.schema.owner.estimate(bundle.values["path"], bundle.values["revision"])
 
 
-def _sizes(recipe, plan, estimate) -> memory.Sizes:
+def _sizes(recipe, plan, estimate) -> memory.MemoryInputs:
     from unirl.config.build import build
     from unirl.plan.preflight import needs_of, sizes_of
     from unirl.types.protocols import REFERENCE
@@ -150,7 +150,7 @@ def _sizes(recipe, plan, estimate) -> memory.Sizes:
     fsdp = recipe.value("backend.fsdp_cfg") or {}
     averages = [recipe.value(f"backend.{name}") for name in ("ema_cfg", "ema_lora_cfg")]
     reads_reference = REFERENCE in needs_of(recipe.config).snapshots
-    return memory.Sizes(
+    return memory.MemoryInputs(
         policy_parameters=policy,
         other_parameters=sum(estimate.parameters.values()) - policy,
         trainable_parameters=policy if lora is None else estimate.lora_parameters(lora["rank"], targets),
@@ -181,7 +181,7 @@ def _micro_rows(recipe, tokens: int) -> int:
     return recipe.value("stack.micro_batch_size") if budget is None else max(budget // tokens, 1)
 
 
-def _parameters_text(parameters: Mapping[str, int], sizes: memory.Sizes) -> str:
+def _parameters_text(parameters: Mapping[str, int], sizes: memory.MemoryInputs) -> str:
     listed = ", ".join(f"{name} {_count(number)}" for name, number in parameters.items())
     return f"parameters {_count(sizes.trainable_parameters)} trained; {listed}"
 
@@ -191,7 +191,7 @@ def _count(number: int) -> str:
     return f"{number / size[0]:.3g}{size[1]}"
 
 
-def _memory_text(rows: Sequence[memory.Row], homes: Mapping[str, str]) -> str:
+def _memory_text(rows: Sequence[memory.MemoryRow], homes: Mapping[str, str]) -> str:
     """One block per device_set; a dash = not on the device in this phase."""
     lines = [f"memory     {'GiB per device, estimated':<26}{''.join(f'{phase:>10}' for phase in memory.PHASES)}"]
     device_sets = list(dict.fromkeys(homes[row.part] for row in rows))

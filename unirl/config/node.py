@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unirl.config.schema import Key, Schema
+from unirl.config.schema import Key, Schema, dotted_name
 
 ValueT = TypeVar("ValueT")
 
@@ -30,6 +30,11 @@ class Node:
     def target(self) -> str:
         """The dotted name of the class."""
         return self.schema.name
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class without its module, for messages."""
+        return self.schema.owner.__name__
 
     @property
     def built(self) -> dict[str, Any]:
@@ -84,7 +89,4 @@ def plain(value: Any) -> Any:
 
 def _instance(value: Any) -> dict[str, Any]:
     fields = [field.name for field in dataclasses.fields(value) if field.init]
-    kind = type(value)
-    return {"_target_": f"{kind.__module__}.{kind.__qualname__}"} | {
-        name: plain(getattr(value, name)) for name in fields
-    }
+    return {"_target_": dotted_name(type(value))} | {name: plain(getattr(value, name)) for name in fields}

@@ -56,7 +56,7 @@ class Schema:
     @property
     def name(self) -> str:
         """The dotted name that `_target_` would write."""
-        return f"{self.target.__module__}.{self.target.__qualname__}"
+        return dotted_name(self.target)
 
     @property
     def toy(self) -> Mapping[str, Any]:
@@ -67,6 +67,11 @@ class Schema:
     def is_value(self) -> bool:
         """Whether the target is a config dataclass, so that it can be made while checking."""
         return is_config(self.target)
+
+
+def dotted_name(target: Callable[..., Any]) -> str:
+    """The name that `_target_` gives for a class, or for a classmethod of one."""
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 def is_config(annotation: Any) -> bool:

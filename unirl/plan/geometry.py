@@ -1,7 +1,7 @@
-"""How many samples a step draws, and how they are cut into updates, devices and micro-batches.
+"""The counts of a step: prompts, samples, updates, devices and micro-batches.
 
-P prompts x N samples = B rows; update u of U is the rows [uB/U, (u+1)B/U); devices divide inside an update. A loss on
-pairs trains two rows for each, and leaves out the others: then B is 2 x pairs x P.
+P prompts x N samples = B rows. Update u of U trains the rows [uB/U, (u+1)B/U), and the devices divide each update. A
+loss on pairs trains two rows per pair and no others, so there B is 2 x pairs x P.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling
 
 REACH = 20_000
-"""How far the nearest legal value is looked for."""
+"""The search for the nearest legal value covers this many values in each direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +29,31 @@ class Geometry:
     num_prompts: int
     samples_per_prompt: int
     num_devices: int
-    """Devices that train: they divide an update."""
+    """Devices that train. They divide an update."""
     num_updates: int
     micro_batch_size: int
     micro_batch_tokens: int | None = None
-    """What cuts micro-batches in place of their number of rows; absent = that number."""
+    """Tokens of a micro-batch. None if micro-batches have a fixed number of rows."""
     rows_together: int = 1
     """Adjacent rows that a micro-batch must not split."""
     num_pairs: int = 0
-    """At most so many pairs of a group are trained, in place of all its samples; 0 = all samples."""
+    """The most pairs of a group that are trained; 0 = all samples are trained."""
     placed: bool = False
-    """Whether the recipe says which devices train, so that num_devices alone does not."""
+    """True if the recipe has a placement, so that num_devices alone does not set the devices that train."""
 
     @property
     def num_samples(self) -> int:
-        """Samples that a step draws."""
+        """Samples that a step generates."""
         return self.num_prompts * self.samples_per_prompt
 
     @property
     def trained_per_prompt(self) -> int:
-        """Rows of a group that are trained."""
+        """Rows of one group that are trained."""
         return 2 * min(self.num_pairs, self.samples_per_prompt // 2) or self.samples_per_prompt
 
     @property
     def num_trained(self) -> int:
-        """B, the rows that a step trains."""
+        """Rows that a step trains, B."""
         return self.num_prompts * self.trained_per_prompt
 
     @property
@@ -68,23 +68,23 @@ class Geometry:
 
     @property
     def num_micros(self) -> int:
-        """Micro-batches of one update on one device, where rows are counted; the last may be smaller."""
+        """Micro-batches of one update on one device, if they have a fixed number of rows. The last may be smaller."""
         return -(-self.rows_per_device // self.micro_batch_size)
 
     @property
     def is_legal(self) -> bool:
-        """Whether devices and updates divide the samples, and nothing that belongs together is split."""
+        """True if devices and updates divide the samples, and rows that belong together are never split."""
         divides = self.num_trained % (self.num_devices * self.num_updates) == 0
         return divides and self.keeps_together and self.has_enough
 
     @property
     def has_enough(self) -> bool:
-        """Whether a group holds a pair, where pairs are trained."""
+        """True unless pairs are trained and a group has only one sample."""
         return not self.num_pairs or self.samples_per_prompt >= 2
 
     @property
     def keeps_together(self) -> bool:
-        """Whether groups, device shares and micro-batches hold whole bundles of rows."""
+        """True if `rows_together` divides groups, device shares and micro-batches."""
         micro = self.micro_batch_size if self.micro_batch_tokens is None else self.rows_together
         return all(size % self.rows_together == 0 for size in (self.trained_per_prompt, micro, self.rows_per_device))
 
@@ -96,11 +96,11 @@ KNOBS = {
     "num_devices": "num_devices",
     "micro_batch_size": "stack.micro_batch_size",
 }
-"""Field of Geometry to the key that sets it."""
+"""Field of Geometry to the recipe key that sets it."""
 
 
 def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geometry:
-    """The geometry that a recipe implies on its plan, for an algorithm with these needs.
+    """The geometry of a recipe on these devices, for an algorithm with these needs.
 
     Raises:
         ConfigError: 2004 for a count below 1.
@@ -123,18 +123,14 @@ def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geom
 
 
 def check_geometry(geometry: Geometry) -> None:
-    """Refuse an illegal geometry with its equation and the nearest legal values of each knob.
-
-    Raises:
-        ConfigError: 2010.
-    """
+    """Refuses (2010) an illegal geometry, with its equation and the nearest legal values of each key."""
     if not geometry.is_legal:
         ways_out = " or ".join(_ways_out(geometry)) or _joint_way_out(geometry)
         raise GeometryError(f"{_equation(geometry)}. Use {ways_out}")
 
 
 def geometry_table(config: RecipeConfig) -> str:
-    """What a run prints when it starts: the counts of a step, and of the whole run."""
+    """The counts of a step and of the whole run, as a run prints them at its start."""
     geometry = geometry_of(config, plan_of(config), build(config.algorithm).needs)
     check_geometry(geometry)
     sampling: Sampling = build(config.sampling)
@@ -161,8 +157,8 @@ def _paired(geometry: Geometry) -> str:
 
 def _micros(geometry: Geometry) -> str:
     if geometry.micro_batch_tokens is not None:
-        budget = f"micro-batches of at most {geometry.micro_batch_tokens} tokens"
-        return f"{_count(geometry.rows_per_device, 'row')} in {budget}"
+        rows_text = _count(geometry.rows_per_device, "row")
+        return f"{rows_text} in micro-batches of at most {geometry.micro_batch_tokens} tokens"
     size, rows = geometry.micro_batch_size, geometry.rows_per_device
     last = rows % size
     ragged = f" (the last of {last})" if last and rows > size else ""
@@ -170,7 +166,7 @@ def _micros(geometry: Geometry) -> str:
 
 
 def _equation(geometry: Geometry) -> str:
-    """What does not divide what, with the numbers and where they come from."""
+    """The equation that does not hold, with its numbers and their keys."""
     if not geometry.has_enough:
         return f"the algorithm compares samples of one prompt, and samples_per_prompt is {geometry.samples_per_prompt}"
     each = "paired samples" if geometry.num_pairs else "samples_per_prompt"
@@ -199,19 +195,19 @@ def _ways_out(geometry: Geometry) -> Iterator[str]:
     for field, key in KNOBS.items():
         values = [str(value) for value in nearest_legal(geometry, field)]
         if values and field == "num_devices" and geometry.placed:
-            yield f"a train device_set of {'|'.join(values)} devices"
+            yield f"{'|'.join(values)} devices in placement.train"
         elif values:
             yield f"{key}={'|'.join(values)}"
 
 
 def _joint_way_out(geometry: Geometry) -> str:
-    """Where no single count helps: group and micro-batch rounded up to whole bundles, and prompts to match."""
+    """The way out if no single count helps: round group and micro-batch up to multiples, and adjust the prompts."""
     bundle = geometry.rows_together
     group, micro = (-(-size // bundle) * bundle for size in (geometry.samples_per_prompt, geometry.micro_batch_size))
     rounded = dataclasses.replace(geometry, samples_per_prompt=group, micro_batch_size=micro)
     legal = [rounded.num_prompts] if rounded.is_legal else nearest_legal(rounded, "num_prompts")
     if not legal:
-        return "counts that divide each other: these are far from any"
+        return "counts that divide each other: no legal values are near these"
     fixed = dataclasses.replace(rounded, num_prompts=legal[-1])
     changed = [
         f"{key}={vars(fixed)[field]}" for field, key in KNOBS.items() if vars(fixed)[field] != vars(geometry)[field]
@@ -220,7 +216,7 @@ def _joint_way_out(geometry: Geometry) -> str:
 
 
 def nearest_legal(geometry: Geometry, field: str) -> list[int]:
-    """The closest legal values of one count, the others unchanged: one below, one above, where there are any."""
+    """The closest legal values of one count below and above the present one, with the other counts unchanged."""
     now = vars(geometry)[field]
 
     def legal(value: int) -> bool:

@@ -1,4 +1,4 @@
-"""Whether runtime, sync, sharding and Ray's address fit the plan of a recipe."""
+"""Rules between the placement of a recipe and its runtime, weight sync, sharding and Ray address."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ BETWEEN_PROCESSES = ("broadcast", "ray")
 
 @runtime_checkable
 class Ranked(Protocol):
-    """A block of the backend that some numbers of ranks do not fit."""
+    """A block of the backend that limits the number of ranks."""
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise ConfigError (2010) when `num_ranks` do not."""
+        """Raises ConfigError (2010) if this block does not work on `num_ranks` ranks."""
         ...
 
 
 def check_layout(config: RecipeConfig, plan: PlacementPlan) -> None:
-    """All rules between the plan and the rest of the recipe.
+    """Checks the rest of the recipe against the placement.
 
     Raises:
-        ConfigError: 2010 for counts, 2020 for what cannot work together.
-        DependencyError: 3003 when RAY_ADDRESS does not answer.
+        ConfigError: 2010 for counts, 2020 for settings that cannot work together.
+        DependencyError: 3003 if nothing answers at RAY_ADDRESS.
     """
     _check_runtime(config, plan)
     _check_sync(config, plan)
     _check_ranks(config, plan)
-    _check_parts(config, plan)
+    _check_reward_parts(config, plan)
     if config.runtime_in_use == "ray":
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
 
 
-def _check_parts(config: RecipeConfig, plan: PlacementPlan) -> None:
-    """A reward that works while the engine does has a place of its own."""
+def _check_reward_parts(config: RecipeConfig, plan: PlacementPlan) -> None:
+    """A reward that scores while the engine samples needs devices of its own."""
     shared = [role for role in ("train", "rollout") if plan.device_sets[role].devices == plan.reward.devices]
     if config.reward_parts > 1 and shared:
         raise IncompatibleError(
-            f"reward_parts={config.reward_parts} scores one part of a step while the next is drawn, and the reward "
-            f"sits with {shared[-1]} on {plan.reward.words}, where they take turns. Write +placement.reward=cpu for a "
-            "reward on the host's own processor (or one that asks a service), name devices of its own, or set "
+            f"reward_parts={config.reward_parts} scores one part of a step while the next is sampled, and the reward "
+            f"shares {plan.reward.words} with {shared[-1]}, where they take turns. Write +placement.reward=cpu for a "
+            "reward on the host's CPUs (or one that calls a service), give it devices of its own, or set "
             "reward_parts=1"
         )
 
 
 def in_one_process(config: RecipeConfig, plan: PlacementPlan) -> bool:
-    """Whether trainer and engine live in the same processes, rank by rank."""
+    """True if train and rollout share their processes, rank by rank."""
     return config.runtime_in_use == "local" or plan.train == plan.rollout
 
 
 def transport_of(config: RecipeConfig, plan: PlacementPlan) -> str:
-    """How weights travel: `none`, `in_process`, or between processes."""
+    """How weights travel to the engine: `none`, `in_process`, or one of BETWEEN_PROCESSES or `cuda_ipc`."""
     if not plan.is_dedicated:
         return "none"
     if config.sync_transport in (None, "auto"):
@@ -77,22 +77,22 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
     per_node = config.devices_per_node
     if per_node is not None and config.num_devices % per_node:
         raise GeometryError(
-            f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node gives equally "
-            f"many. Use devices_per_node={_divisors(config.num_devices)}"
+            f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node has equally "
+            f"many devices. Use devices_per_node={_divisors(config.num_devices)}"
         )
 
 
 def _check_sync(config: RecipeConfig, plan: PlacementPlan) -> None:
-    engine = config.rollout.schema.owner.__name__
+    engine = config.rollout.class_name
     if plan.is_dedicated and config.sync is None:
         raise IncompatibleError(
-            f"{engine} holds weights of its own, and no sync block brings it the trained ones. Write "
+            f"{engine} has weights of its own, and no sync block sends it the trained ones. Write "
             f"sync: {{_target_: {SYNC}}}"
         )
     if not plan.is_dedicated and config.sync is not None:
         raise IncompatibleError(
             f"sync: {engine} samples with the trained weights themselves, so there is nothing to send. Remove the "
-            f"block (~sync), or use an engine that holds its own weights, such as {REPLICA}"
+            f"block (~sync), or use an engine with weights of its own, such as {REPLICA}"
         )
     if plan.is_dedicated:
         _check_payload(config)
@@ -111,14 +111,15 @@ def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
     transport, legal = transport_of(config, plan), _legal_transports(config, plan)
     if transport in legal:
         return
-    where, others = f"train is on {plan.train} and rollout on {plan.rollout}", "other devices"
+    where = f"train is on {plan.train} and rollout on {plan.rollout}"
+    others = "place the roles on other devices"
     if transport == "cuda_ipc" and plan.relation == "separate":
         rule, others = f"shares memory of one device, and {where}", f"placement.rollout={plan.train}"
     elif transport == "cuda_ipc":
-        rule, others = "goes from process to process, and runtime=local is one process", "runtime=ray"
+        rule, others = "sends weights between processes, and runtime=local is one process", "runtime=ray"
     elif in_one_process(config, plan):
         runtime = config.runtime_in_use
-        rule = f"goes from process to process, and both roles live in the same ones ({where}, runtime={runtime})"
+        rule = f"sends weights between processes, and both roles share theirs ({where}, runtime={runtime})"
     else:
         rule = f"needs both roles in one process, and {where}"
     raise IncompatibleError(
@@ -143,22 +144,29 @@ def _divisors(number: int) -> str:
 
 
 def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) -> Iterator[str]:
-    """Settings without effect, and rows that are only there to fill up a share."""
+    """Settings without effect, stale weights, and padding rows."""
     interval = config.weight_sync_interval
     if interval != 1 and not plan.is_dedicated:
         yield f"weight_sync_interval={interval} has no effect: the engine samples with the trained weights themselves"
     elif interval != 1:
         yield f"weight_sync_interval={interval}: samples come from weights that are up to {interval - 1} steps old"
-    if config.runtime_in_use == "local" and os.environ.get("RAY_ADDRESS"):
-        yield "RAY_ADDRESS is set and has no effect: runtime=local is this one process. Set runtime=ray to use it"
-    if config.runtime_in_use == "local" and config.row_transport != "object_store":
-        yield f"row_transport={config.row_transport} has no effect: runtime=local is this one process"
-    if config.runtime_in_use == "local" and config.devices_per_node is not None:
-        yield f"devices_per_node={config.devices_per_node} has no effect: runtime=local is this one process"
+    if config.runtime_in_use == "local":
+        yield from _idle_ray_settings(config)
     for role, device_set in {"rollout": plan.rollout, "reward": plan.reward}.items():
-        filled = -num_samples % len(device_set)
-        if filled:
+        padding = -num_samples % len(device_set)
+        if padding:
             yield (
-                f"{role} has {len(device_set)} devices, which do not divide the {num_samples} samples: {filled} copies "
-                "fill up the last share, and are thrown away"
+                f"{role} has {len(device_set)} devices, which do not divide the {num_samples} samples: {padding} "
+                "padding rows are added to the last share and discarded"
             )
+
+
+def _idle_ray_settings(config: RecipeConfig) -> Iterator[str]:
+    """Settings that have no effect in one process."""
+    reason = "has no effect: runtime=local is this one process"
+    if os.environ.get("RAY_ADDRESS"):
+        yield f"RAY_ADDRESS is set and {reason}. Set runtime=ray to use it"
+    if config.row_transport != "object_store":
+        yield f"row_transport={config.row_transport} {reason}"
+    if config.devices_per_node is not None:
+        yield f"devices_per_node={config.devices_per_node} {reason}"

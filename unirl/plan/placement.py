@@ -1,11 +1,11 @@
-"""Who sits where: roles on device_sets of the pool's devices. All else about a layout is derived from it.
+"""The devices of every role. Transport, offloading and legal schedules are derived from this placement.
 
-    placement: {train: 0-3, rollout: 4-7}    disjoint device_sets: separate
-    placement: {train: 0-3, rollout: 0-3}    equal devices: colocate, they take turns
+    placement: {train: 0-3, rollout: 4-7}    disjoint device sets: separate
+    placement: {train: 0-3, rollout: 0-3}    equal device sets: colocate, the roles take turns
     (none)                                   all roles on all devices
 
-An engine without weights of its own samples in the train role itself: trainside. In colocate the roles share the worker
-processes too, unless weights travel by CUDA IPC: then the engine has a second process on each device.
+An engine without weights of its own samples with the train role's modules: trainside. In colocate the roles also share
+the worker processes, unless weights travel by CUDA IPC: then the engine has a second process on each device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from unirl.config.device_sets import DeviceSet, device_set_at, everywhere, examp
 from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, did_you_mean
 from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig, Where
+from unirl.config.schema import dotted_name
+from unirl.distributed.weight_sync.sync import EngineSync
+from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.types.protocols import Capabilities
 
 ROLES = ("train", "rollout", "reward")
 
 Relation = Literal["trainside", "colocate", "separate"]
-"""Of rollout to train: the same objects, the same devices in turns, devices of its own."""
+"""How rollout relates to train: it uses the same modules, the same devices in turns, or devices of its own."""
 
-REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
-SYNC = "unirl.distributed.weight_sync.sync.EngineSync"
+REPLICA = dotted_name(ReplicaRolloutEngine)
+SYNC = dotted_name(EngineSync)
 
 
 def capabilities_of(node: Node) -> Capabilities:
@@ -38,7 +41,7 @@ def capabilities_of(node: Node) -> Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """The device_set of every role."""
+    """The device set of every role."""
 
     train: DeviceSet
     rollout: DeviceSet
@@ -47,12 +50,12 @@ class PlacementPlan:
 
     @property
     def is_dedicated(self) -> bool:
-        """Whether the engine has weights of its own, which must be sent to it."""
+        """True if the engine has weights of its own, which must be sent to it."""
         return self.relation != "trainside"
 
     @property
     def device_sets(self) -> dict[str, DeviceSet]:
-        """Role to device_set."""
+        """Role to device set."""
         return {"train": self.train, "rollout": self.rollout, "reward": self.reward}
 
     def describe(self) -> str:
@@ -67,16 +70,16 @@ class PlacementPlan:
 
 
 def plan_of(config: RecipeConfig) -> PlacementPlan:
-    """The plan of a recipe.
+    """The devices that a recipe gives to every role.
 
     Raises:
-        ConfigError: 2003 unknown role, 2004 a place that cannot be read, 2010 device sets that do not fit the pool or
+        ConfigError: 2003 unknown role, 2004 devices that cannot be read, 2010 device sets that do not fit the pool or
             each other, 2020 a layout that the engine cannot have.
     """
     placement = {} if config.placement is None else dict(config.placement)
     _check_roles(placement)
     dedicated = capabilities_of(config.rollout).dedicated
-    engine = config.rollout.schema.owner.__name__
+    engine = config.rollout.class_name
     train = _train_device_set(placement, config.num_devices)
     rollout = _rollout_device_set(placement, train, config.num_devices, engine, dedicated)
     relation = _relation(train, rollout) if dedicated else "trainside"
@@ -93,15 +96,15 @@ def _check_roles(placement: Mapping[str, Where]) -> None:
     for role in placement:
         if role not in ROLES:
             raise ConfigError(
-                f"placement.{role} is no role that can be placed.{did_you_mean(role, ROLES)} Roles: {', '.join(ROLES)}"
+                f"placement.{role}: there is no such role.{did_you_mean(role, ROLES)} Roles: {', '.join(ROLES)}"
             )
 
 
 def _train_device_set(placement: Mapping[str, Where], num_devices: int) -> DeviceSet:
     if "train" in placement:
         return device_set_at("train", placement["train"], num_devices)
-    if placement.keys() & {"rollout"} and placement["rollout"] != "in train":
-        raise GeometryError(f"placement places rollout and not train. Write {example(num_devices)}")
+    if placement.get("rollout", "in train") != "in train":
+        raise GeometryError(f"placement names devices for rollout and none for train. Write {example(num_devices)}")
     return everywhere(num_devices)
 
 
@@ -113,13 +116,13 @@ def _rollout_device_set(
         return train
     if dedicated and where == "in train":
         raise IncompatibleError(
-            f"placement.rollout=in train means sampling with the trained weights themselves, and {engine} holds its "
-            f"own. Write rollout: {train} to take turns on these devices, or name others"
+            f"placement.rollout=in train samples with the trained weights themselves, and {engine} has weights of its "
+            f"own. Write rollout: {train} to take turns on these devices, or name other devices"
         )
     if not dedicated and where != "in train":
         raise IncompatibleError(
-            f"placement.rollout={show(where)} gives the engine a place of its own, and {engine} samples with the "
-            f"trained weights themselves. Write rollout: in train; or an engine that holds its own weights, "
+            f"placement.rollout={show(where)} gives the engine devices of its own, and {engine} samples with the "
+            f"trained weights themselves. Write rollout: in train, or use an engine with weights of its own: "
             f"rollout._target_={REPLICA} sync._target_={SYNC}"
         )
     return train if where == "in train" else device_set_at("rollout", where, num_devices)
@@ -140,7 +143,7 @@ def _relation(train: DeviceSet, rollout: DeviceSet) -> Relation:
 
 
 def _crosses_processes(config: RecipeConfig) -> bool:
-    """Whether weights shall travel from one process of a device to another, which takes workers."""
+    """True if weights travel between two processes of a device, which needs workers."""
     return config.runtime_in_use == "ray" and config.sync_transport == "cuda_ipc"
 
 
@@ -148,7 +151,7 @@ def _list(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-# Slabs of one pool
+# Rules between the device sets of one pool
 
 
 def _check_overlaps(plan: PlacementPlan, num_devices: int) -> None:
@@ -157,7 +160,7 @@ def _check_overlaps(plan: PlacementPlan, num_devices: int) -> None:
         shared = sorted(set(a.indices) & set(b.indices)) if a.kind == b.kind == "device" else []
         if shared and a.devices != b.devices:
             ways = (
-                f"rollout: {b} to take turns, or {example(num_devices)} to run apart"
+                f"rollout: {b} to take turns, or {example(num_devices)} to use separate devices"
                 if one == "rollout"
                 else "reward: in train, in rollout, cpu, or devices of its own"
             )
@@ -168,9 +171,8 @@ def _check_overlaps(plan: PlacementPlan, num_devices: int) -> None:
 
 
 def _check_all_used(plan: PlacementPlan, num_devices: int) -> None:
-    used = {
-        index for device_set in plan.device_sets.values() if device_set.kind == "device" for index in device_set.indices
-    }
+    on_devices = [device_set for device_set in plan.device_sets.values() if device_set.kind == "device"]
+    used = {index for device_set in on_devices for index in device_set.indices}
     idle = [index for index in range(num_devices) if index not in used]
     if idle:
         line = example(num_devices) if plan.is_dedicated else "placement.train=all"

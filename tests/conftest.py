@@ -6,6 +6,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests import shapes
+
+shapes.install("unirl.sde", "unirl.algorithms", "unirl.models.denoising.stage", "unirl.models.language.stage")
+
 # How long an example takes is the machine's business: no claim of a test.
 settings.register_profile("unirl", deadline=None)
 settings.load_profile("unirl")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
-def per_row(values: Tensor, like: Tensor) -> Tensor:
+def per_row(values: Float[Tensor, ""] | Float[Tensor, "B"], like: Float[Tensor, "B *latent"]) -> Float[Tensor, "..."]:
     """`values` ([] or [B]) shaped to broadcast over the latent dims of `like` [B, *latent]."""
     return values if values.dim() == 0 else values.reshape(-1, *[1] * (like.dim() - 1))
 
 
-def row_means(values: Tensor) -> Tensor:
+def row_means(values: Float[Tensor, "B *latent"]) -> Float[Tensor, "B"]:
     """[B] mean of each row of `values` [B, *latent], with bits that depend on the row alone.
 
     torch's own reduction splits its sums by the batch's size (across threads on a CPU, across blocks on a GPU).
@@ -57,16 +60,16 @@ class Gaussian:
     dense: bool = False
     """Every std is known to be positive, so `log_prob` need not read them back from the device to find out."""
 
-    def sample(self, noise: Tensor) -> Tensor:
+    def sample(self, noise: Float[Tensor, "B *latent"]) -> Float[Tensor, "B *latent"]:
         """[B, *latent] mean + std * noise."""
         return self.mean + per_row(self.std, self.mean) * noise.to(self.mean)
 
-    def log_prob(self, x_next: Tensor) -> Tensor:
+    def log_prob(self, x_next: Float[Tensor, "B *latent"]) -> Float[Tensor, "B"]:
         """[B] nats, mean over latent elements; `x_next` [B, *latent] is detached. Flow-GRPO, arXiv:2505.05470."""
         z = self._error(x_next) / per_row(self.std, self.mean)
         return -0.5 * row_means(z.square()) - self._log_std() - HALF_LOG_TWO_PI
 
-    def kl(self, other: Gaussian) -> Tensor:
+    def kl(self, other: Gaussian) -> Float[Tensor, "B"]:
         """[B] KL(self || other), nats, mean over latent elements.
 
         KL = (mean - mean')^2 / (2 std'^2) + (std^2 / std'^2 - 1) / 2 - log(std / std')
@@ -103,6 +106,6 @@ class Gaussian:
 class UnnormalisedGaussian(Gaussian):
     """A Gaussian whose log-prob drops the normaliser and the 1 / (2 std^2): CPS as published, arXiv:2509.05952."""
 
-    def log_prob(self, x_next: Tensor) -> Tensor:
+    def log_prob(self, x_next: Float[Tensor, "B *latent"]) -> Float[Tensor, "B"]:
         """[B] -(x_next - mean)^2, mean over latent elements; `x_next` [B, *latent] is detached."""
         return -row_means(self._error(x_next).square())

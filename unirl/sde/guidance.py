@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from unirl.types.conditions import Conditions, ScaleCondition, TextEmbedCondition
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 NEGATIVE = "negative_"
 GUIDANCE = "guidance"
@@ -55,7 +58,9 @@ class Guidance:
         """The conditional branch alone."""
         return replace(self, scale=1.0)
 
-    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+    def combine(
+        self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
+    ) -> Float[Tensor, "B *latent"]:
         """The guided velocity [B, *latent] of both branches' at levels sigma [B]."""
         return uncond + self.scale * (cond - uncond)
 
@@ -73,7 +78,9 @@ class Guidance:
             return (negative, positive)
         return ({name: type(c).concat([negative[name], c]) for name, c in positive.items()},)
 
-    def velocity(self, network: Network, x: Tensor, sigma: Tensor, feeds: tuple[Conditions, ...]) -> Tensor:
+    def velocity(
+        self, network: Network, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], feeds: tuple[Conditions, ...]
+    ) -> Float[Tensor, "B *latent"]:
         """The guided velocity [B, *latent] at `x`, `sigma` [B], with what `feeds` returned."""
         if not self.active:
             return network(x, sigma, feeds[0])
@@ -91,11 +98,13 @@ class NormCorrectedGuidance(Guidance):
     patch_size: int
     """Latent elements [C, H, W] per token along a side: the norm is over the C patch_size^2 numbers of a token."""
 
-    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+    def combine(
+        self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
+    ) -> Float[Tensor, "B *latent"]:
         guided = super().combine(uncond, cond, sigma)
         return guided * (self._norms(cond) / self._norms(guided))
 
-    def _norms(self, v: Tensor) -> Tensor:
+    def _norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 H W"]:
         """[B, 1, H, W] each element's token's norm, of v [B, C, H, W]."""
         p = self.patch_size
         squares = v.square().sum(1)  # [B, H, W]
@@ -109,7 +118,9 @@ class NormCorrectedGuidance(Guidance):
 class LineNormGuidance(Guidance):
     """Classic guidance whose result has, line by line of a latent channel, the norm of the conditional branch."""
 
-    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+    def combine(
+        self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
+    ) -> Float[Tensor, "B *latent"]:
         guided = super().combine(uncond, cond, sigma)
         scale: Tensor = vector_norm(cond, dim=-1, keepdim=True) / vector_norm(guided, dim=-1, keepdim=True)
         return guided * scale
@@ -154,7 +165,9 @@ class ExpertGuidance(Guidance):
     def off(self) -> Guidance:
         return replace(self, scale=1.0, scale_2=1.0)
 
-    def combine(self, uncond: Tensor, cond: Tensor, sigma: Tensor) -> Tensor:
+    def combine(
+        self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
+    ) -> Float[Tensor, "B *latent"]:
         scales = torch.where(sigma >= self.boundary, self.scale, self.scale_2)
         return uncond + scales.view(-1, *[1] * (cond.ndim - 1)) * (cond - uncond)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from unirl.sde.linear import (
     row_tensor,
 )
 from unirl.types.protocols import Previous
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 __all__ = [
     "CPSSDEStrategy",
@@ -105,7 +108,9 @@ class CPSSDEStrategy(NoisyKernel):
         angle = self.eta * math.pi / 2.0
         return sigma_next * math.cos(angle), sigma_next * math.sin(angle)
 
-    def distribution(self, mean: Tensor, std: Tensor, dense: bool) -> Gaussian:
+    def distribution(
+        self, mean: Float[Tensor, "B *latent"], std: Float[Tensor, ""] | Float[Tensor, "B"], dense: bool
+    ) -> Gaussian:
         """A Gaussian with the log-prob that `log_prob_form` asks for."""
         form = Gaussian if self.log_prob_form == "gaussian" else UnnormalisedGaussian
         return form(mean, std, dense)
@@ -171,10 +176,10 @@ class DPMSolver2M(LinearKernel):
 
     def transition(
         self,
-        x: Tensor,
-        v: Tensor,
-        sigma: float | Tensor,
-        sigma_next: float | Tensor,
+        x: Float[Tensor, "B *latent"],
+        v: Float[Tensor, "B *latent"],
+        sigma: float | Float[Tensor, ""] | Float[Tensor, "B"],
+        sigma_next: float | Float[Tensor, ""] | Float[Tensor, "B"],
         previous: Previous | None = None,
     ) -> Gaussian:
         """The next point of the path, as a Gaussian of std 0."""
@@ -194,7 +199,7 @@ def log_snr(sigma: float) -> float:
     return math.log1p(-sigma) - math.log(sigma)
 
 
-def check_previous(previous: Previous, sigma: float | Tensor) -> None:
+def check_previous(previous: Previous, sigma: float | Float[Tensor, ""] | Float[Tensor, "B"]) -> None:
     """Raises ValueError unless the previous step started at a higher sigma."""
     highest = float(torch.as_tensor(sigma).max())
     if not previous.sigma > highest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,16 @@ from torch import Tensor
 from unirl.sde.gaussian import Gaussian, per_row
 from unirl.types.protocols import Previous
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 MIN_ETA = 1e-7
 """Below this a kernel is deterministic: plain Euler, no density."""
 
 
-def working_pair(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def working_pair(
+    x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"]
+) -> tuple[Float[Tensor, "B *latent"], Float[Tensor, "B *latent"]]:
     """x and v in float64 if either has it, else in float32: bfloat16 would lose the small drift of a step."""
     if x.shape != v.shape:
         raise ValueError(f"x {tuple(x.shape)} and v {tuple(v.shape)} must have one shape [B, *latent]")
@@ -30,7 +35,7 @@ def working_pair(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(dtype), v.to(dtype)
 
 
-def row_values(sigma: float | Tensor, count: int) -> list[float]:
+def row_values(sigma: float | Float[Tensor, ""] | Float[Tensor, "B"], count: int) -> list[float]:
     """[count] the noise levels as Python floats; one number stands for all."""
     values: list[float] = torch.as_tensor(sigma, dtype=torch.float64).reshape(-1).tolist()
     if len(values) not in (1, count):
@@ -38,18 +43,24 @@ def row_values(sigma: float | Tensor, count: int) -> list[float]:
     return values if len(values) == count else values * count
 
 
-def row_tensor(values: list[float], like: Tensor, *, shared: bool) -> Tensor:
+def row_tensor(
+    values: list[float], like: Float[Tensor, "..."], *, shared: bool
+) -> Float[Tensor, ""] | Float[Tensor, "B"]:
     """`values` with the dtype and device of `like`: [] when `shared` by all rows, else [B]."""
     tensor = torch.tensor(values[0] if shared else values, dtype=like.dtype)
     return tensor.to(like.device, non_blocking=True)
 
 
-def is_shared(*sigmas: float | Tensor) -> bool:
+def is_shared(*sigmas: float | Float[Tensor, "..."]) -> bool:
     """Whether every noise level is one number for all rows."""
     return all(torch.as_tensor(sigma).dim() == 0 for sigma in sigmas)
 
 
-def checked_steps(sigma: float | Tensor, sigma_next: float | Tensor, num_rows: int) -> list[tuple[float, float]]:
+def checked_steps(
+    sigma: float | Float[Tensor, ""] | Float[Tensor, "B"],
+    sigma_next: float | Float[Tensor, ""] | Float[Tensor, "B"],
+    num_rows: int,
+) -> list[tuple[float, float]]:
     """(sigma, sigma_next) per row, or one pair for all. Raises ValueError unless 1 >= sigma > sigma_next >= 0."""
     count = 1 if is_shared(sigma, sigma_next) else num_rows
     steps = list(zip(row_values(sigma, count), row_values(sigma_next, count), strict=True))
@@ -62,12 +73,16 @@ def checked_steps(sigma: float | Tensor, sigma_next: float | Tensor, num_rows: i
     return steps
 
 
-def predicted_x0(x: Tensor, v: Tensor, sigma: float | Tensor) -> Tensor:
+def predicted_x0(
+    x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"], sigma: float | Float[Tensor, ""] | Float[Tensor, "B"]
+) -> Float[Tensor, "B *latent"]:
     """[B, *latent] x - sigma v, the clean sample that the velocity points to."""
     return _along_v(x, v, sigma, offset=0.0)
 
 
-def predicted_noise(x: Tensor, v: Tensor, sigma: float | Tensor) -> Tensor:
+def predicted_noise(
+    x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"], sigma: float | Float[Tensor, ""] | Float[Tensor, "B"]
+) -> Float[Tensor, "B *latent"]:
     """[B, *latent] x + (1 - sigma) v, the noise that the velocity comes from. The score is -noise / sigma."""
     return _along_v(x, v, sigma, offset=1.0)
 
@@ -101,10 +116,10 @@ class LinearKernel(ABC):
 
     def transition(
         self,
-        x: Tensor,
-        v: Tensor,
-        sigma: float | Tensor,
-        sigma_next: float | Tensor,
+        x: Float[Tensor, "B *latent"],
+        v: Float[Tensor, "B *latent"],
+        sigma: float | Float[Tensor, ""] | Float[Tensor, "B"],
+        sigma_next: float | Float[Tensor, ""] | Float[Tensor, "B"],
         previous: Previous | None = None,
     ) -> Gaussian:
         """The distribution of x at `sigma_next`, given x [B, *latent] at `sigma` and the velocity v there.
@@ -126,7 +141,9 @@ class LinearKernel(ABC):
         mean = per_row(weight_x, x) * x + per_row(weight_v, x) * v
         return self.distribution(mean, std_rows, min(stds) > 0.0)
 
-    def distribution(self, mean: Tensor, std: Tensor, dense: bool) -> Gaussian:
+    def distribution(
+        self, mean: Float[Tensor, "B *latent"], std: Float[Tensor, ""] | Float[Tensor, "B"], dense: bool
+    ) -> Gaussian:
         """The Gaussian that `transition` returns; a kernel with a log-prob of its own overrides this."""
         return Gaussian(mean, std, dense)
 

@@ -13,10 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Generator, Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Purpose = Literal["r", "eval"]
 
@@ -46,11 +49,11 @@ class NoiseSource:
         prefix = f"r{self.step}" if self.purpose == "r" else "eval"
         return f"{prefix}:{id}:{what}"
 
-    def normal(self, ids: Sequence[str], what: str, shape: Sequence[int]) -> Tensor:
+    def normal(self, ids: Sequence[str], what: str, shape: Sequence[int]) -> Float[Tensor, "B *shape"]:
         """[B, *shape] standard normal, float32 on the CPU: row b is a function of ids[b] alone."""
         return self._draw(ids, what, shape, lambda row, generator: row.normal_(generator=generator))
 
-    def uniform(self, ids: Sequence[str], what: str, shape: Sequence[int]) -> Tensor:
+    def uniform(self, ids: Sequence[str], what: str, shape: Sequence[int]) -> Float[Tensor, "B *shape"]:
         """[B, *shape] uniform in [0, 1), float32 on the CPU: row b is a function of ids[b] alone."""
         return self._draw(ids, what, shape, lambda row, generator: row.uniform_(generator=generator))
 
@@ -88,10 +91,10 @@ class NoiseAhead:
         self._pending = None
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Float[Tensor, "B *shape"]]:
         return self
 
-    def __next__(self) -> Tensor:
+    def __next__(self) -> Float[Tensor, "B *shape"]:
         """[B, *shape] the next draw. Raises StopIteration after the last."""
         if self._pending is None:
             raise StopIteration

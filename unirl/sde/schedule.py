@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from unirl.sde.linear import check_choice
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Dynamic = Literal["off", "exponential", "linear"]
 MuRule = Literal["line", "flux2"]
@@ -123,7 +126,9 @@ class SigmaSchedule:
         dynamic = config.get("time_shift_type", "exponential") if config.get("use_dynamic_shifting") else "off"
         return cls(dynamic=dynamic, grid=grid, **values)  # type: ignore[arg-type]  # checked by __post_init__
 
-    def sigmas(self, num_inference_steps: int, image_seq_len: int | None = None) -> Tensor:
+    def sigmas(
+        self, num_inference_steps: int, image_seq_len: int | None = None
+    ) -> Float[Tensor, "{num_inference_steps}+1"]:
         """[T + 1] float32 on the CPU, falling, the last one exactly 0.
 
         Args:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from unirl.models.language import attention
-from unirl.models.language.attention import PackedRows
-from unirl.models.language.slot_cache import BLOCK, Prefill, SlotCache, Step
+from unirl.models.language.attention import PackedAttention
+from unirl.models.language.slot_cache import BLOCK, KVCache, Prefill, Step
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 
@@ -33,13 +33,13 @@ def test_packed_rows_see_their_own_past_only() -> None:
     q, k, v = qkv(sum(lengths))
     row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     seen = (row[:, None] == row) & (torch.arange(len(row))[:, None] >= torch.arange(len(row)))
-    assert torch.allclose(PackedRows(lengths)(0, q, k, v, SCALE).double(), masked(q, k, v, seen), atol=1e-6)
+    assert torch.allclose(PackedAttention(lengths)(0, q, k, v, SCALE).double(), masked(q, k, v, seen), atol=1e-6)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     q, k, v = qkv(30)
-    together = PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE)
-    alone = PackedRows([20])(0, q[7:27], k[7:27], v[7:27], SCALE)
+    together = PackedAttention([7, 0, 20, 3])(0, q, k, v, SCALE)
+    alone = PackedAttention([20])(0, q[7:27], k[7:27], v[7:27], SCALE)
     assert torch.equal(together[7:27], alone)
 
 
@@ -56,13 +56,13 @@ def test_the_kernel_for_ragged_rows_is_told_the_same_rows(monkeypatch: pytest.Mo
         return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
     q, k, v = qkv(30)
-    plain = PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE)
+    plain = PackedAttention([7, 0, 20, 3])(0, q, k, v, SCALE)
     monkeypatch.setattr(ragged, "varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "has_varlen", lambda query: True)
-    assert torch.allclose(PackedRows([7, 0, 20, 3])(0, q, k, v, SCALE), plain, atol=1e-6)
+    assert torch.allclose(PackedAttention([7, 0, 20, 3])(0, q, k, v, SCALE), plain, atol=1e-6)
 
 
-def steps(cache: SlotCache, first: list[int], count: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
+def steps(cache: KVCache, first: list[int], count: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
     """`count` steps of slots that hold `first` tokens: what each gave, and what it was fed."""
     found, fed = [], []
     for i in range(count):
@@ -73,8 +73,8 @@ def steps(cache: SlotCache, first: list[int], count: int) -> tuple[list[Tensor],
     return found, fed
 
 
-def filled_cache(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> SlotCache:
-    cache = SlotCache(len(lengths))
+def filled_cache(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> KVCache:
+    cache = KVCache(len(lengths))
     cache.reserve(max(lengths))
     places = torch.cat([torch.arange(n) + slot * cache.capacity for slot, n in enumerate(lengths)])
     Prefill(cache, lengths, torch.arange(len(q)), places)(0, q, k, v, SCALE)
@@ -111,9 +111,9 @@ def test_tokens_one_by_one_have_the_bits_of_their_rows_in_one_go() -> None:
     lengths = [70, 3, 200, 40]
     q, k, v = (3 * tensor for tensor in qkv(sum(lengths)))
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-    cache = SlotCache(len(lengths))
+    cache = KVCache(len(lengths))
     cache.reserve(max(lengths))
-    whole, found = PackedRows(lengths)(0, q, k, v, SCALE), torch.empty_like(q)
+    whole, found = PackedAttention(lengths)(0, q, k, v, SCALE), torch.empty_like(q)
     for done in range(max(lengths)):
         tokens = starts + torch.tensor(lengths).sub(1).clamp(max=done)  # a row at its end says its last token again
         held = [min(done + 1, length) for length in lengths]
@@ -127,7 +127,7 @@ def test_gradients_of_packed_rows_are_those_of_their_masks() -> None:
     seen = (row[:, None] == row) & (torch.arange(len(row))[:, None] >= torch.arange(len(row)))
     inputs = [tensor.requires_grad_() for tensor in qkv(sum(lengths))]
     weights = torch.linspace(-1, 1, inputs[0].numel()).view_as(inputs[0])
-    found = torch.autograd.grad((PackedRows(lengths)(0, *inputs, SCALE) * weights).sum(), inputs)
+    found = torch.autograd.grad((PackedAttention(lengths)(0, *inputs, SCALE) * weights).sum(), inputs)
     wanted = torch.autograd.grad((masked(*inputs, seen) * weights).sum(), inputs)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.models.chunks import even_size, filled_rows, full_chunks, map_chunks
+from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, padded_rows
 
 COUNTS = st.integers(0, 60)
 SIZES = st.integers(1, 20)
@@ -16,21 +16,21 @@ MULTIPLES = st.sampled_from([1, 2, 4, 8])
 @settings(deadline=None)
 @given(COUNTS, SIZES, MULTIPLES)
 def test_chunks_cover_the_rows_once_and_are_of_one_size(count: int, size: int, multiple: int) -> None:
-    chunks = full_chunks(count, size, multiple)
-    assert [row for chunk in chunks for row in chunk.rows[: chunk.kept]] == list(range(count))
+    chunks = padded_chunks(count, size, multiple)
+    assert [row for chunk in chunks for row in chunk.rows[: chunk.num_real]] == list(range(count))
     assert {len(chunk.rows) for chunk in chunks} <= {-(-size // multiple) * multiple}
-    assert all(set(chunk.rows[chunk.kept :]) <= set(chunk.rows[: chunk.kept]) for chunk in chunks)
+    assert all(set(chunk.rows[chunk.num_real :]) <= set(chunk.rows[: chunk.num_real]) for chunk in chunks)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 60), SIZES, MULTIPLES)
 def test_an_even_size_needs_no_more_chunks_and_fewer_copies(count: int, size: int, multiple: int) -> None:
-    even = even_size(count, size, multiple)
+    even = balanced_chunk_size(count, size, multiple)
     assert even <= -(-size // multiple) * multiple
-    wanted, found = full_chunks(count, size, multiple), full_chunks(count, even, multiple)
+    wanted, found = padded_chunks(count, size, multiple), padded_chunks(count, even, multiple)
     assert len(found) <= len(wanted)
     assert sum(len(chunk.rows) for chunk in found) <= sum(len(chunk.rows) for chunk in wanted)
-    assert sum(len(chunk.rows) - chunk.kept for chunk in found) < len(found) * multiple
+    assert sum(len(chunk.rows) - chunk.num_real for chunk in found) < len(found) * multiple
 
 
 @settings(deadline=None)
@@ -43,6 +43,6 @@ def test_mapping_in_chunks_is_mapping_at_once(count: int, size: int, multiple: i
 @settings(deadline=None)
 @given(st.integers(1, 30), MULTIPLES)
 def test_filling_adds_copies_of_the_first_row_up_to_the_multiple(count: int, multiple: int) -> None:
-    rows = filled_rows(count, multiple)
+    rows = padded_rows(count, multiple)
     assert rows[:count] == list(range(count)) and set(rows[count:]) <= {0}
     assert len(rows) % multiple == 0 and len(rows) - count < multiple

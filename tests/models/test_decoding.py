@@ -9,8 +9,8 @@ import torch
 
 from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.responses import Endings, Response
-from unirl.models.language.token_sampling import draw, inverse_cdf, truncated
+from unirl.models.language.responses import Response, ResponseBuilder
+from unirl.models.language.token_sampling import inverse_cdf, sample_tokens, top_k_top_p
 from unirl.models.language.tools import Calculator
 from unirl.models.qwen3.toy import toy_tokenizer
 from unirl.types.sampling import ARSamplingParams
@@ -36,27 +36,27 @@ def test_draws_follow_the_distribution_over_a_large_vocabulary() -> None:
 
 def test_truncation_keeps_the_likeliest_then_those_that_reach_the_mass() -> None:
     probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
-    assert truncated(probabilities, 0, 1.0).tolist() == probabilities.tolist()
-    assert truncated(probabilities, 2, 1.0).tolist() == [[0.0, 0.4, 0.0, 0.3]]
-    assert truncated(probabilities, 0, 0.65).tolist() == [[0.0, 0.4, 0.0, 0.3]]
-    assert truncated(probabilities, 2, 0.5).tolist() == [[0.0, 0.4, 0.0, 0.0]], "shares are of what top_k left"
-    assert truncated(probabilities, 99, 1e-9).tolist() == [[0.0, 0.4, 0.0, 0.0]], "one token always stays"
+    assert top_k_top_p(probabilities, 0, 1.0).tolist() == probabilities.tolist()
+    assert top_k_top_p(probabilities, 2, 1.0).tolist() == [[0.0, 0.4, 0.0, 0.3]]
+    assert top_k_top_p(probabilities, 0, 0.65).tolist() == [[0.0, 0.4, 0.0, 0.3]]
+    assert top_k_top_p(probabilities, 2, 0.5).tolist() == [[0.0, 0.4, 0.0, 0.0]], "shares are of what top_k left"
+    assert top_k_top_p(probabilities, 99, 1e-9).tolist() == [[0.0, 0.4, 0.0, 0.0]], "one token always stays"
 
 
 def test_temperature_zero_takes_the_likeliest_whatever_is_drawn() -> None:
     logps = torch.tensor([[-3.0, -0.1, -2.5]])
     params = ARSamplingParams(temperature=0.0)
-    assert [draw(logps, torch.tensor([u]), params).item() for u in (0.0, 0.5, 0.999)] == [1, 1, 1]
+    assert [sample_tokens(logps, torch.tensor([u]), params).item() for u in (0.0, 0.5, 0.999)] == [1, 1, 1]
 
 
-# Endings
+# ResponseBuilder
 
 CODEC = TextCodec(toy_tokenizer(), (258,))
 
 
 def written(text: str, params: ARSamplingParams | None = None, tools: Calculator | None = None) -> Response:
     """The response that grows while the model writes `text` wherever it is let."""
-    endings = Endings(CODEC, params or ARSamplingParams(), tools)
+    endings = ResponseBuilder(CODEC, params or ARSamplingParams(), tools)
     response, rest = Response(0, "row0"), CODEC.encode(text)
     while (rest or response.forced) and not response.is_over:
         token = -1 if response.forced else rest.pop(0)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from benchmarks.harness import memory
 from tests.models.texts import networks, prompts_of_lengths
 from unirl.models.language import policy as token_policy
-from unirl.models.language.attention import PackedRows
-from unirl.models.language.packing import packed_prompts
-from unirl.models.language.policy import Likelihood, Logits
+from unirl.models.language.attention import PackedAttention
+from unirl.models.language.packing import pack_prompts
+from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs
 
 LENGTHS = (5, 9, 30, 1)
 
@@ -23,15 +23,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return networks(tie_word_embeddings=request.param)
 
 
-def feed(ask: Any) -> Any:
-    packed = packed_prompts(prompts_of_lengths(LENGTHS), range(len(LENGTHS)))
-    return packed.feed(PackedRows(packed.lengths), ask)
+def inputs(ask: Any) -> Any:
+    packed = pack_prompts(prompts_of_lengths(LENGTHS), range(len(LENGTHS)))
+    return packed.inputs(PackedAttention(packed.lengths), ask)
 
 
 def test_logits_are_those_of_transformers_row_by_row(pair: tuple[Any, Any]) -> None:
     policy, plain = pair
     rows = prompts_of_lengths(LENGTHS)["prompt"].tokens.split(LENGTHS)
-    ours = policy(feed(Logits(torch.arange(sum(LENGTHS)))))["logits"]
+    ours = policy(inputs(NextTokenLogits(torch.arange(sum(LENGTHS)))))["logits"]
     assert torch.allclose(ours, torch.cat([plain(input_ids=row[None]).logits[0] for row in rows]), atol=1e-5)
 
 
@@ -41,22 +41,22 @@ def test_parameters_keep_the_names_of_transformers(pair: tuple[Any, Any]) -> Non
     assert policy.state_dict().keys() == plain.state_dict().keys()
 
 
-def likelihood(**changes: Any) -> Likelihood:
+def likelihood(**changes: Any) -> NextTokenLogProbs:
     values = {"at": torch.arange(40), "targets": torch.arange(40), "temperature": 0.7, "vocab_size": 261}
-    return Likelihood(**values | changes)
+    return NextTokenLogProbs(**values | changes)
 
 
 def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(pair: tuple[Any, Any]) -> None:
     policy, _ = pair
-    logits = policy(feed(Logits(torch.arange(40))))["logits"].double() / 0.7
+    logits = policy(inputs(NextTokenLogits(torch.arange(40))))["logits"].double() / 0.7
     wanted = torch.distributions.Categorical(logits=logits)
-    found = policy(feed(likelihood(entropy=True)))
+    found = policy(inputs(likelihood(entropy=True)))
     assert torch.allclose(found["logp"].double(), wanted.log_prob(torch.arange(40)), atol=1e-5)
     assert torch.allclose(found["entropy"].double(), wanted.entropy(), atol=1e-5)
 
 
-def gradients(policy: nn.Module, ask: Likelihood) -> list[Tensor]:
-    found = policy(feed(ask))
+def gradients(policy: nn.Module, ask: NextTokenLogProbs) -> list[Tensor]:
+    found = policy(inputs(ask))
     return list(torch.autograd.grad(found["logp"].sum() + found["entropy"].sum(), list(policy.parameters())))
 
 
@@ -64,18 +64,18 @@ def test_the_pieces_of_the_head_change_neither_values_nor_gradients(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, _ = pair
-    whole = policy(feed(likelihood()))["logp"], gradients(policy, likelihood(entropy=True))
+    whole = policy(inputs(likelihood()))["logp"], gradients(policy, likelihood(entropy=True))
     monkeypatch.setattr(token_policy, "LOGITS_AT_ONCE", 261 * 5)
-    pieces = policy(feed(likelihood(multiple=4)))["logp"], gradients(policy, likelihood(entropy=True, multiple=4))
+    pieces = policy(inputs(likelihood(multiple=4)))["logp"], gradients(policy, likelihood(entropy=True, multiple=4))
     assert torch.equal(whole[0], pieces[0])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole[1], pieces[1], strict=True))
 
 
 def test_hidden_states_are_given_back_where_they_are_asked_for(pair: tuple[Any, Any]) -> None:
     policy, plain = pair
-    assert "hidden" not in policy(feed(likelihood()))
-    hidden = policy(feed(likelihood(hidden=True)))["hidden"]
-    assert torch.allclose(plain.lm_head(hidden), policy(feed(Logits(torch.arange(40))))["logits"], atol=1e-6)
+    assert "hidden" not in policy(inputs(likelihood()))
+    hidden = policy(inputs(likelihood(hidden=True)))["hidden"]
+    assert torch.allclose(plain.lm_head(hidden), policy(inputs(NextTokenLogits(torch.arange(40))))["logits"], atol=1e-6)
 
 
 def test_the_memory_of_log_probs_is_that_of_one_piece_for_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_the_memory_of_log_probs_is_that_of_one_piece_for_any_length(monkeypatch
 
     def run(length: int) -> None:
         hidden = torch.zeros(length, width, requires_grad=True)
-        ask = Likelihood(
+        ask = NextTokenLogProbs(
             at=torch.arange(length),
             targets=torch.zeros(length, dtype=torch.int64),
             temperature=1.0,

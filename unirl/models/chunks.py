@@ -17,11 +17,11 @@ from unirl.types.conditions import Conditions
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Row numbers of one forward batch: `kept` rows that count, then copies of the first one."""
+class PaddedChunk:
+    """Row numbers of one forward batch: `num_real` rows of its own, then copies of the first one."""
 
     rows: tuple[int, ...]
-    kept: int
+    num_real: int
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -29,28 +29,28 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def full_chunks(count: int, size: int, multiple: int = 1) -> list[Chunk]:
+def padded_chunks(count: int, size: int, multiple: int = 1) -> list[PaddedChunk]:
     """Rows 0 .. count - 1 as chunks of one size: `size` rounded up to `multiple`; the last is filled with copies."""
     if size < 1:
         raise ValueError(f"a forward batch needs at least 1 row, got {size}")
-    full = round_up(size, multiple)
-    return [_filled(range(start, min(start + full, count)), full) for start in range(0, count, full)]
+    chunk_size = round_up(size, multiple)
+    return [_padded(range(start, min(start + chunk_size, count)), chunk_size) for start in range(0, count, chunk_size)]
 
 
-def even_size(count: int, size: int, multiple: int = 1) -> int:
+def balanced_chunk_size(count: int, size: int, multiple: int = 1) -> int:
     """The chunk size up to `size` (rounded up to `multiple`) that cuts `count` rows evenly: few copies are needed."""
-    full = round_up(size, multiple)
-    num_chunks = max(1, -(-count // full))
+    chunk_size = round_up(size, multiple)
+    num_chunks = max(1, -(-count // chunk_size))
     return round_up(max(1, -(-count // num_chunks)), multiple)
 
 
-def filled_rows(count: int, multiple: int) -> list[int]:
+def padded_rows(count: int, multiple: int) -> list[int]:
     """Rows 0 .. count - 1, then copies of row 0 up to the next multiple."""
-    return list(_filled(range(count), round_up(count, multiple)).rows)
+    return list(_padded(range(count), round_up(count, multiple)).rows)
 
 
-def _filled(rows: range, full: int) -> Chunk:
-    return Chunk(tuple(rows) + (rows.start,) * (full - len(rows)), len(rows))
+def _padded(rows: range, size: int) -> PaddedChunk:
+    return PaddedChunk(tuple(rows) + (rows.start,) * (size - len(rows)), len(rows))
 
 
 def select_conditions(conditions: Conditions, rows: list[int]) -> Conditions:
@@ -60,5 +60,5 @@ def select_conditions(conditions: Conditions, rows: list[int]) -> Conditions:
 
 def map_chunks(fn: Callable[[Tensor], Tensor], values: Tensor, size: int, multiple: int = 1) -> Tensor:
     """`fn` over the rows of `values` in full chunks, the copies cut off again."""
-    chunks = full_chunks(len(values), size, multiple)
-    return torch.cat([fn(values[list(chunk.rows)])[: chunk.kept] for chunk in chunks])
+    chunks = padded_chunks(len(values), size, multiple)
+    return torch.cat([fn(values[list(chunk.rows)])[: chunk.num_real] for chunk in chunks])

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unirl.models.chunks import even_size, full_chunks
+from unirl.models.chunks import balanced_chunk_size, padded_chunks
 from unirl.models.denoising.stage import DiffusionStage, GradientMask
 from unirl.sde.gaussian import per_row
 from unirl.sde.noise import NoiseSource
@@ -118,16 +118,16 @@ class DifferentiableStage:
         """Rewards [B] and, if asked for, their gradients [B, *latent], else zeros."""
         rewards, slopes = latents.new_zeros(len(latents)), torch.zeros_like(latents)
         multiple = self.stage.facts.batch_multiple
-        size = even_size(len(latents), self.batch_size, multiple)
+        size = balanced_chunk_size(len(latents), self.batch_size, multiple)
         with self.resident(), torch.set_grad_enabled(with_slope):
-            for chunk in full_chunks(len(latents), size, multiple):
-                rows, kept = list(chunk.rows), list(chunk.rows[: chunk.kept])
+            for chunk in padded_chunks(len(latents), size, multiple):
+                rows, kept = list(chunk.rows), list(chunk.rows[: chunk.num_real])
                 leaf = latents[rows].detach().requires_grad_(with_slope)
                 found = self.score(self.decode(leaf), [prompts[row] for row in rows])
-                rewards[kept] = found[: chunk.kept].detach().to(rewards)
+                rewards[kept] = found[: chunk.num_real].detach().to(rewards)
                 if with_slope:
                     # Row b's reward depends on row b alone, so the sum's gradient holds the gradient of each.
-                    slopes[kept] = torch.autograd.grad(found.sum(), leaf)[0][: chunk.kept]
+                    slopes[kept] = torch.autograd.grad(found.sum(), leaf)[0][: chunk.num_real]
         return rewards, slopes
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.base import Bundle, MultimodalTextEncoder, TextEncoder
-from unirl.models.chunks import full_chunks, round_up
+from unirl.models.chunks import padded_chunks, round_up
 from unirl.types.conditions import TextEmbedCondition
 
 GIB = 1024**3
@@ -88,7 +88,7 @@ class PromptEmbeddings:
             return {}
         rows: dict[Prompt, TextEmbedCondition] = {}
         with torch.no_grad(), self.bundle.resident(self.encoder.components):
-            for chunk in full_chunks(len(prompts), self.batch_size):
+            for chunk in padded_chunks(len(prompts), self.batch_size):
                 chosen = [prompts[row] for row in chunk.rows]
                 texts = [text for text, _, _ in chosen]
                 if shown and isinstance(self.encoder, MultimodalTextEncoder):
@@ -96,7 +96,7 @@ class PromptEmbeddings:
                     batch = self.encoder.encode_with_images(texts, max_sequence_length, images).to("cpu")
                 else:
                     batch = self.encoder.encode(texts, max_sequence_length).to("cpu")
-                for j in range(chunk.kept):
+                for j in range(chunk.num_real):
                     row = batch.select([j]).map_tensors(torch.clone)
                     rows[chosen[j]] = row
                     self._remember(chosen[j], row)

@@ -12,7 +12,7 @@ from torch import Tensor
 from unirl.config.errors import DataError, IncompatibleError
 from unirl.models.base import DiffusionBundle
 from unirl.models.canary import IDS, PROMPTS, LatentCanary
-from unirl.models.chunks import even_size, full_chunks, map_chunks, select_conditions
+from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, select_conditions
 from unirl.models.denoising.decode_ahead import DecodeAhead
 from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
 from unirl.models.images import fit_image, read_image
@@ -222,9 +222,9 @@ class DiffusionPipeline(Generic[BundleT]):
         stacked = torch.stack(list(distinct.values()))
         parts: list[Conditions] = []
         with torch.no_grad(), self.bundle.resident(encoder.components):
-            for chunk in full_chunks(len(keys), self.decode_batch_size, self.facts.batch_multiple):
+            for chunk in padded_chunks(len(keys), self.decode_batch_size, self.facts.batch_multiple):
                 found = encoder.encode(stacked[list(chunk.rows)].to(device), params)
-                parts.append(select_conditions(found, list(range(chunk.kept))))
+                parts.append(select_conditions(found, list(range(chunk.num_real))))
         rows = [keys.index(image.key) for image in images]
         joined = {name: type(c).concat([part[name] for part in parts]) for name, c in parts[0].items()}
         return select_conditions(joined, rows)
@@ -232,13 +232,13 @@ class DiffusionPipeline(Generic[BundleT]):
     def _sampled(
         self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
     ) -> Iterator[LatentSegment]:
-        """Chunk by chunk."""
+        """PaddedChunk by chunk."""
         start_ids = req.group_ids if params.init_same_noise else req.sample_ids
         draw = _Draw(params, NoiseSource(params.seed, req.purpose, req.step), req.sample_ids, start_ids)
         multiple = self.facts.batch_multiple
-        size = even_size(len(req), chunk_size, multiple)
-        for chunk in full_chunks(len(req), size, multiple):
-            yield self._sample_rows(draw, conditions, list(chunk.rows)).slice(0, chunk.kept)
+        size = balanced_chunk_size(len(req), chunk_size, multiple)
+        for chunk in padded_chunks(len(req), size, multiple):
+            yield self._sample_rows(draw, conditions, list(chunk.rows)).slice(0, chunk.num_real)
 
     def _sample_rows(self, draw: _Draw, conditions: Conditions, rows: list[int]) -> LatentSegment:
         x_T = self.initial_noise(draw.noise, [draw.start_ids[row] for row in rows], draw.params)  # noqa: N806

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from unirl.models.canary import CanaryAnswer, LatentCanary
-from unirl.models.chunks import filled_rows, select_conditions
+from unirl.models.chunks import padded_rows, select_conditions
 from unirl.models.value_head import ValueHead, pooled_text
 from unirl.sde.guidance import Network
 from unirl.sde.kernels import EulerODE, predicted_x0
@@ -105,7 +105,7 @@ class DiffusionStage:
         feeds = guidance.feeds(select_conditions(conditions, rows))
         denoiser = self.denoiser
         network = denoiser.velocity_by_all if isinstance(denoiser, ExpertDenoiser) else denoiser.velocity
-        return self._filled_forward(x, sigma, guidance, feeds, network)
+        return self._padded_forward(x, sigma, guidance, feeds, network)
 
     def sample(
         self,
@@ -159,7 +159,7 @@ class DiffusionStage:
         feeds = guidance.feeds(select_conditions(conditions, rows))
         x = torch.cat([segment.latents_at(step) for step in steps]).float()
         sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(batch)
-        v = self._filled_forward(x, sigma, guidance, feeds)
+        v = self._padded_forward(x, sigma, guidance, feeds)
         return _densities(segment, steps, x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch)))
 
     def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Tensor:
@@ -176,9 +176,9 @@ class DiffusionStage:
         return CanaryAnswer(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, self.facts.guidance))
 
     def _rows(self, count: int) -> list[int]:
-        return filled_rows(count, self.facts.batch_multiple)
+        return padded_rows(count, self.facts.batch_multiple)
 
-    def _filled_forward(
+    def _padded_forward(
         self,
         x: Tensor,
         sigma: Tensor,

@@ -4,7 +4,7 @@
     one step          [a3 | b2 | c7]                 each token sees what its row has in a cache (models/decoding.py)
 
 transformers calls the function that is registered here in place of its own; a network that computes with it takes the
-keyword `attend` in its decoder's forward.
+keyword `attention_fn` in its decoder's forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILL = 16
 """Rows whose lengths are the same when rounded up to a multiple of this run side by side."""
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """What the tokens of one forward see. Called by every layer."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -36,7 +36,7 @@ class Attend(Protocol):
         ...
 
 
-class PackedRows:
+class PackedAttention:
     """Rows end to end: a token sees the earlier ones of its own row, and itself."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device = CPU) -> None:
@@ -44,7 +44,7 @@ class PackedRows:
         # All of it here, before the layers run: their compiled forms only read it.
         self.longest = max(lengths)
         self.bounds = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
-        self.blocks = RowBlocks.of(lengths, device)
+        self.blocks = PaddedGroups.of(lengths, device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if has_varlen(query):
@@ -53,14 +53,14 @@ class PackedRows:
 
 
 @dataclass(frozen=True)
-class RowBlocks:
+class PaddedGroups:
     """Rows of about the same length side by side, filled up behind their ends, where no token of theirs looks."""
 
     taken: list[Tensor]  # [B, W] each, which token stands where
     back: Tensor  # [N] where each token stands in the blocks laid end to end
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> RowBlocks:
+    def of(lengths: Sequence[int], device: torch.device) -> PaddedGroups:
         """The blocks of rows of `lengths` that lie end to end."""
         widths: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
@@ -75,7 +75,7 @@ class RowBlocks:
             back[tokens[own]] = before + own.flatten().nonzero()[:, 0]
             before += own.numel()
             taken.append(torch.minimum(tokens, last).to(device))
-        return RowBlocks(taken, back.to(device))
+        return PaddedGroups(taken, back.to(device))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[N, H, d], each token seeing its row up to itself."""
@@ -160,7 +160,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    attend: Attend,
+    attention_fn: AttentionFn,
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
@@ -170,7 +170,7 @@ def attention(
     layer: Any = module.layer_idx
     # Under autocast, normed queries and keys are wider than values; attention computes in the narrow type.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
-    return attend(layer, q, k, v, scaling)[None], None
+    return attention_fn(layer, q, k, v, scaling)[None], None
 
 
 @cache

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import DivergenceError
-from unirl.models.chunks import filled_rows, round_up
-from unirl.models.language.packing import like_positions, packed_prompts, prompts_of, same_prompts
-from unirl.models.language.policy import Answers, Logits, TokenFeed, tempered
-from unirl.models.language.responses import Endings, Response
-from unirl.models.language.slot_cache import Prefill, SlotCache, Step
-from unirl.models.language.token_sampling import draw
+from unirl.models.chunks import padded_rows, round_up
+from unirl.models.language.packing import expand_positions, first_row_with_same_prompt, pack_prompts, prompts_of
+from unirl.models.language.policy import NextTokenLogits, Outputs, TokenInputs, tempered
+from unirl.models.language.responses import Response, ResponseBuilder
+from unirl.models.language.slot_cache import KVCache, Prefill, Step
+from unirl.models.language.token_sampling import sample_tokens
 from unirl.types.conditions import Conditions
 from unirl.types.sampling import ARSamplingParams
 
@@ -31,7 +31,7 @@ PREFILL_TOKENS = 16384
 TOKENS_AHEAD = 8
 """On an accelerator, tokens that are drawn before the driver looks at them. What follows an end is thrown away."""
 
-Forward = Callable[[TokenFeed], Answers]
+Forward = Callable[[TokenInputs], Outputs]
 
 
 class Decoding:
@@ -42,7 +42,7 @@ class Decoding:
         forward: Forward,
         conditions: Conditions,
         params: ARSamplingParams,
-        endings: Endings,
+        endings: ResponseBuilder,
         uniforms: Tensor,
         responses: Sequence[Response],
     ) -> None:
@@ -50,7 +50,7 @@ class Decoding:
         Args:
             forward: the network.
             uniforms: [B, max_new_tokens] what each token of each row is drawn by.
-            responses: one per row, to be filled.
+            responses: one per row, to be padded.
         """
         self.forward = forward
         self.conditions = conditions
@@ -61,7 +61,7 @@ class Decoding:
         self.prompts = prompts_of(conditions)
         self.device = self.prompts.tokens.device
         self.ends = torch.tensor(endings.codec.ends, dtype=torch.int64, device=self.device)
-        self.first_of_prompt = same_prompts(conditions)
+        self.first_of_prompt = first_row_with_same_prompt(conditions)
         self.response_start = (self.prompts.next_position.cpu() - self.prompts.lengths).tolist()
         """By row: what the position of a response's token is ahead of the number of tokens before it."""
         self.waiting = deque(responses)
@@ -70,7 +70,7 @@ class Decoding:
         """Fill all responses, at most `slots` at a time; forwards have multiples of `multiple` slots and tokens."""
         self.multiple = multiple
         count = round_up(min(slots, len(self.responses)), multiple)
-        self.cache = SlotCache(count)
+        self.cache = KVCache(count)
         self.seats: list[Response | None] = [None] * count
         self.cached = [0] * count
         """Tokens of each slot whose keys and values are kept."""
@@ -112,7 +112,7 @@ class Decoding:
 
     def _prefill(self, prompts: dict[int, list[int]]) -> None:
         """Read the prompts of some rows, each for all the slots that wait for it."""
-        packed = packed_prompts(self.conditions, list(prompts))
+        packed = pack_prompts(self.conditions, list(prompts))
         self.cache.reserve(max(packed.lengths))
         sources, places, start = [], [], 0
         for length, slots in zip(packed.lengths, prompts.values(), strict=True):
@@ -122,10 +122,12 @@ class Decoding:
                 self.cached[slot] = length
             start += length
         lasts = torch.tensor(packed.lengths).cumsum(0) - 1
-        filled = packed.filled(self.multiple)
-        attend = Prefill(self.cache, filled.lengths, self._here(torch.cat(sources)), self._here(torch.cat(places)))
-        asked = Logits(self._here(lasts[filled_rows(len(lasts), self.multiple)]))
-        logits = self.forward(filled.feed(attend, asked))["logits"]
+        padded = packed.padded(self.multiple)
+        attention_fn = Prefill(
+            self.cache, padded.lengths, self._here(torch.cat(sources)), self._here(torch.cat(places))
+        )
+        output_fn = NextTokenLogits(self._here(lasts[padded_rows(len(lasts), self.multiple)]))
+        logits = self.forward(padded.inputs(attention_fn, output_fn))["logits"]
         if self.logits is None:
             self.logits = logits.new_zeros(len(self.seats), logits.shape[1])
         for i, slots in enumerate(prompts.values()):
@@ -137,13 +139,13 @@ class Decoding:
         positions = torch.tensor([start + done for start, done in zip(starts, self.cached, strict=True)])
         lengths = [done + 1 for done in self.cached]
         self.cache.reserve(max(lengths))
-        feed = TokenFeed(
+        inputs = TokenInputs(
             tokens=tokens,
-            positions=like_positions(self._here(positions), self.prompts.positions),
-            attend=Step(self.cache, lengths, self.device),
-            ask=Logits(torch.arange(len(tokens), device=self.device)),
+            positions=expand_positions(self._here(positions), self.prompts.positions),
+            attention_fn=Step(self.cache, lengths, self.device),
+            output_fn=NextTokenLogits(torch.arange(len(tokens), device=self.device)),
         )
-        self.logits = self.forward(feed)["logits"]
+        self.logits = self.forward(inputs)["logits"]
         self.cached = [0 if r is None else n for r, n in zip(self.seats, lengths, strict=True)]
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -182,7 +184,7 @@ class Decoding:
             early = self._here(torch.tensor(counts)) < self.params.min_new_tokens
             allowed = logps.clone()
             allowed[:, self.ends] = allowed[:, self.ends].masked_fill(early[:, None], -math.inf)
-        tokens = draw(allowed, self.uniforms[rows, counts], self.params)
+        tokens = sample_tokens(allowed, self.uniforms[rows, counts], self.params)
         forced = {slot: r.forced[0] for slot, r in enumerate(self.seats) if r is not None and r.forced}
         if forced:
             tokens[list(forced)] = self._here(torch.tensor(list(forced.values())))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unirl.models.chunks import round_up
-from unirl.models.language.attention import Attend
-from unirl.models.language.policy import Ask, TokenFeed
+from unirl.models.language.attention import AttentionFn
+from unirl.models.language.policy import OutputFn, TokenInputs
 from unirl.types.conditions import Conditions, ImagePatches, PromptTokens
 from unirl.types.segments import TextSegment
 
@@ -24,7 +24,7 @@ class PackedTokens:
     lengths: list[int]
     images: ImagePatches | None
 
-    def filled(self, multiple: int) -> PackedTokens:
+    def padded(self, multiple: int) -> PackedTokens:
         """With one more row behind them, so that N is a multiple: on CPUs a token's bits are then its row's own."""
         rest = round_up(len(self.tokens), multiple) - len(self.tokens)
         return PackedTokens(
@@ -34,9 +34,15 @@ class PackedTokens:
             images=self.images,
         )
 
-    def feed(self, attend: Attend, ask: Ask) -> TokenFeed:
+    def inputs(self, attention_fn: AttentionFn, output_fn: OutputFn) -> TokenInputs:
         """The input of a forward over these rows."""
-        return TokenFeed(tokens=self.tokens, positions=self.positions, attend=attend, ask=ask, images=self.images)
+        return TokenInputs(
+            tokens=self.tokens,
+            positions=self.positions,
+            attention_fn=attention_fn,
+            output_fn=output_fn,
+            images=self.images,
+        )
 
 
 def prompts_of(conditions: Conditions) -> PromptTokens:
@@ -53,7 +59,7 @@ def images_of(conditions: Conditions) -> ImagePatches | None:
     return images
 
 
-def same_prompts(conditions: Conditions) -> list[int]:
+def first_row_with_same_prompt(conditions: Conditions) -> list[int]:
     """For each row, the first of the neighbours that have the same prompt: siblings of a group stand side by side."""
     prompts, images = prompts_of(conditions), images_of(conditions)
     tokens = prompts.tokens.split(prompts.lengths.tolist())
@@ -67,14 +73,14 @@ def same_prompts(conditions: Conditions) -> list[int]:
     return first
 
 
-def packed_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
+def pack_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
     """The prompts of `rows`."""
     prompts, images = prompts_of(conditions).select(rows), images_of(conditions)
     seen = None if images is None else images.select(rows)
     return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), seen)
 
 
-def packed_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Tensor]:
+def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Tensor]:
     """Prompts with their responses, but for the last token, which is read by nobody; and where [sum L] the token
     before each token of `segment` stands."""
     prompts = prompts_of(conditions)
@@ -101,9 +107,9 @@ def response_positions(prompts: PromptTokens, lengths: Tensor) -> Tensor:
     place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     device = prompts.tokens.device
     starts = prompts.next_position.to(device)[torch.arange(len(lengths)).repeat_interleave(lengths).to(device)]
-    return like_positions(starts + place.to(device), prompts.positions)
+    return expand_positions(starts + place.to(device), prompts.positions)
 
 
-def like_positions(positions: Tensor, others: Tensor) -> Tensor:
+def expand_positions(positions: Tensor, others: Tensor) -> Tensor:
     """`positions` [N] in all three components if `others` have them."""
     return positions if others.dim() == 1 else positions[:, None].expand(-1, others.shape[1])

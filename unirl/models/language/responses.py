@@ -31,7 +31,7 @@ class Response:
         return self.finished or self.cut
 
 
-class Endings:
+class ResponseBuilder:
     """What ends responses: tokens, further strings, the longest length. Tools write before the next draw."""
 
     def __init__(self, codec: TextCodec, params: ARSamplingParams, tools: ToolBox | None) -> None:

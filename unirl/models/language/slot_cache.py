@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from unirl.models.chunks import round_up
-from unirl.models.language.attention import PackedRows, attention_dtype, softmax_attention
+from unirl.models.language.attention import PackedAttention, attention_dtype, softmax_attention
 
 BLOCK = 64
 """Cached tokens are read in multiples of this: a row's bits depend on its own length alone."""
 
 
-class SlotCache:
+class KVCache:
     """Keys and values of the rows in the slots: [S, C, K, d] per layer, made when a layer first writes."""
 
     def __init__(self, slots: int) -> None:
@@ -58,9 +58,9 @@ def _wider(tensor: Tensor, capacity: int) -> Tensor:
 class Prefill:
     """Prompts end to end, which see as packed rows do; their keys and values go where `places` says."""
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], sources: Tensor, places: Tensor) -> None:
+    def __init__(self, cache: KVCache, lengths: Sequence[int], sources: Tensor, places: Tensor) -> None:
         self.cache = cache
-        self.rows = PackedRows(lengths, places.device)
+        self.rows = PackedAttention(lengths, places.device)
         self.sources = sources  # [M] tokens of the forward
         self.places = places  # [M] of slots laid end to end
 
@@ -72,7 +72,7 @@ class Prefill:
 class Step:
     """One token per slot, which sees what its slot holds, itself included."""
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, cache: KVCache, lengths: Sequence[int], device: torch.device) -> None:
         """
         Args:
             lengths: tokens per slot, this one included.

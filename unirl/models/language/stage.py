@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from unirl.models.canary import CanaryAnswer
-from unirl.models.chunks import filled_rows
-from unirl.models.language.attention import PackedRows
+from unirl.models.chunks import padded_rows
+from unirl.models.language.attention import PackedAttention
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.decoding import Decoding
-from unirl.models.language.packing import packed_prompts, packed_responses
-from unirl.models.language.policy import Answers, Likelihood, Logits, TokenFeed
-from unirl.models.language.responses import Endings, Response
+from unirl.models.language.packing import pack_prompts, pack_responses
+from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs, Outputs, TokenInputs
+from unirl.models.language.responses import Response, ResponseBuilder
 from unirl.models.language.tools import ToolBox
 from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import NoiseSource
@@ -111,7 +111,7 @@ class ARStage:
         leave, at entry t of the draw `tok` of the row's id. At temperature 0, log-probs are those of temperature 1.
         """
         responses = [Response(row, id) for row, id in enumerate(ids)]
-        endings = Endings(self.codec, params, self.tools)
+        endings = ResponseBuilder(self.codec, params, self.tools)
         uniforms = noise.uniform(ids, "tok", (params.max_new_tokens,)).to(self._device())
         decoding = Decoding(self._forward, self._here(conditions), params, endings, uniforms, responses)
         decoding.run(slots, self.facts.batch_multiple)
@@ -126,10 +126,10 @@ class ARStage:
         values: ValueGradient | None = None,
     ) -> TokenReplay:
         """The contract of `TokenStage`."""
-        packed, before = packed_responses(self._here(conditions), segment)
+        packed, before = pack_responses(self._here(conditions), segment)
         multiple = self.facts.batch_multiple
-        filled, rows = packed.filled(multiple), filled_rows(len(before), multiple)
-        asked = Likelihood(
+        padded, rows = packed.padded(multiple), padded_rows(len(before), multiple)
+        output_fn = NextTokenLogProbs(
             at=before[rows],
             targets=segment.tokens.to(before.device)[rows],
             temperature=segment.temperature,
@@ -138,7 +138,7 @@ class ARStage:
             hidden=values is not None,
             multiple=multiple,
         )
-        found = self._forward(filled.feed(PackedRows(filled.lengths, self._device()), asked))
+        found = self._forward(padded.inputs(PackedAttention(padded.lengths, self._device()), output_fn))
         kept = {name: tensor[: len(before)] for name, tensor in found.items()}
         said = None if values is None else self._values(kept["hidden"], values)
         return TokenReplay(kept["logp"], kept.get("entropy"), said)
@@ -146,12 +146,13 @@ class ARStage:
     @torch.no_grad()
     def canary(self, inputs: PromptTokens) -> CanaryAnswer:
         """The logits [B, V] of what follows each of the prompts `inputs`."""
-        packed = packed_prompts(self._here({"prompt": inputs}), range(len(inputs)))
-        lasts = filled_rows(len(inputs), self.facts.batch_multiple)
-        filled, at = packed.filled(self.facts.batch_multiple), (inputs.offsets[1:] - 1)[lasts]
+        packed = pack_prompts(self._here({"prompt": inputs}), range(len(inputs)))
+        lasts = padded_rows(len(inputs), self.facts.batch_multiple)
+        padded, at = packed.padded(self.facts.batch_multiple), (inputs.offsets[1:] - 1)[lasts]
         with torch.compiler.set_stance("force_eager"):
-            attend, asked = PackedRows(filled.lengths, self._device()), Logits(at.to(self._device()))
-            found = self._forward(filled.feed(attend, asked))
+            attention_fn = PackedAttention(padded.lengths, self._device())
+            output_fn = NextTokenLogits(at.to(self._device()))
+            found = self._forward(padded.inputs(attention_fn, output_fn))
         return CanaryAnswer(values=found["logits"][: len(inputs)])
 
     def _values(self, hidden: Tensor, gradient: ValueGradient) -> Tensor:
@@ -160,10 +161,10 @@ class ARStage:
         said: Tensor = self.value_head(hidden if gradient == "policy" else hidden.detach())
         return said
 
-    def _forward(self, feed: TokenFeed) -> Answers:
-        device = feed.tokens.device.type
+    def _forward(self, inputs: TokenInputs) -> Outputs:
+        device = inputs.tokens.device.type
         with torch.autocast(device, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
-            found: Answers = self.network(feed)
+            found: Outputs = self.network(inputs)
         return found
 
     def _device(self) -> torch.device:

@@ -8,17 +8,17 @@ from torch import Tensor
 from unirl.types.sampling import ARSamplingParams
 
 
-def draw(logps: Tensor, uniform: Tensor, params: ARSamplingParams) -> Tensor:
+def sample_tokens(logps: Tensor, uniform: Tensor, params: ARSamplingParams) -> Tensor:
     """[S] int64: the likeliest tokens of log-probs [S, V] at temperature 0, else by inverse CDF at uniform [S].
 
     The CDF runs in the order of the vocabulary, over what top_k and then top_p leave.
     """
     if params.temperature == 0:
         return logps.argmax(1)
-    return inverse_cdf(truncated(logps.double().exp(), params.top_k, params.top_p), uniform)
+    return inverse_cdf(top_k_top_p(logps.double().exp(), params.top_k, params.top_p), uniform)
 
 
-def truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+def top_k_top_p(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
     """[S, V] the probabilities of the `top_k` likeliest tokens (0 = all), and 0 elsewhere.
 
     Of these, the likeliest ones stay whose share reaches `top_p`. Not renormalised.

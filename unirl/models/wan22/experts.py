@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.models.chunks import filled_rows
+from unirl.models.chunks import padded_rows
 
 
 class WanExperts(nn.Module):
@@ -53,7 +53,7 @@ class WanExperts(nn.Module):
 
 def _filled(rows: list[int], multiple: int) -> list[int]:
     """`rows`, then copies of the first up to a multiple."""
-    return [rows[i] for i in filled_rows(len(rows), multiple)]
+    return [rows[i] for i in padded_rows(len(rows), multiple)]
 
 
 def _run(expert: Any, inputs: dict[str, Tensor | None], rows: list[int], count: int) -> Tensor:

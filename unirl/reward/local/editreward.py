@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError, RewardError
-from unirl.models.chunks import full_chunks
+from unirl.models.chunks import padded_chunks
 from unirl.reward.base import Device, LocalRewardBackend
 from unirl.reward.local.shared.images import ROWS
 from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
@@ -140,11 +140,11 @@ class EditRewardRewardScorer(LocalRewardBackend):
             said[name] = torch.empty(len(texts))
             for kind in dict.fromkeys(kinds):
                 same = [row for row, found in enumerate(kinds) if found == kind]
-                for chunk in full_chunks(len(same), self.config.batch_size, ROWS):
+                for chunk in padded_chunks(len(same), self.config.batch_size, ROWS):
                     rows = [same[i] for i in chunk.rows]
                     before = torch.stack([sources[row] for row in rows])
                     answer = self._means(head, [texts[row] for row in rows], before, images[rows])
-                    said[name][rows[: chunk.kept]] = answer[: chunk.kept]
+                    said[name][rows[: chunk.num_real]] = answer[: chunk.num_real]
         total = torch.stack(list(said.values())).mean(0)
         return RewardResponse(total=total, components={"editreward": total, **said})
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from unirl.models.chunks import full_chunks
+from unirl.models.chunks import padded_chunks
 from unirl.reward.base import Device, LocalRewardBackend, single
 from unirl.reward.local.shared.images import ROWS
 from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
@@ -126,10 +126,10 @@ class HPSv3RewardScorer(LocalRewardBackend):
         means = torch.empty(len(texts))
         for length in sorted({padded_length(text) for text in texts}):
             same = [row for row, text in enumerate(texts) if padded_length(text) == length]
-            for chunk in full_chunks(len(same), self.config.batch_size, ROWS):
+            for chunk in padded_chunks(len(same), self.config.batch_size, ROWS):
                 rows = [same[i] for i in chunk.rows]
                 answer = self._means([texts[row] for row in rows], request.images[rows])
-                means[rows[: chunk.kept]] = answer[: chunk.kept]
+                means[rows[: chunk.num_real]] = answer[: chunk.num_real]
         return single("hpsv3", means / SCALE)
 
     @torch.no_grad()

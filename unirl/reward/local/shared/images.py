@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import RewardError
-from unirl.models.chunks import full_chunks
+from unirl.models.chunks import padded_chunks
 from unirl.reward.base import Device, LocalRewardBackend, single
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -74,11 +74,11 @@ class ImageScorer(LocalRewardBackend):
         if prompts is None:
             prompts = [""] * len(request)
         scores = torch.empty(len(request))
-        for chunk in full_chunks(len(request), self.config.batch_size, ROWS):
+        for chunk in padded_chunks(len(request), self.config.batch_size, ROWS):
             rows = list(chunk.rows)
             with torch.no_grad():
                 answer = self.judge(self.pixels(images[rows]), [prompts[row] for row in rows]).cpu()
-            scores[rows[: chunk.kept]] = answer[: chunk.kept]
+            scores[rows[: chunk.num_real]] = answer[: chunk.num_real]
         return single(self.name, scores)
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.models.sd3.denoiser import SD3Denoiser
+from unirl.models.sd3.family import SD3Denoiser
 from unirl.sde.guidance import Guidance
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource

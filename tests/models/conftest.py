@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3, SD3Bundle, SD3Pipeline
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +21,8 @@ def pixel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import diffusers
     import transformers
 
-    from unirl.models.sd3 import toy
-
-    config = toy.TOY.components["transformer"] | {
+    toy = SD3.toys["toy"].components
+    config = toy["transformer"] | {
         "sample_size": 16,
         "patch_size": 4,
         "in_channels": 3,
@@ -35,16 +33,14 @@ def pixel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         transformer = diffusers.SD3Transformer2DModel(**config)
-        encoder = transformers.CLIPTextModelWithProjection(
-            transformers.CLIPTextConfig(**toy.TOY.components["text_encoder"])
-        )
+        encoder = transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**toy["text_encoder"]))
     folder = tmp_path_factory.mktemp("pixel")
     diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=None,
         text_encoder=encoder,
-        tokenizer=toy.toy_tokenizers()["tokenizer"],
+        tokenizer=SD3.toy_tokenizers()["tokenizer"],
         text_encoder_2=None,
         tokenizer_2=None,
         text_encoder_3=None,

@@ -70,8 +70,8 @@ QWEN_IMAGE_UNUSED = tuple(
 CASES = (
     FamilyCase(
         name="sd3",
-        pipeline_class="sd3.pipeline.SD3Pipeline",
-        bundle_class="sd3.bundle.SD3Bundle",
+        pipeline_class="sd3.family.SD3Pipeline",
+        bundle_class="sd3.family.SD3Bundle",
         # The last block drops what its text tokens ask for.
         without_gradient=("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q"),
     ),
@@ -110,8 +110,8 @@ CASES = (
     ),
     FamilyCase(
         name="flux1",
-        pipeline_class="flux1.pipeline.Flux1Pipeline",
-        bundle_class="flux1.bundle.Flux1Bundle",
+        pipeline_class="flux1.family.Flux1Pipeline",
+        bundle_class="flux1.family.Flux1Bundle",
         scales=(1.0, 3.5),
     ),
     FamilyCase(
@@ -158,14 +158,14 @@ CASES = (
     ),
     FamilyCase(
         name="lumina2",
-        pipeline_class="lumina2.pipeline.Lumina2Pipeline",
-        bundle_class="lumina2.bundle.Lumina2Bundle",
+        pipeline_class="lumina2.family.Lumina2Pipeline",
+        bundle_class="lumina2.family.Lumina2Bundle",
         scales=(1.0, 4.0),
     ),
     FamilyCase(
         name="z_image",
-        pipeline_class="z_image.pipeline.ZImagePipeline",
-        bundle_class="z_image.bundle.ZImageBundle",
+        pipeline_class="z_image.family.ZImagePipeline",
+        bundle_class="z_image.family.ZImageBundle",
         max_sequence_length=48,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.primitives import Texts
 from unirl.types.rollout_req import RolloutReq, TrackSpec

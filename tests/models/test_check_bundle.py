@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Pipeline
 from unirl.testing.bundle import check_bundle
 from unirl.testing.toy import SIDE, TEXT_WIDTH, ToyBundle, ToyPipeline
 from unirl.types.conditions import TextEmbedCondition

@@ -13,8 +13,7 @@ from tests.models.rollouts import PROMPTS, sampling
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import difference, plain_pipeline
 from unirl.models.loading.adapter_files import DIFFUSERS_FILE, Adapter, write_diffusers_lora, write_peft_adapter
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 

@@ -7,12 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import base_grid, difference, draw_by_euler, given_levels, plain_pipeline
-from unirl.models.flux1.bundle import Flux1Bundle
-from unirl.models.flux1.denoiser import latents_of, tokens_of
-from unirl.models.flux1.family import FLUX1, facts
-from unirl.models.flux1.pipeline import Flux1Pipeline
+from unirl.models.flux1.family import FLUX1, Flux1Bundle, Flux1Pipeline, facts, latents_of, tokens_of
 from unirl.models.loading.quiet import quiet_libraries
 from unirl.sde.kernels import EulerODE
 from unirl.types.sampling import DiffusionSamplingParams
@@ -89,8 +87,7 @@ def test_a_side_must_hold_whole_tokens(toy: Flux1Pipeline) -> None:
 
 def test_a_model_that_reads_more_than_the_sample_is_refused() -> None:
     """FLUX.1-Fill and the control models."""
-    transformer = {**FLUX1.toy.configs["transformer"], "in_channels": 96}
-    fill = dataclasses.replace(FLUX1.toy, configs={**FLUX1.toy.configs, "transformer": transformer})
+    fill = changed(FLUX1.toys["toy"], "transformer", in_channels=96)
     with pytest.raises(DataError, match=r"reads tokens of 96 numbers, .* reads 16 .* Fill") as refused:
         facts(fill, 1)
     assert refused.value.code == 4001

@@ -10,9 +10,7 @@ import torch
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.diffusers_pipeline import plain_pipeline
 from unirl.models.loading.quiet import quiet_libraries
-from unirl.models.lumina2.bundle import Lumina2Bundle
-from unirl.models.lumina2.pipeline import Lumina2Pipeline
-from unirl.models.lumina2.text import TEMPLATE
+from unirl.models.lumina2.family import TEMPLATE, Lumina2Bundle, Lumina2Pipeline
 from unirl.sde.kernels import EulerODE
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.sampling import DiffusionSamplingParams

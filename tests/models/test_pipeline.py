@@ -12,8 +12,7 @@ import torch
 from tests.models.rollouts import PROMPTS, request_for, roll, sampling
 from unirl.models.denoising.embeddings import PromptEmbeddings
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.sde.kernels import DPMSolver2M
 from unirl.sde.noise import NoiseSource
 from unirl.testing.toy import ToyBundle, ToyPipeline, toy_params, toy_request

@@ -10,9 +10,7 @@ from scripts.pretrain_quickstart import build_tokenizer
 from scripts.quickstart_tasks import LETTERS, SIZE, TASKS, TWO_LETTERS, Task
 from tests.models.rollouts import roll
 from tests.source_tree import ROOT
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.family import SD3
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3, SD3Bundle, SD3Pipeline
 from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec, as_bgr, comparable, in_order
 from unirl.sde.kernels import EulerODE
 from unirl.types.reward import RewardRequest

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.family_cases import CASES, built
+from tests.models.family_cases import CASES, built, changed
 from unirl.config.errors import DataError
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.denoiser import packed, unpacked
@@ -70,10 +70,9 @@ def test_the_public_checkpoints_are_known_without_a_connection() -> None:
 
 @pytest.mark.parametrize("switch", ["guidance_embeds", "use_layer3d_rope", "use_additional_t_cond"])
 def test_a_transformer_that_reads_more_is_refused(switch: str) -> None:
-    toy = QWEN_IMAGE.toy
-    configs = {**toy.configs, "transformer": {**toy.configs["transformer"], switch: True}}
+    configs = changed(QWEN_IMAGE.toys["toy"], "transformer", **{switch: True})
     with pytest.raises(DataError, match=f"{switch}=True: that is another model") as caught:
-        QWEN_IMAGE.facts(replace(toy, configs=configs), 1)
+        QWEN_IMAGE.facts(configs, 1)
     assert caught.value.code == 4001
 
 

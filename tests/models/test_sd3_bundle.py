@@ -12,9 +12,7 @@ import torch
 
 from unirl.config.errors import DataError
 from unirl.models.loading.checkpoint import ModelConfigs
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.family import SD3
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3, SD3Bundle, SD3Pipeline
 from unirl.sde.kernels import EulerODE
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams

@@ -7,7 +7,7 @@ import torch
 
 from tests.models.rollouts import PROMPTS, sampling
 from unirl.models.denoising.diffusers_pipeline import difference, plain_pipeline
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Pipeline
 from unirl.types.conditions import TextEmbedCondition
 
 
@@ -24,7 +24,7 @@ def test_embeddings_are_those_of_diffusers(toy: SD3Pipeline, length: int) -> Non
 
 
 def test_a_model_without_t5_gets_zeros_in_its_place_as_in_diffusers(toy: SD3Pipeline) -> None:
-    from unirl.models.sd3.text import SD3TextEncoder
+    from unirl.models.sd3.family import SD3TextEncoder
 
     plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
     plain.text_encoder_3 = None

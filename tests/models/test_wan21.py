@@ -11,8 +11,7 @@ import torch
 from tests.models.family_cases import CASES, built, changed
 from unirl.config.errors import ConfigError, DataError
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, plain_pipeline
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.models.wan21.bundle import Wan21Bundle
 from unirl.models.wan21.family import WAN21, facts
 from unirl.models.wan21.pipeline import Wan21Pipeline

@@ -14,9 +14,7 @@ from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import draw_by_euler
-from unirl.models.z_image.bundle import ZImageBundle
-from unirl.models.z_image.family import Z_IMAGE
-from unirl.models.z_image.pipeline import ZImagePipeline
+from unirl.models.z_image.family import Z_IMAGE, ZImageBundle, ZImagePipeline
 from unirl.testing import family
 from unirl.types.sampling import DiffusionSamplingParams
 

@@ -15,8 +15,7 @@ from tests.sync_ends import ends, toy_pipeline
 from unirl.config.errors import ConfigError, DataError
 from unirl.models.base import DiffusionBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine, read_image, read_images
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.testing.engine import check_engine

@@ -6,8 +6,7 @@ import torch
 from tests.models.rollouts import request_for, sampling
 from tests.sync_ends import LORA, Ends, ends, toy_pipeline
 from unirl.config.errors import SyncError
-from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.sd3.pipeline import SD3Pipeline
+from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.testing.toy import toy_request
 from unirl.types.rollout_req import RolloutReq

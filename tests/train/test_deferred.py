@@ -20,7 +20,7 @@ from unirl.train.configs import EmaFullConfig, FSDPConfig, LoraConfig
 def bundle_of(model: str, meta_init: bool) -> DiffusionBundle:
     if model == "toy":
         return ToyBundle(width=18, blocks=3, meta_init=meta_init)
-    from unirl.models.sd3.bundle import SD3Bundle
+    from unirl.models.sd3.family import SD3Bundle
 
     return SD3Bundle(components=(), path=model.removeprefix("sd3:"), dtype="bf16", meta_init=meta_init)
 
@@ -78,7 +78,7 @@ def test_weights_that_a_checkpoint_lacks_are_named() -> None:
 
 
 def test_a_bundle_of_the_trained_module_alone_trains_and_refuses_the_rest() -> None:
-    from unirl.models.sd3.bundle import SD3Bundle
+    from unirl.models.sd3.family import SD3Bundle
 
     bundle = SD3Bundle(components=(), path="toy", dtype="fp32")
     assert set(bundle.modules) == {"transformer"}

@@ -40,7 +40,7 @@ class Case:
     def bundle(self) -> DiffusionBundle:
         if self.model == "toy":
             return ToyBundle(width=18, blocks=3)  # 18 rows on 4 ranks: 5, 5, 5, 3
-        from unirl.models.sd3.bundle import SD3Bundle
+        from unirl.models.sd3.family import SD3Bundle
 
         return SD3Bundle(path="toy", dtype="fp32")
 
@@ -61,7 +61,7 @@ def rollout(case: Case, bundle: DiffusionBundle, backend: FSDPBackend) -> Rollou
     if case.model == "toy":
         pipeline: Any = ToyPipeline(bundle)
     else:
-        from unirl.models.sd3.pipeline import SD3Pipeline
+        from unirl.models.sd3.family import SD3Pipeline
 
         pipeline = SD3Pipeline(bundle)
     params = toy_params(height=side, width=side)
@@ -230,7 +230,7 @@ def test_gradients_travel_once_an_update_unless_they_do_not_fit(defer: bool, exp
 
 def in_bf16(lora: bool) -> dict[str, Any]:
     """Stable Diffusion 3 in bf16: parity of rollout and replay, and what is stored and gathered in which dtype."""
-    from unirl.models.sd3.bundle import SD3Bundle
+    from unirl.models.sd3.family import SD3Bundle
 
     case = Case("sd3", lora, {}, steps=1)
     bundle = SD3Bundle(path="toy", dtype="bf16")

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 from unirl.cli import env
+from unirl.cli.doctor import CHECKS, Unfit
 from unirl.cli.main import COMMANDS, main
 from unirl.train.backend.checkpoint import CheckpointStore
 
@@ -122,6 +124,22 @@ def test_the_doctor_exits_with_3_when_something_is_missing(capsys, tmp_path, mon
     assert "missing: diffusers" in failed["packages"]
 
 
+def test_the_doctor_accepts_a_torchvision_that_works_on_a_cpu_machine(monkeypatch):
+    monkeypatch.setattr("unirl.cli.doctor.installed", lambda name: "1")
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    assert "CPU threads" in CHECKS["torch"]()
+
+
+def test_the_doctor_refuses_a_torchvision_that_does_not_load(monkeypatch):
+    def fail(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr("unirl.cli.doctor.installed", lambda name: "1")
+    monkeypatch.setattr("unirl.cli.doctor.import_module", fail)
+    with pytest.raises(Unfit, match=r"nms does not exist.*pip uninstall torchvision"):
+        CHECKS["torch"]()
+
+
 def test_the_doctor_checks_a_recipe(capsys, recipes):
     rows = json.loads(output(capsys, "doctor", "--recipe", "toys/ball", "--json", status=3))
     assert [row["detail"][:11] for row in rows if row["check"] == "recipe toys/ball"] == ["error[2003]"]
@@ -136,6 +154,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
+from unirl.cli.doctor import CHECKS, Unfit
 from unirl.cli.main import main
 assert main(["--help"]) == 0
 sys.exit(main(["train", "diffusion/quickstart"]))

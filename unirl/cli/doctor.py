@@ -76,10 +76,7 @@ def _torch() -> str:
         raise Unfit("absent. pip install -c constraints.txt torch")
     import torch
 
-    if installed("torchvision") and not torch.cuda.is_available():
-        raise Unfit(
-            "torchvision is installed; its build rarely fits a CPU torch, and nothing needs it: pip uninstall it"
-        )
+    _check_torchvision()
     product = torch.ones(8, 8) @ torch.ones(8, 8)
     if float(product.sum()) != 512.0:
         raise Unfit(f"8x8 ones times ones sums to {float(product.sum())}, not 512: this build of torch is broken")
@@ -87,14 +84,15 @@ def _torch() -> str:
 
 
 def _check_torchvision() -> None:
-    """Nothing needs it, but transformers imports it where it finds it."""
+    """UniRL does not need torchvision, but transformers imports it if it is installed."""
     if installed("torchvision") is None:
         return
     try:
         import_module("torchvision")
     except (ImportError, RuntimeError) as error:
         raise Unfit(
-            f"torchvision does not fit this torch ({error}), and transformers trips over it: uninstall it"
+            f"torchvision does not work with this torch ({error}), so transformers fails to import it. "
+            "Uninstall it: pip uninstall torchvision"
         ) from error
 
 

@@ -410,6 +410,12 @@ def test_the_recipe_has_a_card_that_claims_no_more_than_was_run(recipe):
     assert all(value == "none" for value in said.values()) == (recipe.card.status == "untested")
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "_4x8" in name])
+def test_a_recipe_for_4_nodes_of_8_devices_says_so(name):
+    config = load(name).config
+    assert (config.num_devices, config.devices_per_node) == (32, 8)
+
+
 @pytest.mark.parametrize(("name", "settings"), PUBLISHED.items(), ids=PUBLISHED)
 def test_the_recipe_has_the_published_hyper_parameters(name, settings):
     resolved = dict(leaves(load(name).resolved()))

@@ -53,6 +53,7 @@ def answer(*overrides, recipe=RECIPE):
         ("algorithm.clip_range=2", "algorithm.clip_range must lie in (0, 1), got 2.0"),
         ("algorithm.old_logp_source=reply", "Did you mean 'replay'?"),
         ("runtime=locale", "Did you mean 'local'?"),
+        ("run.eval_data_path=a.txt", "Write evaluation.data_path=<file>"),
     ],
 )
 def test_what_hydra_would_take_or_answer_badly_is_answered_well(typed, says):

@@ -46,6 +46,7 @@ WRITE_INSTEAD: dict[str, str] = {
     "output_dir": "run.dir=<folder>",
     "load_dir": "resume=<checkpoint folder>",
     "save_mode": "nothing: a checkpoint always holds all that is needed to continue",
+    "eval_data_path": "evaluation.data_path=<file>",
     "eval_interval": "evaluation.eval_steps=<steps>",
     "eval_num_prompts": "evaluation.max_prompts=<prompts>",
     "eval_samples_per_prompt": "evaluation.samples_per_prompt=<samples>",

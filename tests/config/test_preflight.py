@@ -47,6 +47,7 @@ def test_the_shipped_recipe_may_start():
         (["sampling={_target_: unirl.types.sampling.ARSamplingParams}"], 2004, "sd3 samples by Diffusion"),
         (["algorithm={_target_: unirl.algorithms.ar_grpo.ARGRPO}"], 2020, "trains what is sampled by ARSamplingParams"),
         (["trainer={_target_: unirl.trainer.text.TextTrainer}"], 2020, "TextTrainer is for text, and SD3"),
+        (["scale=toy", "backend.trainable_attr=vae"], 2020, "Write trainable_attr: transformer"),
         (["bundle.path=/no/such/folder"], 4001, "there is no such directory"),
         (["bundle.path=toy2"], 4001, "toy2"),
         (["data_source.data_path=nowhere.txt"], 4002, "DATA_PATH"),

@@ -301,3 +301,26 @@ def test_offloaded_state_is_off_the_device() -> None:
     backend.onload(("policy", "optimizer"))
     assert_equal(state_of(backend), before)
     assert backend.device.type == "cuda"
+
+
+def test_block_class_names_of_the_recipe_replace_those_of_the_model() -> None:
+    with pytest.raises(ConfigError, match=r"has no block of NoSuchBlock.*Leave backend.block_class_names out"):
+        backend_of(block_class_names=("NoSuchBlock",))
+    checkpointed = backend_of(block_class_names=("Linear",), fsdp_cfg=FSDPConfig(activation_checkpointing=True))
+    layers = [m for m in checkpointed.module.modules() if isinstance(m, nn.Linear)]
+    assert layers and all("checkpoint" in repr(layer.forward) for layer in layers)
+
+
+def test_only_the_component_that_the_model_trains_may_be_named() -> None:
+    assert backend_of(trainable_attr=ToyBundle().facts.trainable_attr).trainable
+    with pytest.raises(ConfigError, match=r"trainable_attr=vae: the pipeline of toy .* Write trainable_attr: denoiser"):
+        backend_of(trainable_attr="vae")
+
+
+def test_fsdp_mode_agrees_with_shard_size() -> None:
+    assert FSDPConfig(fsdp_mode="hybrid", shard_size=8).shard_size == 8
+    assert FSDPConfig(fsdp_mode="full").shard_size is None
+    with pytest.raises(ConfigError, match=r"fsdp_mode=full shards over all ranks, and shard_size=2"):
+        FSDPConfig(fsdp_mode="full", shard_size=2)
+    with pytest.raises(ConfigError, match=r"Set fsdp_cfg.shard_size to the devices of one node"):
+        FSDPConfig(fsdp_mode="hybrid")

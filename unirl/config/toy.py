@@ -26,6 +26,7 @@ QUANTITIES: Mapping[str, Any] = {
     "evaluation.max_new_tokens": None,
     "backend.lora_cfg.rank": 4,
     "backend.fsdp_cfg.shard_size": None,
+    "backend.fsdp_cfg.fsdp_mode": None,
 }
 
 GROUP = "sampling.samples_per_prompt"

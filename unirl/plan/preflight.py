@@ -31,6 +31,7 @@ from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapsho
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
+from unirl.train.backend.fsdp import check_component
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling, sampling_as
@@ -147,6 +148,7 @@ def check_model(config: RecipeConfig) -> None:
     sized = [(f"data_source.sizes={list(size)}: ", _at_size(sampling, size)) for size in sizes_of(config)]
     facts = known_facts(config)
     if facts is not None:
+        check_component(config.backend.get("trainable_attr", str), facts)
         evaluation = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))
         for where, settings in (("", sampling), ("in evaluations, ", evaluation), *sized):
             _check_fit(facts, settings, where)

@@ -22,6 +22,8 @@ class FSDPConfig:
     """Compile each block."""
     shard_size: int | None = None
     """Ranks that share one copy of the weights; others hold further copies. Absent = all ranks; 1 = whole copies."""
+    fsdp_mode: Literal["full", "hybrid"] | None = None
+    """full = shard over all ranks; hybrid = copies of shard_size ranks each (HSDP). Absent = as shard_size implies."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward and gather them again in the backward pass."""
     mixed_precision: bool = True
@@ -34,6 +36,16 @@ class FSDPConfig:
     def __post_init__(self) -> None:
         if self.shard_size is not None and self.shard_size < 1:
             raise InvalidValueError(f"fsdp_cfg.shard_size must be >= 1, got {self.shard_size}")
+        if self.fsdp_mode == "full" and self.shard_size is not None:
+            raise IncompatibleError(
+                f"fsdp_cfg.fsdp_mode=full shards over all ranks, and shard_size={self.shard_size} says otherwise. "
+                "Remove one of them, or set fsdp_mode: hybrid"
+            )
+        if self.fsdp_mode == "hybrid" and self.shard_size is None:
+            raise IncompatibleError(
+                "fsdp_cfg.fsdp_mode=hybrid keeps a copy of the weights in every group of shard_size ranks, and "
+                "shard_size is not set. Set fsdp_cfg.shard_size to the devices of one node, such as 8"
+            )
         if self.reduce_dtype == "fp64" and not self.defer_grad_sync:
             raise IncompatibleError(
                 "fsdp_cfg.defer_grad_sync=false rounds the gradient after each part, which reduce_dtype=fp64 is to "

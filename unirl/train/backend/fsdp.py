@@ -87,6 +87,8 @@ class FSDPBackend(TrainBackend):
         ema_lora_cfg: EmaLoraConfig | None = None,
         topology: TrainTopology | None = None,
         value_cfg: ValueConfig | None = None,
+        block_class_names: tuple[str, ...] | None = None,
+        trainable_attr: str | None = None,
     ) -> None:
         """
         Args:
@@ -94,6 +96,9 @@ class FSDPBackend(TrainBackend):
             run_updates: optimizer updates of the whole run, where schedules end.
             lora_cfg: absent = all weights are trained.
             value_cfg: how a value head is trained, if the loss needs one.
+            block_class_names: classes that are wrapped, checkpointed and compiled one by one. Absent = the model's own
+                (ModelFacts.block_class_names).
+            trainable_attr: the component that is trained. Absent = the model's own, which is the only legal one.
         """
         self.rank = current()
         config = fsdp_cfg or FSDPConfig()
@@ -110,9 +115,10 @@ class FSDPBackend(TrainBackend):
         """Updates done when the last step ended."""
         self.is_gathered = False
         self.sharding = sharding_of(config, self.rank)
+        check_component(trainable_attr, bundle.facts)
         self.module = bundle.trainable().eval()
         self.adapter = add_adapters(self.module, lora_cfg, bundle.facts, seed)
-        lay_out(self.module, bundle, config, self.sharding)
+        lay_out(self.module, bundle, config, self.sharding, block_class_names)
         if deferred.is_deferred(self.module):
             load_deferred(self.module, self.sharding, cast(Deferrable, bundle), self.adapter, seed)
         self.sharding.adopt(self.module)
@@ -423,14 +429,31 @@ def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, 
     return spec
 
 
-def lay_out(module: nn.Module, bundle: Trained, config: FSDPConfig, sharding: Sharding) -> None:
+def check_component(name: str | None, facts: ModelFacts) -> None:
+    """Raises ConfigError (2020) for another component than the one that the model's pipeline samples with."""
+    if name not in (None, facts.trainable_attr):
+        raise IncompatibleError(
+            f"backend.trainable_attr={name}: the pipeline of {facts.family} samples and trains with "
+            f"{facts.trainable_attr}. Write trainable_attr: {facts.trainable_attr}, or leave the key out"
+        )
+
+
+def lay_out(
+    module: nn.Module,
+    bundle: Trained,
+    config: FSDPConfig,
+    sharding: Sharding,
+    block_class_names: tuple[str, ...] | None = None,
+) -> None:
     """Storage dtypes, checkpointed and compiled blocks, shards; in place."""
     compute_dtype = usual_dtype(module)
     set_dtypes(module, config)
-    blocks = [m for m in module.modules() if type(m).__name__ in bundle.facts.block_class_names]
-    if (config.activation_checkpointing or config.use_torch_compile) and not blocks:
+    names = block_class_names or bundle.facts.block_class_names
+    blocks = [m for m in module.modules() if type(m).__name__ in names]
+    if (config.activation_checkpointing or config.use_torch_compile or block_class_names) and not blocks:
         raise ConfigError(
-            f"{type(module).__name__} holds no block of {list(bundle.facts.block_class_names)} to checkpoint or compile"
+            f"{type(module).__name__} has no block of {', '.join(names)} to shard, checkpoint or compile. "
+            "Leave backend.block_class_names out to use the model's own"
         )
     for block in blocks:
         if config.use_torch_compile:

@@ -39,7 +39,7 @@ STAGES = (
 )
 STAGE_CONTRACTS = {"unirl.models." + name for name in STAGES}
 # What a module may import outside its functions: quick to load, and present wherever the package is.
-AT_TOP = {"torch", "numpy", "PIL", "safetensors", "omegaconf", "hydra", "yaml", "rich", "msgspec"}
+AT_TOP = {"torch", "typing_extensions", "numpy", "PIL", "safetensors", "omegaconf", "hydra", "yaml", "rich", "msgspec"}
 HEAVY = ("diffusers", "transformers", "peft", "accelerate", "ray", "datasets", "wandb", "tensorboard", "swanlab")
 
 
@@ -96,7 +96,7 @@ def test_maths_and_models_know_no_processes():
 
 def test_types_and_sde_need_torch_alone():
     """At run time; jaxtyping's names are imported for type checkers (docs/decisions/checked-shapes.md)."""
-    known = {"torch", *sys.stdlib_module_names}
+    known = {"torch", "typing_extensions", *sys.stdlib_module_names}  # torch itself requires typing_extensions
     needed = [pair for pair in imports(TORCH_ONLY, internal=False) if not pair[1].for_types]
     assert [place(*pair) for pair in needed if top(pair[1]) not in known] == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
-MEDIA: dict[str, type[Any]] = {"images": Images, "videos": Videos, "texts": Texts, "lengths": Texts}
-"""Which kind of decoded media holds a column."""
+MediumT = TypeVar("MediumT", Images, Videos, Texts)
 
 
 def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> RolloutTrack:
@@ -116,15 +115,15 @@ class RewardService:
         rows = root_rows(req, resp, track)
         texts: Any = req.primitives.get("text")
         reads = self.backend.reads
-        for column in MEDIA.keys() & set(reads):
-            self._check_medium(column, track)
+        if "lengths" in reads:
+            self._decoded_as(Texts, "lengths", track)
         return RewardRequest(
             sample_ids=track.sample_ids,
             lengths=response_lengths(req.tracks[name].sampling, track) if "lengths" in reads else None,
             prompts=[texts.texts[row] for row in rows] if "prompts" in reads else None,
-            images=track.decoded.pixels if "images" in reads else None,
-            videos=track.decoded if "videos" in reads else None,
-            texts=track.decoded.texts if "texts" in reads else None,
+            images=self._decoded_as(Images, "images", track).pixels if "images" in reads else None,
+            videos=self._decoded_as(Videos, "videos", track) if "videos" in reads else None,
+            texts=self._decoded_as(Texts, "texts", track).texts if "texts" in reads else None,
             sources=self._sources(req.pictures(), rows, track) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
         )
@@ -133,7 +132,7 @@ class RewardService:
         self, pictures: Sequence[tuple[str, ...]], rows: Sequence[int], track: RolloutTrack
     ) -> list[list[Tensor]]:
         """What the prompt of each row brought, as the model saw it: cut to the sample's size, each file read once."""
-        self._check_medium("images", track)
+        height, width = self._decoded_as(Images, "images", track).pixels.shape[-2:]
         uris = [pictures[row] for row in rows]
         for sample, brought in zip(track.sample_ids, uris, strict=True):
             if not brought:
@@ -141,17 +140,18 @@ class RewardService:
                     f"reward {name_of(self.backend)!r} compares with the picture that was edited, and the prompt of "
                     f"sample {sample!r} brought none: give it media_refs of role condition"
                 )
-        height, width = track.decoded.pixels.shape[-2:]
         distinct = dict.fromkeys(uri for brought in uris for uri in brought)
         opened = {uri: fit_image(read_image(uri), height, width) for uri in distinct}
         return [[opened[uri] for uri in brought] for brought in uris]
 
-    def _check_medium(self, column: str, track: RolloutTrack) -> None:
-        if not isinstance(track.decoded, MEDIA[column]):
+    def _decoded_as(self, kind: type[MediumT], column: str, track: RolloutTrack) -> MediumT:
+        """The decoded media of the track, which hold `column`. Raises RewardError when they are of another kind."""
+        if not isinstance(track.decoded, kind):
             raise RewardError(
                 f"reward {name_of(self.backend)!r} reads {column}, but the rollout decoded "
                 f"{type(track.decoded).__name__} (sample {track.sample_ids[0]!r}): choose a reward for this modality"
             )
+        return track.decoded
 
     @rank0
     def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> None:

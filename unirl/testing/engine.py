@@ -134,6 +134,7 @@ class _Check:
         assert ours.sample_ids == list(req.sample_ids), f"{self.name}: rows are not in the order of the request {when}"
         versions = set(ours.weight_version.tolist())
         assert versions == {req.weight_version}, f"{self.name}: rows say versions {versions}, not {req.weight_version}"
+        assert ours.decoded is not None and theirs.decoded is not None, f"{self.name} decodes nothing"
         for batch, other in ((ours.segment, theirs.segment), (ours.decoded, theirs.decoded)):
             for field, kind, a, b in values_of(batch, other):
                 self.assert_close(field, kind, a, b, f"from trainside's {when}")

@@ -365,6 +365,7 @@ class Trainer(ABC, Generic[SamplingT]):
             scored = scored_rows(track)
             req, track = req.select(scored), track.select(scored)
             chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
+            assert track.decoded is not None, "an engine decodes what it samples"
             media = media_of(self.roles.rollout.preview(track.decoded.select(chosen)))
             rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
             self.tracker.samples(done, SampleTable(rows, media))

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, map_heavy, map_value, row, shared
+from unirl.types.conditions import Conditions
+from unirl.types.primitives import Medium
 from unirl.types.results import Metrics
 from unirl.types.reward import Answer, Failures
 from unirl.types.rows import Rows
+from unirl.types.segments import SegmentT_co
 
 RewardOp = Literal["mean", "max", "sum", "last"]
 _REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
@@ -53,7 +56,7 @@ class AdvantageEstimator(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class RolloutTrack(Batch):
+class RolloutTrack(Batch, Generic[SegmentT_co]):
     """One modality of a rollout. A row with weight 0 (dropped, padding) is carried along and counts nowhere."""
 
     sample_ids: list[str] = row()
@@ -61,9 +64,9 @@ class RolloutTrack(Batch):
     parent_track: str | None = shared(optional=True)
     parent_ids: list[str] | None = row(optional=True)
     prompts: list[str] | None = row(optional=True)  # what a loss on the reward's gradient scores the samples by
-    conditions: dict[str, Batch] = row()
-    segment: Any = row()  # LatentSegment, TextSegment, ActionSegment
-    decoded: Any = row(optional=True)  # Images, Texts, Videos
+    conditions: Conditions = row()
+    segment: SegmentT_co = row()
+    decoded: Medium | None = row(optional=True)
     rewards: Tensor | None = row(optional=True)  # [B] float32; NaN where the sample could not be scored
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
     watched_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none
@@ -76,13 +79,14 @@ class RolloutTrack(Batch):
 
     def costs(self) -> Tensor | None:
         """[B] int64 how much work each row is: tokens of its segment and its conditions; None where all are equal."""
-        parts = [part.costs() for part in (self.segment, *self.conditions.values())]
-        found = [costs for costs in parts if costs is not None]
-        return torch.stack(found).sum(0) if found else None
+        batches: list[Batch] = [self.segment, *self.conditions.values()]
+        parts = [batch.costs() for batch in batches]
+        costs = [cost for cost in parts if cost is not None]
+        return torch.stack(costs).sum(0) if costs else None
 
     def compute_advantages(
         self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = ""
-    ) -> tuple[RolloutTrack, Metrics]:
+    ) -> tuple[Self, Metrics]:
         """The track with advantages and weights by `estimator`, and its metrics. Raises ValueError before it is scored.
 
         Args:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 from unirl.types.protocols import GuidanceLike, Kernel
@@ -16,8 +18,35 @@ LogRatio = tuple[Tensor, Tensor]
 """log r = log-prob measured - recorded, [K] nats, 0 where nothing counts; and the weights [K]."""
 
 
+class Segment(Batch):
+    """What every kind of segment holds, and the questions that training and reports ask of it."""
+
+    logp: Tensor  # behaviour log-prob, nats; a denoising segment has [B, S], a text segment [sum L]
+    anchors: dict[str, Tensor]  # name -> values of other policies, at the entries of `logp`
+
+    @abstractmethod
+    def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
+        """By place, how far the log-probs `logp` of a part of the work are from the recorded ones.
+
+        Args:
+            weights: [B] float32; a row of weight 0 counts nowhere.
+        """
+
+    @abstractmethod
+    def statistics(self) -> dict[str, float]:
+        """Metrics of what was sampled, by name."""
+
+    @abstractmethod
+    def facts(self) -> list[dict[str, Any]]:
+        """[B] facts to show beside each sample in reports."""
+
+
+SegmentT_co = TypeVar("SegmentT_co", bound=Segment, covariant=True, default=Any)
+"""The kind of segment that a track holds."""
+
+
 @dataclass(kw_only=True, eq=False)
-class LatentSegment(Batch):
+class LatentSegment(Segment):
     """A denoising trajectory, stored at {i, i + 1 for each stochastic step i} and the last position."""
 
     latents: Tensor = row(heavy=True)  # [B, K, *latent], trajectory dtype
@@ -77,7 +106,7 @@ def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, .
 
 
 @dataclass(kw_only=True, eq=False)
-class TextSegment(Batch):
+class TextSegment(Segment):
     """Sampled tokens, packed; the log-prob is that of the tempered, untruncated distribution.
 
     What stands at tokens that are context only is never read, finite or not.

@@ -357,7 +357,7 @@ def test_what_stands_at_tokens_and_rows_that_do_not_count_never_matters(options:
     assert all(torch.equal(a, b) for a, b in zip(gradients, ill_gradients, strict=True))
     tokens, replay = algorithm.tokens(ill_stage.logp.detach(), ill, (0,)), algorithm.replay(ill_stage, ill)
     seen = algorithm.assign_credit(tokens, replay, ill, (0,), in_step(algorithm, ill))
-    columns = (seen.advantages, seen.values.said, seen.values.old, seen.values.returns)
+    columns = (seen.advantages, seen.critic.values, seen.critic.old, seen.critic.returns)
     assert not any(bool(column[~tokens.rows.token_mask].any()) for column in columns)
 
 

@@ -1,7 +1,8 @@
-"""PPO with a critic on tokens: each token is credited with what it changed."""
+"""PPO with a critic on tokens: GAE gives every token its own advantage."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,48 +16,72 @@ from unirl.algorithms.shared.critic import (
     DenseLayout,
     GAEInputs,
     Moments,
+    OutcomeSource,
     StepCredit,
-    gae,
     outcome_rewards,
     whitened,
 )
 from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
 from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
-from unirl.types.protocols import Needs, TrainingProgress
+from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
 ALL_TOKENS: Part = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARPPO(Critic[TokenStage], ARGRPO):
+class ARPPO(ARGRPO):
     """L = agg( P_t + vf_coef V_t ) over tokens.
 
-    P_t  ARGRPO's clipped surrogate, of the advantage A_t instead of the row's
+    P_t  the clipped surrogate of `ARGRPO`, with the advantage A_t of the token instead of that of the row
     V_t  max((V - R_t)^2, (clip(V, V_old +- value_clip) - R_t)^2) / 2,  V = V(prompt, y_<t),  R_t = A_t + V_old
-    A_t  GAE (arXiv:1506.02438, eq. 16) over the tokens that count: the row's outcome arrives after the last of them,
-         each costs beta (log pi_old - log pi_ref) if kl_in: reward, and nothing follows
+    A_t  GAE (arXiv:1506.02438, eq. 16) over the counted tokens; the reward of the last token is the outcome of the row,
+         every token loses beta (log pi_old - log pi_ref) with kl_in: reward, and no value follows the last token
 
-    PPO is arXiv:1707.06347; with a KL in the reward, arXiv:2203.02155 (eq. 2).
+    PPO: Schulman et al. 2017, arXiv:1707.06347. With a KL in the reward: arXiv:2203.02155, eq. 2. `loss` is
+    `TokenLoss.loss`; this class adds the value loss to the terms of `surrogate`.
     """
 
+    gamma: float = 1.0
+    """Discount per trained token."""
+    lam: float = 0.95
+    """lambda of GAE: 1 uses the outcome alone, 0 the value of the next token alone."""
+    outcome: OutcomeSource = "advantages"
+    """What a response returns: the driver's normalised advantage, or the raw reward (V must learn its scale)."""
+    vf_coef: float = 0.5
+    """Factor of the value loss. The value head has its own weights and optimizer group."""
+    value_clip: float | None = 0.2
+    """Largest distance of V from V_old in the loss, in units of the outcome; null = no clip."""
     value_gradient: ValueGradient = "head"
-    """What the value loss trains: the head alone, on hidden states as they are, or the policy's layers as well."""
+    """Parameters that the value loss trains: the head alone, on detached hidden states, or the policy's layers too."""
     whiten: bool = False
-    """Advantages of the whole step to mean 0 and variance 1 over its tokens; costs a forward in the first update."""
+    """Normalise the advantages of the whole step to mean 0 and variance 1; costs a forward in the first update."""
     bootstrap_truncated: bool = False
-    """A response that was cut goes on in the critic's eyes: V of its last state follows its outcome; else nothing does.
+    """The return of a truncated response includes V of its last state; otherwise nothing follows its outcome.
 
-    The last token of such a response is where V is read, and earns nothing.
+    The last token of such a response only provides this value. It has no advantage and no return of its own.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_critic()
+        self.critic.check()
+
+    @property
+    def critic(self) -> Critic:
+        return Critic(
+            gamma=self.gamma,
+            lam=self.lam,
+            outcome=self.outcome,
+            vf_coef=self.vf_coef,
+            value_clip=self.value_clip,
+        )
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, totals=self.whiten)
+        return replace(self.critic.needs(super().needs), totals=self.whiten)
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {**super().anchors(), **self.critic.anchors()}
 
     def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
@@ -64,65 +89,62 @@ class ARPPO(Critic[TokenStage], ARGRPO):
     def assign_credit(
         self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
     ) -> Tokens:
-        assert replay.values is not None, "the stage was asked for values and gave none"
-        said = tokens.rows.masked(replay.values)
-        recorded = self.anchor(rows, OLD_VALUE, part)
-        old = said.detach() if recorded is None else tokens.rows.masked(recorded)
+        assert replay.values is not None, "the stage was asked for values and returned none"
+        values = tokens.rows.masked(replay.values)
+        anchored = self.anchor(rows, OLD_VALUE, part)
+        old = values.detach() if anchored is None else tokens.rows.masked(anchored)
         credit = self.gae_credit(tokens, old, rows, part, now)
         advantages = credit.advantages
         if self.whiten:
-            assert now.totals, "a loss that whitens is told the moments of the whole step"
+            assert now.totals, "a loss with whiten needs the moments of the whole step in `now.totals`"
             moments = Moments(*torch.tensor(now.totals, dtype=torch.float64))
             advantages = whitened(advantages, self.gae_mask(tokens, rows), moments)
-        return replace(tokens, advantages=advantages, values=TokenValues(said, old, credit.returns))
+        return replace(tokens, advantages=advantages, critic=TokenValues(values, old, credit.returns))
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
-        policy, values = super().surrogate(tokens, now), tokens.values
-        assert values is not None, "assign_credit() comes first"
-        losses, metrics = self.value_losses(values.said, values.old, values.returns, tokens.weights)
+        policy, critic = super().surrogate(tokens, now), tokens.critic
+        assert critic is not None, "assign_credit() comes first"
+        losses, metrics = self.critic.value_losses(critic.values, critic.old, critic.returns, tokens.weights)
         return replace(policy, metrics=policy.metrics | metrics, terms={"train/critic_loss": self.vf_coef * losses})
 
     def totals(self, rows: RolloutTrack, now: TrainingProgress) -> Tensor:
-        """[3] number, sum and sum of squares of the advantages."""
-        recorded = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
-        assert recorded is not None, "the anchor pass comes first"
-        tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # of their log-probs only the old ones are read
-        credit = self.gae_credit(tokens, tokens.rows.masked(recorded), rows, ALL_TOKENS, now)
+        """[3] count, sum and sum of squares of the advantages."""
+        old = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
+        assert old is not None, "the anchor pass comes first"
+        tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # only its old log-probs are read here
+        credit = self.gae_credit(tokens, tokens.rows.masked(old), rows, ALL_TOKENS, now)
         moments = Moments.of(credit.advantages, self.gae_mask(tokens, rows))
         return torch.stack([moments.count, moments.total, moments.squares])
 
     def gae_credit(
         self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: TrainingProgress
     ) -> StepCredit:
-        """[sum L] twice: GAE from old values [sum L]; 0 where a token does not count."""
-        packing = DenseLayout.of(rows.segment.offsets, old.device)
-        mask, values = packing.dense(self.gae_mask(tokens, rows)), packing.dense(old)
-        rewards = outcome_rewards(self.row_return(rows).to(old.dtype), mask)
+        """GAE from old values [sum L]: advantages and returns [sum L], 0 at tokens that are not counted."""
+        layout = DenseLayout.of(rows.segment.offsets, old.device)
+        mask, values = layout.dense(self.gae_mask(tokens, rows)), layout.dense(old)
+        rewards = outcome_rewards(self.critic.row_return(rows).to(old.dtype), mask)
         kl_penalty = self.kl_penalty(tokens, rows, part, now)
         if kl_penalty is not None:
-            rewards = rewards - packing.dense(kl_penalty.detach())
-        found = gae(
-            GAEInputs.from_rows(rewards, values, mask, self._last_values(tokens, old, rows)),
-            self.gamma,
-            self.lam,
-        )
-        returns = torch.where(mask, found.returns, values)
-        return StepCredit(packing.packed(found.advantages), tokens.rows.masked(packing.packed(returns)))
+            rewards = rewards - layout.dense(kl_penalty.detach())
+        last_values = self._last_values(tokens, old, rows)
+        credit = self.critic.gae(GAEInputs.from_rows(rewards, values, mask, last_values))
+        returns = torch.where(mask, credit.returns, values)
+        return StepCredit(layout.packed(credit.advantages), tokens.rows.masked(layout.packed(returns)))
 
     def gae_mask(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
-        """[sum L] bool, tokens that count and whose successor's value is known."""
+        """[sum L] bool, counted tokens whose next value is known."""
         if not self.bootstrap_truncated:
             return tokens.rows.token_mask
-        return tokens.rows.token_mask & ~self._cut_ends(tokens, rows)
+        return tokens.rows.token_mask & ~self._truncated_ends(tokens, rows)
 
-    def _cut_ends(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
-        """[sum L] bool, the last token that counts of a response that was cut."""
+    def _truncated_ends(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
+        """[sum L] bool, the last counted token of each truncated response."""
         ones = tokens.rows.token_mask.double()
         is_last = tokens.rows.token_mask & (tokens.rows.rest(ones) == 1)
         return is_last & tokens.rows.spread(~rows.segment.finished.to(is_last.device))
 
     def _last_values(self, tokens: Tokens, old: Tensor, rows: RolloutTrack) -> Tensor | None:
-        """[B] V of the state after the last credited token: that before a cut, and 0 at an end."""
+        """[B] V of the last state of a truncated response, and 0 for a finished one. None without bootstrapping."""
         if not self.bootstrap_truncated:
             return None
-        return tokens.rows.sum(torch.where(self._cut_ends(tokens, rows), old, 0.0)).to(old.dtype)
+        return tokens.rows.sum(torch.where(self._truncated_ends(tokens, rows), old, 0.0)).to(old.dtype)

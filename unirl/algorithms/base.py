@@ -1,4 +1,4 @@
-"""What a loss is: a pure function of a stage and rows, which a train stack divides once."""
+"""The contract of a loss, and the two loops over its parts that the train stack calls."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
 
-Stage = TypeVar("Stage")
-"""The policy that a loss replays: `DiffusionStage`, `ARStage`, `ActionStage`."""
+StageT = TypeVar("StageT")
+"""The type of policy that a loss replays: `DiffusionStage`, `DifferentiableStage` or `TokenStage`."""
 
 Part = tuple[int, ...]
-"""A piece of the work on a row, forwarded at once: denoising steps, timesteps, or all tokens."""
+"""The entries of a row that one forward pass covers: a group of denoising steps, a group of training times, or `(0,)`
+for all tokens at once. A loss splits its work into parts so that the graph of only one part is in memory at a time."""
 
 PolicyOutputs = dict[Quantity, Tensor]
-"""What a policy says of some rows and a part, detached: quantity -> [B, len(part), ...]."""
+"""Detached outputs of a policy for some rows and one part: quantity -> [B, len(part), ...], or [sum L] for tokens."""
 
 START = TrainingProgress()
-"""The beginning of a run."""
+"""The progress at the beginning of a run."""
 
 Backward = Callable[[Tensor, bool], None]
-"""Takes a loss to differentiate, and whether it is the last one of these rows."""
+"""Backpropagates a loss. The second argument is True for the last part of the rows."""
 
 
 @dataclass(frozen=True)
@@ -37,37 +38,55 @@ class LossResult:
     """The loss of some rows and one part."""
 
     loss: Tensor
-    """[] SUM over the elements (row x entry of the part), each times its row's weight."""
+    """[] sum of weight * loss over the elements. An element is a row at one entry of the part."""
     metrics: Metrics
     outputs: PolicyOutputs
-    """What the weights that were differentiated said: the anchors of a first update."""
+    """Outputs of the weights that were differentiated. In the first update they are the values of the live anchors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseAlgorithmConfig:
-    """The recipe keys of a loss: a loss is a frozen dataclass, its fields are its keys, and it holds nothing else."""
+    """The recipe keys of a loss are the fields of its frozen dataclass. A loss has no other state."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
-    """The loss of one track.
+class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT]):
+    """The loss of one track. This docstring maps the walk from the train stack to the equation.
 
-    A loss writes `parts`, `loss` and `measure` (and `count`, if an element is not a row times an entry of a part), and
-    says which anchors it reads.
+        TrainStack.train_track                        for every update and micro-batch
+          StageAlgorithm.prepare_segment              anchor pass: `measure` for every part, without gradients
+          StageAlgorithm.compute_loss_and_backward    for every part in `parts`: `loss`, then backward
+            <base class>.loss                         replays the part and adds penalties to the policy loss
+              <loss>.policy_loss or .surrogate        the equation of the paper, often by shared/surrogate.py
+
+    A part is a group of denoising steps, a group of training times, or all tokens: what one forward pass covers.
+
+    Most losses inherit `loss` from one of four base classes and write one short method:
+
+        DenoisingLoss       shared/denoising.py        write `policy_loss`: log-probs of replayed denoising steps
+        TokenLoss           shared/tokens.py           write `surrogate`: log-probs of replayed tokens
+        ForwardProcessLoss  shared/forward_process.py  write `loss`: velocities at clean samples with fresh noise
+        RewardBackprop      shared/reward_backprop.py  choose defaults: the gradient of the reward itself
+
+    Importance ratios exp(log pi_theta - log pi_old) are formed in `DiffusionGRPO._log_ratio` for denoising steps and in
+    `TokenLoss.tokens` for tokens.
+
+    A loss that uses no base class writes `parts`, `loss` and `measure`, lists the anchors that it reads, and overrides
+    `count` if an element is not a row at one entry of a part.
     """
 
     supports_multi_update: ClassVar[bool] = True
     """The loss stays valid after an update on the same rollout."""
     sampled_by: ClassVar[type] = object
-    """The settings of sampling whose segments it trains."""
+    """The class of sampling settings whose segments this loss can train."""
     requires_ema_rollout: ClassVar[bool] = False
-    """Sampling must run on a snapshot instead of the live weights."""
+    """Sampling must use a weight snapshot instead of the live weights."""
     trains_tokens: ClassVar[bool] = False
-    """Rows are of unequal length, so that micro-batches can be cut by tokens."""
+    """Rows have unequal lengths, so micro-batches can be cut by tokens."""
 
     @property
     def needs(self) -> Needs:
-        """What the rest must offer."""
+        """Requirements on the engine, the model, the reward and the backend. The preflight checks them."""
         snapshots = {anchor.snapshot for anchor in self.anchors().values()} - {"live"}
         return Needs(
             snapshots=tuple(sorted(snapshots)),
@@ -76,32 +95,32 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         )
 
     def anchors(self) -> Mapping[str, Anchor]:
-        """PolicyOutputs of other policies that `loss` reads, by name."""
+        """Outputs of other policies that `loss` reads, by name."""
         return {}
 
     @abstractmethod
     def parts(self, segment: LatentSegment) -> list[Part]:
-        """The pieces of the work, from the recipe and the segment's shared fields alone: equal on every rank."""
+        """The parts of every row, in order. They depend on the recipe and on fields that all ranks share."""
 
     @abstractmethod
-    def loss(self, stage: Stage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
-        """The loss of `rows` and one part. A live anchor that is absent is the loss's own detached value."""
+    def loss(self, stage: StageT, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+        """The loss of `rows` and one part. Where a live anchor is absent, the loss uses its own detached value."""
 
     @abstractmethod
-    def measure(self, stage: Stage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
-        """What the stage's current weights say of `rows` and one part, computed as `loss` computes it."""
+    def measure(self, stage: StageT, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+        """The outputs of the current weights for `rows` and one part, computed exactly as `loss` computes them."""
 
     def count(self, rows: RolloutTrack) -> float:
-        """The number of elements over all parts, each times its row's weight: what the sum of losses is divided by."""
+        """The weighted number of elements over all parts. The stack divides the sum of losses by it."""
         return float(rows.weight.sum()) * sum(len(part) for part in self.parts(rows.segment))
 
     def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
-        """[B, len(part)] the advantage of every element."""
+        """[B, len(part)] the advantage of every element; here that of its row."""
         assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
         return rows.advantages[:, None].expand(-1, len(part))
 
     def anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor | None:
-        """[B, len(part), ...] an anchor column's entries; None before the anchor pass has filled it."""
+        """[B, len(part), ...] the entries of an anchor. None before the anchor pass has filled it."""
         column: Tensor | None = rows.segment.anchors.get(name)
         if column is None:
             return None
@@ -109,18 +128,19 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return column[:, [order.index(entry) for entry in part]]
 
     def totals(self, rows: RolloutTrack, now: TrainingProgress) -> Tensor:
-        """[K] float64 sums over `rows`, whose anchors are filled: `loss` finds those of the whole step in `now.totals`.
+        """[K] float64 sums over `rows`, whose anchors are filled. `loss` reads the sums of the step in `now.totals`.
 
-        Asked by the stack if `needs.totals`.
+        The stack calls this only if `needs.totals` is True.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs totals and does not say which")
+        raise NotImplementedError(f"{type(self).__name__} sets needs.totals and does not implement totals()")
 
     def check_sampling(self, sampling: Any) -> None:
-        """Raises ConfigError where the recipe's sampling settings, of the stage's own kind, cannot be trained."""
+        """Raises ConfigError if segments with these sampling settings, of class `sampled_by`, cannot be trained."""
         return None
 
     def trust_width(self) -> float | None:
-        """Half the width of the trust region on the ratio, by which disagreement is judged; None: no ratio."""
+        """Half the width of the trust region on the importance ratio. The parity gate compares disagreement between
+        engine and trainer with it. None means that the loss has no such region."""
         return None
 
     def kl_controller(self) -> KLController | None:
@@ -128,53 +148,54 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[Stage]):
         return None
 
     def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
-        """How far `outputs` (measured on the weights that sampled) are from what the engine recorded."""
+        """Metrics of the difference between the engine's record and `outputs` of the same weights."""
         return {}
 
     def prepare_segment(
-        self, stage: Stage, rows: RolloutTrack, snapshot: str
+        self, stage: StageT, rows: RolloutTrack, snapshot: str
     ) -> tuple[LatentSegment | TextSegment, Metrics]:
-        """The anchor pass: the segment with the anchors of `snapshot`, whose weights are in force, and parity.
+        """The anchor pass: the segment with the anchors of `snapshot`, and parity metrics if it is "live".
 
-        The slices are those that `compute_loss_and_backward` trains, so a live anchor has the bits of that forward.
+        The caller has loaded the weights of `snapshot`. Parts are those of `compute_loss_and_backward`, so a live
+        anchor equals the value of that forward pass to the bit.
         """
-        wanted = {name: a.quantity for name, a in self.anchors().items() if a.snapshot == snapshot}
-        measured: dict[str, list[Tensor]] = {name: [] for name in wanted}
-        found: list[Metrics] = []
+        quantities = {name: anchor.quantity for name, anchor in self.anchors().items() if anchor.snapshot == snapshot}
+        measured: dict[str, list[Tensor]] = {name: [] for name in quantities}
+        metrics: list[Metrics] = []
         for part in self.parts(rows.segment):
             with torch.no_grad():
                 outputs = self.measure(stage, rows, part)
             if snapshot == "live":
-                found.append(self.parity(rows, part, outputs))
-            for name, quantity in wanted.items():
+                metrics.append(self.parity(rows, part, outputs))
+            for name, quantity in quantities.items():
                 measured[name].append(outputs[quantity])
-        anchors = {name: _joined(pieces) for name, pieces in measured.items()}
-        return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(found)
+        anchors = {name: _concatenate(values) for name, values in measured.items()}
+        return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(metrics)
 
     def compute_loss_and_backward(
         self,
-        stage: Stage,
+        stage: StageT,
         rows: RolloutTrack,
         backward: Backward,
         now: TrainingProgress = START,
         first_update: bool = False,
     ) -> Metrics:
-        """The gradient of `rows`, one part at a time, so that one graph is alive at once.
+        """Accumulates the gradient of `rows`, one part at a time, and returns the metrics of all parts.
 
         Args:
-            first_update: the weights are still those that sampled, so parity can be measured.
+            first_update: the weights are still those that sampled, so parity with the engine can be measured.
         """
         parts = self.parts(rows.segment)
-        found: list[Metrics] = []
+        metrics: list[Metrics] = []
         for i, part in enumerate(parts):
             result = self.loss(stage, rows, part, now)
             backward(result.loss, i == len(parts) - 1)
-            found.append(result.metrics)
+            metrics.append(result.metrics)
             if first_update:
-                found.append(self.parity(rows, part, result.outputs))
-        return merge(found)
+                metrics.append(self.parity(rows, part, result.outputs))
+        return merge(metrics)
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """PolicyOutputs of several parts as one; packed outputs come in one piece."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+def _concatenate(values: list[Tensor]) -> Tensor:
+    """One tensor from the values of all parts. Packed tokens have one part, which is returned as it is."""
+    return values[0] if len(values) == 1 else torch.cat(values, dim=1)

@@ -1,4 +1,12 @@
-"""What losses with a value head share: their keys, what a row earns, and the loss of the head."""
+"""The critic of PPO: generalised advantage estimation (GAE), the loss of the value head, and the settings of both.
+
+    steps = GAEInputs.from_rows(outcome_rewards(rewards, mask), values, mask)    one episode per row: tokens, denoising
+    steps = GAEInputs(rewards, values, next_values, ends, mask)                  environments, which give next values
+    credit = gae(steps, gamma, lam)
+
+GAE works on dense rows [B, S]. `layout = DenseLayout.of(offsets)` converts packed rows: `layout.dense(values)` before,
+`layout.packed(credit.advantages)` after.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unirl.algorithms.base import Stage, StageAlgorithm
 from unirl.algorithms.shared.packed import row_of
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.config.errors import InvalidValueError
@@ -19,37 +26,103 @@ from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
 VARIANCE_FLOOR = 1e-8
+"""Added to the variance in `whitened`."""
+
+OLD_VALUE = "old_value"
+"""The anchor with the values from before the first update."""
+
+OutcomeSource = Literal["advantages", "rewards"]
+"""What a row returns at its last step: the driver's normalised advantage, or the raw reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    """Settings of a value head and its loss. `ARPPO` and `DiffusionPPO` build one from their recipe keys.
+
+    A row returns its outcome at its last step and nothing before. GAE turns the outcome and the old values into one
+    advantage per step. The value head learns the return of each step.
+    """
+
+    gamma: float
+    lam: float
+    outcome: OutcomeSource
+    vf_coef: float
+    value_clip: float | None
+
+    def check(self) -> None:
+        """Raises InvalidValueError for a key out of range."""
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0.0 <= value <= 1.0:
+                raise InvalidValueError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual")
+        if not self.vf_coef > 0:
+            raise InvalidValueError(
+                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; without a value head, use DiffusionGRPO or ARGRPO"
+            )
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise InvalidValueError(f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip")
+
+    def needs(self, policy: Needs) -> Needs:
+        """The needs of the policy loss and of the critic together."""
+        return replace(policy, value=True, advantages=self.outcome == "advantages")
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        """The anchors that a critic adds to those of the policy loss."""
+        return {OLD_VALUE: Anchor("live", "value")}
+
+    def row_return(self, rows: RolloutTrack) -> Tensor:
+        """[B] the outcome of each row."""
+        outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
+        assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
+        return outcome
+
+    def gae(self, steps: GAEInputs) -> StepCredit:
+        """GAE with this critic's gamma and lambda."""
+        return gae(steps, self.gamma, self.lam)
+
+    def value_losses(self, values: Tensor, old: Tensor, returns: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+        """The value loss per element, before the factor vf_coef, and its metrics.
+
+        Args:
+            values, old, returns, weights: one shape, finite. Metrics ignore elements of weight 0.
+        """
+        losses = value_loss(values, old, returns, self.value_clip)
+        metrics = value_metrics(values, returns, losses, weights)
+        if self.value_clip is not None:
+            with torch.no_grad():
+                moved = ((values - old).abs() > self.value_clip).float()
+            metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
+        return losses, metrics
 
 
 @dataclass(frozen=True)
 class GAEInputs:
-    """What a value head is judged by. What stands at a step that does not exist is never read, finite or not."""
+    """Inputs of `gae`. Steps outside the mask are never read, even if they are not finite."""
 
     rewards: Tensor  # [B, S]
     values: Tensor  # [B, S] V of the state before the step
     next_values: Tensor  # [B, S] V of the true state after it; 0 where the episode terminated
-    ends: Tensor  # [B, S] bool, the episode terminated or was cut off after this step
-    mask: Tensor  # [B, S] bool, False = no step: padding, a token that was not sampled
+    ends: Tensor  # [B, S] bool, True = the episode terminated or was truncated after this step
+    mask: Tensor  # [B, S] bool, False = no step: padding, or a token that was not sampled
 
     @staticmethod
     def from_rows(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None = None) -> GAEInputs:
-        """Rows [B, S] that are one episode each: the state after a step is the one before the next step that exists.
+        """Inputs for rows [B, S] of one episode each; a step's next value is the value of the next masked step.
 
         Args:
-            last_values: [B] V of the state after the last step; absent = 0, the end.
+            last_values: [B] V of the state after the last step; None = 0, the episode has ended.
         """
-        existing = CompactSteps.of(mask)
-        following = pad(existing.first(values, 0.0)[:, 1:], (0, min(1, values.shape[1])))
+        compact = CompactSteps.of(mask)
+        following = pad(compact.to_front(values, 0.0)[:, 1:], (0, min(1, values.shape[1])))
         if last_values is not None:
-            following = torch.where(existing.is_last, last_values[:, None], following)
-        return GAEInputs(rewards, values, existing.back(following), torch.zeros_like(mask), mask)
+            following = torch.where(compact.is_last, last_values[:, None], following)
+        return GAEInputs(rewards, values, compact.scatter_back(following), torch.zeros_like(mask), mask)
 
 
 class StepCredit(NamedTuple):
-    """What each step was worth; 0 where there is no step."""
+    """Advantages and returns of steps; 0 outside the mask."""
 
     advantages: Tensor  # [B, S]
-    returns: Tensor  # [B, S] A + V, what the value head should have said: taken before any whitening
+    returns: Tensor  # [B, S] A + V, the target of the value head, before any whitening of A
 
 
 @torch.no_grad()
@@ -58,27 +131,28 @@ def gae(steps: GAEInputs, gamma: float, lam: float) -> StepCredit:
 
     A_t = delta_t + gamma lam A_{t+1} (0 after an end),  delta_t = r_t + gamma V'_t - V_t
 
-    lam = 1 gives the discounted return minus V, lam = 0 the TD error.
+    lam = 1 gives the discounted return minus V, lam = 0 the TD error. The recursion is evaluated in log2(S) doubling
+    steps.
     """
-    existing = CompactSteps.of(steps.mask)
-    sums = existing.first(steps.rewards + gamma * steps.next_values - steps.values, 0.0)
-    carry = gamma * lam * existing.first(~steps.ends, False).to(sums.dtype)
-    hop = 1
-    while hop < sums.shape[1]:
-        # sums[t] holds the terms of t ... t + hop - 1, and carry[t] the discount of the one that comes next.
-        sums = sums + pad(carry[:, :-hop] * sums[:, hop:], (0, hop))
-        carry = pad(carry[:, :-hop] * carry[:, hop:], (0, hop))
-        hop *= 2
-    advantages = existing.back(sums)
+    compact = CompactSteps.of(steps.mask)
+    sums = compact.to_front(steps.rewards + gamma * steps.next_values - steps.values, 0.0)
+    carry = gamma * lam * compact.to_front(~steps.ends, False).to(sums.dtype)
+    span = 1
+    while span < sums.shape[1]:
+        # sums[t] holds the terms of t ... t + span - 1, and carry[t] the discount of the term that comes next.
+        sums = sums + pad(carry[:, :-span] * sums[:, span:], (0, span))
+        carry = pad(carry[:, :-span] * carry[:, span:], (0, span))
+        span *= 2
+    advantages = compact.scatter_back(sums)
     return StepCredit(advantages, torch.where(steps.mask, advantages + steps.values, 0.0))
 
 
 @dataclass(frozen=True)
 class CompactSteps:
-    """The steps of each row that exist, moved to its front in their order."""
+    """A reordering that moves the masked steps of each row to its front and keeps their order."""
 
-    order: Tensor  # [B, S] int64, which step stands at each place
-    held: Tensor  # [B, S] bool, the place holds a step that exists
+    order: Tensor  # [B, S] int64, the original position of the step at each compact position
+    is_step: Tensor  # [B, S] bool, the compact position holds a step of the mask
 
     @staticmethod
     def of(mask: Tensor) -> CompactSteps:
@@ -87,38 +161,38 @@ class CompactSteps:
 
     @property
     def is_last(self) -> Tensor:
-        """[B, S] bool, the place holds the last step of its row."""
-        return self.held & ~pad(self.held[:, 1:], (0, min(1, self.held.shape[1])))
+        """[B, S] bool, the compact position holds the last step of its row."""
+        return self.is_step & ~pad(self.is_step[:, 1:], (0, min(1, self.is_step.shape[1])))
 
-    def first(self, values: Tensor, absent: float) -> Tensor:
-        """[B, S] values by place; `absent` behind a row's last step, whatever stood at steps that do not exist."""
-        return torch.where(self.held, values.gather(1, self.order), absent)
+    def to_front(self, values: Tensor, absent: float) -> Tensor:
+        """[B, S] values in compact order, and `absent` after the last step of a row."""
+        return torch.where(self.is_step, values.gather(1, self.order), absent)
 
-    def back(self, placed: Tensor) -> Tensor:
-        """[B, S] by step, from values by place; 0 where no step exists."""
-        return torch.zeros_like(placed).scatter(1, self.order, torch.where(self.held, placed, 0.0))
+    def scatter_back(self, compact: Tensor) -> Tensor:
+        """[B, S] values in the original order, from compact order; 0 outside the mask."""
+        return torch.zeros_like(compact).scatter(1, self.order, torch.where(self.is_step, compact, 0.0))
 
 
 def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """[B, S] the reward of a whole row [B] on its last step that exists, 0 on the others."""
+    """[B, S] the reward of each row [B] at its last step in the mask, and 0 at the other steps."""
     later = mask.flip(1).cumsum(1).flip(1)
     return torch.where(mask & (later == 1), rewards[:, None], 0.0)
 
 
 @dataclass(frozen=True)
 class DenseLayout:
-    """Where the entries of packed rows stand in a dense [B, L]."""
+    """The position of packed values [sum L] in a dense tensor [B, L]."""
 
     row: Tensor  # [sum L] int64
-    place: Tensor  # [sum L] int64
+    place: Tensor  # [sum L] int64, position within the row
     shape: tuple[int, int]
 
     @staticmethod
     def of(offsets: Tensor, device: torch.device | None = None) -> DenseLayout:
-        """From row boundaries [B + 1]; rows may be empty.
+        """The layout for row boundaries [B + 1]; rows may be empty.
 
         Args:
-            device: of the values to be laid out; absent = that of the boundaries.
+            device: device of the values to convert; None = that of `offsets`.
         """
         lengths, row = offsets.diff(), row_of(offsets)
         place = torch.arange(len(row), device=offsets.device) - offsets[:-1][row]
@@ -126,7 +200,7 @@ class DenseLayout:
         return DenseLayout(row.to(device), place.to(device), shape)
 
     def dense(self, packed: Tensor) -> Tensor:
-        """[B, L] from [sum L], 0 or False behind a row's end."""
+        """[B, L] from [sum L], with 0 or False after the end of a row."""
         dense = packed.new_zeros(self.shape)
         dense[self.row, self.place] = packed
         return dense
@@ -138,7 +212,7 @@ class DenseLayout:
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over elements that count, in float64: add those of micro-batches and ranks, then whiten by the whole."""
+    """Float64 sums over masked elements. Add those of micro-batches and ranks to get the moments of the whole step."""
 
     count: Tensor
     total: Tensor
@@ -146,8 +220,8 @@ class Moments:
 
     @staticmethod
     def of(values: Tensor, mask: Tensor) -> Moments:
-        kept = torch.where(mask, values.double(), 0.0)
-        return Moments(mask.double().sum(), kept.sum(), kept.square().sum())
+        masked = torch.where(mask, values.double(), 0.0)
+        return Moments(mask.double().sum(), masked.sum(), masked.square().sum())
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
@@ -158,26 +232,26 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Unbiased; 0 for fewer than two elements."""
+        """Unbiased variance; 0 for fewer than two elements."""
         return (self.squares - self.count * self.mean.square()).clamp(min=0.0) / (self.count - 1.0).clamp(min=1.0)
 
 
 def whitened(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8) where `mask`, else 0; dtype of `values`."""
+    """(values - mean) / sqrt(variance + 1e-8) inside the mask, 0 outside; dtype of `values`."""
     centred = (values.double() - moments.mean) * torch.rsqrt(moments.variance + VARIANCE_FLOOR)
     return torch.where(mask, centred, 0.0).to(values.dtype)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
-    """Squared error per element, to be summed by the caller. The worse of V and of V kept within `clip` of V_old.
+    """Squared error of V per element, to be summed by the caller; with a clip the larger of two errors.
 
     L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
 
-    The clip is PPO's in its first implementations; Engstrom et al. 2020 (arXiv:2005.12729), section 3.
+    The clip comes from the first implementations of PPO; Engstrom et al. 2020 (arXiv:2005.12729), section 3.
 
     Args:
         values, old_values, returns: any one shape; the last two are detached here.
-        clip: absent = no clip.
+        clip: None = no clip.
     """
     returns, old = returns.detach(), old_values.detach()
     error = (values - returns).square()
@@ -188,88 +262,26 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 @torch.no_grad()
 def value_metrics(values: Tensor, returns: Tensor, losses: Tensor, weights: Tensor) -> Metrics:
-    """How well a value head predicts; of the two spreads, over all ranks, `explained_variance` makes one number.
+    """Quality of a value head. `explained_variance` combines the two standard deviations after they are merged.
 
     Args:
-        values, returns, losses, weights: one shape; elements of weight 0 count nowhere.
+        values, returns, losses, weights: one shape. Elements of weight 0 are ignored.
     """
-    known = torch.where(weights > 0, returns, 0.0)
+    masked_returns = torch.where(weights > 0, returns, 0.0)
     error = torch.where(weights > 0, returns - values, 0.0)
     return {
         "train/value_loss": mean_metric(losses, weights),
         "train/value_error_std": Metric.std(error, weights),
-        "train/return_std": Metric.std(known, weights),
+        "train/return_std": Metric.std(masked_returns, weights),
     }
 
 
 def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """1 - Var(R - V) / Var(R) from the spreads of `value_metrics`; nothing without a value head or a spread.
+    """1 - Var(R - V) / Var(R), from the standard deviations in `metrics`. Empty if there are none or Var(R) is 0.
 
-    1 = V knows every return, 0 = V knows no more than their mean, below 0 = less than that.
+    1 means that V predicts every return, 0 that it predicts no better than the mean return, below 0 worse.
     """
-    spread = metrics.get("train/return_std", 0.0)
-    if not spread > 0.0:
+    return_std = metrics.get("train/return_std", 0.0)
+    if not return_std > 0.0:
         return {}
-    return {"train/explained_variance": 1.0 - (metrics["train/value_error_std"] / spread) ** 2}
-
-
-OLD_VALUE = "old_value"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Critic(StageAlgorithm[Stage]):
-    """The half of a loss that a value head adds; the first base of a loss, before that of the policy.
-
-    A row earns its outcome after its last step and nothing before. GAE (arXiv:1506.02438, eq. 16) makes an advantage of
-    each step out of that and the values from before the first update; the head learns what each step was worth.
-    """
-
-    gamma: float = 1.0
-    """Discount per trained step."""
-    lam: float = 0.95
-    """lambda of GAE: 1 waits for the outcome, 0 believes the value head."""
-    outcome: Literal["advantages", "rewards"] = "advantages"
-    """What a sample earns: the driver's normalised advantage, or the raw reward (on a scale that V must then learn)."""
-    vf_coef: float = 0.5
-    """Of the value loss. The head has weights and an optimizer group of its own."""
-    value_clip: float | None = 0.2
-    """How far V may move from V_old in the loss, in units of the outcome; absent = no clip."""
-
-    def check_critic(self) -> None:
-        """Raises ConfigError for a key out of range."""
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0.0 <= value <= 1.0:
-                raise InvalidValueError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual")
-        if not self.vf_coef > 0:
-            raise InvalidValueError(
-                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; without a value head, use DiffusionGRPO or ARGRPO"
-            )
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise InvalidValueError(f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip")
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, value=True, advantages=self.outcome == "advantages")
-
-    def anchors(self) -> Mapping[str, Anchor]:
-        return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}
-
-    def row_return(self, rows: RolloutTrack) -> Tensor:
-        """[B] the outcome of each row."""
-        outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
-        assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
-        return outcome
-
-    def value_losses(self, values: Tensor, old: Tensor, returns: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
-        """The head's loss per element, before vf_coef, and how well it predicts.
-
-        Args:
-            values, old, returns, weights: one shape; finite. Elements of weight 0 are logged nowhere.
-        """
-        losses = value_loss(values, old, returns, self.value_clip)
-        metrics = value_metrics(values, returns, losses, weights)
-        if self.value_clip is not None:
-            with torch.no_grad():
-                moved = ((values - old).abs() > self.value_clip).float()
-            metrics["train/value_clip_fraction"] = mean_metric(moved, weights)
-        return losses, metrics
+    return {"train/explained_variance": 1.0 - (metrics["train/value_error_std"] / return_std) ** 2}

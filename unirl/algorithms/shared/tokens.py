@@ -1,6 +1,6 @@
-"""What losses over packed tokens share: anchors, aggregation, the reference, entropy, and correction of the engine.
+"""Base class of losses over packed tokens: anchors, aggregation, KL to the reference, entropy, engine mismatch.
 
-A loss adds one function of packed log-ratios: `surrogate`.
+A loss adds `surrogate`, one function of packed log-ratios.
 """
 
 from __future__ import annotations
@@ -30,69 +30,69 @@ from unirl.types.sampling import ARSamplingParams
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What a value head says of the state before each token; 0 where a token does not count."""
+    """Values of the state before each token, for a loss with a critic; 0 at tokens that are not counted."""
 
-    said: Tensor  # [sum L] with its graph
-    old: Tensor  # [sum L] before the first update
-    returns: Tensor  # [sum L] what it should have said
+    values: Tensor  # [sum L] with graph
+    old: Tensor  # [sum L] from before the first update
+    returns: Tensor  # [sum L] the targets of the value head
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Packed tokens as a surrogate sees them: all numbers are 0 where a token does not count, whatever was recorded."""
+    """The packed tokens that `surrogate` reads. All values are 0 at tokens that are not counted."""
 
-    logp: Tensor  # [sum L] log pi_theta, nats, with its graph
+    logp: Tensor  # [sum L] log pi_theta, nats, with graph
     old_logp: Tensor  # [sum L]
-    log_ratio: Tensor  # [sum L] logp - old_logp within +-20, with its graph
+    log_ratio: Tensor  # [sum L] log importance ratio: logp - old_logp within +-20, with graph
     advantages: Tensor  # [sum L]
-    weights: Tensor  # [sum L] those of their rows
+    weights: Tensor  # [sum L] weight of each token's row
     rows: RowOffsets
-    values: TokenValues | None = None  # of a loss with a critic
+    critic: TokenValues | None = None
 
 
 @dataclass(frozen=True)
 class Surrogate:
     """The policy loss of each token."""
 
-    losses: Tensor  # [sum L] to be weighted and summed
-    log_ratio: Tensor  # [sum L] log of what the loss weighs a token by
-    above: Tensor  # [sum L] bool, the ratio left the trust region above 1
-    below: Tensor  # [sum L] bool, below 1
+    losses: Tensor  # [sum L] not yet weighted
+    log_ratio: Tensor  # [sum L] log of the ratio that the loss uses
+    above: Tensor  # [sum L] bool, the ratio is above the trust region
+    below: Tensor  # [sum L] bool, the ratio is below it
     metrics: Metrics = field(default_factory=dict)
-    """What only this loss logs."""
+    """Metrics that only this loss logs."""
     terms: dict[str, Tensor] = field(default_factory=dict)
-    """Further terms [sum L], by the metric that they are logged as; the engine's numerics are no matter of theirs."""
+    """Further loss terms [sum L] by metric name. The mismatch correction does not apply to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss(StageAlgorithm[TokenStage]):
     """L = agg( c P + beta KL(pi_theta || reference) - eta H(pi_theta) ) over tokens.
 
-    P is the policy loss of a subclass, c the correction of the engine's numerics, agg the aggregation. A token with
-    loss_mask False is context: nothing recorded there, and no gradient, reaches the loss. What a coefficient of 0
-    belongs to is neither computed nor anchored.
+    P is the policy loss of a subclass (its `surrogate`), c the mismatch weight of an engine with other numerics, agg
+    the aggregation. A token with loss_mask False is context: neither its values nor a gradient from it reach the loss.
+    A term with coefficient 0 is neither computed nor anchored.
     """
 
     loss_agg_mode: Aggregation = "token-mean"
     """What is averaged: all tokens, or sequences after a mean, a sum, or a sum / horizon over their tokens."""
     horizon: int | None = None
-    """H of seq-mean-token-sum-norm, the longest response (Dr.GRPO)."""
+    """H of seq-mean-token-sum-norm: the length of the longest response (Dr.GRPO)."""
     old_logp_source: Literal["replay", "rollout"] = "replay"
-    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or what the engine recorded."""
+    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or the engine's recorded log-probs."""
     mismatch: Correction | None = None
-    """Weights pi_old / pi_engine for the engine's numerics; needs the replayed pi_old. Absent = none."""
+    """Weights pi_old / pi_engine for an engine with other numerics. Needs old_logp_source=replay; null = none."""
     kl_coef: float = 0.0
-    """beta, of KL(pi_theta || reference) per token, nats; 0 = none."""
+    """beta, the factor of KL(pi_theta || reference) per token, nats; 0 = no KL."""
     kl_estimator: KLEstimator = "k3"
     """k2, k3 or k3+ in the loss; k1 in the reward."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Differentiated with the loss, or taken off the reward of every token, so that earlier tokens answer for it."""
+    """loss: a term of the loss. reward: subtracted from the reward of every token, as in RLHF."""
     kl_adaptive: AdaptiveKL | None = None
-    """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
+    """Adapts beta to hold a target divergence; null = beta is constant."""
     entropy_coef: float = 0.0
-    """eta, of the entropy over the vocabulary per token, nats; 0 = none."""
+    """eta, the factor of the entropy over the vocabulary per token, nats; 0 = no entropy bonus."""
     mask_truncated: bool = False
-    """No token of a response that was cut at its limit counts (DAPO's overlong filtering, arXiv:2503.14476, 3.4)."""
+    """Ignore responses that reached the length limit (DAPO's overlong filtering, arXiv:2503.14476, 3.4)."""
 
     trains_tokens: ClassVar[bool] = True
 
@@ -123,17 +123,17 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         if self.kl_coef == 0.0:
             if self.kl_adaptive is not None:
                 raise InvalidValueError(
-                    "algorithm.kl_adaptive moves algorithm.kl_coef, which is 0: set kl_coef to where it starts, "
+                    "algorithm.kl_adaptive adapts algorithm.kl_coef, which is 0: set kl_coef to its initial value, "
                     "or leave kl_adaptive out"
                 )
         elif self.kl_in == "loss" and self.kl_estimator == "k1":
             raise InvalidValueError(
-                "algorithm.kl_estimator=k1 teaches nothing in a loss: the mean of its gradient is 0. "
+                "algorithm.kl_estimator=k1 has no effect in a loss: the mean of its gradient is 0. "
                 "Use k2, k3 or k3+, or algorithm.kl_in=reward"
             )
         elif self.kl_in == "reward" and self.kl_estimator != "k1":
             raise InvalidValueError(
-                f"algorithm.kl_in=reward takes off the log-ratio to the reference itself, so algorithm.kl_estimator "
+                f"algorithm.kl_in=reward subtracts the log-ratio to the reference itself, so algorithm.kl_estimator "
                 f"must be k1, got {self.kl_estimator}"
             )
 
@@ -141,7 +141,7 @@ class TokenLoss(StageAlgorithm[TokenStage]):
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         """The policy loss per token: a pure function of the tokens and the recipe."""
 
-    # What the rest must offer
+    # Needs and anchors
 
     @property
     def needs(self) -> Needs:
@@ -152,13 +152,13 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         return None if self.kl_adaptive is None else KLController(self.kl_adaptive)
 
     def anchors(self) -> Mapping[str, Anchor]:
-        found = {"old_logp": Anchor("live", "logp")} if self.old_logp_source == "replay" else {}
-        return found | ({"ref_logp": Anchor(REFERENCE, "logp")} if self.kl_coef > 0.0 else {})
+        old = {"old_logp": Anchor("live", "logp")} if self.old_logp_source == "replay" else {}
+        return old | ({"ref_logp": Anchor(REFERENCE, "logp")} if self.kl_coef > 0.0 else {})
 
-    # The contract of losses
+    # The contract of StageAlgorithm
 
     def parts(self, segment: Batch) -> list[Part]:
-        return [(0,)]  # all tokens at once
+        return [(0,)]  # one part: all tokens at once
 
     def count(self, rows: RolloutTrack) -> float:
         return float(token_count(self.loss_agg_mode, self.row_offsets(rows), rows.weight))
@@ -169,14 +169,15 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         return rows.advantages[row_of(rows.segment.offsets).to(rows.advantages.device)]
 
     def anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor | None:
-        """[sum L] an anchor column; None before the anchor pass has filled it."""
+        """[sum L] an anchor. None before the anchor pass has filled it."""
         column: Tensor | None = rows.segment.anchors.get(name)
         return column
 
     def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
-        return self._columns(self.replay(stage, rows))
+        return self._outputs(self.replay(stage, rows))
 
     def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+        """One forward over all tokens, then the sum of policy loss, KL, entropy and the terms of the subclass."""
         replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
         terms, metrics = self._entropy(replay, tokens)
@@ -187,84 +188,91 @@ class TokenLoss(StageAlgorithm[TokenStage]):
                 terms["train/kl_loss"] = beta * kl
         tokens = self.assign_credit(tokens, replay, rows, part, now)
         surrogate = self.surrogate(tokens, now)
-        terms["train/policy_loss"], found = self._corrected(surrogate.losses, tokens, rows)
-        metrics |= found | surrogate_metrics(surrogate, tokens.weights)
-        loss, found = self._aggregated(terms | surrogate.terms, tokens, rows)
-        return LossResult(loss, metrics | found, self._columns(replay))
+        terms["train/policy_loss"], mismatch = self._corrected(surrogate.losses, tokens, rows)
+        metrics |= mismatch | surrogate_metrics(surrogate, tokens.weights)
+        loss, term_metrics = self._aggregated(terms | surrogate.terms, tokens, rows)
+        return LossResult(loss, metrics | term_metrics, self._outputs(replay))
 
     def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
-        packed = self.row_offsets(rows)
-        return drift_metrics(
-            packed.masked(rows.segment.logp - outputs["logp"]), packed.masked(packed.spread(rows.weight))
-        )
+        offsets = self.row_offsets(rows)
+        gap = offsets.masked(rows.segment.logp - outputs["logp"])
+        return drift_metrics(gap, offsets.masked(offsets.spread(rows.weight)))
 
     # The terms of the loss
 
     def row_offsets(self, rows: RolloutTrack) -> RowOffsets:
-        """Which tokens count: those of rows of weight > 0 that are not context; of cut responses, if asked, none."""
+        """The rows of all tokens and the counted tokens.
+
+        Counted are tokens with loss_mask True of rows with weight > 0. With `mask_truncated`, tokens of truncated
+        responses are not counted.
+        """
         live = rows.weight > 0
         if self.mask_truncated:
             live = live & rows.segment.finished.to(live.device)
         return RowOffsets.of(rows.segment.offsets, rows.segment.loss_mask, live)
 
     def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
-        """What the loss reads of all tokens of `rows` under the stage's weights."""
+        """The outputs of the stage's current weights at all tokens of `rows`."""
         return stage.replay(rows.conditions, rows.segment, entropy=entropy)
 
     @staticmethod
-    def _columns(replay: TokenReplay) -> PolicyOutputs:
+    def _outputs(replay: TokenReplay) -> PolicyOutputs:
         outputs: PolicyOutputs = {"logp": replay.logp.detach()}
         return outputs if replay.values is None else outputs | {"value": replay.values.detach()}
 
     def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:
-        """What the surrogate sees, freed of everything that does not count."""
-        packed = self.row_offsets(rows)
+        """The inputs of `surrogate`, with zeros at tokens that are not counted. Importance ratios are formed here.
+
+        Args:
+            logp: [sum L] log pi_theta, nats.
+        """
+        offsets = self.row_offsets(rows)
         recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
-        old_logp = packed.masked(logp.detach() if recorded is None else recorded)
-        logp = packed.masked(logp)
+        old_logp = offsets.masked(logp.detach() if recorded is None else recorded)
+        logp = offsets.masked(logp)
         return Tokens(
             logp=logp,
             old_logp=old_logp,
             log_ratio=(logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-            advantages=packed.masked(self.token_advantages(rows, part, old_logp)).detach(),
-            weights=packed.masked(packed.spread(rows.weight)),
-            rows=packed,
+            advantages=offsets.masked(self.token_advantages(rows, part, old_logp)).detach(),
+            weights=offsets.masked(offsets.spread(rows.weight)),
+            rows=offsets,
         )
 
     def token_advantages(self, rows: RolloutTrack, part: Part, old_logp: Tensor) -> Tensor:
-        """[sum L] the advantages that the surrogate sees; read only where a token counts."""
+        """[sum L] the advantage of each token before a KL in the reward; read only at counted tokens."""
         return self.element_advantages(rows, part)
 
     def assign_credit(
         self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
     ) -> Tokens:
-        """The tokens with the advantages that their rewards give them."""
+        """The tokens with their final advantages: here after a KL in the reward, in `ARPPO` after GAE."""
         kl_penalty = self.kl_penalty(tokens, rows, part, now)
         return tokens if kl_penalty is None else penalized(tokens, kl_penalty)
 
     def kl_penalty(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Tensor | None:
-        """[sum L] what the reference takes off the reward of each token; None where it takes nothing."""
+        """[sum L] beta KL, to be subtracted from the reward of each token. None unless kl_in=reward."""
         if self.kl_coef == 0.0 or self.kl_in == "loss":
             return None
         return self.kl_coef * now.kl_scale * self.reference_kl(tokens, rows, part)
 
     def _entropy(self, replay: TokenReplay, tokens: Tokens) -> tuple[dict[str, Tensor], Metrics]:
-        """The entropy bonus, and the entropy: exact where the loss needs it, else estimated by the sample's -log pi."""
+        """The entropy bonus and the logged entropy: exact if the loss uses it, else the estimate -log pi."""
         if self.entropy_coef == 0.0:
             return {}, {"train/entropy": mean_metric(-tokens.logp, tokens.weights)}
-        assert replay.entropy is not None, "the stage was asked for the entropy and gave none"
+        assert replay.entropy is not None, "the stage was asked for the entropy and returned none"
         bonus = {"train/entropy_loss": -self.entropy_coef * replay.entropy}
         return bonus, {"train/entropy": mean_metric(replay.entropy, tokens.weights)}
 
     def reference_kl(self, tokens: Tokens, rows: RolloutTrack, part: Part) -> Tensor:
-        """[sum L] KL to the reference: of the policy, with its graph; in the reward, of the policy that sampled."""
+        """[sum L] KL to the reference, nats: of pi_theta with graph in the loss, of pi_old in the reward."""
         reference = self.anchor(rows, "ref_logp", part)
         assert reference is not None, "the anchor pass comes before the loss"
         policy = tokens.logp if self.kl_in == "loss" else tokens.old_logp
         return kl_estimate(self.kl_estimator, policy - tokens.rows.masked(reference))
 
     def _corrected(self, losses: Tensor, tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
-        """The policy loss times the weights for the engine's numerics, if the recipe has any."""
+        """[sum L] the policy losses times the mismatch weights, if the recipe has a correction."""
         if self.mismatch is None:
             return losses, {}
         gap = tokens.old_logp - tokens.rows.masked(rows.segment.logp)
@@ -272,25 +280,32 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         return corrected.weights * losses, mismatch_metrics(gap, corrected, tokens.weights)
 
     def _aggregated(self, terms: dict[str, Tensor], tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
-        """[] the sum of all terms, to be divided by `count`; and each of them divided."""
+        """[] the sum of all terms, which the stack divides by `count`, and each term already divided as a metric."""
         shares = token_shares(self.loss_agg_mode, tokens.rows, rows.weight, self.horizon)
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
         sums = {name: weighted_sum(term, shares) for name, term in terms.items()}
-        found = {name: Metric(total.detach(), count, "mean") for name, total in sums.items()}
-        return torch.stack(list(sums.values())).sum(), found
+        metrics = {name: Metric(total.detach(), count, "mean") for name, total in sums.items()}
+        return torch.stack(list(sums.values())).sum(), metrics
 
 
 def penalized(tokens: Tokens, penalty: Tensor) -> Tokens:
-    """The tokens with `penalty` [sum L] taken off each one's reward: an advantage loses its own and all later ones."""
+    """The tokens with `penalty` [sum L] subtracted from rewards: an advantage loses its own and all later penalties."""
     to_go = tokens.rows.rest(penalty.detach()).to(tokens.advantages.dtype)
     return replace(tokens, advantages=tokens.rows.masked(tokens.advantages - to_go))
 
 
 @torch.no_grad()
 def surrogate_metrics(surrogate: Surrogate, weights: Tensor) -> Metrics:
-    """How far the policy has moved from the one that sampled. `weights` [sum L]: 0 = counts nowhere."""
-    moved = _with_zero(surrogate.log_ratio.detach())
-    extremes = {"train/ratio_min": Metric.min(moved.min().exp()), "train/ratio_max": Metric.max(moved.max().exp())}
+    """Distance of the policy from the one that sampled.
+
+    Args:
+        weights: [sum L]; tokens of weight 0 are ignored.
+    """
+    log_ratio = _with_zero(surrogate.log_ratio.detach())
+    extremes = {
+        "train/ratio_min": Metric.min(log_ratio.min().exp()),
+        "train/ratio_max": Metric.max(log_ratio.max().exp()),
+    }
     spread = spread_metrics(surrogate.log_ratio.detach(), weights)
     outside = fraction_metrics(surrogate.above, surrogate.below, weights)
     return spread | extremes | outside | surrogate.metrics
@@ -298,11 +313,11 @@ def surrogate_metrics(surrogate: Surrogate, weights: Tensor) -> Metrics:
 
 @torch.no_grad()
 def drift_metrics(gap: Tensor, weights: Tensor) -> Metrics:
-    """How far the engine that sampled is from the trainer's replay under the same weights.
+    """Distance of the engine that sampled from the trainer's replay with the same weights.
 
     Args:
-        gap: [sum L] log pi_engine - log pi_replay, nats; 0 where a token does not count.
-        weights: [sum L] of each token; 0 = counts nowhere.
+        gap: [sum L] log pi_engine - log pi_replay, nats; 0 at tokens that are not counted.
+        weights: [sum L]; tokens of weight 0 are ignored.
     """
     return {
         "rollout/parity_absdiff_max": Metric.max(_with_zero(gap.abs()).max()),
@@ -312,5 +327,5 @@ def drift_metrics(gap: Tensor, weights: Tensor) -> Metrics:
 
 
 def _with_zero(values: Tensor) -> Tensor:
-    """`values` and a 0, so that there is a largest one."""
+    """`values` and a 0, so that a maximum exists even without tokens."""
     return torch.cat([values, values.new_zeros(1)])

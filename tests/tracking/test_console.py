@@ -8,8 +8,19 @@ import re
 
 import pytest
 
-from unirl.tracking.console import Banner, Change, Console, Pace, Summary, is_live
-from unirl.tracking.lines import Glyphs, duration, evaluation, sparkline, step_line
+from unirl.tracking.console import (
+    Banner,
+    Change,
+    Console,
+    Glyphs,
+    Pace,
+    Summary,
+    duration,
+    evaluation,
+    is_live,
+    sparkline,
+    step_line,
+)
 
 UNICODE, ASCII = Glyphs.of("utf-8"), Glyphs.of("ascii")
 METRICS = {

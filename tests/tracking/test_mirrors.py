@@ -15,8 +15,8 @@ import pytest
 from PIL import Image, ImageSequence
 
 from unirl.tracking.backends import MIRRORS, MirrorUnavailable, make_mirrors
-from unirl.tracking.backends.base import MovingPreview, Preview, RunAbout
-from unirl.tracking.clips import can_write_mp4, write_mp4, write_webp
+from unirl.tracking.mirrors import MovingPreview, Preview, RunAbout
+from unirl.tracking.videos import can_write_mp4, write_mp4, write_webp
 
 METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
 CAPTION = "0.500  a [b]red[/b] circle"

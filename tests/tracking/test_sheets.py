@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
+from unirl.tracking.images import PictureMedia, pixels
 from unirl.tracking.lettering import lettering, width_of, wrap
-from unirl.tracking.pictures import PictureMedia, pixels
 from unirl.tracking.samples import SampleRow, SampleTable
 from unirl.tracking.sheets import (
     BACKGROUND,

@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from unirl.tracking.kinds import media_of, read_samples
-from unirl.tracking.markdown import block, inline, shortened, visible
+from unirl.tracking.media import media_of, read_samples
 from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, write_manifest
-from unirl.tracking.texts import MAX_GROUPS, PAGE_CHARACTERS, TextMedia, before_after_page, samples_page
+from unirl.tracking.texts import (
+    MAX_GROUPS,
+    PAGE_CHARACTERS,
+    TextMedia,
+    before_after_page,
+    block,
+    inline,
+    samples_page,
+    shortened,
+    visible,
+)
 from unirl.types.primitives import Texts
 
 EVIL = (
@@ -143,7 +152,7 @@ def test_prompts_that_read_alike_stand_apart_by_their_group() -> None:
 
 def test_texts_and_their_kind_come_from_what_an_engine_shows() -> None:
     assert media_of(Texts(texts=["a", "b"])) == TextMedia(("a", "b"))
-    with pytest.raises(TypeError, match=r"tracking/kinds\.py"):
+    with pytest.raises(TypeError, match=r"tracking/media\.py"):
         media_of(Path("."))  # type: ignore[arg-type]
 
 

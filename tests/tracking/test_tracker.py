@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from unirl.tracking.backends.base import Preview, RunAbout
 from unirl.tracking.console import Console
-from unirl.tracking.kinds import read_samples
-from unirl.tracking.pictures import PictureMedia
-from unirl.tracking.run import RunDirectory, RunIdentity, status_of
+from unirl.tracking.images import PictureMedia
+from unirl.tracking.media import read_samples
+from unirl.tracking.mirrors import Preview, RunAbout
+from unirl.tracking.run_directory import RunDirectory, RunIdentity, status_of
 from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows
 from unirl.tracking.tables import read_rows
 from unirl.tracking.texts import TextMedia

@@ -12,17 +12,27 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from unirl.tracking import clips as files
-from unirl.tracking.backends.base import MovingPreview
-from unirl.tracking.clips import can_write_mp4, gif_of, read_webp, write_mp4, write_webp
-from unirl.tracking.kinds import KINDS, media_of, read_samples
-from unirl.tracking.pictures import PictureMedia
-from unirl.tracking.run import RunDirectory, RunIdentity
+from unirl.tracking import videos as files
+from unirl.tracking.images import PictureMedia
+from unirl.tracking.media import KINDS, media_of, read_samples
+from unirl.tracking.mirrors import MovingPreview
+from unirl.tracking.run_directory import RunDirectory, RunIdentity
 from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, write_manifest
 from unirl.tracking.sheets import BACKGROUND, before_after_sheet, contact_sheet
 from unirl.tracking.tables import read_rows
 from unirl.tracking.tracker import Tracker
-from unirl.tracking.videos import STRIP_FRAMES, STRIP_GAP, STRIP_SIDE, Clip, VideoMedia
+from unirl.tracking.videos import (
+    STRIP_FRAMES,
+    STRIP_GAP,
+    STRIP_SIDE,
+    Clip,
+    VideoMedia,
+    can_write_mp4,
+    gif_of,
+    read_webp,
+    write_mp4,
+    write_webp,
+)
 from unirl.types.evaluation import EvalResult
 from unirl.types.primitives import Videos
 

@@ -16,7 +16,7 @@ from unirl.algorithms.shared.groups import Selection
 from unirl.config.errors import Preempted
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.tracking.run import RunDirectory, RunIdentity
+from unirl.tracking.run_directory import RunDirectory, RunIdentity
 from unirl.tracking.tracker import Tracker
 from unirl.trainer.base import Trainer
 from unirl.trainer.build import build_trainer

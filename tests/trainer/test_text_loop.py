@@ -15,7 +15,7 @@ from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError, Preempted
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.tracking.kinds import read_samples
+from unirl.tracking.media import read_samples
 from unirl.tracking.samples import manifest_rows
 from unirl.trainer.build import build_trainer
 from unirl.trainer.text import TextTrainer

@@ -12,9 +12,8 @@ from PIL import Image
 from tests.run_files import lines_of, metrics_of
 from tests.trainer.test_loop import run
 from unirl.cli.main import main
-from unirl.tracking.clips import can_write_mp4
-from unirl.tracking.kinds import read_samples
-from unirl.tracking.videos import STRIP_GAP, VideoMedia
+from unirl.tracking.media import read_samples
+from unirl.tracking.videos import STRIP_GAP, VideoMedia, can_write_mp4
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ EXAMPLES = (
 
 def run(argv: list[str], session: Session) -> int:
     from unirl.cli.runs import open_saved, output_folder, saved_run
-    from unirl.tracking.lines import evaluation
+    from unirl.tracking.console import evaluation
 
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)

@@ -102,8 +102,8 @@ def _travel_text(travel: Travel) -> str:
 
 def _time_text(recipe) -> str:
     """What the run will take, from the steps of the newest run with the same settings."""
-    from unirl.tracking.lines import duration
-    from unirl.tracking.run import latest_run
+    from unirl.tracking.console import duration
+    from unirl.tracking.run_directory import latest_run
 
     config = recipe.config
     root = Path(config.run.dir).expanduser() if config.run.dir else latest_run(config.run.project, recipe.file.name)

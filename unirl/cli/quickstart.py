@@ -60,7 +60,7 @@ def read_steps(root: Path) -> list[str]:
 
 def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
     """What a person wants to know at the end."""
-    from unirl.tracking.lines import ACCURACIES
+    from unirl.tracking.console import ACCURACIES
 
     before, after = scores[0], scores[-1]
     spread = [f"{found['eval/reward_mean']:.3f} +- {found['eval/reward_stderr']:.3f}" for found in (before, after)]

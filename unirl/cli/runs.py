@@ -38,7 +38,7 @@ def open_run(recipe: Recipe, session: Session) -> Iterator[Trainer]:
 @contextmanager
 def open_saved(saved: SavedRun, out: Path, session: Session) -> Iterator[Trainer]:
     """The trainer of a saved run, without its checkpoint yet; what it reports goes to `out`, and not to the console."""
-    from unirl.tracking.run import RunDirectory, RunDirectoryError, RunIdentity
+    from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity
     from unirl.tracking.tracker import Tracker
     from unirl.trainer.build import data_of
 

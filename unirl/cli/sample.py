@@ -78,7 +78,7 @@ def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
 
 def _draw(trainer, prompts: Sequence[Prompt]) -> Media:
     """The samples of a prompt adjacent; prompts of one size."""
-    from unirl.tracking.kinds import media_of
+    from unirl.tracking.media import media_of
 
     _, resp = trainer.draw(prompts)
     return media_of(trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded))

@@ -7,7 +7,7 @@ from functools import cache
 
 from PIL import ImageDraw, ImageFont
 
-from unirl.tracking.lines import printable
+from unirl.tracking.console import printable
 
 Colour = tuple[int, int, int]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont

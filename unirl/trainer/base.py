@@ -24,7 +24,7 @@ from unirl.distributed.group.pool import Pool
 from unirl.distributed.weight_sync.base import SyncReport, WeightSync
 from unirl.plan.preflight import needs_of
 from unirl.reward.failures import DropBudget, drop_reasons
-from unirl.tracking.kinds import media_of
+from unirl.tracking.media import media_of
 from unirl.tracking.samples import SampleTable
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore

@@ -12,9 +12,9 @@ from unirl.config.load import Recipe
 from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
-from unirl.tracking.backends.base import RunAbout
 from unirl.tracking.console import Banner, Console
-from unirl.tracking.run import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
+from unirl.tracking.mirrors import RunAbout
+from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
 
 

@@ -7,7 +7,7 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
-from unirl.tracking.pictures import PictureMedia, pixels
+from unirl.tracking.images import PictureMedia, pixels
 from unirl.tracking.samples import Media, SampleRow, SampleTable
 from unirl.tracking.texts import TextMedia
 from unirl.tracking.videos import VideoMedia
@@ -21,7 +21,9 @@ KINDS: Mapping[str, type[Media]] = {"picture": PictureMedia, "text": TextMedia, 
 @singledispatch
 def media_of(preview: Batch) -> Media:
     """What an engine shows of samples, as it is kept. A further kind of media registers its own function here."""
-    raise TypeError(f"samples that are {type(preview).__name__} cannot be kept: write their kind in tracking/kinds.py")
+    raise TypeError(
+        f"samples that are {type(preview).__name__} cannot be kept: write their kind in unirl/tracking/media.py"
+    )
 
 
 @media_of.register

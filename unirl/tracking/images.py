@@ -11,8 +11,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from unirl.tracking.backends.base import Preview
-from unirl.tracking.mirrors import Mirrors
+from unirl.tracking.mirrors import Mirrors, Preview
 from unirl.tracking.samples import Entry, Media, MirroredPage, SampleRow, SampleTable, Sides
 from unirl.tracking.sheets import Tiles, before_after_sheet, contact_sheet, saved, tile_size
 

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from unirl.tracking.redact import allowed_environment, redact
-from unirl.tracking.run import (
+from unirl.tracking.run_directory import (
     RunDirectory,
     RunDirectoryError,
     RunIdentity,
+    allowed_environment,
     default_root,
     latest_run,
     read_record,
+    redact,
     status_of,
 )
 
@@ -50,7 +51,7 @@ def test_status_is_derived_from_lock_process_and_exit_record(tmp_path):
 
 HOLD = """
 import sys
-from unirl.tracking.run import RunDirectory, RunIdentity
+from unirl.tracking.run_directory import RunDirectory, RunIdentity
 run = RunDirectory(sys.argv[1], RunIdentity(project="demo", recipe="a/b"))
 print("ready", flush=True)
 sys.stdin.readline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import difference, plain_pipeline
 from unirl.models.loading.adapter_files import DIFFUSERS_FILE, Adapter, write_diffusers_lora, write_peft_adapter
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
+from unirl.sde.kernels import DPMSolver2M
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -59,6 +61,14 @@ def test_diffusers_draws_the_same_with_the_exported_lora(
     write_diffusers_lora(tmp_path, adapter_of(trained))
     assert untrained_difference(trained) > 1e-2
     assert trained.verify_lora(tmp_path, PROMPTS, settings(trained, guidance_scale=guidance_scale)) < 1e-4
+
+
+def test_settings_with_a_short_tail_and_an_own_solver_are_verified_on_the_whole_schedule(
+    trained: SD3Pipeline, tmp_path: Path
+) -> None:
+    write_diffusers_lora(tmp_path, adapter_of(trained))
+    flash = dataclasses.replace(settings(trained), tail_fraction=0.4, solver=DPMSolver2M(), sigmas=None)
+    assert trained.verify_lora(tmp_path, PROMPTS, flash) == trained.verify_lora(tmp_path, PROMPTS, settings(trained))
 
 
 def test_verification_sees_a_wrong_alpha(trained: SD3Pipeline, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def draw_by_euler(
     images: Sequence[ConditionImages] | None = None,
 ) -> Drawn:
     """Our samples of `texts` by Euler's steps from keyed noise; keyed images where a family needs some."""
-    params = dataclasses.replace(params, solver=None, sde_indices=(), sde_steps=None, trajectory_dtype="fp32")
+    params = dataclasses.replace(params.deterministic(), solver=None, trajectory_dtype="fp32")
     params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
     noise = NoiseSource(params.seed, "eval", 0)
     ids = [f"verify:{i}" for i in range(len(texts))]

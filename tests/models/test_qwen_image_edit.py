@@ -122,6 +122,16 @@ def test_two_pictures_are_combined_as_in_diffusers(plus: QwenImageEditPipeline) 
     assert (drawn - other).abs().max() > SEEN
 
 
+@pytest.mark.parametrize("name", ["edit", "plus"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
+def test_diffusers_is_given_long_prompts_truncated_as_ours_are(
+    name: str, guidance_scale: float, request: pytest.FixtureRequest
+) -> None:
+    pipeline: QwenImageEditPipeline = request.getfixturevalue(name)
+    short = replace(GUIDED, max_sequence_length=16, guidance_scale=guidance_scale)
+    assert difference(pipeline, untrained(pipeline), RAGGED[:3], short, shown(3)) < TOLERANCE / 10
+
+
 def test_the_picture_reaches_the_sample_through_latents_and_through_the_encoder(edit: QwenImageEditPipeline) -> None:
     here, there = (edit.encode(["x"], GUIDED, shown(1, name=name)) for name in "pq")
     x, sigma = torch.zeros(1, 4, 4, 6), torch.tensor([0.5])

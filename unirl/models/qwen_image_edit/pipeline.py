@@ -51,7 +51,8 @@ class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
         """References of the size drawn, and the encoder's positions of images as it was trained with."""
         assert images is not None  # facts.condition_images: at least one
         shown = [[to_pil(pixels) for pixels in row.pixels] for row in images]
-        with references_of_size(plain, params), places_known(plain):
+        num_tokens = self.embed(texts, params.max_sequence_length, images).embeds.shape[1]
+        with references_of_size(plain, params), places_known(plain), prompts_truncated(plain, num_tokens):
             if self.facts.condition_images == (1, 1):  # one image of each prompt
                 return drawn(plain, texts, x_T, params, image=[row[0] for row in shown])
             rows = range(len(texts))  # one prompt a call, with any number of images
@@ -73,6 +74,26 @@ def references_of_size(plain: PlainPipeline, params: DiffusionSamplingParams) ->
         yield
     finally:
         module.calculate_dimensions = rule
+
+
+@contextmanager
+def prompts_truncated(plain: PlainPipeline, num_tokens: int) -> Iterator[None]:
+    """Truncates the prompt embeddings of diffusers to `num_tokens`, the length that our encoder gives them.
+
+    The editing pipelines of diffusers check `max_sequence_length` and then ignore it. Attention is causal, so cutting
+    the embeddings equals cutting the tokens.
+    """
+    encode_prompt = plain.encode_prompt
+
+    def truncated(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        embeds, mask = encode_prompt(*arguments, **named)
+        return embeds[:, :num_tokens], None if mask is None else mask[:, :num_tokens]
+
+    plain.encode_prompt = truncated
+    try:
+        yield
+    finally:
+        plain.encode_prompt = encode_prompt
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from unirl.tracking.tables import read_rows
 from unirl.tracking.texts import TextMedia
 from unirl.tracking.tracker import Tracker
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Pictures, Texts
+from unirl.types.primitives import ImagePreviews, Texts
 from unirl.types.protocols import Stateful
 from unirl.types.reward import Answer
 
@@ -47,7 +47,7 @@ def evaluation(level: float) -> EvalResult:
         prompts=("a cat", "a cat", "a dog", "a dog"),
         rewards=rewards,
         components={"shape": rewards / 2},
-        media=Pictures(pixels=(torch.arange(4 * 3 * 64).reshape(4, 3, 8, 8) * (1 + level)).to(torch.uint8)),
+        media=ImagePreviews(pixels=(torch.arange(4 * 3 * 64).reshape(4, 3, 8, 8) * (1 + level)).to(torch.uint8)),
     )
 
 

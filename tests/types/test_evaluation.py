@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unirl.types.evaluation import EvalResult, accuracy, majority, pass_at
-from unirl.types.primitives import Pictures, Texts
+from unirl.types.primitives import ImagePreviews, Texts
 from unirl.types.reward import Answer
 
 
@@ -111,7 +111,7 @@ def drawn(height: int, width: int, first: int, watched: dict[str, torch.Tensor])
         components={"a": torch.tensor([first, first + 2.0])},
         watched=watched,
         unscored=first,
-        media=Pictures(pixels=torch.full((2, 3, height, width), first, dtype=torch.uint8)),
+        media=ImagePreviews(pixels=torch.full((2, 3, height, width), first, dtype=torch.uint8)),
     )
 
 

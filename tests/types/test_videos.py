@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from unirl.types.batch import concat_rows, take_rows
-from unirl.types.primitives import CLIP_FRAMES, CLIP_SIDE, Clips, Pictures, Videos
+from unirl.types.primitives import PREVIEW_FRAMES, PREVIEW_SIDE, ImagePreviews, VideoPreviews, Videos
 
 
 def decoded(count: int = 2, frames: int = 5, height: int = 6, width: int = 4, seed: int = 0) -> Tensor:
@@ -39,7 +39,7 @@ def test_frames_come_first_and_are_rounded_as_pictures_are():
     for b in range(2):
         for f in range(5):
             frame = videos.frames[videos.offsets[b] + f]
-            assert torch.equal((frame * 255).round().byte(), Pictures.of(pixels[b : b + 1, :, f]).pixels[0])
+            assert torch.equal((frame * 255).round().byte(), ImagePreviews.of(pixels[b : b + 1, :, f]).pixels[0])
             torch.testing.assert_close(frame * 255, (frame * 255).round(), atol=1e-4, rtol=0)
     assert torch.equal(Videos.of(videos.stacked()).frames, videos.frames)
 
@@ -66,19 +66,19 @@ def test_frames_per_second_are_16_unless_said_and_the_same_for_all():
 def test_every_nth_frame_is_shown_and_never_more_than_the_bound(frames, distance):
     clips = ramp(frames).preview()
     levels = clips.frames[:, 0, 0, 0].tolist()
-    assert levels == list(range(0, frames, distance))[: len(levels)] and len(levels) <= CLIP_FRAMES
+    assert levels == list(range(0, frames, distance))[: len(levels)] and len(levels) <= PREVIEW_FRAMES
     assert frames - 1 - levels[-1] < distance
     assert clips.num_frames.tolist() == [frames] and clips.offsets.tolist() == [0, len(levels)]
 
 
 def test_small_frames_are_shown_exactly_and_large_ones_shrunk_to_the_bound():
-    pixels = decoded(frames=3, height=8, width=CLIP_SIDE)
+    pixels = decoded(frames=3, height=8, width=PREVIEW_SIDE)
     small = Videos.of(pixels).preview()
-    assert torch.equal(small.frames, Pictures.of(pixels.transpose(1, 2).flatten(0, 1)).pixels)
+    assert torch.equal(small.frames, ImagePreviews.of(pixels.transpose(1, 2).flatten(0, 1)).pixels)
     wide = Videos.of(torch.zeros(1, 3, 2, 480, 832)).preview()
-    assert (wide.frames.shape[2:], wide.height, wide.width) == ((148, CLIP_SIDE), 480, 832)
+    assert (wide.frames.shape[2:], wide.height, wide.width) == ((148, PREVIEW_SIDE), 480, 832)
     tall = Videos.of(torch.full((1, 3, 2, 832, 480), 0.5)).preview()
-    assert tall.frames.shape[2:] == (CLIP_SIDE, 148) and tall.frames.unique().tolist() == [128]
+    assert tall.frames.shape[2:] == (PREVIEW_SIDE, 148) and tall.frames.unique().tolist() == [128]
 
 
 def test_shrunk_frames_show_means_over_what_they_stand_for():
@@ -93,7 +93,7 @@ def test_shrunk_frames_show_means_over_what_they_stand_for():
 def test_previews_of_several_workers_join_and_reorder():
     parts = [Videos.concat([ramp(3), ramp(40)]).preview(), ramp(5).preview()]
     clips = take_rows(concat_rows(parts), [2, 0, 1])
-    assert isinstance(clips, Clips)
+    assert isinstance(clips, VideoPreviews)
     assert clips.num_frames.tolist() == [5, 3, 40] and clips.offsets.tolist() == [0, 5, 8, 28]
     assert clips.frames[:, 0, 0, 0].tolist() == [*range(5), *range(3), *range(0, 40, 2)]
     assert len(ramp(3).select([]).preview()) == 0

@@ -13,7 +13,7 @@ from unirl.tracking.texts import TextMedia
 from unirl.tracking.videos import VideoMedia
 from unirl.types.batch import Batch
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Clips, Pictures, Texts
+from unirl.types.primitives import ImagePreviews, Texts, VideoPreviews
 
 KINDS: Mapping[str, type[Media]] = {"picture": PictureMedia, "text": TextMedia, "video": VideoMedia}
 
@@ -27,12 +27,12 @@ def media_of(preview: Batch) -> Media:
 
 
 @media_of.register
-def _(preview: Pictures) -> Media:
+def _(preview: ImagePreviews) -> Media:
     return PictureMedia(pixels(preview.pixels))
 
 
 @media_of.register
-def _(preview: Clips) -> Media:
+def _(preview: VideoPreviews) -> Media:
     return VideoMedia.of(preview)
 
 

@@ -31,7 +31,7 @@ from unirl.tracking.sheets import (
 )
 from unirl.tracking.tables import replace_text
 from unirl.tracking.texts import listing
-from unirl.types.primitives import Clips
+from unirl.types.primitives import VideoPreviews
 
 STRIP_FRAMES, STRIP_SIDE = 5, 128
 """Frames on a strip, and pixels along the longer side of each; smaller ones are enlarged by repeating pixels."""
@@ -110,7 +110,7 @@ class VideoMedia:
         assert len(sizes) <= 1, f"frames of several sizes: {sizes}"
 
     @classmethod
-    def of(cls, clips: Clips) -> VideoMedia:
+    def of(cls, clips: VideoPreviews) -> VideoMedia:
         """As an engine shows them."""
         pixels = clips.frames.permute(0, 2, 3, 1).contiguous().numpy()
         bounds = pairwise(clips.offsets.tolist())

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate, pad
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 
-CLIP_FRAMES, CLIP_SIDE = 33, 256
+PREVIEW_FRAMES, PREVIEW_SIDE = 33, 256
 """Frames of a video, and pixels along the longer side of each, that are shown at most: up to 6.5 MB, as two pictures
 of a megapixel. One frame and 32 more fit the video autoencoders that take one frame and groups of 4 or 8."""
 
@@ -32,13 +32,13 @@ class MediaRef:
 
 
 @dataclass(kw_only=True, eq=False)
-class Pictures(Batch):
+class ImagePreviews(Batch):
     """Samples as people see them: small enough for the driver."""
 
     pixels: Tensor = row()  # [B, 3, H, W] uint8
 
     @classmethod
-    def of(cls, pixels: Tensor) -> Pictures:
+    def of(cls, pixels: Tensor) -> ImagePreviews:
         """From pixels [B, 3, H, W] in [0, 1]."""
         return cls(pixels=(pixels * 255).round().to(torch.uint8).cpu())
 
@@ -91,9 +91,9 @@ class Images(Batch):
 
     pixels: Tensor = row(heavy=True)  # [B, 3, H, W]
 
-    def preview(self) -> Pictures:
+    def preview(self) -> ImagePreviews:
         """For people to look at."""
-        return Pictures.of(self.pixels)
+        return ImagePreviews.of(self.pixels)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,13 +123,13 @@ class Videos(Batch):
             raise ValueError(f"videos of {counts or 'no'} frames make no tensor [B, 3, F, H, W]: one number is needed")
         return self.frames.reshape(len(self), counts[0], *self.frames.shape[1:]).transpose(1, 2)
 
-    def preview(self) -> Clips:
-        """For people to look at: at most CLIP_FRAMES frames of each, every n-th, of at most CLIP_SIDE pixels a side."""
+    def preview(self) -> VideoPreviews:
+        """For people to look at: at most PREVIEW_FRAMES frames of each, every n-th, of at most PREVIEW_SIDE pixels a side."""
         bounds: Sequence[int] = self.offsets.tolist()
         chosen = [self.frames[a : b : _stride(b - a)] for a, b in pairwise(bounds)]
         height, width = self.frames.shape[-2:]
         nothing = torch.zeros(0, 3, *_shown_size(height, width), dtype=torch.uint8)
-        return Clips(
+        return VideoPreviews(
             frames=torch.cat([nothing, *(_shown(frames) for frames in chosen)]),
             offsets=torch.tensor([0, *(len(frames) for frames in chosen)]).cumsum(0),
             num_frames=self.offsets.diff(),
@@ -140,7 +140,7 @@ class Videos(Batch):
 
 
 @dataclass(kw_only=True, eq=False)
-class Clips(Batch):
+class VideoPreviews(Batch):
     """Videos as people see them: some of their frames, small enough for the driver."""
 
     frames: Tensor = packed()  # [sum F', 3, h, w] uint8
@@ -161,11 +161,11 @@ class Clips(Batch):
 
 def _stride(num_frames: int) -> int:
     """Every how many frames one is shown: one distance throughout, so that even motion stays even."""
-    return max(1, math.ceil((num_frames - 1) / (CLIP_FRAMES - 1)))
+    return max(1, math.ceil((num_frames - 1) / (PREVIEW_FRAMES - 1)))
 
 
 def _shown(frames: Tensor) -> Tensor:
-    """Frames [F, 3, h, w] uint8 of frames [F, 3, H, W] in [0, 1], shrunk to CLIP_SIDE where they are larger."""
+    """Frames [F, 3, h, w] uint8 of frames [F, 3, H, W] in [0, 1], shrunk to PREVIEW_SIDE where they are larger."""
     height, width = frames.shape[-2:]
     size = _shown_size(height, width)
     if size != (height, width):
@@ -174,14 +174,14 @@ def _shown(frames: Tensor) -> Tensor:
 
 
 def _shown_size(height: int, width: int) -> tuple[int, int]:
-    scale = min(1.0, CLIP_SIDE / max(height, width))
+    scale = min(1.0, PREVIEW_SIDE / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 Medium = Texts | Images | Videos
 """What is decoded from a track."""
 
-Preview = Texts | Pictures | Clips
+Preview = Texts | ImagePreviews | VideoPreviews
 """The same as people see it; light, so that the driver may hold it."""
 
 Modality = Literal["text", "image", "video"]

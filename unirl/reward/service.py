@@ -23,7 +23,7 @@ from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
-MediumT = TypeVar("MediumT", Images, Videos, Texts)
+DecodedT = TypeVar("DecodedT", Images, Videos, Texts)
 
 
 def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> RolloutTrack:
@@ -144,7 +144,7 @@ class RewardService:
         opened = {uri: fit_image(read_image(uri), height, width) for uri in distinct}
         return [[opened[uri] for uri in brought] for brought in uris]
 
-    def _decoded_as(self, kind: type[MediumT], column: str, track: RolloutTrack) -> MediumT:
+    def _decoded_as(self, kind: type[DecodedT], column: str, track: RolloutTrack) -> DecodedT:
         """The decoded media of the track, which hold `column`. Raises RewardError when they are of another kind."""
         if not isinstance(track.decoded, kind):
             raise RewardError(

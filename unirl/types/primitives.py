@@ -178,7 +178,7 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-Medium = Texts | Images | Videos
+Decoded = Texts | Images | Videos
 """What is decoded from a track."""
 
 Preview = Texts | ImagePreviews | VideoPreviews

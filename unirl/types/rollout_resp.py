@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.types.batch import Batch, map_heavy, map_value, row, shared
 from unirl.types.conditions import Conditions
-from unirl.types.primitives import Medium
+from unirl.types.primitives import Decoded
 from unirl.types.results import Metrics
 from unirl.types.reward import Answer, Failures
 from unirl.types.rows import Rows
@@ -66,7 +66,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     prompts: list[str] | None = row(optional=True)  # what a loss on the reward's gradient scores the samples by
     conditions: Conditions = row()
     segment: SegmentT_co = row()
-    decoded: Medium | None = row(optional=True)
+    decoded: Decoded | None = row(optional=True)
     rewards: Tensor | None = row(optional=True)  # [B] float32; NaN where the sample could not be scored
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
     watched_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none

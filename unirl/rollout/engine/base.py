@@ -15,7 +15,7 @@ from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.routes import BucketReceiver, WeightRoute, unpacked
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.facts import ModelFacts
-from unirl.types.primitives import Medium, Preview
+from unirl.types.primitives import Decoded, Preview
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -37,7 +37,7 @@ class RolloutEngine(ABC):
         """What the model knows of itself, for the driver to pin requests with."""
 
     @scatter(concat_rows, order=take_rows)
-    def preview(self, decoded: Medium) -> Preview:
+    def preview(self, decoded: Decoded) -> Preview:
         """The samples for people to look at: pictures as pixels of 8 bits, texts as they are."""
         return decoded.preview()
 

@@ -54,7 +54,7 @@ def check_counts(prompts: Sequence[Prompt], facts: ModelFacts) -> None:
 
 def count_problems(prompts: Sequence[Prompt], facts: ModelFacts) -> Iterator[DataError]:
     """The prompts whose number of pictures a model does not take, naming prompt, line, model and the way out."""
-    fewest, most = facts.pictures_per_prompt()
+    fewest, most = facts.images_per_prompt()
     for prompt in prompts:
         count = len(prompt.images)
         if count < fewest or (most is not None and count > most):

@@ -35,7 +35,7 @@ class ModelFacts(ABC):
         """Raises ValueError, naming the key and the nearest value that works, where this model cannot sample so."""
 
     @abstractmethod
-    def pictures_per_prompt(self) -> tuple[int, int | None]:
+    def images_per_prompt(self) -> tuple[int, int | None]:
         """Fewest and most pictures that a prompt brings; None = any number."""
 
 
@@ -70,7 +70,7 @@ class LatentFacts(ModelFacts):
         pictures = 1 + (self.condition_images[1] if self.reference_tokens else 0)
         return pictures * self.image_seq_len(params) + params.max_sequence_length
 
-    def pictures_per_prompt(self) -> tuple[int, int]:
+    def images_per_prompt(self) -> tuple[int, int]:
         """Those that condition what is drawn."""
         return self.condition_images
 
@@ -138,7 +138,7 @@ class LanguageFacts(ModelFacts):
         params = sampling_as(ARSamplingParams, sampling, self.family)
         return params.max_prompt_tokens + params.max_new_tokens
 
-    def pictures_per_prompt(self) -> tuple[int, int | None]:
+    def images_per_prompt(self) -> tuple[int, int | None]:
         """Any number where the model sees."""
         return (0, None) if self.sees else (0, 0)
 

@@ -170,7 +170,7 @@ def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) ->
             (trainer.make_eval_request(held := trainer.parts.data.eval_prompts(1)), held),
         ):
             copies = len(req) // len(drawn)
-            assert req.pictures() == [(prompt.images[0].uri,) for prompt in drawn for _ in range(copies)]
+            assert req.prompt_image_uris() == [(prompt.images[0].uri,) for prompt in drawn for _ in range(copies)]
         trainer.facts = replace(trainer.facts, condition_images=(2, 3))
         with pytest.raises(DataError, match="takes 2 to 3 a prompt"):
             trainer.make_request(some, 0)

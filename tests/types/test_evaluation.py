@@ -106,7 +106,7 @@ def drawn(height: int, width: int, first: int, watched: dict[str, torch.Tensor])
         sample_ids=(f"p{first}@0:0", f"p{first}@0:1"),
         group_ids=(f"p{first}@0",) * 2,
         prompts=("?",) * 2,
-        pictures=((f"{first}.png",),) * 2,
+        prompt_image_uris=((f"{first}.png",),) * 2,
         rewards=torch.tensor([first, first + 1.0]),
         components={"a": torch.tensor([first, first + 2.0])},
         watched=watched,
@@ -120,7 +120,7 @@ def test_draws_of_several_sizes_are_one_evaluation() -> None:
     joined = EvalResult.joined(parts)
     assert joined.sample_ids == ("p1@0:0", "p1@0:1", "p3@0:0", "p3@0:1") and len(joined.groups()) == 2
     assert joined.rewards.tolist() == [1, 2, 3, 4] and joined.components["a"].tolist() == [1, 3, 3, 5]
-    assert joined.unscored == 4 and joined.pictures[2:] == (("3.png",),) * 2
+    assert joined.unscored == 4 and joined.prompt_image_uris[2:] == (("3.png",),) * 2
     assert joined.metrics()["eval/w_mean"] == 1.0
     assert joined.watched["w"].isnan().tolist() == [False, False, True, True]
     assert EvalResult.joined(parts[:1]) is parts[0]

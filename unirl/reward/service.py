@@ -124,7 +124,7 @@ class RewardService:
             images=self._decoded_as(Images, "images", track).pixels if "images" in reads else None,
             videos=self._decoded_as(Videos, "videos", track) if "videos" in reads else None,
             texts=self._decoded_as(Texts, "texts", track).texts if "texts" in reads else None,
-            sources=self._sources(req.pictures(), rows, track) if "sources" in reads else None,
+            sources=self._sources(req.prompt_image_uris(), rows, track) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
         )
 

@@ -49,7 +49,7 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
             sample_id=result.sample_ids[i],
             group_id=result.group_ids[i],
             prompt=result.prompts[i],
-            pictures=result.pictures[i] if result.pictures else (),
+            pictures=result.prompt_image_uris[i] if result.prompt_image_uris else (),
             reward=reward,
             rewards={name: values[i] for name, values in scores.items()},
             facts=result.facts_of(i),

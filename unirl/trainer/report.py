@@ -56,14 +56,14 @@ def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
 def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[SampleRow, ...]:
     """What is known of each row of `track`, which is called so; the request's rows are the same."""
     assert track.rewards is not None and track.advantages is not None
-    facts, prompts, pictures = track.segment.facts(), req.prompts(), req.pictures()
+    facts, prompts, image_uris = track.segment.facts(), req.prompts(), req.prompt_image_uris()
     components = {**(track.component_rewards or {}), **(track.watched_rewards or {})}
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
             group_id=track.group_ids[i],
             prompt=prompts[i],
-            pictures=pictures[i],
+            pictures=image_uris[i],
             reward=float(track.rewards[i]),
             rewards={name: float(scores[i]) for name, scores in components.items()},
             advantage=float(track.advantages[i]),
@@ -109,7 +109,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], P
         sample_ids=tuple(track.sample_ids),
         group_ids=tuple(track.group_ids),
         prompts=tuple(req.prompts()),
-        pictures=tuple(req.pictures()),
+        prompt_image_uris=tuple(req.prompt_image_uris()),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
         watched=dict(track.watched_rewards or {}),

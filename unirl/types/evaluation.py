@@ -28,8 +28,8 @@ class EvalResult:
     rewards: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
     media: Preview
-    pictures: tuple[tuple[str, ...], ...] = ()
-    """Where the pictures lie that each prompt is about; () = none is about any."""
+    prompt_image_uris: tuple[tuple[str, ...], ...] = ()
+    """Paths or addresses of the images in each prompt; () if no prompt has any."""
     watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
     answers: tuple[Answer | None, ...] | None = None
     """What each sample answers, where the reward is about right answers."""
@@ -49,7 +49,7 @@ class EvalResult:
             sample_ids=_end_to_end(part.sample_ids for part in parts),
             group_ids=_end_to_end(part.group_ids for part in parts),
             prompts=_end_to_end(part.prompts for part in parts),
-            pictures=_end_to_end(part.pictures for part in parts),
+            prompt_image_uris=_end_to_end(part.prompt_image_uris for part in parts),
             rewards=torch.cat([part.rewards for part in parts]),
             components={name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
             watched={name: torch.cat([part._watched(name) for part in parts]) for name in watched},

@@ -56,8 +56,8 @@ class RolloutReq(Batch):
         assert isinstance(texts, Texts)
         return texts.texts
 
-    def pictures(self) -> list[tuple[str, ...]]:
-        """Where the pictures lie that the prompt of each row is about; () = it is about none."""
+    def prompt_image_uris(self) -> list[tuple[str, ...]]:
+        """Paths or addresses of the images in the prompt of each row; () if it has none."""
         images = self.primitives.get("images")
         if not isinstance(images, PromptImages):
             return [()] * len(self)

@@ -197,7 +197,7 @@ class DiffusionPipeline(Generic[BundleT]):
 
     def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ConditionImages] | None:
         """The images of each row's prompt, opened once and cut to the sample's size; None where none brings any."""
-        rows = req.pictures()
+        rows = req.prompt_image_uris()
         counts = sorted({len(uris) for uris in rows})
         if counts == [0]:
             return None

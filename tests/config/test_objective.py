@@ -31,7 +31,7 @@ def refused(*overrides: str) -> UniRLError:
         [],
         [f"reward.backend._target_={BRIGHTNESS}"],
         [WEIGHTED.format(BRIGHTNESS, BRIGHTNESS)],
-        [WEIGHTED.format(BRIGHTNESS, JPEG).replace("b: 1.0", "b: 0.0")],  # it only watches
+        [WEIGHTED.format(BRIGHTNESS, JPEG).replace("b: 1.0", "b: 0.0")],  # logged only
         ["placement={reward: in train}"],
         ["num_devices=8"],
         ["algorithm.gradient_steps.num_steps=12"],

@@ -135,11 +135,11 @@ def test_rewards_declare_whether_they_have_a_gradient(pickscore: PickScoreReward
     assert not mixed.capabilities.differentiable
 
 
-def test_a_scorer_of_weight_0_watches_and_needs_no_gradient(pickscore: PickScoreRewardScorer) -> None:
+def test_a_scorer_of_weight_0_needs_no_gradient(pickscore: PickScoreRewardScorer) -> None:
     jpeg, images = JpegCompressibilityRewardScorer(), pictures()
-    watched = WeightedRewards(scorers={"fit": pickscore, "size": jpeg}, weights={"fit": 2.0, "size": 0.0})
-    assert watched.capabilities.differentiable
-    torch.testing.assert_close(watched.objective(images, PROMPTS), 2 * pickscore.objective(images, PROMPTS))
+    rewards = WeightedRewards(scorers={"fit": pickscore, "size": jpeg}, weights={"fit": 2.0, "size": 0.0})
+    assert rewards.capabilities.differentiable
+    torch.testing.assert_close(rewards.objective(images, PROMPTS), 2 * pickscore.objective(images, PROMPTS))
 
 
 def test_the_service_hands_on_the_objective_and_names_a_reward_without_one(pickscore: PickScoreRewardScorer) -> None:

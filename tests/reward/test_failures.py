@@ -98,20 +98,20 @@ def test_ranks_join_though_all_rows_of_one_failed():
     assert track.component_rewards["brightness"].isnan().tolist() == [False, False, True, True]
 
 
-def test_a_watched_reward_reaches_no_advantage_and_may_fail_as_it_likes():
+def test_a_logged_only_reward_enters_no_advantage_and_may_fail():
     both = WeightedRewards(
         scorers={"bright": BrightnessRewardScorer(), "judge": Failing("g1:0")}, weights={"bright": 1.0, "judge": 0.0}
     )
     track = scored(both, FailurePolicy()).tracks["image"]
     torch.testing.assert_close(track.rewards, torch.tensor(LEVELS))
     assert list(track.component_rewards) == ["bright"]
-    assert track.watched_rewards["judge"].isnan().all()  # asked once: it is not worth finding the row
+    assert track.logged_rewards["judge"].isnan().all()  # asked once: it is not worth finding the row
     assert {found[0].reward for found in track.failures} == {"judge"}
 
 
-def test_a_row_that_a_weighted_reward_lost_is_lost_whatever_is_watched():
+def test_a_row_that_a_weighted_reward_lost_is_lost_whatever_is_logged_only():
     both = WeightedRewards(
-        scorers={"watched": Failing("g0:0"), "bright": Failing("g1:0")}, weights={"watched": 0.0, "bright": 1.0}
+        scorers={"logged": Failing("g0:0"), "bright": Failing("g1:0")}, weights={"logged": 0.0, "bright": 1.0}
     )
     track = scored(both).tracks["image"]
     assert track.rewards.isnan().tolist() == [False, False, True, False]

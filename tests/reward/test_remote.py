@@ -338,7 +338,7 @@ def test_rewards_become_one_as_the_recipe_says(settings, total):
         assert answer.total.tolist() == total
 
 
-def test_parts_are_components_and_a_reward_of_weight_zero_is_watched():
+def test_parts_are_components_and_a_reward_of_weight_zero_is_logged_only():
     with parts_service() as service:
         answer = backend(service.url, required_rewards=("a", "b")).score(rows(2))
         assert {name: found.tolist() for name, found in answer.components.items()} == {
@@ -349,10 +349,10 @@ def test_parts_are_components_and_a_reward_of_weight_zero_is_watched():
         }
         weights = {"a": 0.0, "b": 1.0}
         answer = backend(service.url, required_rewards=("a", "b"), reward_weights=weights).score(rows(2))
-        assert (set(answer.components), set(answer.watched)) == ({"b"}, {"a", "a_x", "a_y"})
+        assert (set(answer.components), set(answer.logged_rewards)) == ({"b"}, {"a", "a_x", "a_y"})
 
 
-def test_a_row_that_cannot_be_scored_is_nan_and_says_why_and_a_watched_one_costs_nothing():
+def test_a_row_that_cannot_be_scored_is_nan_and_says_why_and_a_logged_only_one_costs_nothing():
     def answer(items, n):
         results = [{"a": {"total": 1.0}} if each.metadata["n"] else {"b": {"total": 1.0}} for each in items]
         errors = [{"b": "failed: no b"} if each.metadata["n"] else {"a": "failed: no a"} for each in items]
@@ -423,7 +423,7 @@ def test_the_process_that_scores_asks_too_before_anything_is_drawn():
         service.check_prompts(["a cat"], [{}], ["p:1"])
 
 
-def test_a_scorer_that_is_only_watched_may_be_absent_at_the_start():
+def test_a_logged_only_scorer_may_be_absent_at_the_start():
     absent = backend(f"http://127.0.0.1:{free_port()}")
     scorers = {"a": BrightnessRewardScorer(), "b": absent}
     check_start(WeightedRewards(scorers=scorers, weights={"a": 1.0, "b": 0.0}))

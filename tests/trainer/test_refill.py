@@ -40,7 +40,7 @@ def draw(rewards: list[list[float]], first: int = 0) -> tuple[RolloutReq, Rollou
         component_rewards={"toy": flat},
         advantages=None,
         failures=[() for _ in ids],
-        watched_rewards={},
+        logged_rewards={},
         reward_seconds=torch.zeros(len(ids)),
     )
     return req.replace(sample_ids=ids, group_ids=groups), RolloutResp({"image": track})

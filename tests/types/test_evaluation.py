@@ -100,7 +100,7 @@ def test_facts_of_a_row_say_its_answer_and_whether_it_is_right() -> None:
     assert [found.facts_of(row) for row in range(3)] == [{"answer": "8", "right": False}, {}, {"right": True}]
 
 
-def drawn(height: int, width: int, first: int, watched: dict[str, torch.Tensor]) -> EvalResult:
+def drawn(height: int, width: int, first: int, logged_rewards: dict[str, torch.Tensor]) -> EvalResult:
     """Two samples of one size, of one prompt."""
     return EvalResult(
         sample_ids=(f"p{first}@0:0", f"p{first}@0:1"),
@@ -109,7 +109,7 @@ def drawn(height: int, width: int, first: int, watched: dict[str, torch.Tensor])
         prompt_image_uris=((f"{first}.png",),) * 2,
         rewards=torch.tensor([first, first + 1.0]),
         components={"a": torch.tensor([first, first + 2.0])},
-        watched=watched,
+        logged_rewards=logged_rewards,
         unscored=first,
         media=ImagePreviews(pixels=torch.full((2, 3, height, width), first, dtype=torch.uint8)),
     )
@@ -122,7 +122,7 @@ def test_draws_of_several_sizes_are_one_evaluation() -> None:
     assert joined.rewards.tolist() == [1, 2, 3, 4] and joined.components["a"].tolist() == [1, 3, 3, 5]
     assert joined.unscored == 4 and joined.prompt_image_uris[2:] == (("3.png",),) * 2
     assert joined.metrics()["eval/w_mean"] == 1.0
-    assert joined.watched["w"].isnan().tolist() == [False, False, True, True]
+    assert joined.logged_rewards["w"].isnan().tolist() == [False, False, True, True]
     assert EvalResult.joined(parts[:1]) is parts[0]
 
 

@@ -18,8 +18,8 @@ from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardR
 class WeightedRewards(RewardScorer):
     """total = sum over scorers of weight x that scorer's total. Components keep their scorer's name as a prefix.
 
-    A scorer of weight 0 is watched: its scores are logged, reach no advantage, and may fail without harm. What rows
-    answer is said by the first scorer that says it, watched ones last.
+    A scorer of weight 0 is logged only: its scores enter no advantage, and it may fail without harm. The answers
+    of rows come from the first scorer that gives any; logged-only scorers come last.
     """
 
     capabilities = Capabilities()  # the class's; its objects have those of their scorers
@@ -42,18 +42,22 @@ class WeightedRewards(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         total = torch.zeros(len(request), dtype=torch.float64)
         components: dict[str, Tensor] = {}
-        watched: dict[str, Tensor] = {}
+        logged: dict[str, Tensor] = {}
         failures: dict[int, Failures] = {}
         answers: Sequence[Answer | None] | None = None
         for name, weight in sorted(self.weights.items(), key=lambda item: not item[1]):
-            answer = answer_of(self.scorers[name], request, name) if weight else self._watched(name, request)
+            answer = answer_of(self.scorers[name], request, name) if weight else self._logged_only_answer(name, request)
             total += weight * answer.total.double() if weight else 0.0
-            (components if weight else watched).update(_named(name, answer))
+            (components if weight else logged).update(_named(name, answer))
             for row, found in answer.failures.items():
                 failures[row] = failures.get(row, ()) + found
             answers = answer.answers if answers is None else answers
         return RewardResponse(
-            total=total.float(), components=components, watched=watched, failures=failures, answers=answers
+            total=total.float(),
+            components=components,
+            logged_rewards=logged,
+            failures=failures,
+            answers=answers,
         )
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
@@ -68,8 +72,8 @@ class WeightedRewards(RewardScorer):
             if weight:
                 check_start(self.scorers[name])
 
-    def _watched(self, name: str, request: RewardRequest) -> RewardResponse:
-        """The answer of a scorer that is only watched; NaN for all rows when it fails as a whole."""
+    def _logged_only_answer(self, name: str, request: RewardRequest) -> RewardResponse:
+        """The answer of a logged-only scorer; NaN for all rows when it fails as a whole."""
         try:
             return answer_of(self.scorers[name], request, name)
         except RewardError as error:
@@ -80,7 +84,7 @@ class WeightedRewards(RewardScorer):
             )
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the total of `score` with its gradient. A scorer of weight 0, which only watches, needs none."""
+        """[B] the total of `score` with its gradient. A scorer of weight 0, which is logged only, needs none."""
         total = torch.zeros(len(images), device=images.device)
         for name, weight in self.weights.items():
             if weight:

@@ -71,7 +71,7 @@ def _replaced(answer: RewardResponse, rows: Sequence[int], again: RewardResponse
     return RewardResponse(
         total=both.total[source],
         components={name: scores[source] for name, scores in both.components.items()},
-        watched={name: scores[source] for name, scores in both.watched.items()},
+        logged_rewards={name: scores[source] for name, scores in both.logged_rewards.items()},
         failures={row: both.failures[of] for row, of in enumerate(source) if of in both.failures},
         answers=None if both.answers is None else [both.answers[of] for of in source],
     )

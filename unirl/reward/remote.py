@@ -35,7 +35,7 @@ class RemoteRewardSpec(ConnectionConfig):
     required_rewards: tuple[str, ...]
     """Names that the service has; looked up when a run starts."""
     reward_weights: Mapping[str, float] | None = None
-    """One per reward, for `weighted_sum`; a reward of weight 0 is only watched. None: all weigh the same."""
+    """One per reward, for `weighted_sum`; a reward of weight 0 is logged only. None: all weigh the same."""
     aggregation_method: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
     """How several rewards become one; `weighted_sum` divides by the sum of the weights."""
     sub_metric_reduce: Literal["first", "mean", "max"] = "first"
@@ -97,7 +97,7 @@ class RemoteRewardSpec(ConnectionConfig):
         return {name: given[name] / sum(given.values()) for name in self.required_rewards}
 
     @property
-    def watched(self) -> set[str]:
+    def logged_rewards(self) -> set[str]:
         """The rewards that are logged and teach nothing."""
         return {name for name, weight in self.weights.items() if weight == 0.0}
 
@@ -224,7 +224,7 @@ def response(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> Reward
         name: reduced([outcome.scores[name] for outcome in outcomes], name, config) for name in config.required_rewards
     }
     failures: dict[int, Failures] = {}
-    for name in sorted(columns, key=lambda name: name in config.watched):
+    for name in sorted(columns, key=lambda name: name in config.logged_rewards):
         for row, outcome in enumerate(outcomes):
             found = outcome.scores[name]
             if isinstance(found, ItemError):
@@ -233,8 +233,8 @@ def response(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> Reward
     named = {name: renamed(name, parts) for name, parts in columns.items()}
     return RewardResponse(
         total=aggregated({name: parts[TOTAL] for name, parts in columns.items()}, config),
-        components=_merged(parts for name, parts in named.items() if name not in config.watched),
-        watched=_merged(parts for name, parts in named.items() if name in config.watched),
+        components=_merged(parts for name, parts in named.items() if name not in config.logged_rewards),
+        logged_rewards=_merged(parts for name, parts in named.items() if name in config.logged_rewards),
         failures=failures,
         answers=answers_of(outcomes, config),
     )
@@ -242,7 +242,7 @@ def response(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> Reward
 
 def answers_of(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> list[Answer | None] | None:
     """What each row answers, by the first reward that says so of any; those that teach are asked first."""
-    for name in sorted(config.required_rewards, key=lambda name: name in config.watched):
+    for name in sorted(config.required_rewards, key=lambda name: name in config.logged_rewards):
         found = [outcome.said.get(name) for outcome in outcomes]
         if any(found):
             return [None if said is None else Answer(right=said.right, text=said.text) for said in found]
@@ -282,8 +282,8 @@ def renamed(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def aggregated(totals: Mapping[str, Tensor], config: RemoteRewardSpec) -> Tensor:
-    """[B] several rewards as one; those that are only watched play no part, failed or not."""
-    taught = {name: scores.double() for name, scores in totals.items() if name not in config.watched}
+    """[B] several rewards as one; logged-only rewards do not enter it, whether they failed or not."""
+    taught = {name: scores.double() for name, scores in totals.items() if name not in config.logged_rewards}
     stacked = torch.stack(list(taught.values()))
     if config.aggregation_method == "weighted_sum":
         weights = torch.tensor([config.weights[name] for name in taught], dtype=torch.float64)

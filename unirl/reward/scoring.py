@@ -63,17 +63,17 @@ def answer_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardRespon
         raise RewardError(f"reward {name!r} answered without components: give each score a name")
     total = column_of(answer.total, request, name)
     components = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.components.items()}
-    watched = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.watched.items()}
+    logged = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.logged_rewards.items()}
     failures: dict[int, Failures] = dict(answer.failures)
     for part, found in [(name, total), *((f"{name}.{part}", found) for part, found in components.items())]:
         for row in (~torch.isfinite(found)).nonzero().flatten().tolist():
             known = failures.get(row, ())
-            if all(failure.reward in watched for failure in known):
+            if all(failure.reward in logged for failure in known):
                 why = f"reward {part!r} gave {float(found[row])} to sample {request.sample_ids[row]!r}"
                 failures[row] = (Failure(name, why, InvalidScoreError.code), *known)
             total[row] = torch.nan
     answers = _one_per_row(answer.answers, request, name)
-    return RewardResponse(total=total, components=components, watched=watched, failures=failures, answers=answers)
+    return RewardResponse(total=total, components=components, logged_rewards=logged, failures=failures, answers=answers)
 
 
 def _one_per_row(
@@ -134,7 +134,7 @@ def joined(answers: Sequence[RewardResponse]) -> RewardResponse:
     return RewardResponse(
         total=torch.cat([answer.total for answer in answers]),
         components=_columns([answer.components for answer in answers], answers),
-        watched=_columns([answer.watched for answer in answers], answers),
+        logged_rewards=_columns([answer.logged_rewards for answer in answers], answers),
         failures=failures,
         answers=joined_answers([(answer.answers, len(answer.total)) for answer in answers]),
     )

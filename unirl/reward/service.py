@@ -31,7 +31,7 @@ def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> Rol
     return track.replace(
         rewards=answer.total,
         component_rewards=answer.components,
-        watched_rewards=answer.watched,
+        logged_rewards=answer.logged_rewards,
         failures=[answer.failures.get(row, ()) for row in range(len(track))],
         answers=None if answer.answers is None else list(answer.answers),
         reward_seconds=torch.full((len(track),), seconds),
@@ -40,7 +40,7 @@ def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> Rol
 
 def concat_scored(parts: Sequence[RolloutResp]) -> RolloutResp:
     """One scored response from several. A score that a part lacks, because all its rows failed, is NaN there."""
-    for field in ("component_rewards", "watched_rewards"):
+    for field in ("component_rewards", "logged_rewards"):
         parts = _same_columns(parts, field)
     return RolloutResp.concat(_same_answers(parts))
 

@@ -43,7 +43,7 @@ def _(preview: Texts) -> Media:
 
 def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
     """What an evaluation found, row by row."""
-    scores = {name: values.tolist() for name, values in (result.components | result.watched).items()}
+    scores = {name: values.tolist() for name, values in (result.components | result.logged_rewards).items()}
     rows = [
         SampleRow(
             sample_id=result.sample_ids[i],

@@ -18,7 +18,7 @@ from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 
 def reward_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Reward statistics over the rows that have one, and of watched rewards over those that they scored."""
+    """Reward statistics over the rows that have one, and of logged-only rewards over the rows that they scored."""
     assert track.rewards is not None
     alive = track.weight > 0
     rewards = track.rewards[alive].double()
@@ -30,7 +30,7 @@ def reward_metrics(track: RolloutTrack) -> dict[str, float]:
     }
     for name, scores in (track.component_rewards or {}).items():
         metrics |= _spread(name, scores[alive])
-    for name, scores in (track.watched_rewards or {}).items():
+    for name, scores in (track.logged_rewards or {}).items():
         found = scores.isfinite()
         metrics |= _spread(name, scores[found]) if found.any() else {}
         if not found.all():
@@ -57,7 +57,7 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
     """What is known of each row of `track`, which is called so; the request's rows are the same."""
     assert track.rewards is not None and track.advantages is not None
     facts, prompts, image_uris = track.segment.facts(), req.prompts(), req.prompt_image_uris()
-    components = {**(track.component_rewards or {}), **(track.watched_rewards or {})}
+    components = {**(track.component_rewards or {}), **(track.logged_rewards or {})}
     return tuple(
         SampleRow(
             sample_id=track.sample_ids[i],
@@ -112,7 +112,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], P
         prompt_image_uris=tuple(req.prompt_image_uris()),
         rewards=track.rewards,
         components=dict(track.component_rewards or {}),
-        watched=dict(track.watched_rewards or {}),
+        logged_rewards=dict(track.logged_rewards or {}),
         answers=None if track.answers is None else tuple(track.answers),
         facts=tuple(track.segment.facts()),
         unscored=unscored,

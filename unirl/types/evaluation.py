@@ -30,7 +30,7 @@ class EvalResult:
     media: Preview
     prompt_image_uris: tuple[tuple[str, ...], ...] = ()
     """Paths or addresses of the images in each prompt; () if no prompt has any."""
-    watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
+    logged_rewards: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
     answers: tuple[Answer | None, ...] | None = None
     """What each sample answers, where the reward is about right answers."""
     facts: tuple[Mapping[str, Any], ...] = ()
@@ -43,7 +43,7 @@ class EvalResult:
         """One result from those of several draws of one evaluation, rows in their order."""
         if len(parts) == 1:
             return parts[0]
-        watched = dict.fromkeys(name for part in parts for name in part.watched)
+        logged = dict.fromkeys(name for part in parts for name in part.logged_rewards)
         answers = [part.answers for part in parts if part.answers is not None]
         return EvalResult(
             sample_ids=_end_to_end(part.sample_ids for part in parts),
@@ -52,16 +52,16 @@ class EvalResult:
             prompt_image_uris=_end_to_end(part.prompt_image_uris for part in parts),
             rewards=torch.cat([part.rewards for part in parts]),
             components={name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
-            watched={name: torch.cat([part._watched(name) for part in parts]) for name in watched},
+            logged_rewards={name: torch.cat([part._logged_scores(name) for part in parts]) for name in logged},
             answers=_end_to_end(answers) if len(answers) == len(parts) else None,
             facts=_end_to_end(part.facts for part in parts),
             unscored=sum(part.unscored for part in parts),
             media=concat_rows([part.media for part in parts]),
         )
 
-    def _watched(self, name: str) -> Tensor:
-        """[B] of one watched reward; NaN where it scored nothing."""
-        return self.watched.get(name, torch.full_like(self.rewards, math.nan))
+    def _logged_scores(self, name: str) -> Tensor:
+        """[B] scores of one logged-only reward; NaN where a sample was not scored."""
+        return self.logged_rewards.get(name, torch.full_like(self.rewards, math.nan))
 
     @property
     def mean(self) -> float:
@@ -92,7 +92,7 @@ class EvalResult:
             "eval/reward_min": float(self.rewards.min()),
             "eval/reward_max": float(self.rewards.max()),
         }
-        scores = self.components | {name: values[values.isfinite()] for name, values in self.watched.items()}
+        scores = self.components | {name: values[values.isfinite()] for name, values in self.logged_rewards.items()}
         found |= {f"eval/{name}_mean": float(values.double().mean()) for name, values in scores.items() if len(values)}
         found |= accuracy(self.answers_by_prompt())
         return found | ({"eval/unscored": float(self.unscored)} if self.unscored else {})

@@ -124,7 +124,7 @@ class Videos(Batch):
         return self.frames.reshape(len(self), counts[0], *self.frames.shape[1:]).transpose(1, 2)
 
     def preview(self) -> VideoPreviews:
-        """For people to look at: at most PREVIEW_FRAMES frames of each, every n-th, of at most PREVIEW_SIDE pixels a side."""
+        """Every n-th frame of each video: at most PREVIEW_FRAMES of them, at most PREVIEW_SIDE pixels along a side."""
         bounds: Sequence[int] = self.offsets.tolist()
         chosen = [self.frames[a : b : _stride(b - a)] for a, b in pairwise(bounds)]
         height, width = self.frames.shape[-2:]

@@ -87,9 +87,9 @@ class RewardResponse:
 
     total: Tensor  # [B] float32
     components: dict[str, Tensor]  # name -> [B] float32
-    watched: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, logged only; NaN = not scored
+    logged_rewards: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32; NaN = not scored
     failures: Mapping[int, Failures] = field(default_factory=dict)
-    """What failed at a row: first what cost it its reward, then what is only watched."""
+    """Failures by row: first those that cost the row its reward, then those of logged-only rewards."""
     answers: Sequence[Answer | None] | None = None
     """What each row answers, where the score is about right answers (None: of this row nothing is known)."""
 

@@ -69,7 +69,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     decoded: Decoded | None = row(optional=True)
     rewards: Tensor | None = row(optional=True)  # [B] float32; NaN where the sample could not be scored
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
-    watched_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none
+    logged_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none
     failures: list[Failures] | None = row(optional=True)  # why a row was not scored; mostly ()
     answers: list[Answer | None] | None = row(optional=True)  # what each row answers, if the reward is about that
     reward_seconds: Tensor | None = row(optional=True)  # [B] float32, how long the call took that scored the row

@@ -58,7 +58,7 @@ class LengthRewardScorer(RewardScorer):
         return RewardResponse(
             total=answer.total + penalty,
             components=answer.components | {"truncated": truncated, "length_penalty": penalty},
-            watched=answer.watched,
+            logged_rewards=answer.logged_rewards,
             failures=answer.failures,
             answers=answer.answers,
         )

@@ -1,4 +1,4 @@
-"""AlignProp: the full gradient, cut off at a random step."""
+"""AlignProp: the gradient of the reward through all steps after a random one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unirl.types.protocols import StepChoice
 
 @dataclass(frozen=True, kw_only=True)
 class AlignProp(RewardBackprop):
-    """L = mean of -w R(x_0), differentiated through all steps from a random one on, which every update draws anew.
+    """L = mean of -w R(x_0), differentiated through all steps from a random one on, drawn anew at each step.
 
-    Prabhudesai et al. 2023, arXiv:2310.03739, section 4: a cut at a random step has neither the cost of the full
-    gradient at every update nor the bias of one fixed cut.
+    Prabhudesai et al. 2023, arXiv:2310.03739, section 4. Truncation at a random step is cheaper than the full gradient
+    and less biased than truncation at a fixed step. `loss` is `RewardBackprop.loss`.
     """
 
     gradient_steps: StepChoice = field(default=RandomTail(), metadata={"target": "unirl.sde.steps.RandomTail"})

@@ -1,4 +1,4 @@
-"""CISPO: importance weights are clipped, gradients are not."""
+"""CISPO: the importance ratio is a clipped, detached weight, so every token has a gradient."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from unirl.types.protocols import TrainingProgress
 class CISPO(TokenLoss):
     """P = -sg[clip(r, 1 - low, 1 + high)] A log pi_theta,  r = pi_theta / pi_old per token.
 
-    MiniMax-M1 (arXiv:2506.13585). Every token keeps a gradient; the clip bounds how much a rare token that has
-    become likely may weigh.
+    r is the importance ratio, A the advantage, sg[] detaches. MiniMax-M1 (arXiv:2506.13585). Every token has a
+    gradient; the clip only bounds the weight of a token whose probability has risen a lot. `loss` is `TokenLoss.loss`.
     """
 
     clip_range: float | None = None
-    """The weight stays above 1 - clip_range; absent = no lower bound, as in the paper."""
+    """Lower bound of the weight is 1 - clip_range; null = no lower bound, as in the paper."""
     clip_range_high: float = 4.0
-    """The weight stays below 1 + clip_range_high."""
+    """Upper bound of the weight is 1 + clip_range_high."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

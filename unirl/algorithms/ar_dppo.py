@@ -1,4 +1,4 @@
-"""DPPO and CPPO: tokens that have moved too far in probability lose their gradient, unless it brings them back."""
+"""DPPO and CPPO: a token whose probability has moved too far loses its gradient, unless it moves back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from unirl.types.protocols import TrainingProgress
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedPolicyGradient(TokenLoss):
-    """P = -A r where A (r - 1) <= 0 or the divergence is small, else 0; r weighs a token by at most `ratio_cap`."""
+    """P = -A r where A (r - 1) <= 0 or the divergence is small, else 0; the factor r is at most `ratio_cap`.
+
+    r = pi_theta / pi_old is the importance ratio of a token, A the advantage. A subclass says which tokens are
+    within the trust region. `loss` is `TokenLoss.loss`.
+    """
 
     ratio_cap: float = 20.0
-    """Largest weight of one token: a token of tiny probability may pass the test with a huge ratio."""
+    """Largest weight of one token. A token of tiny probability can have a huge ratio and a small divergence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,11 +33,11 @@ class MaskedPolicyGradient(TokenLoss):
 
     @abstractmethod
     def within_trust_region(self, tokens: Tokens) -> Tensor:
-        """[sum L] bool, pi_theta is close enough to pi_old."""
+        """[sum L] bool, the divergence between pi_theta and pi_old at the token is small enough."""
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         ratio = tokens.log_ratio.detach().exp()
-        own = (tokens.log_ratio - tokens.log_ratio.detach()).exp()  # 1, with the gradient of log pi_theta
+        own = (tokens.log_ratio - tokens.log_ratio.detach()).exp()  # value 1, gradient of log pi_theta
         dropped = ~(moves_towards_old(tokens.log_ratio, tokens.advantages) | self.within_trust_region(tokens))
         losses = torch.where(dropped, 0.0, -tokens.advantages * ratio.clamp(max=self.ratio_cap) * own)
         return Surrogate(losses, tokens.log_ratio, dropped & (ratio > 1.0), dropped & (ratio < 1.0))
@@ -41,18 +45,18 @@ class MaskedPolicyGradient(TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO(MaskedPolicyGradient):
-    """P = -A r, but 0 where A (r - 1) > 0 and D(pi_old, pi_theta) > delta,  D between the token and all others.
+    """P = -A r, but 0 where A (r - 1) > 0 and D(pi_old, pi_theta) > delta,  D of "this token" against "another token".
 
-    DPPO (arXiv:2602.04879): a trust region in probability, so a rare token is not clipped for a large ratio that moves
-    no mass, and a likely one is clipped for a small ratio that moves much.
+    DPPO (arXiv:2602.04879). The trust region is one of probability: a rare token may have a large ratio because it
+    moves little probability mass, and a likely token may not.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
     """D: |pi_theta - mu|, or mu log(mu / pi_theta) + (1 - mu) log((1 - mu) / (1 - pi_theta)) nats; mu = pi_old."""
     delta: float = 0.15
-    """The bound on D where a token has become less likely, and more likely unless delta_high is given."""
+    """Bound on D where a token has become less likely, and where more likely if delta_high is null."""
     delta_high: float | None = None
-    """The bound where a token has become more likely, if it differs."""
+    """Bound on D where a token has become more likely; null = delta."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,18 +73,18 @@ class DPPO(MaskedPolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class CPPO(MaskedPolicyGradient):
-    """P = -A r, but 0 where A (r - 1) > 0 and the token, or the prefix before it, has spent its divergence.
+    """P = -A r, but 0 where A (r - 1) > 0 and the divergence of the token, or of the prefix with it, is too large.
 
-    CPPO (arXiv:2606.10968, eq. 8 to 11): a token's divergence is bounded by delta and by what is left of a budget that
-    grows along the response, since a prefix that has drifted makes everything after it off-policy.
+    CPPO (arXiv:2606.10968, eq. 8 to 11). The divergence of a token is bounded by delta and by the rest of a budget that
+    grows along the response, because a prefix that has drifted makes all later tokens off-policy.
     """
 
     delta: float = 0.2
-    """The bound on one token's weighted |pi_theta - pi_old|."""
+    """Bound on the weighted |pi_theta - pi_old| of one token."""
     w_min: float = 0.8
-    """Weight of the last token's divergence; the first has 1."""
+    """Weight of the last token's divergence; the first token has weight 1."""
     delta_b: float = 0.02
-    """The budget per token is a row's 90th percentile of the divergence, within delta_b and twice that."""
+    """The budget per token is the row's 90th percentile of the divergence, clamped to [delta_b, 2 delta_b]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

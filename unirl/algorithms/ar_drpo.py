@@ -1,4 +1,4 @@
-"""DRPO and SPO: a quadratic penalty on the ratio in place of its clip."""
+"""DRPO and SPO: a quadratic penalty on the importance ratio replaces the clip."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from unirl.types.protocols import TrainingProgress
 class DRPO(TokenLoss):
     """P = -A r + |A| mu (r - 1)^2 / (2 epsilon),  mu = sg[pi_old], r = pi_theta / mu per token.
 
-    DRPO (arXiv:2606.09821): the gradient is -A r (1 - sign(A (r - 1)) |pi_theta - mu| / epsilon), a trust region of
-    width epsilon in probability and epsilon / mu in the ratio. Without mu it is SPO (arXiv:2401.16025).
+    DRPO (arXiv:2606.09821). r is the importance ratio, A the advantage, sg[] detaches. The gradient is -A r (1 -
+    sign(A (r - 1)) |pi_theta - mu| / epsilon): a trust region of width epsilon in probability and epsilon / mu in the
+    ratio. Without mu in the penalty it is SPO (arXiv:2401.16025). `loss` is `TokenLoss.loss`.
     """
 
     drpo_epsilon: float = 12.5
-    """Width of the trust region: of |pi_theta - pi_old|, or of |r - 1| for SPO (0.2 is usual there)."""
+    """Width of the trust region in |pi_theta - pi_old|, or for SPO in |r - 1| (0.2 is usual for SPO)."""
     penalty_mu_weighted: bool = True
-    """mu in the penalty; false = SPO."""
+    """Weigh the penalty by mu; false = SPO."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of clipped token ratios."""
+"""GMPO: the geometric mean of clipped importance ratios of a row's tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from unirl.types.protocols import TrainingProgress
 class GMPO(TokenLoss):
     """P = -A exp(mean over the row's tokens of d_t),  d_t = log r_t, at most high if A > 0, at least -low if A < 0.
 
-    GMPO (arXiv:2507.20673): tokens are clipped one by one, in log space, and the row is weighed by their geometric
-    mean, which one outlier hardly moves.
+    GMPO (arXiv:2507.20673). r_t is the importance ratio of a token, A the advantage. The ratios are clipped one
+    by one in log space, and the weight of the row is their geometric mean, which is robust against a single outlier.
+    `loss` is `TokenLoss.loss`.
     """
 
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     clip_range: float = 0.4
     """Bound on -log r where A < 0, and on log r where A > 0 unless clip_range_high is given."""
     clip_range_high: float | None = None
-    """The bound on log r where A > 0, if it differs."""
+    """Bound on log r where A > 0; null = clip_range."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

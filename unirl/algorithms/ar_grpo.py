@@ -1,4 +1,4 @@
-"""GRPO on tokens, and the methods that differ from it by an aggregation, a clip or an advantage."""
+"""GRPO on tokens. Other aggregations, clips and advantages make it DAPO, Dr.GRPO, RLOO and REINFORCE++."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from unirl.types.results import Metric
 class ARGRPO(TokenLoss):
     """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = pi_theta / pi_old per token; at most c |A| where A < 0.
 
-    GRPO (arXiv:2402.03300, eq. 3) over PPO's clip. With other aggregations, clips and advantages this is DAPO
-    (arXiv:2503.14476), Dr.GRPO (2503.20783), RLOO (2402.14740) and REINFORCE++ (2501.03262), as
-    docs/algorithms/ar/argrpo.md says.
+    GRPO (arXiv:2402.03300, eq. 3) with PPO's clip. r is the importance ratio of a token, A the advantage. With
+    other aggregations, clips and advantages this is DAPO (arXiv:2503.14476), Dr.GRPO (2503.20783), RLOO (2402.14740)
+    and REINFORCE++ (2501.03262); docs/algorithms/ar/argrpo.md lists the keys.
+
+    `loss` is `TokenLoss.loss` (shared/tokens.py), which forms r in `TokenLoss.tokens`; the equation is
+    `clipped_surrogate` (shared/surrogate.py).
     """
 
     clip_range: float = 0.2
-    """The ratio stays above 1 - clip_range, and below 1 + clip_range unless clip_range_high is given."""
+    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
     clip_range_high: float | None = None
-    """The upper side, if it differs (DAPO's clip-higher: 0.28)."""
+    """Upper side of the clip range (DAPO's clip-higher: 0.28); null = clip_range."""
     clip_schedule: ClipSchedule = "constant"
-    """Both ranges over the run: constant, linear to one half, or cosine to zero."""
+    """Factor of both sides over the run: constant, linear to one half, or cosine to zero."""
     dual_clip: float | None = None
-    """c > 1: where A < 0 the loss is at most c |A|; absent = no bound."""
+    """c > 1: where A < 0 the loss is at most c |A|; null = no bound."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,14 +54,14 @@ class ARGRPO(TokenLoss):
         return Surrogate(losses, log_ratio, above, below, {"train/clip_range": Metric.mean(low)})
 
     def log_ratio(self, tokens: Tokens) -> Tensor:
-        """[sum L] log r of what is clipped."""
+        """[sum L] log of the ratio to clip."""
         return tokens.log_ratio
 
     def trust_width(self) -> float | None:
         return min(self.clip_at(0.0))
 
     def clip_at(self, progress: float) -> tuple[float, float]:
-        """The clip range below and above 1."""
+        """The clip range below and above 1, at `progress` of the run."""
         scale = clip_scale(self.clip_schedule, progress)
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return scale * self.clip_range, scale * high

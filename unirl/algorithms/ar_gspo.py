@@ -1,4 +1,4 @@
-"""GSPO: GRPO's clip on the ratio of whole sequences."""
+"""GSPO: the clip of GRPO, applied to the importance ratio of whole sequences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from unirl.algorithms.shared.tokens import Tokens
 class GSPO(ARGRPO):
     """P = -min(s A, clip(s, 1 - low, 1 + high) A),  s = exp(mean over the row's tokens of log pi_theta - log pi_old).
 
-    GSPO (arXiv:2507.18071, eq. 5 and 7) in its token form (eq. 13), which has the same gradient with one advantage per
-    row. A sequence is clipped as a whole, by a range three orders narrower than a token's.
+    GSPO (arXiv:2507.18071, eq. 5 and 7) in its token form (eq. 13), which has the same gradient if a row has one
+    advantage. A whole sequence is clipped, with a range about a thousand times smaller than that of a token ratio.
+    `loss` is `TokenLoss.loss`; the surrogate is that of `ARGRPO` with another log-ratio.
     """
 
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
@@ -28,4 +29,4 @@ class GSPO(ARGRPO):
         return sequence_log_ratio(tokens.log_ratio, tokens.rows)
 
     def trust_width(self) -> float | None:
-        return None  # the gate compares tokens, whose differences a mean over the sequence does not see
+        return None  # the parity gate compares single tokens, and this range is one for means over sequences

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student's own samples, judged token by token by a teacher."""
+"""On-policy distillation: a teacher scores every token of the student's own samples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from unirl.types.rollout_resp import RolloutTrack
 class AROPD(TokenLoss):
     """P = -sg[log pi_teacher - log pi_old] log pi_theta: the gradient of KL(pi_theta || teacher) at sampled states.
 
-    No reward is read: the gap to the teacher is the advantage of a token. Lu et al. 2025, "On-policy distillation";
-    Agarwal et al. 2024 (arXiv:2306.13649).
+    The log-prob gap to the teacher is the advantage of a token; rewards are not used. Lu et al. 2025, "On-policy
+    distillation"; Agarwal et al. 2024 (arXiv:2306.13649). `loss` is `TokenLoss.loss`.
     """
 
     supports_multi_update: ClassVar[bool] = False
 
     teacher: str = "teacher"
-    """The weight snapshot that judges."""
+    """Name of the weight snapshot that is the teacher."""
     gap_clip: float | None = 5.0
-    """Bound on a token's gap, nats: one that the teacher would never write must not own the update; absent = none."""
+    """Bound on the gap of one token, nats, so that no single token dominates the update; null = none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,5 +53,5 @@ class AROPD(TokenLoss):
         gap = tokens.advantages
         bounded = gap if self.gap_clip is None else gap.clamp(-self.gap_clip, self.gap_clip)
         metrics = {"train/kl_teacher": mean_metric(-gap, tokens.weights)}
-        nowhere = torch.zeros_like(tokens.rows.token_mask)
-        return Surrogate(-bounded * tokens.logp, tokens.log_ratio, nowhere, nowhere, metrics)
+        no_token = torch.zeros_like(tokens.rows.token_mask)
+        return Surrogate(-bounded * tokens.logp, tokens.log_ratio, no_token, no_token, metrics)

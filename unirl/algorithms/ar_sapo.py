@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in place of the clip."""
+"""SAPO: a sigmoid of the importance ratio replaces the clip."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from unirl.types.protocols import TrainingProgress
 class SAPO(TokenLoss):
     """P = -A (4 / tau) sigmoid(tau (r - 1)),  r = pi_theta / pi_old per token, tau = tau_pos where A > 0, else tau_neg.
 
-    SAPO (arXiv:2511.20347): the weight of a token's gradient is 1 at r = 1 and fades on both sides, faster for negative
-    advantages. Nothing is outside the trust region, so the clip fractions are 0.
+    SAPO (arXiv:2511.20347). r is the importance ratio, A the advantage. The weight of a token's gradient is 1 at
+    r = 1 and decreases on both sides, faster for negative advantages. There is no hard trust region, so the clip
+    fractions are 0. `loss` is `TokenLoss.loss`.
     """
 
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     tau_pos: float = 1.0
+    """Steepness of the sigmoid where A > 0."""
     tau_neg: float = 1.05
+    """Steepness of the sigmoid where A <= 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,5 +36,5 @@ class SAPO(TokenLoss):
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         losses = soft_gate_loss(tokens.log_ratio, tokens.advantages, self.tau_pos, self.tau_neg)
-        nowhere = torch.zeros_like(tokens.rows.token_mask)
-        return Surrogate(losses, tokens.log_ratio, nowhere, nowhere)
+        no_token = torch.zeros_like(tokens.rows.token_mask)
+        return Surrogate(losses, tokens.log_ratio, no_token, no_token)

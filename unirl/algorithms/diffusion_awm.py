@@ -1,4 +1,4 @@
-"""AWM: the policy gradient of a log-prob surrogate that is the pre-training loss itself."""
+"""AWM: a policy gradient whose log-prob is replaced by the negative pre-training loss."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from unirl.types.rollout_resp import RolloutTrack
 Form = Literal["uniform", "linear", "quadratic", "huber", "power_huber"]
 
 HUBER_DELTA = 1e-10
-"""Rounds off the root at error 0, where its slope is infinite."""
+"""Offset inside the root, whose slope at error 0 would be infinite."""
 
 
 def huber(error: Tensor, power: float) -> Tensor:
-    """((e + d)^p - d^p) / p with d = HUBER_DELTA: e for p = 1; the smaller p, the less a large error counts."""
+    """((e + d)^p - d^p) / p with d = HUBER_DELTA. It is e for p = 1; a smaller p reduces the weight of large errors."""
     return ((error + HUBER_DELTA).pow(power) - math.pow(HUBER_DELTA, power)) / power
 
 
@@ -52,7 +52,7 @@ FORMS: Mapping[Form, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def log_prob_surrogate(form: Form, error: Tensor, t: Tensor, power: float = 0.25) -> Tensor:
-    """-g(e, t), what stands for the log-prob of a sample: any shape.
+    """-g(e, t), the surrogate of the log-prob of a sample; any shape.
 
     uniform e, linear t e, quadratic t^2 e, huber t (sqrt(e + d) - sqrt(d)), power_huber t ((e + d)^p - d^p) / p
 
@@ -70,22 +70,23 @@ class DiffusionAWM(ForwardProcessLoss):
 
         r = exp(l_theta - l_old),   l = -g(e(v), t),   e(v) = mean over latent elements of (v - u)^2
 
-    Advantage weighted matching (arXiv:2509.25050): at r = 1 the gradient of the uniform form is that of A e(v), the
-    pre-training loss weighted by the advantage. Time and noise are the same in l_theta and l_old.
+    Advantage weighted matching (arXiv:2509.25050). u = eps - x0 is the target velocity, A the advantage, r an
+    importance ratio of surrogate log-probs. At r = 1 the gradient of the uniform form is that of A e(v), the
+    pre-training loss weighted by the advantage. l_theta and l_old use the same time and noise.
     """
 
     surrogate: Form = "power_huber"
-    """g: e, t e, t^2 e, or one that grows slower than e, so that a bad sample cannot push without end."""
+    """g: e, t e, t^2 e, or a form that grows slower than e and so bounds the gradient of samples with A < 0."""
     huber_power: float = 0.25
     """p of power_huber."""
     clip_range: float | None = None
-    """The ratio stays within 1 +- clip_range; absent = it is not clipped, as in the published runs."""
+    """The ratio is clipped to 1 +- clip_range; null = no clipping, as in the published runs."""
     velocity_coef: float = 1e-4
-    """Weight of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
+    """Factor of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
     ema_coef: float = 0.0
-    """The same for the slow copy `ema_snapshot`; 0 = none."""
+    """Factor of the same distance to the snapshot `ema_snapshot`; 0 = none."""
     ema_snapshot: Literal["old", "ema"] = "old"
-    """old: moved once a step by backend.ema_lora_cfg (published: ceiling 0.3). ema: by updates, backend.ema_cfg."""
+    """old: updated once per step by backend.ema_lora_cfg (published: ceiling 0.3). ema: per update, backend.ema_cfg."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,20 +115,20 @@ class DiffusionAWM(ForwardProcessLoss):
         outputs: PolicyOutputs = {"velocity": v.detach(), "logp": logp.detach()}
         old = self.anchor(rows, "old_logp", part)
         log_ratio = logp - (outputs["logp"] if old is None else old)
-        policy, found = self._policy_loss(log_ratio, self.element_advantages(rows, part).double(), weights)
-        pull, metrics = self.velocity_penalty(rows, part, v)
-        metrics |= found | {
+        policy, policy_metrics = self._policy_loss(log_ratio, self.element_advantages(rows, part).double(), weights)
+        penalty, metrics = self.velocity_penalty(rows, part, v)
+        metrics |= policy_metrics | {
             "train/policy_loss": mean_metric(policy, weights),
             "train/matching_error": mean_metric(mean_square(outputs["velocity"], noised.target), weights),
         }
-        return LossResult(weighted_sum(policy + pull, weights), metrics, outputs)
+        return LossResult(weighted_sum(policy + penalty, weights), metrics, outputs)
 
     def _surrogate(self, noised: Noised, v: Tensor) -> Tensor:
-        """[B, n] float64 l."""
+        """[B, n] float64 surrogate log-prob l."""
         return log_prob_surrogate(self.surrogate, mean_square(v, noised.target), noised.t, self.huber_power)
 
     def _policy_loss(self, log_ratio: Tensor, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
-        """[B, n] per element, and where the ratio stands."""
+        """[B, n] policy loss per element, and metrics of the ratio."""
         metrics = spread_metrics(log_ratio.detach(), weights)
         if self.clip_range is None:
             return -advantages * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), metrics

@@ -1,4 +1,4 @@
-"""Diffusion-DPO: the better of two samples shall be easier to denoise than the worse, compared with a reference."""
+"""Diffusion-DPO: a preference loss on pairs of samples, compared with a reference policy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from unirl.types.rollout_resp import RolloutTrack
 
 
 def preference_margin(logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
-    """[B / 2, n] m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)): how much more than the reference w is preferred.
+    """[B / 2, n] m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)), the preference margin.
 
     Args:
-        logp, ref_logp: [B, n] surrogate log-probs; winner and loser alternate.
+        logp, ref_logp: [B, n] surrogate log-probs l; winner and loser rows alternate.
     """
-    gained = logp - ref_logp
-    return 0.5 * beta * (gained[0::2] - gained[1::2])
+    log_ratio = logp - ref_logp
+    return 0.5 * beta * (log_ratio[0::2] - log_ratio[1::2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,17 @@ class DiffusionDPO(ForwardProcessLoss):
 
         l = -e(v) = -mean over latent elements of (v - u)^2
 
-    Diffusion-DPO (arXiv:2311.12908, eq. 14), its T omega folded into beta. Rows 2 i and 2 i + 1 are the winner w and
-    the loser l of a pair, of one prompt; both have the winner's times and noise. An element is a pair at a time.
+    Diffusion-DPO (arXiv:2311.12908, eq. 14), with T omega included in beta. u = eps - x0 is the target velocity. Rows 2
+    i and 2 i + 1 are the winner w and the loser l of a pair of one prompt; both use the winner's times and noise. An
+    element of the loss is a pair at a training time.
     """
 
     beta: float = 100.0
     """Inverse temperature: 100 online on flows, 2000 to 5000 offline."""
     pairs_per_group: int = 1
-    """At most so many of a group: the best sample with the worst, the second best with the second worst, ..."""
+    """Largest number of pairs per group: the best sample with the worst, the second best with the second worst, ..."""
     reference: Literal["reference", "old", "ema"] = REFERENCE
-    """The policy compared with: that at initialisation, or one that follows the trained one (backend.ema_*cfg)."""
+    """The reference policy: that at initialisation, or a snapshot that follows the trained one (backend.ema_*cfg)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,18 +83,18 @@ class DiffusionDPO(ForwardProcessLoss):
         return LossResult(weighted_sum(softplus(-margin), weights), metrics, outputs)
 
     def _logp(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Tensor:
-        """[B, n] float64 l."""
+        """[B, n] float64 surrogate log-prob l."""
         _check_pairs(rows)
         noised = self.noised(rows, part)
         return -mean_square(self.velocity(stage, rows, noised), noised.target)
 
     def _pair_weights(self, rows: RolloutTrack) -> Tensor:
-        """[B / 2] that of the lighter row: a pair with a dropped row counts nowhere."""
+        """[B / 2] the smaller weight of the two rows, so a pair with a row of weight 0 has weight 0."""
         return torch.minimum(rows.weight[0::2], rows.weight[1::2])
 
 
 def _check_pairs(rows: RolloutTrack) -> None:
-    """Raises ValueError unless rows 2 i and 2 i + 1 are of one group."""
+    """Raises ValueError unless rows 2 i and 2 i + 1 belong to one group."""
     groups = rows.group_ids
     apart = [i for i in range(len(rows) // 2) if groups[2 * i] != groups[2 * i + 1]]
     if apart or len(rows) % 2:

@@ -1,4 +1,4 @@
-"""Flow-DPPO: a policy gradient on denoising steps whose trust region is the exact divergence, not the ratio."""
+"""Flow-DPPO: a policy gradient on denoising steps, with a trust region on the exact KL instead of the ratio."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from unirl.types.rollout_resp import RolloutTrack
 class DiffusionDPPO(DenoisingLoss):
     """P = -r A, but 0 where D >= kl_threshold and (r > 1 and A > 0, or r < 1 and A < 0).
 
-    r = exp(logp_theta - logp_old),  D = mean of (mean_theta - mean_old)^2 / (2 std^2) over latent elements: the exact
-    KL of the step between the old policy and this one. Flow-DPPO, arXiv:2606.11025. Dropped elements count in the mean.
+    r = exp(logp_theta - logp_old) is the importance ratio of a step, A the advantage of the sample, and D = mean over
+    latent elements of (mean_theta - mean_old)^2 / (2 std^2) the exact KL of the step between the old policy and this
+    one. Flow-DPPO, arXiv:2606.11025. Dropped elements have loss 0 and stay in the denominator. `loss` is
+    `DenoisingLoss.loss`.
     """
 
     kl_threshold: float = 1e-5
-    """tau, nats averaged over latent elements (the paper sums them)."""
+    """Threshold of D, nats, mean over latent elements (the paper uses the sum)."""
     add_kl_coefficient: bool = True
-    """Divide by the step's 2 std^2; false = by 2, the mean squared difference of the means halved."""
+    """Divide the squared difference of the means by 2 std^2 of the step; false = by 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,5 +56,5 @@ class DiffusionDPPO(DenoisingLoss):
         return losses, metrics
 
     def trust_width(self) -> float | None:
-        # On average a step at divergence D has a log-ratio of -D.
+        # The mean log-ratio of a step with divergence D is -D.
         return self.kl_threshold if self.add_kl_coefficient and self.kl_threshold > 0 else None

@@ -1,4 +1,4 @@
-"""Flow-GRPO and its kin: a clipped policy gradient on denoising steps."""
+"""Flow-GRPO and its variants: a clipped policy gradient on denoising steps."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ from unirl.types.rollout_resp import RolloutTrack
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionGRPO(DenoisingLoss):
-    """P = -min(r A, clip(r) A),  r = exp(logp_theta - logp_old).
+    """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(logp_theta - logp_old), the importance ratio of a step.
 
-    Flow-GRPO (arXiv:2505.05470, eq. 6) with log-probs averaged over latent elements. With another kernel or choice of
-    steps it is DanceGRPO, MixGRPO, Flow-GRPO-Fast, Flow-CPS or DDPO; with `ratio: guard` it is GRPO-Guard.
+    Flow-GRPO (arXiv:2505.05470, eq. 6). A is the advantage of the sample; logp is the log-prob of a stochastic
+    denoising step, nats, mean over latent elements. With another kernel or choice of steps this is DanceGRPO, MixGRPO,
+    Flow-GRPO-Fast, Flow-CPS or DDPO; with `ratio: guard` it is GRPO-Guard.
+
+    `loss` is `DenoisingLoss.loss` (shared/denoising.py): it replays the steps of a part and calls `policy_loss` below.
+    The ratio is formed in `_log_ratio`; the equation is `clipped_surrogate` (shared/surrogate.py).
     """
 
     clip_range: float = 1e-4
-    """The ratio stays above 1 - clip_range, and below 1 + clip_range unless clip_range_high is given."""
+    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
     clip_range_high: float | None = None
-    """The upper side, if it differs (DAPO's clip-higher)."""
+    """Upper side of the clip range (DAPO's clip-higher); null = clip_range."""
     clip_schedule: ClipSchedule = "constant"
-    """Both ranges over the run: constant, linear to one half, or cosine to zero."""
+    """Factor of both sides over the run: constant, linear to one half, or cosine to zero."""
     dual_clip: float | None = None
-    """c > 1: where A < 0 the loss is at most c |A|; absent = no bound."""
+    """c > 1: where A < 0 the loss is at most c |A|; null = no bound."""
     ratio: Literal["plain", "guard"] = "plain"
-    """guard: log r = mean of z (mean_theta - mean_old), of mean 0 and without the step's std (GRPO-Guard)."""
+    """guard: log r = mean of z (mean_theta - mean_old), with mean 0 and without the step's std (GRPO-Guard)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +78,7 @@ class DiffusionGRPO(DenoisingLoss):
         return clipped_surrogate(log_ratio, advantages, low, high, self.dual_clip), metrics
 
     def _log_ratio(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
-        """[B, S'] log r, whose gradient is that of `new`."""
+        """[B, S'] log importance ratio; its gradient is that of `new`."""
         if self.ratio == "plain":
             return new.logp - self.old_logp(new, rows, part)
         x_next = torch.stack([rows.segment.latents_at(step + 1) for step in part], dim=1).float()
@@ -84,7 +88,7 @@ class DiffusionGRPO(DenoisingLoss):
         return min(self.clip_at(0.0))
 
     def clip_at(self, progress: float) -> tuple[float, float]:
-        """The clip range below and above 1."""
+        """The clip range below and above 1, at `progress` of the run."""
         scale = clip_scale(self.clip_schedule, progress)
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return scale * self.clip_range, scale * high

@@ -1,4 +1,4 @@
-"""DiffusionNFT: samples are made likelier or less likely by regression in the forward process."""
+"""DiffusionNFT: regression in the forward process raises or lowers the likelihood of samples."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from unirl.types.rollout_resp import RolloutTrack
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 MIN_ADAPTIVE_WEIGHT = 1e-5
-"""A prediction that is exact would divide by zero."""
+"""Lower bound of the adaptive weight, which is 0 for an exact prediction."""
 
 
 def optimality(advantages: Tensor, clip_max: float, mode: AdvantageMode = "all") -> Tensor:
-    """q = (A / clip_max + 1) / 2 within [0, 1]: the probability that a sample is a good one; 1/2 is neutral.
+    """q = clip((A / clip_max + 1) / 2, 0, 1), the probability that a sample is good; 1/2 is neutral.
 
     Args:
         advantages: any shape.
-        clip_max: the advantage that counts as certain.
-        mode: what stands for A: itself, max(A, 0), min(A, 0), 1 where A > 0 else 0 (`one_only`), or its sign.
+        clip_max: the advantage at which q reaches 1.
+        mode: replaces A by A (all), max(A, 0), min(A, 0), 1 where A > 0 else 0 (`one_only`), or sign(A) (binary).
     """
-    used = {
+    used_advantages = {
         "all": advantages,
         "positive_only": advantages.clamp(min=0.0),
         "negative_only": advantages.clamp(max=0.0),
         "one_only": (advantages > 0).to(advantages.dtype),
         "binary": advantages.sign(),
     }[mode]
-    return (0.5 * used / clip_max + 0.5).clamp(0.0, 1.0)
+    return (0.5 * used_advantages / clip_max + 0.5).clamp(0.0, 1.0)
 
 
 def prediction_loss(noised: Noised, v: Tensor, adaptive: bool) -> Tensor:
@@ -68,23 +68,24 @@ class DiffusionNFT(ForwardProcessLoss):
 
         v+ = beta v + (1 - beta) v_old,   v- = (1 + beta) v_old - beta v,   q = (A / adv_clip_max + 1) / 2
 
-    l is the squared error of the sample that a velocity predicts. DiffusionNFT (arXiv:2509.16117, section 3), with the
-    adaptive weighting and the factor adv_clip_max of its released code. `old` is the policy that sampled: a copy of the
-    trained one that follows it once a step (backend.ema_lora_cfg).
+    l is the squared error of the clean sample that a velocity predicts, A the advantage, v_old the velocity of the
+    policy that sampled: a snapshot that follows the trained policy once per step (backend.ema_lora_cfg). DiffusionNFT
+    (arXiv:2509.16117, section 3), with the adaptive weighting and the factor adv_clip_max of the released code. It uses
+    no importance ratio.
     """
 
     requires_ema_rollout: ClassVar[bool] = True
 
     beta: float = 1.0
-    """Inverse strength of the guidance from the old policy to the good samples: less is bolder."""
+    """Inverse strength of the step from the old policy towards good samples. A smaller beta moves further."""
     adv_clip_max: float = 5.0
-    """The advantage at which a sample counts as good or bad for certain."""
+    """The advantage at which a sample is certainly good (q = 1), or with the other sign certainly bad (q = 0)."""
     adv_mode: AdvantageMode = "all"
-    """What is used of the advantage: all, one sign only, whether it is positive (one_only), or its sign (binary)."""
+    """The used part of the advantage: all, one sign only, 1 if positive (one_only), or its sign (binary)."""
     use_adaptive_weight: bool = True
-    """Divide every squared error by its own mean absolute error, so that all times weigh about the same."""
+    """Divide every squared error by its own mean absolute error, so that all times have similar weights."""
     velocity_coef: float = 1e-4
-    """Weight of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
+    """Factor of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +105,7 @@ class DiffusionNFT(ForwardProcessLoss):
         positive = prediction_loss(noised, self.beta * v + (1.0 - self.beta) * v_old, self.use_adaptive_weight)
         negative = prediction_loss(noised, (1.0 + self.beta) * v_old - self.beta * v, self.use_adaptive_weight)
         policy = self.adv_clip_max / self.beta * (q * positive + (1.0 - q) * negative)
-        pull, metrics = self.velocity_penalty(rows, part, v)
+        penalty, metrics = self.velocity_penalty(rows, part, v)
         metrics |= {
             "train/policy_loss": mean_metric(policy, weights),
             "train/positive_loss": mean_metric(positive, weights),
@@ -113,4 +114,4 @@ class DiffusionNFT(ForwardProcessLoss):
             velocity_metric("old"): mean_metric(mean_square(v.detach(), v_old), weights),
         }
         outputs: PolicyOutputs = {"velocity": v.detach()}
-        return LossResult(weighted_sum(policy + pull, weights), metrics, outputs)
+        return LossResult(weighted_sum(policy + penalty, weights), metrics, outputs)

@@ -1,4 +1,8 @@
-"""Advantages from the rewards of one step: groups, or the batch, as the measure."""
+"""Estimators: from the rewards of a step to advantages and weights. They run on the driver, in float64.
+
+`Estimator` weighs, standardises, whitens, clips and selects. A subclass says how one reward is standardised:
+`GroupAdvantage` by its group or the batch, `RunningAdvantage` by the prompt's earlier rewards, `BestOfGroup` by rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import AdvantageResult, Scores
 
 TOTAL = "total"
-"""The name of the reward that several make together."""
+"""The name of the combined reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,41 +51,41 @@ class Ramp:
         return low + (high - low) * (progress - start) / (end - start)
 
 
-class Reward(NamedTuple):
-    """One reward that is standardised by itself."""
+class WeightedReward(NamedTuple):
+    """One reward, to be standardised separately, and its weight."""
 
     name: str
     weight: float
-    values: Tensor  # [B] float64, 0 where the row does not count
+    values: Tensor  # [B] float64, 0 in rows of weight 0
 
 
 class Standardized(NamedTuple):
-    """One reward relative to what was to be expected of it."""
+    """One reward relative to its baseline and scale."""
 
     values: Tensor  # [B] float64
-    dead: Tensor  # [B] bool: nothing can be told, because the rewards it is compared with are all equal
+    all_equal: Tensor  # [B] bool, the rewards that the row is compared with are all equal
     metrics: Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator(ABC):
-    """Weigh rewards, standardise, whiten, clip, select; an estimator says how one reward is standardised.
+    """Weighs rewards, standardises, whitens, clips and selects. Subclasses write `standardize`.
 
-    All in float64. Where nothing can be told apart the advantage is exactly 0, and the group is counted.
+    A row that is compared with equal rewards only has the advantage 0, exactly.
     """
 
     weights: Mapping[str, Ramp | float] = field(default_factory=dict)
     """Weight of each component reward over the run. Empty = the total that the reward made with its own weights."""
     combine: Literal["rewards", "advantages"] = "rewards"
-    """What is weighed: the rewards, or the advantage that each has by itself (GDPO, arXiv:2601.05242; MixGRPO)."""
+    """What is weighed: the rewards, or the separate advantage of each (GDPO, arXiv:2601.05242; MixGRPO)."""
     whiten: bool = False
-    """Then bring all rows together to mean 0 and std 1 (REINFORCE++, arXiv:2501.03262; GDPO)."""
+    """Finally normalise all rows together to mean 0 and std 1 (REINFORCE++, arXiv:2501.03262; GDPO)."""
     unbiased: bool = False
     """Divide variances by n - 1 (DanceGRPO, TRL, verl) instead of n (Flow-GRPO, DDPO)."""
     clip: float | None = 5.0
-    """Bound on |A|; absent = none."""
+    """Bound on |A|; null = none."""
     eps: float = 1e-6
-    """Added to every std that divides."""
+    """Added to every standard deviation before dividing by it."""
     select: Selection = field(default_factory=Selection)
     """Which of the scored rows are trained."""
 
@@ -94,40 +98,44 @@ class Estimator(ABC):
             raise InvalidValueError(
                 "advantage.combine=advantages needs advantage.weights, one per component reward, such as {ocr: 1.0}"
             )
-        wild = [f"{k}={w}" for k, w in self.weights.items() if not isinstance(w, Ramp) and not math.isfinite(w)]
-        if wild:
-            raise InvalidValueError(f"advantage.weights must be finite numbers or ramps, got {', '.join(wild)}")
+        infinite = [f"{k}={w}" for k, w in self.weights.items() if not isinstance(w, Ramp) and not math.isfinite(w)]
+        if infinite:
+            raise InvalidValueError(f"advantage.weights must be finite numbers or ramps, got {', '.join(infinite)}")
 
     @abstractmethod
-    def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
-        """One reward relative to its baseline and scale. Rows that do not count may hold anything finite."""
+    def standardize(self, reward: WeightedReward, groups: Groups, scores: Scores) -> Standardized:
+        """One reward relative to its baseline and scale. Values in rows of weight 0 are finite and ignored."""
 
     def __call__(self, scores: Scores) -> AdvantageResult:
-        """Raises RewardError (6003) if a reward of a row that counts is not finite."""
+        """Advantages and weights of all rows.
+
+        Raises InvalidScoreError if the reward of a row with weight > 0 is not finite.
+        """
         groups = Groups.of(scores.group_ids, scores.weight.detach().double().cpu())
-        total = finite(TOTAL, scores.total, groups, scores)
+        total = finite_rewards(TOTAL, scores.total, groups, scores)
         rewards = self._rewards(total, groups, scores)
-        parts = [self.standardize(reward, groups, scores) for reward in rewards]
-        raw, dead = self._combined(rewards, parts, groups)
+        standardized = [self.standardize(reward, groups, scores) for reward in rewards]
+        raw, all_equal = self._combined(rewards, standardized, groups)
         trained, metrics = self.select(raw, [reward.values for reward in rewards], total, groups)
         advantages = raw if self.clip is None else raw.clamp(-self.clip, self.clip)
+        own_metrics = merge(each.metrics for each in standardized)
         return AdvantageResult(
             advantages=advantages.where(trained, 0.0).float(),
             weight=scores.weight.where(trained.to(scores.weight.device), 0.0),
-            metrics=merge(part.metrics for part in parts) | metrics | _metrics(advantages, dead, groups),
+            metrics=own_metrics | metrics | _metrics(advantages, all_equal, groups),
         )
 
-    def _rewards(self, total: Tensor, groups: Groups, scores: Scores) -> list[Reward]:
-        """What is standardised: the total, the weighted sum of components, or every component."""
+    def _rewards(self, total: Tensor, groups: Groups, scores: Scores) -> list[WeightedReward]:
+        """The rewards to standardise: the total, the weighted sum of components, or every component."""
         if not self.weights:
-            return [Reward(TOTAL, 1.0, total)]
-        parts = [self._component(name, groups, scores) for name in self.weights]
+            return [WeightedReward(TOTAL, 1.0, total)]
+        components = [self._component(name, groups, scores) for name in self.weights]
         if self.combine == "advantages":
-            return parts
-        mixed = torch.stack([part.weight * part.values for part in parts]).sum(0)
-        return [Reward(TOTAL, 1.0, mixed)]
+            return components
+        weighted_total = torch.stack([reward.weight * reward.values for reward in components]).sum(0)
+        return [WeightedReward(TOTAL, 1.0, weighted_total)]
 
-    def _component(self, name: str, groups: Groups, scores: Scores) -> Reward:
+    def _component(self, name: str, groups: Groups, scores: Scores) -> WeightedReward:
         if name not in scores.components:
             known = sorted(scores.components)
             raise InvalidValueError(
@@ -136,24 +144,27 @@ class Estimator(ABC):
             )
         weight = self.weights[name]
         now = weight.at(scores.progress) if isinstance(weight, Ramp) else weight
-        return Reward(name, now, finite(name, scores.components[name], groups, scores))
+        return WeightedReward(name, now, finite_rewards(name, scores.components[name], groups, scores))
 
-    def _combined(self, rewards: list[Reward], parts: list[Standardized], groups: Groups) -> tuple[Tensor, Tensor]:
-        """([B] advantages, [B] bool: no reward that weighs anything tells the row from others)."""
-        dead = torch.stack([part.dead | (reward.weight == 0) for reward, part in zip(rewards, parts, strict=True)])
-        values = torch.stack([reward.weight * part.values for reward, part in zip(rewards, parts, strict=True)])
-        advantages = values.where(~dead, 0.0).sum(0)
+    def _combined(
+        self, rewards: list[WeightedReward], standardized: list[Standardized], groups: Groups
+    ) -> tuple[Tensor, Tensor]:
+        """[B] advantages, and [B] bool: every reward with a weight other than 0 has equal values only."""
+        pairs = list(zip(rewards, standardized, strict=True))
+        all_equal = torch.stack([each.all_equal | (reward.weight == 0) for reward, each in pairs])
+        values = torch.stack([reward.weight * each.values for reward, each in pairs])
+        advantages = values.where(~all_equal, 0.0).sum(0)
         if self.whiten:
             batch = Groups.one(groups.weights)
             std = batch.std(advantages, self.unbiased) + self.eps
             advantages = (advantages - batch.mean(advantages)[batch.index]) / std[batch.index]
-        return advantages.where(groups.valid & ~dead.all(0), 0.0), dead.all(0)
+        return advantages.where(groups.valid & ~all_equal.all(0), 0.0), all_equal.all(0)
 
 
-def finite(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor:
-    """[B] float64 on the CPU, 0 where the row does not count.
+def finite_rewards(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor:
+    """[B] float64 rewards on the CPU, 0 in rows of weight 0.
 
-    Raises RewardError (6003) if the reward of a row that counts is not finite.
+    Raises InvalidScoreError if the reward of a row with weight > 0 is not finite.
     """
     values = rewards.detach().double().cpu()
     bad = (groups.valid & ~values.isfinite()).nonzero().flatten().tolist()
@@ -167,12 +178,12 @@ def finite(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor
     return values.where(groups.valid, 0.0)
 
 
-def _metrics(advantages: Tensor, dead: Tensor, groups: Groups) -> Metrics:
+def _metrics(advantages: Tensor, all_equal: Tensor, groups: Groups) -> Metrics:
     present = groups.totals > 0
-    num_dead = (groups.mean(dead.double()) == 1.0) & present
+    num_equal = (groups.mean(all_equal.double()) == 1.0) & present
     weights = groups.weights
     return {
-        "rollout/zero_std_group_ratio": Metric(float(num_dead.sum()), float(present.sum()), "mean"),
+        "rollout/zero_std_group_ratio": Metric(float(num_equal.sum()), float(present.sum()), "mean"),
         "rollout/adv_abs_mean": Metric(float((weights * advantages.abs()).sum()), float(weights.sum()), "mean"),
     }
 
@@ -181,38 +192,39 @@ def _metrics(advantages: Tensor, dead: Tensor, groups: Groups) -> Metrics:
 class GroupAdvantage(Estimator):
     """A = clip((r - mean) / (std + eps)), mean over the group (GRPO, arXiv:2402.03300, section 4.1).
 
-    Population std, eps outside the root. A group whose rewards are all equal gives exactly 0 and is counted.
-    `docs/algorithms/advantages.md` says which keys make Dr.GRPO, RLOO, REINFORCE++, GDPO and others.
+    Population std, eps outside the root. A group whose rewards are all equal gives exactly 0 and is counted in
+    `rollout/zero_std_group_ratio`. `docs/algorithms/advantages.md` lists the keys for Dr.GRPO, RLOO, REINFORCE++, GDPO
+    and others.
     """
 
     std: Literal["group", "batch", "none"] = "group"
-    """The divisor: of the group, of all rewards of the step (Flow-GRPO), or none (Dr.GRPO: centred only)."""
+    """The divisor: std of the group, of all rewards of the step (Flow-GRPO), or none (Dr.GRPO: centred only)."""
     scope: Literal["group", "global"] = "group"
-    """What is centred: each group by its own mean, or all rows as if they were one group."""
+    """Centre each group by its own mean, or all rows by their common mean."""
     leave_one_out: bool = False
-    """Centre a row by the mean of the others (RLOO, arXiv:2402.14740): n / (n - 1) times as much."""
+    """Centre a row by the mean of the other rows (RLOO, arXiv:2402.14740): n / (n - 1) times the centred reward."""
     trim: float = 0.0
-    """Share of rows at either end that mean and std leave out, int(n trim) of them, so that outliers move neither."""
+    """Fraction of rows at each end, int(n trim) of them, that mean and std ignore as outliers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.trim < 0.5:
             raise InvalidValueError(f"advantage.trim must lie in [0, 0.5), got {self.trim}; 0 leaves out nothing")
 
-    def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
+    def standardize(self, reward: WeightedReward, groups: Groups, scores: Scores) -> Standardized:
         values, batch = reward.values, Groups.one(groups.weights)
         centre = batch if self.scope == "global" else groups
         inner = centre.trimmed(values, self.trim)
-        dead = centre.all_equal(values)[centre.index]
+        all_equal = centre.all_equal(values)[centre.index]
         advantages = values - inner.mean(values)[inner.index]
         if self.leave_one_out:
             advantages = advantages * inner.others()
         if self.std != "none":
             scale = (batch if self.std == "batch" else centre).trimmed(values, self.trim)
             advantages = advantages / (scale.std(values, self.unbiased)[scale.index] + self.eps)
-            # One outlier among equals: the trimmed std is 0, so there is nothing to measure it by.
-            dead = dead | scale.all_equal(values)[scale.index]
-        return Standardized(advantages, dead, {})
+            # If trimming removes the only different reward, the std of the others is 0 and gives no scale.
+            all_equal = all_equal | scale.all_equal(values)[scale.index]
+        return Standardized(advantages, all_equal, {})
 
 
 Histories = dict[str, deque[float]]
@@ -223,14 +235,15 @@ Histories = dict[str, deque[float]]
 class RunningAdvantage(Estimator):
     """A = clip((r - mean) / (std + eps)), mean and std over the prompt's last rewards, those of this step included.
 
-    DDPO (arXiv:2305.13301, section 5). A prompt with fewer than `min_count` rewards so far is measured by all rewards
-    of the step instead. Histories are kept per track, reward and prompt, and are part of a checkpoint.
+    DDPO (arXiv:2305.13301, section 5): for few samples per prompt and step. A prompt with fewer than `min_count`
+    rewards so far uses mean and std of all rewards of the step. Histories are kept per track, reward and prompt, and
+    are part of a checkpoint.
     """
 
     buffer_size: int = 32
-    """Rewards remembered per prompt; of more than that in one step, the last rows."""
+    """Rewards kept per prompt. If one step has more, its last rows are kept."""
     min_count: int = 16
-    """Rewards a prompt needs before its own history is the measure."""
+    """Rewards that a prompt needs before its own history is used."""
     _history: dict[str, Histories] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -241,31 +254,28 @@ class RunningAdvantage(Estimator):
                 "a longer history is never reached"
             )
 
-    def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
+    def standardize(self, reward: WeightedReward, groups: Groups, scores: Scores) -> Standardized:
         histories = self._history.setdefault(f"{scores.track}/{reward.name}", {})
         batch = Groups.one(groups.weights)
         mean = batch.mean(reward.values)[batch.index]
         std = batch.std(reward.values, self.unbiased)[batch.index]
-        dead = batch.all_equal(reward.values)[batch.index]
-        own = torch.zeros_like(dead)
+        all_equal = batch.all_equal(reward.values)[batch.index]
+        own = torch.zeros_like(all_equal)
         for prompt, rows in _rows_by_prompt(scores, groups).items():
             history = histories.setdefault(prompt, deque(maxlen=self.buffer_size))
             history.extend(reward.values[rows].tolist())
             if len(history) >= self.min_count:
                 past = torch.tensor(list(history), dtype=torch.float64)
                 whole = Groups.one(torch.ones_like(past))
-                mean[rows], std[rows], dead[rows] = (
-                    whole.mean(past),
-                    whole.std(past, self.unbiased),
-                    whole.all_equal(past),
-                )
+                mean[rows], std[rows] = whole.mean(past), whole.std(past, self.unbiased)
+                all_equal[rows] = whole.all_equal(past)
                 own[rows] = True
-        measured = Metric(float(own.sum()), float(groups.valid.sum()), "mean")
+        own_history = Metric(float(own.sum()), float(groups.valid.sum()), "mean")
         advantages = (reward.values - mean) / (std + self.eps)
-        return Standardized(advantages, dead, {"rollout/own_history_ratio": measured})
+        return Standardized(advantages, all_equal, {"rollout/own_history_ratio": own_history})
 
     def state_dict(self) -> State:
-        """The histories, as lists."""
+        """The histories as lists."""
         return {
             name: {prompt: list(history) for prompt, history in histories.items()}
             for name, histories in self._history.items()
@@ -279,12 +289,12 @@ class RunningAdvantage(Estimator):
 
 
 def prompt_id(group_id: str) -> str:
-    """The prompt's id in `{prompt id}@{epoch}`, also where more follows the epoch."""
+    """The prompt's id in `{prompt id}@{epoch}`, even if more text follows the epoch."""
     return group_id.rpartition("@")[0] or group_id
 
 
 def _rows_by_prompt(scores: Scores, groups: Groups) -> dict[str, list[int]]:
-    """The rows that count, by prompt."""
+    """The valid rows of each prompt."""
     rows: dict[str, list[int]] = {}
     for i in groups.valid.nonzero().flatten().tolist():
         rows.setdefault(prompt_id(scores.group_ids[i]), []).append(i)
@@ -293,12 +303,12 @@ def _rows_by_prompt(scores: Scores, groups: Groups) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfGroup(Estimator):
-    """A = 1 for the best sample of each group; the others are not trained. With DiffusionRWR(weighting=advantage): SFT.
+    """A = 1 for the best sample of each group; the others get weight 0. With DiffusionRWR(weighting=advantage): SFT.
 
-    Of several that are equally good the first is taken; a group whose rewards are all equal is left out.
+    If several samples are equally good, the first is used. A group whose rewards are all equal is left out.
     """
 
-    def standardize(self, reward: Reward, groups: Groups, scores: Scores) -> Standardized:
+    def standardize(self, reward: WeightedReward, groups: Groups, scores: Scores) -> Standardized:
         best = groups.ranks(-reward.values) == 0
         return Standardized(best.double(), groups.all_equal(reward.values)[groups.index], {})
 

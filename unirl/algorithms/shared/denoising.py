@@ -1,4 +1,12 @@
-"""What losses on replayed denoising steps share: anchors, step weights, and regularisers towards the reference."""
+"""Base class of losses on replayed denoising steps: anchors, step weights, and penalties towards the reference.
+
+`DenoisingLoss.loss` replays the stochastic steps of a part, calls `policy_loss` of the subclass, multiplies it by the
+step weights, and adds the penalties. The step weights are pure functions of the kernel and the schedule. The
+log-probs of different steps have gradients of very different size with respect to the velocity: `velocity_slope` of the
+first and of the last trained step of Flow-SDE with ten steps differ by a factor of 17. Each rule compensates for it in
+its own way. Rules that normalise do so over all steps that have a density, so the weight of a step does not depend on
+the steps that are drawn with it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +41,9 @@ TEMPFLOW_SCALE = 2.25
 
 
 def velocity_slope(kernel: Kernel, sigma: float, sigma_next: float) -> float:
-    """kappa = d log p / dv of a latent of one element, at one standard deviation above the mean (z = 1).
+    """kappa = d log p / dv for a latent of one element, at one standard deviation above the mean (z = 1).
 
-    At z, and with the log-prob averaged over D elements, the slope of each is kappa z / D.
+    At z, and with the log-prob averaged over D elements, the slope of each element is kappa z / D.
     """
     with torch.enable_grad():
         v = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
@@ -52,17 +60,17 @@ def transition_std(kernel: Kernel, sigma: float, sigma_next: float) -> float:
 
 
 def uniform(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
-    """1: the loss as it is."""
+    """1 for every step."""
     return [1.0] * len(spans)
 
 
 def tempflow(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
-    """2.25 std: noisy steps explore, and count by it. TempFlow-GRPO, arXiv:2508.04324. Not normalised."""
+    """2.25 std: steps with more noise explore more and weigh more. TempFlow-GRPO, arXiv:2508.04324. Not normalised."""
     return [TEMPFLOW_SCALE * transition_std(kernel, *span) for span in spans]
 
 
 def flash(kernel: Kernel, spans: Sequence[SigmaPair]) -> list[float]:
-    """1 / |kappa|, mean 1: the velocity feels every step alike. Flash-GRPO's rectification."""
+    """1 / |kappa|, mean 1: all steps have gradients of equal size in the velocity. Flash-GRPO's rectification."""
     return with_mean_one([1.0 / abs(velocity_slope(kernel, *span)) for span in spans])
 
 
@@ -86,7 +94,7 @@ RULES: Mapping[StepWeights, Callable[[Kernel, Sequence[SigmaPair]], list[float]]
 
 
 def step_weights(rule: StepWeights, kernel: Kernel, sigmas: Tensor, steps: Sequence[int]) -> list[float]:
-    """The weight of each of `steps`, which have a density, in the schedule `sigmas` [T + 1]."""
+    """The weight of each of `steps` in the schedule `sigmas` [T + 1]. All of them must have a density."""
     weights = _schedule_weights(rule, kernel, tuple(sigmas.tolist()))  # type: ignore[arg-type]  # equal by value
     return [weights[step] for step in steps]
 
@@ -103,28 +111,28 @@ def _schedule_weights(rule: StepWeights, kernel: Kernel, sigmas: tuple[float, ..
 class DenoisingLoss(StageAlgorithm[DiffusionStage]):
     """L = mean over rows and stochastic steps of  w_i P_i + beta KL_i + lambda |v_theta - v_ref|^2.
 
-    P is the policy loss of a subclass, w the step weights, KL_i and the velocity term compare with the policy at
-    initialisation. A term whose coefficient is 0 is neither computed nor anchored.
+    P is the policy loss of a subclass (its `policy_loss`), w the step weights. KL_i and the velocity term compare with
+    the policy at initialisation. A term with coefficient 0 is neither computed nor anchored.
     """
 
     old_logp_source: Literal["replay", "rollout"] = "replay"
-    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or what the engine recorded."""
+    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or the engine's recorded log-probs."""
     steps_per_forward: int = 1
-    """Denoising steps replayed in one forward: faster for small micro-batches, and takes the memory of more rows."""
+    """Denoising steps per forward. More are faster for small micro-batches and need the memory of more rows."""
     step_weights: StepWeights = "uniform"
     """w: uniform 1, tempflow 2.25 std, flash 1 / |d logp / dv|, inverse_dt 1 / dt; the last two with mean 1."""
     kl_coef: float = 0.0
-    """beta, of KL(pi_theta || reference) per step, nats averaged over latent elements; 0 = none."""
+    """beta, the factor of KL(pi_theta || reference) per step, nats averaged over latent elements; 0 = no KL."""
     kl_form: KLForm = "transition"
     """transition: the exact KL of the step; flow_grpo: that times |dt|, as in Flow-GRPO's released code."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Differentiated with the loss, or taken off every step's advantage as an estimate from the sample."""
+    """loss: a term of the loss. reward: an estimate from the sample is subtracted from the advantage of each step."""
     kl_schedule: ClipSchedule = "constant"
     """beta over the run: constant, linear to one half, or cosine to zero."""
     kl_adaptive: AdaptiveKL | None = None
-    """Moves beta to hold a target divergence; absent = beta is what the recipe says."""
+    """Adapts beta to hold a target divergence; null = beta follows kl_schedule alone."""
     velocity_coef: float = 0.0
-    """lambda, of the mean squared difference to the reference's velocity (UniGRPO); 0 = none."""
+    """lambda, the factor of the mean squared difference to the reference's velocity (UniGRPO); 0 = none."""
 
     sampled_by: ClassVar[type] = DiffusionSamplingParams
 
@@ -136,7 +144,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
                 raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off")
         if self.kl_adaptive is not None and self.kl_coef == 0.0:
             raise InvalidValueError(
-                "algorithm.kl_adaptive moves algorithm.kl_coef, which is 0: set kl_coef to where it starts, "
+                "algorithm.kl_adaptive adapts algorithm.kl_coef, which is 0: set kl_coef to its initial value, "
                 "or leave kl_adaptive out"
             )
         if self.kl_in == "reward" and self.kl_form != "transition":
@@ -147,17 +155,17 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
 
     @abstractmethod
     def old_quantities(self) -> tuple[Quantity, ...]:
-        """What the policy loss reads of the policy that sampled."""
+        """Outputs of the policy that sampled, as read by the policy loss."""
 
     @abstractmethod
     def policy_loss(
         self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
     ) -> tuple[Tensor, Metrics]:
-        """[B, S'] P per element, from `advantages` [B, S'], and its telemetry."""
+        """[B, S'] P per element, from `advantages` [B, S'], and its metrics; S' = len(part)."""
 
     @property
     def reads_density(self) -> bool:
-        """Whether the log-prob must be that of the normal distribution, normaliser included."""
+        """True if log-probs must be those of the normal distribution, including its normaliser."""
         return self._kl_in_reward
 
     @property
@@ -191,56 +199,57 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         return [steps[i : i + size] for i in range(0, len(steps), size)]
 
     def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
-        return self._columns(stage.replay(rows.conditions, rows.segment, part))
+        return self._outputs(stage.replay(rows.conditions, rows.segment, part))
 
     def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+        """Replays the steps of `part`, then sums the weighted policy loss and the penalties towards the reference."""
         self._check_density(rows.segment.kernel)
         new = stage.replay(rows.conditions, rows.segment, part)
         weights = rows.weight[:, None].expand_as(new.logp)
         metrics: Metrics = {}
-        advantages, regularisers = self.element_advantages(rows, part), []
+        advantages, penalties = self.element_advantages(rows, part), []
         if self.kl_coef > 0:
             kl, beta = self.reference_kl(new, rows, part), self.kl_at(now)
             metrics |= kl_metrics(kl, weights, part) | {"train/kl_coef": Metric.mean(beta)}
             if self._kl_in_reward:
                 advantages = advantages - beta * new.mean[0, 0].numel() * kl
             else:
-                regularisers.append(("train/kl_loss", beta * self._in_form(kl, rows.segment, part)))
+                penalties.append(("train/kl_loss", beta * self._in_kl_form(kl, rows.segment, part)))
         if self.velocity_coef > 0:
-            error = element_means(
-                (new.velocity - self.anchor_or_self(rows, "ref_velocity", part, new.velocity)).square()
-            )
+            reference = self.anchor_or_self(rows, "ref_velocity", part, new.velocity)
+            error = element_means((new.velocity - reference).square())
             metrics["train/velocity_mse"] = mean_metric(error, weights)
-            regularisers.append(("train/velocity_loss", self.velocity_coef * error))
-        policy, found = self.policy_loss(new, rows, part, advantages, now)
-        policy = self._weighed(policy, rows.segment, part)
-        metrics |= found | {"train/policy_loss": mean_metric(policy, weights)}
-        metrics |= {name: mean_metric(term, weights) for name, term in regularisers}
-        losses = sum((term for _, term in regularisers), policy)
-        return LossResult(weighted_sum(losses, weights), metrics, self._columns(new))
+            penalties.append(("train/velocity_loss", self.velocity_coef * error))
+        policy, policy_metrics = self.policy_loss(new, rows, part, advantages, now)
+        policy = self._with_step_weights(policy, rows.segment, part)
+        metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
+        metrics |= {name: mean_metric(term, weights) for name, term in penalties}
+        losses = sum((term for _, term in penalties), policy)
+        return LossResult(weighted_sum(losses, weights), metrics, self._outputs(new))
 
     def kl_at(self, now: TrainingProgress) -> float:
         """beta at this point of the run."""
         return self.kl_coef * clip_scale(self.kl_schedule, now.progress) * now.kl_scale
 
     def reference_kl(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
-        """[B, S'] KL to the reference, nats, mean over latent elements: exact, or a detached estimate from the sample.
+        """[B, S'] KL to the reference, nats, mean over latent elements.
 
-        The estimate is that of the policy that sampled; its mean is the KL.
+        With kl_in=loss the exact KL of pi_theta with gradient; with kl_in=reward a detached single-sample estimate for
+        the policy that sampled, whose mean is the KL.
         """
         if self._kl_in_reward:
             return k1(self.old_logp(new, rows, part) - self.anchor_or_self(rows, "ref_logp", part, new.logp))
         return gaussian_kl(new.mean, self.anchor_or_self(rows, "ref_mean", part, new.mean), new.std)
 
     def old_logp(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
-        """[B, S'] log-prob under the policy that sampled."""
+        """[B, S'] log-prob under the policy that sampled, pi_old of the importance ratio."""
         if self.old_logp_source == "replay":
             return self.anchor_or_self(rows, "old_logp", part, new.logp)
         recorded: Tensor = rows.segment.logp[:, rows.segment.columns_of(part)]
         return torch.where(rows.weight[:, None] > 0, recorded, new.logp.detach())
 
     def anchor_or_self(self, rows: RolloutTrack, name: str, part: Part, own: Tensor) -> Tensor:
-        """[B, S', ...] another policy's `own`: an anchor, or where it is absent or counts nowhere, `own` detached."""
+        """[B, S', ...] the anchor `name`; `own` detached where the anchor is absent or the row has weight 0."""
         column = self.anchor(rows, name, part)
         if column is None:
             return own.detach()
@@ -255,19 +264,19 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
     def _kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
 
-    def _columns(self, new: Replay) -> PolicyOutputs:
-        """What the anchors and the parity gate read of a forward."""
-        said: PolicyOutputs = {"logp": new.logp, "mean": new.mean, "velocity": new.velocity}
+    def _outputs(self, new: Replay) -> PolicyOutputs:
+        """The outputs of a forward that anchors and the parity gate read."""
+        outputs: PolicyOutputs = {"logp": new.logp, "mean": new.mean, "velocity": new.velocity}
         read = {anchor.quantity for anchor in self.anchors().values()} | {"logp"}
-        return {quantity: value.detach() for quantity, value in said.items() if quantity in read}
+        return {quantity: value.detach() for quantity, value in outputs.items() if quantity in read}
 
-    def _in_form(self, kl: Tensor, segment: LatentSegment, part: Part) -> Tensor:
+    def _in_kl_form(self, kl: Tensor, segment: LatentSegment, part: Part) -> Tensor:
         if self.kl_form == "transition":
             return kl
         sigmas = segment.sigmas.tolist()
         return kl * torch.tensor([sigmas[i] - sigmas[i + 1] for i in part]).to(kl)
 
-    def _weighed(self, losses: Tensor, segment: LatentSegment, part: Part) -> Tensor:
+    def _with_step_weights(self, losses: Tensor, segment: LatentSegment, part: Part) -> Tensor:
         if self.step_weights == "uniform":
             return losses
         weights = step_weights(self.step_weights, segment.kernel, segment.sigmas, part)
@@ -284,20 +293,20 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
 
 @cache
 def has_true_density(kernel: Kernel) -> bool:
-    """Whether a kernel's log-prob is that of the normal distribution: at the mean, -log std - log(2 pi) / 2."""
+    """True if a kernel's log-prob is that of the normal distribution: at the mean, -log std - log(2 pi) / 2."""
     x = torch.zeros(1, 1, dtype=torch.float64)
     step = kernel.transition(x, x, 0.5, 0.4)
     return bool((step.log_prob(step.mean) + step.std.log() + HALF_LOG_TWO_PI).abs() < 1e-9)
 
 
 def kl_metrics(kl: Tensor, weights: Tensor, part: Part) -> Metrics:
-    """The divergence to the reference, over all elements and of each denoising step. `kl`, `weights`: [B, S']."""
+    """The KL to the reference, over all elements and for each denoising step. `kl`, `weights`: [B, S']."""
     return {"train/kl": mean_metric(kl, weights)} | {
         f"train/kl_step_{step}": mean_metric(kl[:, j], weights[:, j]) for j, step in enumerate(part)
     }
 
 
 def log_ratio_metrics(log_ratio: Tensor, weights: Tensor, part: Part) -> Metrics:
-    """How far the ratio of each denoising step is from 1. `log_ratio`, `weights`: [B, S']."""
+    """The mean absolute log-ratio of each denoising step. `log_ratio`, `weights`: [B, S']."""
     size = log_ratio.detach().abs()
     return {f"train/log_ratio_step_{step}": mean_metric(size[:, j], weights[:, j]) for j, step in enumerate(part)}

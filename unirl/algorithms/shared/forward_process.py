@@ -1,9 +1,9 @@
-"""Losses on the clean sample alone: noise is added to it anew, and the network is asked for the velocity there.
+"""Base class of losses on the clean sample: fresh noise is added, and the velocity of the network is compared there.
 
     x_t = (1 - t) x0 + t eps,   u = eps - x0 (the target),   e(v) = mean over latent elements of (v - u)^2
 
-No trajectory, no log-prob of the sampler: any solver may have drawn the samples. Times t and noise eps are functions of
-(seed, step, sample id), so every policy that is compared sees the same ones.
+These losses need no trajectory and no log-prob of the sampler, so any solver may draw the samples. Times t and noise
+eps are functions of (seed, step, sample id), so all compared policies see the same ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unirl.types.segments import LatentSegment
 
 @dataclass(frozen=True)
 class Noised:
-    """Samples at some training times; n = times of the part."""
+    """Samples with noise at the training times of one part; n = len(part)."""
 
     x0: Tensor  # [B, 1, *latent] fp32
     t: Tensor  # [B, n] fp32
@@ -41,7 +41,7 @@ class Noised:
 
     @property
     def x(self) -> Tensor:
-        """[B, n, *latent] the points x_t."""
+        """[B, n, *latent] the noised samples x_t."""
         t = self.t_like(self.eps)
         return (1.0 - t) * self.x0 + t * self.eps
 
@@ -51,27 +51,27 @@ class Noised:
         return self.eps - self.x0
 
     def t_like(self, values: Tensor) -> Tensor:
-        """The times shaped to broadcast over `values` [B, n, *latent]."""
+        """The times, reshaped to broadcast over `values` [B, n, *latent]."""
         return self.t.reshape(*self.t.shape, *[1] * (values.dim() - 2))
 
 
 def mean_square(v: Tensor, other: Tensor) -> Tensor:
-    """[B, n] float64: mean over latent elements of (v - other)^2, from [B, n, *latent]."""
+    """[B, n] float64 mean over latent elements of (v - other)^2, from [B, n, *latent]."""
     return element_means((v.double() - other.double()).square())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
-    """What all losses on (x0, t, eps) share: an entry of a part is the number of a training time."""
+    """Base class of losses on (x0, t, eps); subclasses write `loss`. An entry of a part is the index of a time."""
 
     times: TrainingTimes = field(
         default=ScheduleTimes(), metadata={"target": "unirl.algorithms.shared.training_times.ScheduleTimes"}
     )
-    """At which noise levels samples are trained."""
+    """The noise levels at which samples are trained."""
     times_per_forward: int = 1
-    """Training times in one forward: faster for small micro-batches, and takes the memory of more rows."""
+    """Training times in one forward. More are faster for small micro-batches and need the memory of more rows."""
     train_guided: bool = False
-    """Train the velocity with the rollout's guidance; otherwise without, and a guided rollout is refused."""
+    """Train the velocity with the rollout's guidance. Otherwise train it without, and refuse a guided rollout."""
 
     sampled_by: ClassVar[type] = DiffusionSamplingParams
 
@@ -84,7 +84,7 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
         return replace(super().needs, density=False)
 
     def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
-        """Raises ConfigError: 2004 for a schedule without enough levels, 2020 for guidance that is not trained."""
+        """Raises InvalidValueError for a schedule without enough levels, IncompatibleError for untrained guidance."""
         self.times.count(sampling.num_inference_steps)
         if sampling.is_guided and not self.train_guided:
             key = "guidance_scale" if sampling.guidance_scale != 1 else "guidance_scale_2"
@@ -95,7 +95,7 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
             )
 
     def velocity_penalties(self) -> Mapping[str, float]:
-        """Snapshot to the weight of the squared distance from its velocity; 0 = none."""
+        """Coefficient of the squared distance to the velocity of each snapshot, by snapshot; 0 = no penalty."""
         return {}
 
     def anchors(self) -> Mapping[str, Anchor]:
@@ -108,11 +108,11 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
         return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
     def noise_ids(self, rows: RolloutTrack) -> Sequence[str]:
-        """Whose times and noise each row gets."""
+        """The id that keys the times and the noise of each row."""
         return rows.sample_ids
 
     def noised(self, rows: RolloutTrack, part: Part) -> Noised:
-        """The rows at the times of `part`; a row of weight 0 stands for a sample of zeros, whatever it holds."""
+        """The rows at the times of `part`. A row of weight 0 is replaced by zeros."""
         segment: LatentSegment = rows.segment
         x0 = mask_rows(rows, segment.final.float())
         noise, ids = NoiseSource(segment.seed, "r", segment.step), self.noise_ids(rows)
@@ -121,7 +121,7 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
         return Noised(x0[:, None], t.to(x0.device), eps.to(x0.device))
 
     def velocity(self, stage: DiffusionStage, rows: RolloutTrack, noised: Noised) -> Tensor:
-        """[B, n, *latent] fp32 the stage's velocity at the noised samples, in one forward."""
+        """[B, n, *latent] fp32 velocity of the stage at the noised samples, in one forward."""
         batch, count = noised.t.shape
         conditions = select_conditions(rows.conditions, [row for row in range(batch) for _ in range(count)])
         segment: LatentSegment = rows.segment
@@ -140,13 +140,13 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
         return rows.weight[:, None].expand(-1, len(part))
 
     def snapshot_anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor:
-        """[B, n, ...] an anchor of a snapshot, which the anchor pass fills before every update."""
+        """[B, n, ...] an anchor of a snapshot. The anchor pass fills it before every update."""
         column = self.anchor(rows, name, part)
         assert column is not None, f"the anchor pass comes before the loss: {name!r} is missing"
         return column
 
     def velocity_penalty(self, rows: RolloutTrack, part: Part, v: Tensor) -> tuple[Tensor, Metrics]:
-        """[B, n] the sum of coefficient times squared distance of v to a snapshot's velocity, over all snapshots."""
+        """[B, n] float64 sum over snapshots of coefficient times mean (v - v_snapshot)^2, and its metrics."""
         weights = self.weights(rows, part)
         total, metrics = torch.zeros_like(weights, dtype=torch.float64), Metrics()
         for name, coef in self.velocity_penalties().items():
@@ -160,24 +160,24 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
 
 
 def velocity_metric(snapshot: str) -> str:
-    """The name under which the distance to a snapshot's velocity is logged."""
+    """The metric name of the distance to a snapshot's velocity."""
     return "train/velocity_mse" if snapshot == REFERENCE else f"train/velocity_mse_{snapshot}"
 
 
 def check_coefficients(**values: float) -> None:
-    """Raises ConfigError unless every coefficient is finite and >= 0."""
+    """Raises InvalidValueError unless every coefficient is finite and >= 0."""
     for name, value in values.items():
         if not 0.0 <= value < math.inf:
             raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value:g}; 0 turns it off")
 
 
 def check_positive(**values: float) -> None:
-    """Raises ConfigError unless every value is finite and > 0."""
+    """Raises InvalidValueError unless every value is finite and > 0."""
     for name, value in values.items():
         if not 0.0 < value < math.inf:
             raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual")
 
 
 def mask_rows(rows: RolloutTrack, values: Tensor) -> Tensor:
-    """`values` [B, ...] with zeros in rows of weight 0: what a dropped row holds must not reach a gradient."""
+    """`values` [B, ...] with zeros in rows of weight 0, so that their contents cannot reach a gradient."""
     return torch.where((rows.weight > 0).reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)

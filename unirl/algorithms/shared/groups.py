@@ -1,4 +1,4 @@
-"""Rows by group: weighted statistics in float64, of groups of any size whose rows stand anywhere."""
+"""Rows by group: weighted statistics, selection of the rows to train, and pairs of winner and loser."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
 EQUAL_TOLERANCE = 1e-6
-"""A group is dead if max - min <= EQUAL_TOLERANCE * max |r|: what differs by less is float32 round-off."""
+"""Values are equal if max - min <= EQUAL_TOLERANCE * max |r|. A smaller difference is float32 round-off."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Which rows belong together and how much each counts; a row of weight 0 counts nowhere.
+    """The group and the weight of each row. Groups may have any size and rows any order; weight 0 excludes a row.
 
-    Statistics come per group, [G]; `statistic[groups.index]` is that of each row's group, [B].
+    All statistics are float64. A statistic has one entry per group, [G]; `statistic[groups.index]` expands it to rows,
+    [B].
     """
 
-    index: Tensor  # [B] int64, which group
+    index: Tensor  # [B] int64, group number
     weights: Tensor  # [B] float64
 
     @staticmethod
     def of(ids: Sequence[str], weights: Tensor) -> Groups:
-        """Rows with equal ids together, groups in order of appearance."""
+        """Rows with equal ids form a group. Groups are numbered in order of appearance."""
         number = {id: i for i, id in enumerate(dict.fromkeys(ids))}
         return Groups(torch.tensor([number[id] for id in ids], dtype=torch.int64), weights)
 
     @staticmethod
     def one(weights: Tensor) -> Groups:
-        """All rows together."""
+        """All rows as one group."""
         return Groups(torch.zeros(len(weights), dtype=torch.int64), weights)
 
     @property
     def valid(self) -> Tensor:
-        """[B] bool: the row counts."""
+        """[B] bool, rows with a weight > 0."""
         return self.weights > 0
 
     @property
@@ -50,15 +51,15 @@ class Groups:
 
     @property
     def sizes(self) -> Tensor:
-        """[G] float64, the number of rows that count."""
+        """[G] float64 number of valid rows."""
         return self._sum(self.valid.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """[G] weighted mean; 0 for a group in which no row counts."""
+        """[G] weighted mean; 0 for a group without valid rows."""
         return self._sum(self.weights * values) / _or_one(self.totals)
 
     def std(self, values: Tensor, unbiased: bool = False) -> Tensor:
-        """[G] standard deviation: over n, or (unbiased) over n - 1; with weights, over W - sum(w^2) / W."""
+        """[G] standard deviation, dividing by n or (unbiased) n - 1; with weights, by W - sum(w^2) / W."""
         variance = self.mean((values - self.mean(values)[self.index]).square())
         if unbiased:
             squares = self.totals.square()
@@ -66,19 +67,19 @@ class Groups:
         return variance.sqrt()
 
     def others(self) -> Tensor:
-        """[B] W / (W - w): times (r - mean), it is r less the mean of the other rows of the group."""
+        """[B] W / (W - w). This factor times (r - mean) is r minus the mean of the other rows of the group."""
         totals = self.totals[self.index]
         return totals / _or_one(totals - self.weights)
 
     def all_equal(self, values: Tensor) -> Tensor:
-        """[G] bool: the values of all rows that count are equal."""
+        """[G] bool, the values of all valid rows are equal within EQUAL_TOLERANCE."""
         high = self._extreme(values.where(self.valid, -torch.inf), "amax")
         low = self._extreme(values.where(self.valid, torch.inf), "amin")
         size = self._extreme(values.abs().where(self.valid, 0.0), "amax")
         return high - low <= EQUAL_TOLERANCE * size
 
     def ranks(self, values: Tensor) -> Tensor:
-        """[B] how many rows of the group stand below; equal values in row order, rows that do not count last."""
+        """[B] rank within the group, ascending. Ties are in row order; invalid rows come last."""
         order = values.where(self.valid, torch.inf).argsort(stable=True)
         order = order[self.index[order].argsort(stable=True)]
         ends = torch.bincount(self.index, minlength=self._num).cumsum(0)
@@ -89,7 +90,7 @@ class Groups:
 
     def trimmed(self, values: Tensor, share: float) -> Groups:
         """The groups without their int(n share) smallest and as many largest rows."""
-        cut = (self.sizes * share + 1e-9).floor()  # 0.29 * 100 is a little less than 29
+        cut = (self.sizes * share + 1e-9).floor()  # the offset corrects rounding: 0.29 * 100 is slightly less than 29
         ranks = self.ranks(values)
         inside = (ranks >= cut[self.index]) & (ranks < (self.sizes - cut)[self.index])
         return replace(self, weights=self.weights.where(inside, 0.0))
@@ -107,24 +108,24 @@ class Groups:
 
 
 def _or_one(divisor: Tensor) -> Tensor:
-    """The divisor, or 1 where there is nothing to divide by: there the dividend is 0 too."""
+    """The divisor, with 0 replaced by 1. The dividend is 0 there, too."""
     return divisor.where(divisor > 0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Rules that give rows weight 0 after their advantages are known. By default every row is trained.
+    """Rules that set the weight of rows to 0 after their advantages are known. By default every row is trained.
 
-    No row is removed, and every statistic is that of the whole group. What changes is the denominator of the loss: the
-    rows that remain share the update among themselves.
+    No row is removed, and every statistic uses the whole group. Only the denominator of the loss changes: the selected
+    rows share the update among themselves.
     """
 
     keep: int | None = None
-    """Rows of a group that are trained: half of them the best, half the worst by advantage (DanceGRPO's best-of-n)."""
+    """Rows to train per group: half of them the best, half the worst (DanceGRPO's best-of-n); null = all."""
     drop_dead: bool = False
     """Leave out groups whose rewards are all equal (DAPO, arXiv:2503.14476, section 3.2)."""
     mean_range: tuple[float, float] | None = None
-    """Leave out groups whose mean reward lies outside [low, high]: too hard, or too easy."""
+    """Leave out groups whose mean reward lies outside [low, high]: too hard, or too easy. Null = no limit."""
 
     def __post_init__(self) -> None:
         if self.keep is not None and (self.keep < 2 or self.keep % 2):
@@ -135,25 +136,25 @@ class Selection:
     def __call__(
         self, advantages: Tensor, rewards: Sequence[Tensor], total: Tensor, groups: Groups
     ) -> tuple[Tensor, Metrics]:
-        """[B] bool: the row is trained; and how many are.
+        """[B] bool mask of the rows to train, and metrics.
 
         Args:
-            advantages: [B] not yet clipped: clipped ones tie.
-            rewards: each [B]; a group is dead if it is dead in all of them.
-            total: [B], of which `mean_range` speaks.
+            advantages: [B] before clipping, because clipped advantages tie.
+            rewards: each [B]; `drop_dead` drops a group if it has equal values in all of them.
+            total: [B], the reward that `mean_range` limits.
         """
-        passed = self._pass(rewards, total, groups)  # [G]
+        passed = self._passed(rewards, total, groups)  # [G]
         trained = groups.valid & passed[groups.index] & self._extremes(advantages, groups)
         if self == Selection():
             return trained, {}
         present = groups.totals > 0
         return trained, {
-            "rollout/filtered_group_ratio": _share(present & ~passed, present),
-            "rollout/selected_ratio": _share(trained, groups.valid),
+            "rollout/filtered_group_ratio": _fraction(present & ~passed, present),
+            "rollout/selected_ratio": _fraction(trained, groups.valid),
         }
 
-    def _pass(self, rewards: Sequence[Tensor], total: Tensor, groups: Groups) -> Tensor:
-        """[G] bool: the group obeys both rules."""
+    def _passed(self, rewards: Sequence[Tensor], total: Tensor, groups: Groups) -> Tensor:
+        """[G] bool, the group satisfies `drop_dead` and `mean_range`."""
         passed = torch.ones_like(groups.totals, dtype=torch.bool)
         if self.drop_dead:
             passed &= ~torch.stack([groups.all_equal(values) for values in rewards]).all(0)
@@ -163,15 +164,15 @@ class Selection:
         return passed
 
     def _extremes(self, advantages: Tensor, groups: Groups) -> Tensor:
-        """[B] bool: among the best or the worst keep / 2 of its group."""
+        """[B] bool, the row is among the keep / 2 best or worst of its group."""
         if self.keep is None:
             return torch.ones_like(advantages, dtype=torch.bool)
         ranks, half = groups.ranks(advantages), self.keep // 2
         return (ranks < half) | (ranks >= groups.sizes[groups.index] - half)
 
 
-def _share(part: Tensor, whole: Tensor) -> Metric:
-    return Metric(float(part.sum()), float(whole.sum()), "mean")
+def _fraction(selected: Tensor, all_: Tensor) -> Metric:
+    return Metric(float(selected.sum()), float(all_.sum()), "mean")
 
 
 @dataclass(frozen=True)
@@ -180,46 +181,46 @@ class Pairs:
 
     rows: list[int]
     is_informative: list[bool]
-    """Per pair: both rows count, and the winner is better. Nothing is learned from any other pair."""
+    """Per pair: both rows are valid and the winner is better. Other pairs are not trained."""
 
 
 def best_and_worst(advantages: Tensor, group_ids: Sequence[str], weight: Tensor, num_pairs: int) -> Pairs:
-    """Of each group the best with the worst, the second best with the second worst, and so on.
+    """Pairs the best row of each group with the worst, the second best with the second worst, and so on.
 
-    Groups come in order of appearance, ties in row order. Rows of weight 0 are taken only where others are too few.
+    Groups come in order of appearance, ties in row order. Rows of weight 0 are used only if a group has too few others.
 
     Args:
         advantages: [B].
         weight: [B].
-        num_pairs: pairs per group, at most: a group of n rows has n // 2.
+        num_pairs: largest number of pairs per group. A group of n rows has at most n // 2.
     """
     groups: dict[str, list[int]] = {}
     for row, group in enumerate(group_ids):
         groups.setdefault(group, []).append(row)
-    values, alive = advantages.tolist(), (weight > 0).tolist()
+    values, valid = advantages.tolist(), (weight > 0).tolist()
     rows: list[int] = []
     is_informative: list[bool] = []
     for members in groups.values():
         count = min(num_pairs, len(members) // 2)
-        ranked = _ranked(members, values, alive, 2 * count)
+        ranked = _ranked(members, values, valid, 2 * count)
         for winner, loser in zip(ranked[:count], reversed(ranked[count:]), strict=True):
             rows += [winner, loser]
-            is_informative.append(alive[winner] and alive[loser] and values[winner] > values[loser])
+            is_informative.append(valid[winner] and valid[loser] and values[winner] > values[loser])
     return Pairs(rows, is_informative)
 
 
-def _ranked(members: list[int], values: list[float], alive: list[bool], count: int) -> list[int]:
-    """`count` rows from best to worst, the middle left out; rows that do not count, if needed, in the middle."""
-    counted = sorted((row for row in members if alive[row]), key=lambda row: -values[row])
-    fill = [row for row in members if not alive[row]][: max(0, count - len(counted))]
-    half = min(count // 2, -(-len(counted) // 2))
-    return counted[:half] + fill + counted[max(half, len(counted) - count // 2) :]
+def _ranked(members: list[int], values: list[float], valid: list[bool], count: int) -> list[int]:
+    """`count` rows from best to worst without the middle ones. Rows of weight 0 pad the middle if needed."""
+    ordered = sorted((row for row in members if valid[row]), key=lambda row: -values[row])
+    padding = [row for row in members if not valid[row]][: max(0, count - len(ordered))]
+    half = min(count // 2, -(-len(ordered) // 2))
+    return ordered[:half] + padding + ordered[max(half, len(ordered) - count // 2) :]
 
 
 def in_pairs(track: RolloutTrack, num_pairs: int) -> RolloutTrack:
-    """The rows that are trained, up to `num_pairs` pairs per group, each winner followed by its loser.
+    """The rows to train: up to `num_pairs` pairs per group, each winner followed by its loser.
 
-    A pair that nothing tells apart keeps its place with weight 0, so that groups of one size give equally many rows.
+    An uninformative pair keeps its place with weight 0, so that groups of equal size give equally many rows.
     """
     assert track.advantages is not None, "pairs are made by advantages: compute_advantages comes first"
     pairs = best_and_worst(track.advantages, track.group_ids, track.weight, num_pairs)

@@ -1,4 +1,4 @@
-"""Divergences between policies: estimates from log-probs, exact ones between steps, an adaptive coefficient."""
+"""KL divergences: estimates from log-probs, the exact KL of a denoising step, and an adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 KLForm = Literal["transition", "flow_grpo"]
 
 MAX_LOG_RATIO = 20.0
-"""Estimates see log-ratios within these bounds, and have no gradient beyond them."""
+"""Log-ratios are clamped to +-20 before exp, and have no gradient beyond."""
 MAX_ESTIMATE = 10.0
-"""The bound on k3, which grows like exp(-d): one token must not own the step."""
+"""Upper bound of k3, which grows like exp(-d), so that a single token cannot dominate the update."""
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -33,7 +33,10 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(-d) - 1 + d >= 0, per element. Its mean under pi is KL(pi || ref), its gradient's that of KL(ref || pi)."""
+    """exp(-d) - 1 + d >= 0, per element.
+
+    Its mean under pi is KL(pi || ref); the mean of its gradient is that of KL(ref || pi).
+    """
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -43,7 +46,7 @@ def bounded_k3(log_ratio: Tensor) -> Tensor:
 
 
 def k3_with_k2_gradient(log_ratio: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2: each unbiased for KL(pi || ref)."""
+    """The value of k3 with the gradient of k2. Both are unbiased for KL(pi || ref)."""
     slope = k2(log_ratio)
     return bounded_k3(log_ratio).detach() + (slope - slope.detach())
 
@@ -57,16 +60,19 @@ ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(name: KLEstimator, log_ratio: Tensor) -> Tensor:
-    """KL(pi || ref) from samples of pi, per element, within bounds. Schulman 2020, "Approximating KL divergence".
+    """KL(pi || ref) per element, estimated from samples of pi. Schulman 2020, "Approximating KL divergence".
 
     Args:
-        log_ratio: any shape, log pi - log ref, nats.
+        log_ratio: any shape, log pi - log ref, nats; clamped to +-20.
     """
     return ESTIMATORS[name](log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def element_means(values: Tensor) -> Tensor:
-    """[B, S] mean over the latent dims of `values` [B, S, *latent], with bits that depend on the element alone."""
+    """[B, S] mean over the latent dimensions of `values` [B, S, *latent].
+
+    The bits of an entry do not depend on the other entries.
+    """
     return row_means(values.flatten(0, 1)).view(values.shape[:2])
 
 
@@ -82,15 +88,15 @@ def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveKL:
-    """Keeps the measured divergence near a target by moving the coefficient (Ziegler et al., arXiv:1909.08593, 2.2).
+    """Moves the KL coefficient so that the measured KL stays near a target (Ziegler et al., arXiv:1909.08593, 2.2).
 
     coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon),  n = samples of the step
     """
 
     target: float
-    """The divergence to hold, in the unit of the logged `train/kl`: nats, per latent element or per token."""
+    """The KL to hold, in the unit of the logged `train/kl`: nats, per latent element or per token."""
     horizon: float = 10_000.0
-    """Samples over which the coefficient moves by its e-th part times the clipped error."""
+    """Samples over which the relative change of the coefficient equals the clipped error."""
     max_error: float = 0.2
     """Bound on the relative error of one step."""
 
@@ -100,20 +106,20 @@ class AdaptiveKL:
                 raise InvalidValueError(f"algorithm.kl_adaptive.{name} must be > 0, got {value}")
 
     def factor(self, kl: float, num_samples: float) -> float:
-        """What the coefficient is multiplied by after a step of `num_samples` samples at divergence `kl`."""
+        """The factor of the coefficient after a step of `num_samples` samples with the given KL."""
         error = kl / self.target - 1.0
         return 1.0 + min(max(error, -self.max_error), self.max_error) * num_samples / self.horizon
 
 
 class KLController:
-    """The factor on a recipe's KL coefficient that feedback has reached. State of the run."""
+    """The current factor of a recipe's KL coefficient. It is state of the run and part of a checkpoint."""
 
     def __init__(self, settings: AdaptiveKL) -> None:
         self.settings = settings
         self.scale = 1.0
 
     def observe(self, kl: float, num_samples: float) -> None:
-        """Take in the divergence of a finished step."""
+        """Updates the factor with the KL of a finished step."""
         self.scale *= self.settings.factor(kl, num_samples)
 
     def state_dict(self) -> State:

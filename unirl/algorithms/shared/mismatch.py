@@ -1,8 +1,8 @@
-"""Weights for tokens that an engine sampled with other numerics than the trainer's: pi_old / pi_engine, detached.
+"""Mismatch correction: importance weights pi_old / pi_engine for tokens that an engine sampled with other numerics.
 
-pi_old is the trainer's replay of the weights that sampled, so the ratio is 1 where engine and trainer agree. A loss
-multiplies its surrogate by the weights; what it divides by does not change, so rejected tokens dilute the gradient:
-`train/mismatch_cut` says by how much.
+pi_old is the trainer's replay with the weights that sampled, so the ratio is 1 where engine and trainer agree. A loss
+multiplies its surrogate by the detached weights. It still divides by the number of all tokens, so rejected tokens make
+the gradient smaller; `train/mismatch_cut` logs their fraction.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from unirl.types.results import Metrics
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of some tokens."""
+    """The result of a correction."""
 
     weights: Tensor  # [sum L] >= 0
-    cut: Tensor  # [sum L] bool, tokens whose ratio was bounded, or which were rejected
+    cut: Tensor  # [sum L] bool, the ratio of the token was bounded, or the token was rejected
 
 
 class Correction(Protocol):
-    """log(pi_old / pi_engine) per token to weights; pure."""
+    """Turns log(pi_old / pi_engine) per token into weights. Pure."""
 
     def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
         """
         Args:
-            log_ratio: [sum L] finite, 0 where a token does not count.
+            log_ratio: [sum L] finite, 0 at tokens that are not counted.
         """
         ...
 
@@ -44,6 +44,7 @@ class TokenTIS:
     """w = min(pi_old / pi_engine, cap) per token: truncated importance sampling."""
 
     cap: float = 2.0
+    """Upper bound of the weight."""
 
     def __post_init__(self) -> None:
         _check_cap(self.cap)
@@ -55,9 +56,10 @@ class TokenTIS:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTIS:
-    """w = min(prod over the row's tokens of pi_old / pi_engine, cap), one weight per row: unbiased below the cap."""
+    """w = min(product over the row's tokens of pi_old / pi_engine, cap), one weight per row. Unbiased below the cap."""
 
     cap: float = 2.0
+    """Upper bound of the weight."""
 
     def __post_init__(self) -> None:
         _check_cap(self.cap)
@@ -72,7 +74,9 @@ class MaskedIS:
     """w = pi_old / pi_engine within [low, high], else 0, per token: masked importance sampling, or IcePop."""
 
     low: float = 0.5
+    """Smallest ratio that is accepted."""
     high: float = 2.0
+    """Largest ratio that is accepted."""
 
     def __post_init__(self) -> None:
         _check_band(self.low, self.high)
@@ -88,7 +92,9 @@ class GeometricRejection:
     """w = 1 if exp(mean over the row's tokens of log(pi_old / pi_engine)) lies in [low, high], else 0 for the row."""
 
     low: float = 0.999
+    """Smallest mean ratio that is accepted."""
     high: float = 1.001
+    """Largest mean ratio that is accepted."""
 
     def __post_init__(self) -> None:
         _check_band(self.low, self.high)
@@ -101,11 +107,11 @@ class GeometricRejection:
 
 @torch.no_grad()
 def mismatch_metrics(log_ratio: Tensor, corrected: Corrected, weights: Tensor) -> Metrics:
-    """How far the engine is from the trainer, and what the correction did about it.
+    """The KL between engine and trainer, the mean weight, and the fraction of cut tokens.
 
     Args:
         log_ratio: [sum L] log(pi_old / pi_engine), finite.
-        weights: [sum L] of each token; 0 = counts nowhere.
+        weights: [sum L]; tokens of weight 0 are ignored.
     """
     return {
         "train/mismatch_kl": mean_metric(k3(-log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), weights),

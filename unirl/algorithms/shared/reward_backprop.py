@@ -1,4 +1,4 @@
-"""Losses on the reward's own gradient, through the denoising steps that made the sample: one loss, several choices."""
+"""Base class of losses that differentiate the reward itself, through the denoising steps that made the sample."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from unirl.types.segments import LatentSegment
 
 @dataclass(frozen=True)
 class GradientPath:
-    """How samples are drawn for their gradient: equal for all rows and ranks of a step."""
+    """How samples are drawn for their gradient. It is equal for all rows and ranks of a step."""
 
     num_steps: int
-    """Denoising steps that are taken; the clean prediction of the last is scored."""
+    """Denoising steps to take. The clean prediction of the last one is scored."""
     gradient: GradientMask
 
 
@@ -39,31 +39,31 @@ class GradientPath:
 class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     """L = mean over samples of -w z, or w relu(c - z) with a ceiling c;  z = (R(decode(x_0(theta))) - b) / s.
 
-    The samples are drawn again under the current weights, from the noise that the rollout had, with
+    The samples are drawn again with the current weights, from the noise of the rollout, with
 
-        x_{i+1} = a_i x_i + b_i v_i + noise_i,   v_i carrying a gradient where `gradient_steps` says so.
+        x_{i+1} = a_i x_i + b_i v_i + noise_i,   v_i with gradient at the steps of `gradient_steps`.
 
-    DRTune, ReFL, DRaFT and AlignProp are this loss with other defaults.
+    This class has no importance ratio. DRTune, ReFL, DRaFT and AlignProp are this loss with other defaults.
     """
 
     gradient_steps: StepChoice = field(default=AllSteps(), metadata={"target": "unirl.sde.steps.AllSteps"})
-    """Which of the steps taken are differentiated; here the last one may be, too."""
+    """Steps to differentiate, of those that are taken. The last step may be one of them."""
     through_inputs: bool = True
-    """Differentiate the network's input as well, so that gradients multiply over steps; else only their sum is kept."""
+    """Also differentiate the network's input, so that gradients multiply over steps; otherwise they only add up."""
     early_stop: float = 0.0
-    """Sampling stops at a random step in this last share of the trajectory, and its clean prediction is scored."""
+    """Sampling stops at a random step in this last fraction of the trajectory, and its clean prediction is scored."""
     extra_copies: int = 0
     """n: the sample is noised n times to its last step's level, and the mean over the n + 1 last steps is trained."""
     reward_weight: float = 1.0
-    """w; the scale of the gradient before clipping."""
+    """w, the scale of the gradient before clipping."""
     reward_mean: float = 0.0
-    """b, where z is 0."""
+    """b, the reward at which z is 0."""
     reward_std: float = 1.0
-    """s, the reward's unit."""
+    """s, the unit of the reward."""
     reward_ceiling: float | None = None
-    """c: a sample with z above it has no gradient; absent = none."""
+    """c: a sample with z above it has no gradient; null = none."""
     velocity_coef: float = 0.0
-    """lambda, of the mean squared difference to the reference's velocity, at the rollout's samples noised; 0 = none."""
+    """lambda, the factor of the mean squared difference to the reference's velocity, at noised samples; 0 = none."""
 
     sampled_by: ClassVar[type] = DiffusionSamplingParams
 
@@ -95,7 +95,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
         return {"ref_velocity": Anchor(REFERENCE, "velocity")} if self.velocity_coef > 0 else {}
 
     def parts(self, segment: LatentSegment) -> list[Part]:
-        return [(0,)]
+        return [(0,)]  # one part: the whole sample
 
     def measure(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
         return {"velocity": stage.velocity(rows).detach()[:, None]} if self.velocity_coef > 0 else {}
@@ -103,6 +103,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     def loss(
         self, stage: DifferentiableStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START
     ) -> LossResult:
+        """Samples again with gradients, scores the samples, and adds the velocity penalty."""
         path = self.gradient_path(rows.segment)
         rewards = self.rewards(stage, rows, path)
         losses, weights = self.loss_of_rewards(rewards), rows.weight[:, None].expand_as(rewards) / rewards.shape[1]
@@ -115,7 +116,7 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
             metrics["train/saturated_fraction"] = mean_metric((losses == 0).float(), weights)
         if self.velocity_coef > 0:
             v, reference = stage.velocity(rows)[:, None], self.anchor(rows, "ref_velocity", part)
-            assert reference is not None, "anchors() asks for it, and the anchor pass comes first"
+            assert reference is not None, "the anchor pass comes before the loss"
             error = element_means((v - reference).square())[:, 0]
             total = total + self.velocity_coef * weighted_sum(error, rows.weight)
             metrics["train/velocity_mse"] = mean_metric(error, rows.weight)
@@ -123,13 +124,13 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
         return LossResult(total, metrics, outputs)
 
     def rewards(self, stage: DifferentiableStage, rows: RolloutTrack, path: GradientPath) -> Tensor:
-        """[B, n + 1] of every row's sample and of its copies, with gradients."""
+        """[B, n + 1] rewards of every row's sample and its n copies, with gradients."""
         x0 = stage.sample(rows, path.num_steps, path.gradient)
         copies = [stage.denoise_again(rows, path.num_steps, x0, copy + 1) for copy in range(self.extra_copies)]
         return torch.stack([stage.objective(sample, rows) for sample in (x0, *copies)], dim=1)
 
     def loss_of_rewards(self, rewards: Tensor) -> Tensor:
-        """The loss of each reward."""
+        """The loss of each reward; any shape."""
         z = (rewards - self.reward_mean) / self.reward_std
         if self.reward_ceiling is None:
             return -self.reward_weight * z
@@ -144,17 +145,17 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
         return GradientPath(num_steps, GradientMask(steps=steps, through_inputs=self.through_inputs))
 
     def differentiated_steps(self, segment: LatentSegment, num_steps: int) -> tuple[int, ...]:
-        """The steps among `num_steps` that are differentiated."""
-        # Choices leave out the last step of T, which has no density; here it is as good as any, so T is one more.
+        """The steps to differentiate, of `num_steps` steps."""
+        # Step choices leave out the last of T steps, which has no density. It can be differentiated, so T is one more.
         return self.gradient_steps.choose(segment.step, num_steps + 1, key_seed(segment.seed, "gradient"))
 
     def min_num_steps(self, total: int) -> int:
-        """The fewest denoising steps that are taken of `total`."""
-        # A hair more: 0.29 x 100 is 28.999999999999996, and means 29.
+        """The smallest number of denoising steps that `early_stop` allows, of `total`."""
+        # The offset corrects rounding: 0.29 x 100 is 28.999999999999996.
         return total + 1 - max(int(self.early_stop * total + 1e-9), 1)
 
     def check_sampling(self, sampling: DiffusionSamplingParams) -> None:
-        """Raises ConfigError (2004) if a run of `sampling` may be too short for `gradient_steps`."""
+        """Raises InvalidValueError if the shortest run of `sampling` has too few steps for `gradient_steps`."""
         shortest = self.min_num_steps(sampling.num_inference_steps)
         try:
             self.gradient_steps.choose(0, shortest + 1, 0)

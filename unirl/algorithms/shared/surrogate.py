@@ -1,4 +1,10 @@
-"""Policy losses per element and their telemetry: pure functions of log-ratios and advantages."""
+"""Policy losses per element: surrogates of the importance ratio, and the metrics that describe the ratio.
+
+The importance ratio r = pi_theta / pi_old = exp(log_ratio) compares the current policy with the one that sampled. It is
+close to 1 as long as the sample is still on-policy; a trust region limits how far an update may move it. Every function
+here is pure. The first half serves any element, S denoising steps of B samples or packed tokens; the second half serves
+tokens, where pi = exp(logp), mu = exp(old_logp), A is the advantage and sg[] detaches.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +28,18 @@ def clipped_surrogate(
 
     L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),  r = exp(log_ratio)
 
-    With a dual clip c, L <= c |A| where A < 0: beyond r = c a bad sample pushes no more (arXiv:1912.09729, eq. 5).
-    The ratio is clipped in log space, the same set: at a range of 1e-6, 1 + clip_high keeps one digit in float32.
+    With a dual clip c, L <= c |A| where A < 0: beyond r = c a bad sample has no gradient (arXiv:1912.09729, eq. 5).
+    The ratio is clipped in log space, which is the same set: with a range of 1e-6, the float32 number 1 + clip_high has
+    only one significant digit of the range.
 
     Args:
-        log_ratio: [B, S] log pi_theta - log pi_old, nats; S = replayed steps, or tokens. No gradient beyond +-20.
-        advantages: [B, S] already expanded; detached here.
+        log_ratio: [B, S] log pi_theta - log pi_old, nats; S = replayed steps, or packed tokens. Clamped to +-20.
+        advantages: [B, S] one per element; detached here.
     """
     advantages = advantages.detach()
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inside = log_ratio.clamp(math.log1p(-clip_low), math.log1p(clip_high))
-    # The maximum halves the gradient between equal branches: at ratio 1 both give -A, so the sum is exactly -A.
+    # torch.maximum halves the gradient between equal branches. At ratio 1 both give -A, so their sum is exactly -A.
     losses = torch.maximum(-advantages * log_ratio.exp(), -advantages * inside.exp())
     if dual_clip is None:
         return losses
@@ -42,28 +49,28 @@ def clipped_surrogate(
 def masked_surrogate(
     log_ratio: Tensor, advantages: Tensor, divergence: Tensor, threshold: float
 ) -> tuple[Tensor, Tensor]:
-    """Flow-DPPO's loss per element, and which elements it drops (arXiv:2606.11025). The ratio is not clipped.
+    """Flow-DPPO's loss per element, and a bool mask of the dropped elements (arXiv:2606.11025). No clipping.
 
-    L = -r A, but 0 where divergence >= threshold and the step would move r further away from 1
+    L = -r A, but 0 where divergence >= threshold and the update would move r further away from 1
 
     Args:
         log_ratio: [B, S] log pi_theta - log pi_old, nats.
-        advantages: [B, S] already expanded; detached here.
-        divergence: [B, S] between the old and the current policy, the unit of `threshold`; detached here.
+        advantages: [B, S] one per element; detached here.
+        divergence: [B, S] between the old and the current policy, in the unit of `threshold`; detached here.
     """
     advantages = advantages.detach()
     away = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
     dropped = (divergence.detach() >= threshold) & away
-    # A dropped ratio may be infinite: it is taken out before exp, whose gradient would be 0 * inf.
-    kept = torch.where(dropped, 0.0, log_ratio)
-    return torch.where(dropped, 0.0, -advantages * kept.exp()), dropped
+    # A dropped ratio may be infinite. It is replaced before exp, whose gradient would be 0 * inf.
+    finite = torch.where(dropped, 0.0, log_ratio)
+    return torch.where(dropped, 0.0, -advantages * finite.exp()), dropped
 
 
 def guard_log_ratio(x_next: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
     """[B, S] mean over latent elements of z (mean - old_mean),  z = (x_next - old_mean) / std.
 
-    GRPO-Guard's RatioNorm (arXiv:2510.22319): std (log r + KL), the log-ratio without its drift below zero and without
-    the step's noise level.
+    This is GRPO-Guard's RatioNorm (arXiv:2510.22319). It equals std (log r + KL): the log-ratio without its negative
+    drift, scaled so that it does not depend on the noise level of the step.
 
     Args:
         x_next, mean, old_mean: [B, S, *latent].
@@ -74,12 +81,12 @@ def guard_log_ratio(x_next: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor)
 
 
 def along_steps(values: Tensor, like: Tensor) -> Tensor:
-    """`values` [S] shaped to broadcast over `like` [B, S, *latent]."""
+    """`values` [S], reshaped to broadcast over `like` [B, S, *latent]."""
     return values.view(-1, *[1] * (like.dim() - 2))
 
 
 def clip_scale(schedule: ClipSchedule, progress: float) -> float:
-    """The factor on the clip range, or on another coefficient, at `progress` in [0, 1] of the run.
+    """The factor of the clip range, or of another coefficient, at `progress` in [0, 1] of the run.
 
     constant 1, linear 1 - p / 2, cosine (1 + cos(pi p)) / 2.
     """
@@ -98,22 +105,22 @@ def approx_kl(log_ratio: Tensor) -> Tensor:
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """The sum of weights * values; an element of weight 0 counts nowhere, even if it is not finite."""
+    """[] the sum of weights * values. Elements of weight 0 are ignored, even if they are not finite."""
     return torch.where(weights > 0, weights * values, 0.0).sum()
 
 
 @torch.no_grad()
 def mean_metric(values: Tensor, weights: Tensor) -> Metric:
-    """The mean of elements with weights of the same shape."""
+    """The weighted mean of `values`; `weights` has the same shape."""
     return Metric(weighted_sum(values.detach(), weights), weights.sum(), "mean")
 
 
 @torch.no_grad()
 def ratio_metrics(log_ratio: Tensor, weights: Tensor, clip_low: float, clip_high: float) -> Metrics:
-    """How far the policy has moved from the anchor, and what is clipped; no host sync.
+    """Distribution of the importance ratio and the clipped fraction, without a host sync.
 
     Args:
-        log_ratio, weights: [B, S]; elements of weight 0 count nowhere.
+        log_ratio, weights: [B, S]; elements of weight 0 are ignored.
     """
     above, below = log_ratio > math.log1p(clip_high), log_ratio < math.log1p(-clip_low)
     return spread_metrics(log_ratio, weights) | fraction_metrics(above, below, weights)
@@ -121,7 +128,7 @@ def ratio_metrics(log_ratio: Tensor, weights: Tensor, clip_low: float, clip_high
 
 @torch.no_grad()
 def spread_metrics(log_ratio: Tensor, weights: Tensor) -> Metrics:
-    """The distribution of the ratio, whatever the trust region."""
+    """Mean and standard deviation of the importance ratio, and the approximate KL to the policy that sampled."""
     log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
     return {
         "train/ratio_mean": mean_metric(log_ratio.exp(), weights),
@@ -132,7 +139,7 @@ def spread_metrics(log_ratio: Tensor, weights: Tensor) -> Metrics:
 
 @torch.no_grad()
 def fraction_metrics(above: Tensor, below: Tensor, weights: Tensor) -> Metrics:
-    """The share of elements outside the trust region, by side. `above`, `below`, `weights`: [B, S]."""
+    """The fraction of elements above and below the trust region. `above`, `below`, `weights`: [B, S]."""
     return {
         "train/clip_fraction": mean_metric((above | below).float(), weights),
         "train/clip_fraction_high": mean_metric(above.float(), weights),
@@ -140,25 +147,32 @@ def fraction_metrics(above: Tensor, below: Tensor, weights: Tensor) -> Metrics:
     }
 
 
+# Losses and trust regions of tokens
+
+
 def weighted_log_prob_loss(log_ratio: Tensor, logp: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-sg[clip(r, low, high)] A log pi per token: the weight is bounded and no token loses its gradient.
+    """-sg[clip(r, low, high)] A log pi per token. The weight is bounded, and every token has a gradient.
 
     CISPO, arXiv:2506.13585.
+
+    Args:
+        log_ratio, logp, advantages: [sum L].
     """
     weight = log_ratio.detach().exp().clamp(low, high)
     return -weight * advantages * logp
 
 
 def quadratic_penalty_loss(log_ratio: Tensor, advantages: Tensor, penalty: Tensor | float) -> Tensor:
-    """-A r + |A| penalty (r - 1)^2 per token: instead of a clip, a cost that turns the gradient where r has gone far.
+    """-A r + |A| penalty (r - 1)^2 per token: a quadratic penalty replaces the clip.
 
-    The gradient to log pi is -A r (1 - 2 penalty sign(A) (r - 1)).
+    The gradient with respect to log pi is -A r (1 - 2 penalty sign(A) (r - 1)). It changes its sign where r is far
+    from 1.
     """
     return -advantages * log_ratio.exp() + advantages.abs() * penalty * log_ratio.expm1().square()
 
 
 def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
-    """-A (4 / tau) sigmoid(tau (r - 1)) per token; the slope in r is 1 at r = 1 and falls to 0 on both sides.
+    """-A (4 / tau) sigmoid(tau (r - 1)) per token. The slope in r is 1 at r = 1 and falls to 0 on both sides.
 
     tau = tau_pos where A > 0, else tau_neg. SAPO, arXiv:2511.20347.
     """
@@ -167,46 +181,46 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_ne
 
 
 def sequence_log_ratio(log_ratio: Tensor, rows: RowOffsets) -> Tensor:
-    """Each token has the value mean_t log r_t of its row, and the gradient of its own log r_t (GSPO-token).
+    """[sum L] the mean of log r_t over the row as value, with the gradient of each token's own log r_t (GSPO-token).
 
-    Averaged over the row's tokens, a loss of it has value and gradient of the loss of the row's mean log-ratio; unlike
-    that one it allows advantages that differ between tokens. Zheng et al. 2025, eq. 14 (arXiv:2507.18071).
+    Averaged over the tokens of a row, a loss of it has the value and the gradient of the same loss of the row's mean
+    log-ratio. It also allows a different advantage per token. Zheng et al. 2025, eq. 14 (arXiv:2507.18071).
     """
     mean = rows.spread(rows.mean(log_ratio.detach())).to(log_ratio.dtype)
     return mean + (log_ratio - log_ratio.detach())
 
 
 def one_sided_clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """log r per token, bounded on the side to which A pushes it: at most `high` if A > 0, at least -low if A < 0."""
+    """log r per token, clipped in the direction of the update: at most `high` if A > 0, at least -low if A < 0."""
     pushed_down = torch.where(advantages < 0, log_ratio.clamp(min=-low), 0.0)
     return torch.where(advantages > 0, log_ratio.clamp(max=high), pushed_down)
 
 
 def moves_towards_old(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """bool per token: A (r - 1) <= 0, the update moves pi back to mu (or r = 1, or A = 0)."""
+    """bool per token: A (r - 1) <= 0, so the update moves pi back towards mu, or r = 1, or A = 0."""
     return advantages * log_ratio.detach() <= 0
 
 
 def binary_tv(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """|pi - mu| per token: total variation between 'this token' and 'another' under both policies."""
+    """|pi - mu| per token: the total variation between the events "this token" and "another token"."""
     return (logp.detach().exp() - old_logp.exp()).abs()
 
 
 def binary_kl(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) per token, nats: KL(mu || pi) between the same two events."""
+    """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) per token, nats: KL(mu || pi) of the same two events."""
     logp = logp.detach()
     other, old_other = -torch.expm1(logp), -torch.expm1(old_logp)  # 1 - pi, 1 - mu
     return old_logp.exp() * (old_logp - logp) + old_other * torch.log((old_other + 1e-8) / (other + 1e-8))
 
 
 def within_prefix_budget(divergence: Tensor, rows: RowOffsets, delta: float, w_min: float, delta_b: float) -> Tensor:
-    """bool per token: Z_t <= min(delta, delta + b W_{<t} - Z_{<t}), so that no prefix drifts further than its budget.
+    """bool per token: Z_t <= min(delta, delta + b W_{<t} - Z_{<t}), which bounds the divergence of every prefix.
 
     Z_t = w_t D_t with the position weights w_t = 1 - (1 - w_min) (t - 1) / (n - 1), W_{<t} and Z_{<t} the sums over
     earlier tokens, b = clip(90th percentile of D in the row, delta_b, 2 delta_b). CPPO, arXiv:2606.10968.
 
     Args:
-        divergence: [sum L] D_t >= 0; positions and percentile see the tokens that count.
+        divergence: [sum L] D_t >= 0. Positions and percentile refer to counted tokens.
     """
     position = rows.before(torch.ones_like(divergence))
     last = rows.spread((rows.lengths - 1.0).clamp(min=1.0))

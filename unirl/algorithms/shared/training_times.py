@@ -1,7 +1,7 @@
-"""At which noise levels a sample is trained: pure functions of its id, for losses that need no trajectory.
+"""The choice of noise levels at which a sample is trained, for losses that need no trajectory.
 
-A time is a level sigma in [0, 1]: 0 is the sample, 1 is noise. One draw, named `t`, gives all times of a sample, so
-they do not depend on batches, ranks or the order of rows.
+A time is a level sigma in [0, 1]: 0 is the sample, 1 is noise. The times of a sample are a pure function of its id (one
+random draw named `t`), so they do not depend on batches, ranks or the order of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unirl.config.errors import InvalidValueError
 from unirl.sde.noise import NoiseSource
 
 HALF_ULP = 2.0**-25
-"""Half the spacing of float32 uniforms: added to them, they lie inside (0, 1), where quantiles are finite."""
+"""Half the spacing of float32 uniforms. Added to a uniform, it keeps it inside (0, 1), where quantiles are finite."""
 
 
 @runtime_checkable
@@ -25,11 +25,14 @@ class TrainingTimes(Protocol):
     """A way to choose training times."""
 
     def count(self, num_steps: int) -> int:
-        """n, times per sample, for rollouts of `num_steps` denoising steps. ConfigError when there are not so many."""
+        """n, the number of times per sample, for rollouts of `num_steps` denoising steps.
+
+        Raises InvalidValueError if the schedule has too few levels.
+        """
         ...
 
     def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
-        """[B, n] float32 on the CPU; row b is a function of ids[b] alone.
+        """[B, n] float32 on the CPU. Row b is a function of ids[b] alone.
 
         Args:
             sigmas: [T + 1] the rollout's schedule, terminal 0 included.
@@ -39,31 +42,33 @@ class TrainingTimes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleTimes:
-    """Levels of the rollout's own schedule, each at most once per sample: what DiffusionNFT trains on.
+    """Levels of the rollout's own schedule, each at most once per sample, as in DiffusionNFT.
 
-    The terminal 0 is never among them.
+    The terminal 0 is never chosen.
     """
 
     fraction: float = 0.99
-    """The noisy part of the schedule that is drawn from: the first floor(fraction x T) levels, at least one."""
+    """Fraction of the schedule to draw from: the floor(fraction x T) noisiest levels, at least one."""
     skip_first: bool = False
-    """Leave out the noisiest level, which holds nothing of the sample."""
+    """Leave out the noisiest level, which contains nothing of the sample."""
     num_times: int | None = None
-    """Levels per sample, drawn anew at each step; absent, and where the part has no more than these: all of it."""
+    """Levels per sample, drawn anew at each step. Null, or more than there are: all levels of the fraction."""
     stratified: bool = False
-    """Draw one level from each of so many adjacent stretches."""
+    """Draw one level from each of `num_times` adjacent ranges."""
     shared: bool = False
-    """All samples of a step are trained at the same levels; otherwise each at its own."""
+    """Train all samples of a step at the same levels; otherwise each sample has its own."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.fraction <= 1.0:
-            raise InvalidValueError(f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole")
+            raise InvalidValueError(
+                f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole schedule"
+            )
         if self.num_times is not None:
             _check_number(self.num_times)
 
     def count(self, num_steps: int) -> int:
-        """`num_times`, and no more than the part has."""
-        levels = len(self._part(num_steps))
+        """`num_times`, but at most the number of available levels."""
+        levels = len(self._positions(num_steps))
         if levels == 0:
             raise InvalidValueError(
                 f"algorithm.times has nothing to draw from: fraction={self.fraction:g} of {num_steps} denoising steps "
@@ -74,19 +79,21 @@ class ScheduleTimes:
     def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
         """[B, n] float32 on the CPU."""
         num_steps = len(sigmas) - 1
-        part, count = self._part(num_steps), self.count(num_steps)
-        uniform = _uniform(noise, ids, count if self.stratified else len(part), self.shared)
-        chosen = _stretches(len(part), count, uniform) if self.stratified else uniform.argsort(dim=1)[:, :count]
-        return sigmas.float().cpu()[part.start + chosen]
+        positions, count = self._positions(num_steps), self.count(num_steps)
+        uniform = _uniform_draws(noise, ids, count if self.stratified else len(positions), self.shared)
+        chosen = (
+            _one_per_range(len(positions), count, uniform) if self.stratified else uniform.argsort(dim=1)[:, :count]
+        )
+        return sigmas.float().cpu()[positions.start + chosen]
 
-    def _part(self, num_steps: int) -> range:
-        """Positions of the schedule."""
-        # A hair more: 0.29 x 100 is a little less than 29.
+    def _positions(self, num_steps: int) -> range:
+        """Positions in the schedule that may be drawn."""
+        # The offset corrects rounding: 0.29 x 100 is slightly less than 29.
         return range(int(self.skip_first), max(1, int(self.fraction * num_steps + 1e-9)))
 
 
-def _stretches(size: int, count: int, uniform: Tensor) -> Tensor:
-    """[B, n] one of each of `count` adjacent stretches of 0 .. size - 1, which differ in length by at most one."""
+def _one_per_range(size: int, count: int, uniform: Tensor) -> Tensor:
+    """[B, n] one number from each of `count` adjacent ranges of 0 .. size - 1. Their lengths differ by at most one."""
     edges = torch.arange(count + 1) * size // count
     lengths = edges.diff()
     return edges[:-1] + (uniform * lengths).long().clamp(max=lengths - 1)
@@ -94,16 +101,18 @@ def _stretches(size: int, count: int, uniform: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class UniformTimes:
-    """Times uniform in [low, high), whatever levels the rollout had."""
+    """Times uniform in [low, high), independent of the rollout's schedule."""
 
     num_times: int = 4
     """Times per sample."""
     low: float = 0.0
+    """Smallest time, towards the sample."""
     high: float = 1.0
+    """Largest time, towards noise."""
     stratified: bool = False
-    """Time j lies in the j-th of `num_times` equal parts."""
+    """Draw time j from the j-th of `num_times` equal parts of the interval."""
     shared: bool = False
-    """All samples of a step are trained at the same times."""
+    """Train all samples of a step at the same times."""
 
     def __post_init__(self) -> None:
         _check_number(self.num_times)
@@ -126,18 +135,21 @@ class UniformTimes:
 class LogitNormalTimes:
     """t = s u / (1 + (s - 1) u), u = sigmoid(mean + std z), z ~ N(0, 1). Esser et al. 2024 (arXiv:2403.03206), eq. 19.
 
-    `mean` shifts towards noise (> 0) or the sample (< 0); `shift` s is the static shift of schedules, 1 = none.
+    `mean` shifts times towards noise (> 0) or the sample (< 0); `shift` s is the static shift of schedules, 1 = none.
     """
 
     num_times: int = 4
     """Times per sample."""
     mean: float = 0.0
+    """Mean of the normal variable; > 0 shifts towards noise."""
     std: float = 1.0
+    """Standard deviation of the normal variable."""
     shift: float = 1.0
+    """Static shift s; 1 = none."""
     stratified: bool = True
-    """Time j lies in the j-th of `num_times` parts of equal probability."""
+    """Draw time j from the j-th of `num_times` parts of equal probability."""
     shared: bool = False
-    """All samples of a step are trained at the same times."""
+    """Train all samples of a step at the same times."""
 
     def __post_init__(self) -> None:
         _check_number(self.num_times)
@@ -157,13 +169,13 @@ class LogitNormalTimes:
 
 
 def _quantiles(noise: NoiseSource, ids: Sequence[str], count: int, stratified: bool, shared: bool) -> Tensor:
-    """[B, n] float64 in (0, 1); stratified: entry j within (j / n, (j + 1) / n)."""
-    u = _uniform(noise, ids, count, shared).double() + HALF_ULP
+    """[B, n] float64 in (0, 1). If stratified, entry j lies in (j / n, (j + 1) / n)."""
+    u = _uniform_draws(noise, ids, count, shared).double() + HALF_ULP
     return (torch.arange(count, dtype=torch.float64) + u) / count if stratified else u
 
 
-def _uniform(noise: NoiseSource, ids: Sequence[str], count: int, shared: bool) -> Tensor:
-    """[B, n] float32 in [0, 1). A draw that all samples share has no id, like the choice of denoising steps."""
+def _uniform_draws(noise: NoiseSource, ids: Sequence[str], count: int, shared: bool) -> Tensor:
+    """[B, n] float32 in [0, 1). A draw that all samples share has an empty id, like the choice of denoising steps."""
     drawn = noise.uniform([""] if shared else ids, "t", (count,))
     return drawn.expand(len(ids), -1)
 

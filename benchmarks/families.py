@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.family_cases import CASES, FamilyCase
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, sample_with_euler
 from unirl.models.loading.checkpoint import TOY
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.steps import FractionSteps
@@ -147,7 +147,7 @@ def measure(case: FamilyCase, arguments: argparse.Namespace) -> dict[str, Any]:
 
     phases["encode"] = timed(encode, batch)
     with backend.sampling(), torch.no_grad():
-        draw = partial(draw_by_euler, pipeline, texts, params)
+        draw = partial(sample_with_euler, pipeline, texts, params)
         phases["sample"] = timed(draw, batch, ceiling, counted(draw))
         latents = draw().latents
         phases["decode"] = timed(lambda: pipeline.decode(latents), batch)

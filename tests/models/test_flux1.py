@@ -9,7 +9,13 @@ import torch
 
 from tests.models.family_cases import changed
 from unirl.config.errors import DataError
-from unirl.models.denoising.diffusers_pipeline import base_grid, difference, draw_by_euler, given_levels, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import (
+    difference,
+    fixed_sigmas_scheduler,
+    plain_pipeline,
+    sample_with_euler,
+    unshifted_sigmas,
+)
 from unirl.models.flux1.family import FLUX1, Flux1Bundle, Flux1Pipeline, facts, latents_of, tokens_of
 from unirl.models.loading.quiet import quiet_libraries
 from unirl.sde.kernels import EulerODE
@@ -51,9 +57,9 @@ def test_tokens_are_packed_as_in_diffusers_and_unpacked_again(toy: Flux1Pipeline
 
 @torch.no_grad()
 def test_final_latents_are_those_of_diffusers(toy: Flux1Pipeline) -> None:
-    ours = draw_by_euler(toy, PROMPTS, PARAMS)
+    ours = sample_with_euler(toy, PROMPTS, PARAMS)
     assert ours.params.sigmas is not None
-    plain = plain_pipeline(toy.bundle, toy.bundle.untrained(), scheduler=given_levels(ours.params.sigmas))
+    plain = plain_pipeline(toy.bundle, toy.bundle.untrained(), scheduler=fixed_sigmas_scheduler(ours.params.sigmas))
     with quiet_libraries():
         tokens = plain(
             list(PROMPTS),
@@ -61,7 +67,7 @@ def test_final_latents_are_those_of_diffusers(toy: Flux1Pipeline) -> None:
             width=48,
             guidance_scale=3.5,
             num_inference_steps=3,
-            sigmas=base_grid(3),
+            sigmas=unshifted_sigmas(3),
             latents=tokens_of(ours.x_T),
             max_sequence_length=16,
             output_type="latent",

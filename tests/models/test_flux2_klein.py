@@ -11,7 +11,7 @@ import torch
 from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
-from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import difference, plain_pipeline, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.family import FLUX2_KLEIN, facts
@@ -103,7 +103,7 @@ def test_the_comparison_sees_which_pictures_come_in_which_order(toy: Flux2KleinP
     shown = pictures_of(PARAMS, 2)
     turned = [ConditionImages.of(pictures.pixels.flip(0)) for pictures in shown]
     others = [None, shown, turned, pictures_of(PARAMS, 2, seed=5)]
-    drawn = [draw_by_euler(toy, PROMPTS, PARAMS, pictures).latents for pictures in others]
+    drawn = [sample_with_euler(toy, PROMPTS, PARAMS, pictures).latents for pictures in others]
     apart = [float((a - b).abs().max()) for i, a in enumerate(drawn) for b in drawn[:i]]
     assert min(apart) > 10 * TOLERANCE
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.models.family_cases import changed
 from unirl.config.errors import DataError
-from unirl.models.denoising.diffusers_pipeline import draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import sample_with_euler
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
 from unirl.models.hunyuan_video.family import HUNYUAN_VIDEO
 from unirl.models.hunyuan_video.pipeline import HunyuanVideoPipeline
@@ -114,9 +114,9 @@ def test_the_templates_are_those_of_diffusers_and_as_long_as_what_is_cut_off(
 def test_a_prompt_draws_the_same_beside_others_as_diffusers_draws_it_alone(second: HunyuanVideo15Pipeline) -> None:
     plain, params = family.untrained(second), params_of(6.0)
     pinned = params.pinned(0, tuple(second.sigmas(params).tolist()))
-    drawn = draw_by_euler(second, QUOTING, params)
+    drawn = sample_with_euler(second, QUOTING, params)
     for i, text in enumerate(QUOTING):
-        frames = second.draw(plain, [text], drawn.x_T[i : i + 1].clone(), pinned)
+        frames = second.sample_with_diffusers(plain, [text], drawn.x_T[i : i + 1].clone(), pinned)
         assert apart(second.decoder.decode(drawn.latents[i : i + 1]), frames) < family.TOLERANCE
 
 

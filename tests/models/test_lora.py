@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from unirl.config.errors import ConfigError
-from unirl.models.loading.lora import LoraSpec, adapter_names, adapter_start, idle_adapters, inject_lora
+from unirl.models.loading.lora import (
+    LoraSpec,
+    adapter_names,
+    inconsistent_adapters,
+    initial_adapter_weight,
+    inject_lora,
+)
 from unirl.testing.toy import ToyBundle, ToyDenoiser
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -107,16 +113,16 @@ def test_adapters_of_a_module_without_storage_have_none_either() -> None:
 def test_the_start_of_an_adapter_needs_no_module() -> None:
     live = lora_backend(3).gather()
     for name in NAMES:
-        assert torch.equal(adapter_start(name, tuple(live[name].shape), rank=4, seed=3), live[name])
+        assert torch.equal(initial_adapter_weight(name, tuple(live[name].shape), rank=4, seed=3), live[name])
 
 
 def test_adapters_that_would_not_act_as_said_are_told() -> None:
     module = lora_backend().module
     spec = LoraSpec(4, 64.0, ("proj",))
-    assert idle_adapters(module, spec) == []
-    assert idle_adapters(module, LoraSpec(4, 32.0, ("proj",))) == ["blocks.0.proj"]
+    assert inconsistent_adapters(module, spec) == []
+    assert inconsistent_adapters(module, LoraSpec(4, 32.0, ("proj",))) == ["blocks.0.proj"]
     module.blocks[0].proj.enable_adapters(False)  # type: ignore[index, union-attr]
-    assert idle_adapters(module, spec) == ["blocks.0.proj"]
+    assert inconsistent_adapters(module, spec) == ["blocks.0.proj"]
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"alpha": 0.0}])

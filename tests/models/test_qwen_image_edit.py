@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models.family_cases import CASES, built, changed
 from tests.models.test_qwen_image import RAGGED, expect_equal
 from unirl.config.errors import DataError
-from unirl.models.denoising.diffusers_pipeline import difference, draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import difference, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.images import to_pil
 from unirl.models.qwen_image.bundle import QwenImageBundle
@@ -117,8 +117,8 @@ def test_references_are_the_latents_of_diffusers(edit: QwenImageEditPipeline) ->
 def test_two_pictures_are_combined_as_in_diffusers(plus: QwenImageEditPipeline) -> None:
     texts, pictures = RAGGED[:3], shown(3, per_prompt=2)
     assert difference(plus, untrained(plus), texts, GUIDED, pictures, own_schedule=True) < TOLERANCE
-    drawn = draw_by_euler(plus, texts, GUIDED, pictures).latents
-    other = draw_by_euler(plus, texts, GUIDED, [ConditionImages.of(row.pixels.flip(0)) for row in pictures]).latents
+    drawn = sample_with_euler(plus, texts, GUIDED, pictures).latents
+    other = sample_with_euler(plus, texts, GUIDED, [ConditionImages.of(row.pixels.flip(0)) for row in pictures]).latents
     assert (drawn - other).abs().max() > SEEN
 
 
@@ -150,7 +150,7 @@ def test_the_claims_of_every_family_hold_of_combining_pictures() -> None:
 
 def test_a_network_in_bf16_gives_velocities_in_fp32() -> None:
     pipeline = QwenImageEditPipeline(QwenImageEditBundle(path="toy-plus", dtype="bf16"))
-    drawn = draw_by_euler(pipeline, ["x"], GUIDED, shown(1)).latents
+    drawn = sample_with_euler(pipeline, ["x"], GUIDED, shown(1)).latents
     assert drawn.dtype == torch.float32 and bool(drawn.isfinite().all())
 
 

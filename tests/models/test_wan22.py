@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.models.family_cases import CASES, built
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, difference, draw_by_euler, plain_pipeline
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, difference, plain_pipeline, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.wan22.bundle import Wan22Bundle
 from unirl.models.wan22.family import facts
@@ -141,7 +141,7 @@ def test_each_expert_is_guided_by_its_own_scale_as_in_diffusers(scales: tuple[fl
     params = replace(PARAMS, guidance_scale=scales[0], guidance_scale_2=scales[1])
     assert apart(pipeline, params) < 1e-4
     same = replace(params, guidance_scale_2=scales[0])
-    one, other = (draw_by_euler(pipeline, TEXTS, each).latents for each in (params, same))
+    one, other = (sample_with_euler(pipeline, TEXTS, each).latents for each in (params, same))
     assert (one - other).abs().max() > 1e-3
 
 

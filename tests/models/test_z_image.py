@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
-from unirl.models.denoising.diffusers_pipeline import draw_by_euler
+from unirl.models.denoising.diffusers_pipeline import sample_with_euler
 from unirl.models.z_image.family import Z_IMAGE, ZImageBundle, ZImagePipeline
 from unirl.testing import family
 from unirl.types.sampling import DiffusionSamplingParams
@@ -44,10 +44,10 @@ def test_ragged_prompts_are_embedded_as_diffusers_embeds_each_alone(pipeline: ZI
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_rows_of_unequal_length_are_drawn_as_diffusers_draws_each_alone(pipeline: ZImagePipeline, scale: float) -> None:
     plain, params = family.untrained(pipeline), params_of(scale, negative_prompt="blurred")
-    drawn = draw_by_euler(pipeline, RAGGED, params)
+    drawn = sample_with_euler(pipeline, RAGGED, params)
     pinned = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
     for i, text in enumerate(RAGGED):
-        pixels = pipeline.draw(plain, [text], drawn.x_T[i : i + 1].clone(), pinned)
+        pixels = pipeline.sample_with_diffusers(plain, [text], drawn.x_T[i : i + 1].clone(), pinned)
         ours = pipeline.decoder.decode(drawn.latents[i : i + 1])
         assert float((ours - pixels).abs().max()) < family.TOLERANCE
 
@@ -84,17 +84,17 @@ def test_every_row_is_as_long_as_the_longest_prompt_could_make_it(pipeline: ZIma
 
 def test_all_denoisers_of_one_network_pad_alike(pipeline: ZImagePipeline) -> None:
     params = params_of(1.0)
-    before = draw_by_euler(pipeline, RAGGED, params).latents
+    before = sample_with_euler(pipeline, RAGGED, params).latents
     pipeline.bundle.stage()
     pipeline.embed.clear()
-    draw_by_euler(pipeline, RAGGED, replace(params, max_sequence_length=16))
-    assert torch.equal(draw_by_euler(pipeline, RAGGED, params).latents, before)
+    sample_with_euler(pipeline, RAGGED, replace(params, max_sequence_length=16))
+    assert torch.equal(sample_with_euler(pipeline, RAGGED, params).latents, before)
 
 
 def test_diffusers_counts_guidance_from_the_conditional_branch(pipeline: ZImagePipeline) -> None:
     """w v_cond + (1 - w) v_uncond = v_cond + (w - 1) (v_cond - v_uncond): its default of 5 is our 6."""
     plain, params = family.untrained(pipeline), params_of(4.0)
-    drawn = draw_by_euler(pipeline, ["x"], params)
+    drawn = sample_with_euler(pipeline, ["x"], params)
     latents = plain(
         prompt=["x"],
         guidance_scale=3.0,

@@ -14,8 +14,8 @@ from unirl.models.denoising.diffusers_pipeline import (
     DiffusersPipeline,
     PlainPipeline,
     difference,
-    draw_by_euler,
     plain_pipeline,
+    sample_with_euler,
 )
 from unirl.models.loading.adapter_files import Adapter
 from unirl.sde.kernels import EulerODE
@@ -106,10 +106,10 @@ def check_sensitivity(pipeline: DiffusersPipeline[Any], params: DiffusionSamplin
             for parameter in getattr(wrong, part).parameters():
                 parameter.mul_(1.05)
     expect(difference(pipeline, wrong, PROMPTS, params) > SEEN, "weights 5 % larger draw the same samples")
-    drawn = draw_by_euler(pipeline, PROMPTS, params).latents
-    others = draw_by_euler(pipeline, PROMPTS[::-1], params).latents
+    drawn = sample_with_euler(pipeline, PROMPTS, params).latents
+    others = sample_with_euler(pipeline, PROMPTS[::-1], params).latents
     expect(bool((drawn - others).abs().max() > SEEN), "other texts draw the same samples")
-    unguided = draw_by_euler(pipeline, PROMPTS, replace(params, guidance_scale=1.0)).latents
+    unguided = sample_with_euler(pipeline, PROMPTS, replace(params, guidance_scale=1.0)).latents
     guided = params.guidance_scale == 1.0 or bool((drawn - unguided).abs().max() > SEEN)
     expect(guided, f"guidance {params.guidance_scale:g} draws the same samples as 1")
 

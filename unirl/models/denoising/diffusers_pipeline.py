@@ -33,7 +33,7 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
     lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
 
     @abstractmethod
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -53,7 +53,7 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
             plain_pipeline(self.bundle, trained).save_pretrained(folder)
         return folder
 
-    def handed_over(self) -> Mapping[str, object]:
+    def extra_components(self) -> Mapping[str, object]:
         """Components that diffusers is given beside a directory: those that it needs other libraries to read."""
         return {}
 
@@ -80,7 +80,7 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
         absent = {name: None for name in (*family.classes, *family.tokenizers) if name not in components(folder)}
         with quiet_libraries():
             plain = kind.from_pretrained(
-                folder, dtype=self.bundle.dtype, **_taken(kind, {**absent, **self.handed_over()})
+                folder, dtype=self.bundle.dtype, **_taken(kind, {**absent, **self.extra_components()})
             )
         return difference(self, without_bar(plain).to(self.bundle.device), texts, params)
 
@@ -129,11 +129,11 @@ def without_bar(plain: PlainPipeline) -> PlainPipeline:
     return plain
 
 
-def given_levels(levels: Sequence[float]) -> Any:
+def fixed_sigmas_scheduler(levels: Sequence[float]) -> Any:
     """Euler's scheduler of diffusers on `levels` [T + 1], whatever a pipeline asks it to do with them."""
     import diffusers
 
-    class GivenLevels(diffusers.FlowMatchEulerDiscreteScheduler):
+    class FixedSigmasScheduler(diffusers.FlowMatchEulerDiscreteScheduler):
         def set_timesteps(
             self,
             num_inference_steps: int | None = None,
@@ -144,7 +144,7 @@ def given_levels(levels: Sequence[float]) -> Any:
             """The given levels, unshifted."""
             super().set_timesteps(sigmas=list(levels[:-1]), device=device)
 
-    return GivenLevels(shift=1.0)
+    return FixedSigmasScheduler(shift=1.0)
 
 
 @torch.no_grad()
@@ -163,20 +163,20 @@ def difference(
         images: of each text; absent, for a family that needs some: keyed noise.
         own_schedule: diffusers walks down the levels of its own scheduler, which must be Euler's.
     """
-    drawn = draw_by_euler(pipeline, texts, params, images)
+    drawn = sample_with_euler(pipeline, texts, params, images)
     bundle, ours = pipeline.bundle, drawn.latents
     if not own_schedule:
         assert drawn.params.sigmas is not None
-        plain.scheduler = given_levels(drawn.params.sigmas)
+        plain.scheduler = fixed_sigmas_scheduler(drawn.params.sigmas)
     with bundle.resident(bundle.frozen), quiet_libraries():
-        theirs = pipeline.draw(plain, texts, drawn.x_T.clone(), drawn.params, drawn.images)
+        theirs = pipeline.sample_with_diffusers(plain, texts, drawn.x_T.clone(), drawn.params, drawn.images)
         if theirs.shape != ours.shape:
             ours = pipeline.decoder.decode(ours)
     return float((ours.float() - theirs.float()).abs().max())
 
 
 @dataclass(frozen=True)
-class Drawn:
+class EulerSamples:
     """What our sampler drew, and from what."""
 
     latents: Tensor  # [B, *latent]
@@ -187,12 +187,12 @@ class Drawn:
 
 
 @torch.no_grad()
-def draw_by_euler(
+def sample_with_euler(
     pipeline: DiffusersPipeline[Any],
     texts: Sequence[str],
     params: DiffusionSamplingParams,
     images: Sequence[ConditionImages] | None = None,
-) -> Drawn:
+) -> EulerSamples:
     """Our samples of `texts` by Euler's steps from keyed noise; keyed images where a family needs some."""
     params = dataclasses.replace(params.deterministic(), solver=None, trajectory_dtype="fp32")
     params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
@@ -204,9 +204,9 @@ def draw_by_euler(
         images = [ConditionImages.of(row.mul(255).round().div(255)) for row in pixels]
     x_T = pipeline.initial_noise(noise, ids, params)  # noqa: N806
     conditions = pipeline.encode(texts, params, images)
-    return Drawn(pipeline.stage.sample(conditions, x_T, params, noise, ids).final, x_T, params, images)
+    return EulerSamples(pipeline.stage.sample(conditions, x_T, params, noise, ids).final, x_T, params, images)
 
 
-def base_grid(num_inference_steps: int) -> list[float]:
+def unshifted_sigmas(num_inference_steps: int) -> list[float]:
     """The unshifted levels 1 - i / T that a scheduler of diffusers shifts to our schedule."""
     return [1.0 - i / num_inference_steps for i in range(num_inference_steps)]

@@ -21,7 +21,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from unirl.config.errors import NotFoundError
 from unirl.models.base import Decoder, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.vae import KLDecoder, KLEncoder
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
@@ -193,7 +193,7 @@ class Flux1Bundle(DiffusersBundle):
 class Flux1Pipeline(DiffusersPipeline[Flux1Bundle]):
     """Text to image with FLUX.1. The network reads the guidance scale as an input; negative prompts are not used."""
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -207,7 +207,7 @@ class Flux1Pipeline(DiffusersPipeline[Flux1Bundle]):
             width=params.width,
             guidance_scale=params.guidance_scale,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=tokens_of(x_T),
             max_sequence_length=params.max_sequence_length,
             output_type="pt",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.text import stacked_layers
@@ -18,7 +18,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 class Flux2KleinPipeline(DiffusersPipeline[Flux2KleinBundle]):
     """Guidance and schedule are the general ones."""
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -54,7 +54,7 @@ class Flux2KleinPipeline(DiffusersPipeline[Flux2KleinBundle]):
             width=params.width,
             guidance_scale=params.guidance_scale,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=x_T,
             output_type="pt",
         ).images

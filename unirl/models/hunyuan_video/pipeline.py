@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
@@ -20,7 +20,7 @@ class HunyuanVideoPipeline(DiffusersPipeline[HunyuanVideoBundle]):
 
     capabilities: ClassVar[Capabilities] = VIDEO
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -40,7 +40,7 @@ class HunyuanVideoPipeline(DiffusersPipeline[HunyuanVideoBundle]):
             true_cfg_scale=1.0 if embedded else params.guidance_scale,
             guidance_scale=params.guidance_scale,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=x_T,
             output_type="pt",
         ).frames

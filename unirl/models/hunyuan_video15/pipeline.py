@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
@@ -27,7 +27,7 @@ class HunyuanVideo15Pipeline(DiffusersPipeline[HunyuanVideo15Bundle]):
         """diffusers' pipeline loads no adapters; its transformer does."""
         plain.transformer.load_lora_adapter(str(folder), weight_name=DIFFUSERS_FILE)
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -47,7 +47,7 @@ class HunyuanVideo15Pipeline(DiffusersPipeline[HunyuanVideo15Bundle]):
             width=params.width,
             num_frames=params.num_frames,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=x_T,
             output_type="pt",
         ).frames

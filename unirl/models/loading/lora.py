@@ -40,7 +40,7 @@ class LoraSpec:
 def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
     """Freeze `module` and give every target a trainable float32 adapter: A gaussian with std 1 / rank, B zero.
 
-    On a module on the meta device the adapters are on it too, and get no values: `adapter_start` has them.
+    On a module on the meta device the adapters are on it too, and get no values: `initial_adapter_weight` has them.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
@@ -60,10 +60,10 @@ def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
             if not on_meta:
-                parameter.data.copy_(adapter_start(name, tuple(parameter.shape), spec.rank, seed))
+                parameter.data.copy_(initial_adapter_weight(name, tuple(parameter.shape), spec.rank, seed))
 
 
-def adapter_start(name: str, shape: tuple[int, ...], rank: int, seed: int) -> Tensor:
+def initial_adapter_weight(name: str, shape: tuple[int, ...], rank: int, seed: int) -> Tensor:
     """A fresh adapter's parameter in fp32 on the CPU: it depends on the seed and the parameter's name alone."""
     if ".lora_B." in name:
         return torch.zeros(shape)
@@ -76,7 +76,7 @@ def adapter_names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters() if _ADAPTER_WEIGHT.fullmatch(name)]
 
 
-def idle_adapters(module: nn.Module, spec: LoraSpec) -> list[str]:
+def inconsistent_adapters(module: nn.Module, spec: LoraSpec) -> list[str]:
     """Adapted layers whose adapter would not act as `spec` says: disabled, merged, inactive or scaled otherwise."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

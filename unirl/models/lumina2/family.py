@@ -16,7 +16,7 @@ from torch import Tensor
 from unirl.config.errors import InvalidValueError
 from unirl.models.base import Decoder, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.vae import KLDecoder, KLEncoder
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
@@ -175,7 +175,7 @@ class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):
         """The conditions of prompts, which follow the template that the model was trained with."""
         return super().encode([TEMPLATE + text for text in texts], params, images)
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -190,7 +190,7 @@ class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):
             width=params.width,
             guidance_scale=params.guidance_scale,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=x_T,
             max_sequence_length=params.max_sequence_length,
             output_type="pt",

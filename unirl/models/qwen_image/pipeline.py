@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.denoiser import packed
@@ -17,7 +17,7 @@ from unirl.types.sampling import DiffusionSamplingParams
 class QwenImagePipeline(DiffusersPipeline[QwenImageBundle]):
     """Guidance, schedule and conditioning are the general ones."""
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -47,7 +47,7 @@ def drawn(
         height=params.height,
         width=params.width,
         num_inference_steps=params.num_inference_steps,
-        sigmas=base_grid(params.num_inference_steps),
+        sigmas=unshifted_sigmas(params.num_inference_steps),
         latents=packed(x_T, 2),  # as diffusers has it, whatever the configuration says
         max_sequence_length=params.max_sequence_length,
         output_type="pt",

@@ -28,19 +28,19 @@ REFERENCE_PIXELS = 1024 * 1024
 class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
     """Guidance, schedule and conditioning are the general ones."""
 
-    def handed_over(self) -> Mapping[str, object]:
+    def extra_components(self) -> Mapping[str, object]:
         """The processor: diffusers' own way to read it needs torchvision."""
         return {name: part for name, part in self.bundle.tokenizers.items() if name == PROCESSOR}
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """The processor's files as the checkpoint has them: ours reads no videos, and would write none of its part."""
         written_to, family, path = super().write_model(tensors, folder), self.bundle.family, self.bundle.path
-        if self.handed_over() and not family.is_toy(path):
+        if self.extra_components() and not family.is_toy(path):
             root = family.directory(path, self.bundle.revision)
             shutil.copytree(root / PROCESSOR, written_to / PROCESSOR, dirs_exist_ok=True)
         return written_to
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unirl.models.base import Decoder, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.vae import KLDecoder, KLEncoder, from_unit, to_unit
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
@@ -209,7 +209,7 @@ class SD3Bundle(DiffusersBundle):
 class SD3Pipeline(DiffusersPipeline[SD3Bundle]):
     """Text to image with Stable Diffusion 3."""
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -226,7 +226,7 @@ class SD3Pipeline(DiffusersPipeline[SD3Bundle]):
             width=x_T.shape[-1] * plain.vae_scale_factor,
             guidance_scale=params.guidance_scale,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=x_T,
             output_type="pt" if complete else "latent",
         ).images

@@ -24,7 +24,7 @@ class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
 
     capabilities: ClassVar[Capabilities] = VIDEO
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],

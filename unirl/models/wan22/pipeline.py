@@ -31,7 +31,7 @@ class Wan22Pipeline(WanVideoPipeline[Wan22Bundle]):
 
     lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora",)
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -42,7 +42,7 @@ class Wan22Pipeline(WanVideoPipeline[Wan22Bundle]):
         """Pixels [B, 3, F, H, W]. diffusers shows the 5B model a first frame by another pipeline of the same parts."""
         if images is not None and not self.bundle.has_experts:
             plain = _shown(plain)
-        return super().draw(plain, texts, x_T, params, images)
+        return super().sample_with_diffusers(plain, texts, x_T, params, images)
 
     def settings(self, params: DiffusionSamplingParams) -> Mapping[str, Any]:
         """With the second expert's guidance."""

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from unirl.config.errors import NotFoundError
 from unirl.models.base import Decoder, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_bundle import DiffusersBundle
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, base_grid
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages, causal_mask
 from unirl.models.denoising.vae import KLDecoder, KLEncoder
 from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs, read_configs
@@ -210,7 +210,7 @@ class ZImageBundle(DiffusersBundle):
 class ZImagePipeline(DiffusersPipeline[ZImageBundle]):
     """Text to image with Z-Image."""
 
-    def draw(
+    def sample_with_diffusers(
         self,
         plain: PlainPipeline,
         texts: Sequence[str],
@@ -227,7 +227,7 @@ class ZImagePipeline(DiffusersPipeline[ZImageBundle]):
             width=params.width,
             guidance_scale=params.guidance_scale - 1.0,
             num_inference_steps=params.num_inference_steps,
-            sigmas=base_grid(params.num_inference_steps),
+            sigmas=unshifted_sigmas(params.num_inference_steps),
             latents=x_T,
             output_type="pt",
         ).images

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.lora import adapter_names, adapter_start
+from unirl.models.loading.lora import adapter_names, initial_adapter_weight
 from unirl.models.loading.saved_weights import SavedWeights
 from unirl.train.backend.sharding import Sharding
 
@@ -55,7 +55,7 @@ def fill(
     for name, parameter in sharding.parameters.items():
         rows, shard = sharding.rows(parameter), sharding.shard(parameter)
         if name in adapters:
-            shard.copy_(adapter_start(name, tuple(parameter.shape), rank, seed)[rows])
+            shard.copy_(initial_adapter_weight(name, tuple(parameter.shape), rank, seed)[rows])
         else:
             shard.copy_(saved.read(base_name(name), rows))
     for name, buffer in module.named_buffers():

@@ -17,7 +17,7 @@ from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightReceiver, uncompiled
 from unirl.models.base import Pipeline
 from unirl.models.canary import CanaryAnswer
-from unirl.models.loading.lora import LoraSpec, adapter_names, idle_adapters, inject_lora
+from unirl.models.loading.lora import LoraSpec, adapter_names, inconsistent_adapters, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.types.batch import Batch
 from unirl.types.facts import ModelFacts
@@ -91,7 +91,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
             )
         if layout.adapter is not None:
             spec = LoraSpec(layout.adapter.rank, layout.adapter.alpha, tuple(layout.adapter.targets))
-            idle = idle_adapters(self.network, spec)
+            idle = inconsistent_adapters(self.network, spec)
             if idle:
                 raise SyncError(
                     f"the adapter of {idle[0]!r} ({len(idle)} layers) is disabled, merged or scaled otherwise than "

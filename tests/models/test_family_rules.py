@@ -19,7 +19,7 @@ FILES = ("family.py", "toy.json", "published.json")
 LOOP = (
     "denoising/stage.py",
     "denoising/pipeline.py",
-    "denoising/diffusers_bundle.py",
+    "denoising/bundle.py",
     "denoising/diffusers_pipeline.py",
     "denoising/embeddings.py",
     "loading/checkpoint.py",

@@ -17,7 +17,7 @@ from unirl.models.denoising.diffusers_pipeline import (
     unshifted_sigmas,
 )
 from unirl.models.flux1.family import FLUX1, Flux1Bundle, Flux1Pipeline, facts, latents_of, tokens_of
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.kernels import EulerODE
 from unirl.types.sampling import DiffusionSamplingParams
 

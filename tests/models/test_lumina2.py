@@ -9,7 +9,7 @@ import torch
 
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.diffusers_pipeline import plain_pipeline
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import quiet_libraries
 from unirl.models.lumina2.family import TEMPLATE, Lumina2Bundle, Lumina2Pipeline
 from unirl.sde.kernels import EulerODE
 from unirl.types.conditions import TextEmbedCondition

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from tests.models.rollouts import request_for, sampling
 from tests.sync_ends import ends, toy_pipeline
 from unirl.config.errors import ConfigError, DataError
-from unirl.models.base import DiffusionBundle
+from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine, read_image, read_images
@@ -140,7 +140,7 @@ class Blind(ToyBundle):
 
 
 def test_a_family_without_an_encoder_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ConfigError, match=r"Blind brings no encoder of images.*give it `encoder\(\)`") as caught:
+    with pytest.raises(ConfigError, match=r"Blind has no encoder of images.*implement `encoder\(\)`") as caught:
         engine_of(ToyPipeline(Blind()))
     assert caught.value.code == 2020
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.train.ranks import run_ranks
 from unirl.config.errors import DataError
-from unirl.models.base import DiffusionBundle
+from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.testing.toy import ToyBundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.train.ranks import run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.distributed import current
-from unirl.models.base import DiffusionBundle
+from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.testing.toy import ToyBundle, ToyPipeline, toy_params, toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend

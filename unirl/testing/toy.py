@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.base import DiffusionBundle, chosen
+from unirl.models.base import components_to_load
+from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.models.loading.saved_weights import ModuleWeights, SavedWeights
@@ -212,7 +213,7 @@ class ToyBundle(DiffusionBundle):
         blocks: int = 1,
         meta_init: bool = False,
     ) -> None:
-        chosen(components, ("denoiser",), "denoiser")
+        components_to_load(components, ("denoiser",), "denoiser")
         self.fresh = partial(toy_denoiser, init_seed, width=width, blocks=blocks)
         denoiser = self.fresh().to("meta") if meta_init else self.fresh()
         super().__init__({"denoiser": denoiser}, toy_facts(), dtype=torch.float32, device=torch.device("cpu"))

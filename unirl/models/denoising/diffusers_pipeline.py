@@ -13,12 +13,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
-from unirl.models.loading.hub import components
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import components, quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import DiffusionSamplingParams
 

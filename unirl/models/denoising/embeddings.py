@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl.models.base import Bundle, MultimodalTextEncoder, TextEncoder
+from unirl.models.base import Bundle
 from unirl.models.chunks import padded_chunks, round_up
+from unirl.models.denoising.bundle import MultimodalTextEncoder, TextEncoder
 from unirl.types.conditions import TextEmbedCondition
 
 GIB = 1024**3

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError, IncompatibleError
-from unirl.models.base import DiffusionBundle
-from unirl.models.canary import IDS, PROMPTS, LatentCanary
+from unirl.models.base import CANARY_IDS, CANARY_PROMPTS, LatentCanaryInputs
 from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, select_conditions
-from unirl.models.denoising.decode_ahead import DecodeAhead
+from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
 from unirl.models.images import fit_image, read_image
 from unirl.sde.guidance import NEGATIVE
@@ -43,6 +45,48 @@ class _Draw:
     noise: NoiseSource
     sample_ids: list[str]
     start_ids: list[str]  # whose x_T: the sample's own, or its group's
+
+
+class DecodeAhead:
+    """One thread that decodes latents in the order in which they come; on a GPU on a stream of its own.
+
+    A chunk's pixels have the bits that they have without it, since decoding runs in full chunks either way.
+    """
+
+    def __init__(self, decode: Callable[[Tensor], Images | Videos], device: torch.device) -> None:
+        self.decode = decode
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._parts: list[Future[Images | Videos]] = []
+
+    def __enter__(self) -> DecodeAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def add(self, latents: Tensor) -> None:
+        """Decode the samples latents [b, *latent] of a chunk."""
+        ready = None if self.stream is None else torch.cuda.current_stream(latents.device).record_event()
+        self._parts.append(self._thread.submit(self._decoded, latents, ready))
+
+    def result(self) -> Images | Videos:
+        """All of them, in order. What decoding raised is raised here."""
+        parts: list[Any] = [part.result() for part in self._parts]
+        whole: Images | Videos = type(parts[0]).concat(parts)
+        return whole
+
+    def _decoded(self, latents: Tensor, ready: torch.cuda.Event | None) -> Images | Videos:
+        with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
+            if self.stream is not None and ready is not None:
+                self.stream.wait_event(ready)
+                latents.record_stream(self.stream)
+            pixels = self.decode(latents)
+            if self.stream is not None:
+                self.stream.synchronize()
+            return pixels
 
 
 class DiffusionPipeline(Generic[BundleT]):
@@ -119,7 +163,7 @@ class DiffusionPipeline(Generic[BundleT]):
         segment = self.stage.record(self.latents_of(images), params, noise)
         return _response(req, conditions, segment, images)
 
-    def canary_inputs(self) -> LatentCanary:
+    def canary_inputs(self) -> LatentCanaryInputs:
         """Fixed prompts as the pipeline's own encoders see them, and keyed noise halfway down the schedule."""
         side = CANARY_SIDE_TOKENS * self.facts.vae_scale * self.facts.patch_size
         params = DiffusionSamplingParams(
@@ -127,10 +171,10 @@ class DiffusionPipeline(Generic[BundleT]):
         )
         fewest, _ = self.facts.condition_images
         grey = ConditionImages.of(torch.full((fewest, 3, side, side), 0.5)) if fewest else None
-        return LatentCanary(
-            x=NoiseSource(0, "eval", 0).normal(list(IDS), "x", self.facts.latent_shape(params)),
-            sigma=torch.full((len(PROMPTS),), CANARY_SIGMA),
-            conditions=self.encode(PROMPTS, params, None if grey is None else [grey] * len(PROMPTS)),
+        return LatentCanaryInputs(
+            x=NoiseSource(0, "eval", 0).normal(list(CANARY_IDS), "x", self.facts.latent_shape(params)),
+            sigma=torch.full((len(CANARY_PROMPTS),), CANARY_SIGMA),
+            conditions=self.encode(CANARY_PROMPTS, params, None if grey is None else [grey] * len(CANARY_PROMPTS)),
         )
 
     def offload(self, names: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unirl.models.canary import CanaryAnswer, LatentCanary
+from unirl.models.base import CanaryOutput, LatentCanaryInputs
 from unirl.models.chunks import padded_rows, select_conditions
 from unirl.models.value_head import ValueHead, pooled_text
 from unirl.sde.guidance import Network
@@ -171,9 +171,9 @@ class DiffusionStage:
         said = self.value_head(x, sigma, None if text is None else text.repeat(len(steps), 1))
         return said.unflatten(0, (len(steps), len(segment))).transpose(0, 1)
 
-    def canary(self, inputs: LatentCanary) -> CanaryAnswer:
+    def canary(self, inputs: LatentCanaryInputs) -> CanaryOutput:
         """The velocity without guidance at `inputs`, which are on the network's device."""
-        return CanaryAnswer(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, self.facts.guidance))
+        return CanaryOutput(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, self.facts.guidance))
 
     def _rows(self, count: int) -> list[int]:
         return padded_rows(count, self.facts.batch_multiple)

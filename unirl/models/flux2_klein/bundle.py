@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.models.base import ConditionImageEncoder, Decoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import ConditionImageEncoder, Decoder, DiffusersBundle, Encoder, TextEncoder
 from unirl.models.flux2_klein.conditioning import KleinImageEncoder
 from unirl.models.flux2_klein.denoiser import KleinDenoiser
 from unirl.models.flux2_klein.family import FLUX2_KLEIN

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.models.base import Decoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, TextEncoder
 from unirl.models.hunyuan_video.denoiser import HunyuanVideoDenoiser
 from unirl.models.hunyuan_video.family import HUNYUAN_VIDEO
 from unirl.models.hunyuan_video.text import HunyuanVideoTextEncoder

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.models.base import Decoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, TextEncoder
 from unirl.models.hunyuan_video15.denoiser import HunyuanVideo15Denoiser
 from unirl.models.hunyuan_video15.family import HUNYUAN_VIDEO_15
 from unirl.models.hunyuan_video15.text import HunyuanVideo15TextEncoder

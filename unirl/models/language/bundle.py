@@ -17,14 +17,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from unirl.config.errors import NotFoundError
-from unirl.models.base import Bundle, chosen
+from unirl.models.base import Bundle, components_to_load
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.policy import TokenPolicy, policy_class
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.estimate import ModelEstimate, language_estimate
-from unirl.models.loading.hub import language_directory, read_json
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import language_directory, quiet_libraries, read_json
 from unirl.models.loading.saved_weights import (
     LANGUAGE_WEIGHTS,
     ModuleWeights,
@@ -97,7 +96,7 @@ class LanguageBundle(Bundle):
             dtype: what the network computes in.
             meta_init: leave the network without storage: the backend that trains it reads its shards only.
         """
-        chosen(components, (LM,), LM)
+        components_to_load(components, (LM,), LM)
         self.path = path
         self.revision = revision
         self.config = self.config_of(path, revision)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.packing import prompts_of
 from unirl.models.language.policy import tempered
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import quiet_libraries
 from unirl.types.conditions import Conditions
 from unirl.types.segments import TextSegment
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
-from unirl.models.canary import PROMPTS
+from unirl.models.base import CANARY_PROMPTS
 from unirl.models.language import export as text_export
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.chat import ChatFormat
@@ -25,7 +25,7 @@ from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
-CANARIES = tuple(text for text in PROMPTS if text)
+CANARIES = tuple(text for text in CANARY_PROMPTS if text)
 BundleT = TypeVar("BundleT", bound=LanguageBundle)
 
 

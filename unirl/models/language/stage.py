@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from unirl.models.canary import CanaryAnswer
+from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
 from unirl.models.language.attention import PackedAttention
 from unirl.models.language.chat import TextCodec
@@ -144,7 +144,7 @@ class ARStage:
         return TokenReplay(kept["logp"], kept.get("entropy"), said)
 
     @torch.no_grad()
-    def canary(self, inputs: PromptTokens) -> CanaryAnswer:
+    def canary(self, inputs: PromptTokens) -> CanaryOutput:
         """The logits [B, V] of what follows each of the prompts `inputs`."""
         packed = pack_prompts(self._here({"prompt": inputs}), range(len(inputs)))
         lasts = padded_rows(len(inputs), self.facts.batch_multiple)
@@ -153,7 +153,7 @@ class ARStage:
             attention_fn = PackedAttention(padded.lengths, self._device())
             output_fn = NextTokenLogits(at.to(self._device()))
             found = self._forward(padded.inputs(attention_fn, output_fn))
-        return CanaryAnswer(values=found["logits"][: len(inputs)])
+        return CanaryOutput(values=found["logits"][: len(inputs)])
 
     def _values(self, hidden: Tensor, gradient: ValueGradient) -> Tensor:
         """[sum L] what the value head says of the hidden states."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,23 @@ def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 def _unreachable(repo: str, why: str) -> DataError:
     return NotFoundError(f"model {repo!r} {why}")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """diffusers and transformers draw no bars and log errors only inside; as before afterwards."""
+    import diffusers.utils.logging as of_diffusers
+    import transformers.utils.logging as of_transformers
+
+    libraries = (of_diffusers, of_transformers)
+    before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, verbosity, bars in before:
+            library.set_verbosity(verbosity)
+            if bars:
+                library.enable_progress_bar()

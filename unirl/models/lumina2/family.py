@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import InvalidValueError
-from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.vae import KLDecoder, KLEncoder

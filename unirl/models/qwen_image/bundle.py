@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.qwen_image.denoiser import QwenImageDenoiser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from unirl.models.base import ConditionImageEncoder, TextEncoder
+from unirl.models.denoising.bundle import ConditionImageEncoder, TextEncoder
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.qwen_image.bundle import QwenImageBundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unirl.models.base import Encoder
+from unirl.models.denoising.bundle import Encoder
 from unirl.models.qwen_image_edit.denoiser import IMAGE
 from unirl.types.conditions import Conditions, LatentCondition
 from unirl.types.sampling import DiffusionSamplingParams

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.vae import KLDecoder, KLEncoder, from_unit, to_unit

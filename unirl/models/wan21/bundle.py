@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from unirl.models.base import ConditionImageEncoder, Decoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import ConditionImageEncoder, Decoder, DiffusersBundle, Encoder, TextEncoder
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.wan21.conditioning import FirstFrameEncoder

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from unirl.models.base import ConditionImageEncoder
+from unirl.models.denoising.bundle import ConditionImageEncoder
 from unirl.models.denoising.stage import Denoiser
 from unirl.models.loading.checkpoint import DiffusersFamily
 from unirl.models.loading.saved_weights import JoinedWeights, SavedWeights

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.config.errors import NotFoundError
-from unirl.models.base import Decoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_bundle import DiffusersBundle
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages, causal_mask
 from unirl.models.denoising.vae import KLDecoder, KLEncoder

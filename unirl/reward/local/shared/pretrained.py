@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.hub import HUB_ID
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import HUB_ID, quiet_libraries
 
 DAMAGED = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
 """What the libraries raise for files that are cut, foreign, or hold more than tensors."""

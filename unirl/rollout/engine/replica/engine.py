@@ -15,8 +15,7 @@ from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, Numerics, ParamMapping
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightReceiver, uncompiled
-from unirl.models.base import Pipeline
-from unirl.models.canary import CanaryAnswer
+from unirl.models.base import CanaryOutput, Pipeline
 from unirl.models.loading.lora import LoraSpec, adapter_names, inconsistent_adapters, inject_lora
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.types.batch import Batch
@@ -116,7 +115,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
         return self.pipeline.canary_inputs()
 
     @torch.no_grad()
-    def canary(self, inputs: Batch, answer: CanaryAnswer) -> CanaryResult:
+    def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
         """The network's own answer against the trainer's."""
         device = self.pipeline.bundle.device
         with uncompiled():

@@ -1,24 +1,113 @@
-"""A bundle of a family of diffusers: its network as a velocity field, its frozen encoders and VAE."""
+"""Contracts of a denoising model's components, and the bundle of a checkpoint that diffusers can load."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from unirl.models.base import DiffusionBundle, chosen
+from unirl.config.errors import IncompatibleError
+from unirl.models.base import Bundle, components_to_load
+from unirl.models.denoising.stage import Denoiser, DiffusionStage
 from unirl.models.loading.checkpoint import TOY, DiffusersFamily
 from unirl.models.loading.estimate import ModelEstimate
 from unirl.models.loading.hub import components as components_of
-from unirl.models.loading.quiet import quiet_libraries
+from unirl.models.loading.hub import quiet_libraries
 from unirl.models.loading.saved_weights import ModuleWeights, SafetensorsWeights, SavedWeights
+from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
+from unirl.types.sampling import DiffusionSamplingParams
 
 CPU = torch.device("cpu")
 VAE = "vae"
+
+
+class TextEncoder(Protocol):
+    """Encodes prompts into conditions with the frozen text encoders of one checkpoint."""
+
+    components: tuple[str, ...]
+    """The components of the bundle that `encode` runs."""
+
+    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        """One row per text. Each row depends only on its text and on the length."""
+        ...
+
+
+@runtime_checkable
+class MultimodalTextEncoder(TextEncoder, Protocol):
+    """A text encoder that can read a prompt together with images."""
+
+    def encode_with_images(self, texts: Sequence[str], max_sequence_length: int, images: Tensor) -> TextEmbedCondition:
+        """One row per text and its images [B, N, 3, H, W] in [0, 1]. Each row depends only on its own inputs."""
+        ...
+
+
+class ConditionImageEncoder(Protocol):
+    """Encodes the images of a prompt into conditions: the first frame of a video, or images to edit."""
+
+    components: tuple[str, ...]
+    """The components of the bundle that `encode` runs."""
+
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """One row per prompt from images [B, N, 3, H, W] in [0, 1], already scaled to the size of the sample."""
+        ...
+
+
+class Decoder(Protocol):
+    """Decodes latents into pixels."""
+
+    components: tuple[str, ...]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1], not rounded, from latents [B, *latent]; differentiable."""
+        ...
+
+
+class Encoder(Protocol):
+    """Encodes pixels into latents."""
+
+    components: tuple[str, ...]
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [B, *latent] fp32 from pixels [B, 3, H, W] in [0, 1]. Deterministic."""
+        ...
+
+
+class DiffusionBundle(Bundle):
+    """A bundle of a denoising model. Each method builds one component that the pipeline uses."""
+
+    facts: LatentFacts
+
+    def stage(self) -> DiffusionStage:
+        """The trained network as a policy that samples and replays trajectories."""
+        return DiffusionStage(self.denoiser(), self.facts, self.dtype)
+
+    @abstractmethod
+    def denoiser(self) -> Denoiser:
+        """The trained network as a velocity field."""
+
+    @abstractmethod
+    def text_encoder(self) -> TextEncoder:
+        """The encoder of prompts."""
+
+    @abstractmethod
+    def decoder(self) -> Decoder:
+        """The decoder of latents."""
+
+    def condition_image_encoder(self) -> ConditionImageEncoder | None:
+        """The encoder of condition images. None if the model takes none."""
+        return None
+
+    def encoder(self) -> Encoder:
+        """The encoder of pixels, used to train on recorded images. Raises IncompatibleError if there is none."""
+        raise IncompatibleError(
+            f"{type(self).__name__} has no encoder of images, so it cannot be trained on recorded images: implement "
+            "`encoder()`, or let the policy sample its own images"
+        )
 
 
 class DiffusersBundle(DiffusionBundle):
@@ -51,7 +140,7 @@ class DiffusersBundle(DiffusionBundle):
         facts = self.family.facts(self.configs, batch_multiple(device))
         trained = tuple(name for name in self.family.trained if name in self.configs)
         frozen = tuple(name for name in self.configs.components if name not in trained)
-        wanted = chosen(components, (facts.trainable_attr, *frozen), facts.trainable_attr)
+        wanted = components_to_load(components, (facts.trainable_attr, *frozen), facts.trainable_attr)
         self.dtype = TORCH_DTYPES[dtype]
         with quiet_libraries():
             parts = {name: self._empty(name) if meta_init else self._load(name) for name in trained}

@@ -176,7 +176,7 @@ def test_a_scorer_gets_the_pictures_as_the_model_saw_them(scorer: EditRewardRewa
 
 def test_a_prompt_without_a_picture_cannot_be_compared(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
     req, resp = edited(tmp_path, [(), ()])
-    with pytest.raises(RewardError, match=r"prompt of sample 'g0' brought none: give it media_refs"):
+    with pytest.raises(RewardError, match=r"prompt of sample 'g0' has no image: give it media_refs"):
         RewardService(backend=scorer).score_and_attach(req, resp)
 
 

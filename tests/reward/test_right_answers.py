@@ -15,7 +15,7 @@ from unirl.reward.local.length import LengthRewardScorer
 from unirl.reward.local.math_verify import MathVerifyRewardScorer
 from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer
 from unirl.reward.scoring import checked_score
-from unirl.reward.service import RewardService, attached, concat_scored
+from unirl.reward.service import RewardService, concat_scored, with_rewards
 from unirl.testing.tokens import token_stage, token_track
 from unirl.types.reward import Answer, ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_resp import RolloutResp
@@ -107,7 +107,7 @@ def test_answers_reach_the_track_and_survive_parts_that_have_none() -> None:
     track = token_track(token_stage(), prompts=1, siblings=2).replace(rewards=None)
     scored = checked_score(ExactMatchRewardScorer(), request(["7", "8"]), "r")
     lost = RewardResponse(total=torch.full((2,), torch.nan), components={})
-    parts = [RolloutResp({"text": attached(track, answer, 0.0)}) for answer in (scored, lost)]
+    parts = [RolloutResp({"text": with_rewards(track, answer, 0.0)}) for answer in (scored, lost)]
     assert concat_scored(parts).tracks["text"].answers == [Answer(True, "7"), Answer(False, "8"), None, None]
     assert concat_scored(parts[1:]).tracks["text"].answers is None
     assert RewardService(backend=ExactMatchRewardScorer()).probe(request(["7", "8"])).answers is not None

@@ -41,7 +41,7 @@ from unirl.config.errors import (
 from unirl.reward.base import LocalRewardBackend
 from unirl.reward.client.wire import ItemError, Kind, MediaPayload, TextAnswer
 from unirl.reward.registry import make_scorer
-from unirl.reward.scoring import scored_apart
+from unirl.reward.scoring import score_by_halves
 from unirl.types.primitives import Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -92,7 +92,7 @@ def alike(rows: Sequence[ScorerRow]) -> list[list[int]]:
 def _scored(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
     request = request_of(rows, scorer.reads)
     try:
-        answer = scored_apart(scorer, request, name)
+        answer = score_by_halves(scorer, request, name)
     except RewardError as error:  # what the scorer itself asks cannot be reached
         return [ItemError(KINDS[error.code], str(error))] * len(rows)
     lost = set(answer.lost())

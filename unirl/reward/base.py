@@ -1,4 +1,4 @@
-"""The contract of a scorer."""
+"""The contract of a reward scorer."""
 
 from __future__ import annotations
 
@@ -16,58 +16,60 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class RewardScorer(ABC):
-    """Scores the rows of a request, each by itself: neither order nor neighbours matter."""
+    """Scores the rows of a request. The score of a row depends on that row alone."""
 
     reads: tuple[str, ...]
-    """The columns it gets, of: prompts, images, videos, texts, lengths, sources, metadata."""
+    """Columns of the request that the scorer needs: prompts, images, videos, texts, lengths, sources, metadata.
+    The other columns are None."""
     capabilities: Capabilities = Capabilities(modalities=("image",))
 
     @abstractmethod
     def score(self, request: RewardRequest) -> RewardResponse:
-        """Finite component scores [B] and their total [B], float32, in the order of the request.
+        """Returns finite component scores [B] and their total [B], float32, in the order of the request.
 
-        A row that cannot be scored raises RewardError naming its sample id; it never becomes a zero.
+        Raises:
+            RewardError: a row cannot be scored; the message names its sample id. A failure is never returned as 0.
         """
 
     def offload(self) -> None:  # noqa: B027 - most scorers hold no memory worth moving
-        """Leave the device between reward phases."""
+        """Moves the scorer's weights off the device between reward phases."""
 
     def onload(self) -> None:  # noqa: B027
-        """The inverse of `offload`."""
+        """Moves the scorer's weights back to the device."""
 
 
 @runtime_checkable
 class DifferentiableScorer(Protocol):
-    """A scorer of pictures that a policy can be trained through; it declares `Capabilities.differentiable`."""
+    """An image scorer whose score has a gradient. It declares `Capabilities.differentiable`."""
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the total of `score`, with its gradient with respect to images [B, 3, H, W] in [0, 1], not rounded."""
+        """Returns the total of `score` [B], differentiable in images [B, 3, H, W] in [0, 1] that are not rounded."""
         ...
 
 
 @runtime_checkable
 class PromptChecker(Protocol):
-    """A scorer that knows from a prompt alone when none of its samples could be scored: something it needs is missing.
+    """A scorer that can tell from a prompt and its metadata that no sample of this prompt could be scored.
 
-    It is asked of every prompt when a run starts, and by `unirl data check`.
+    The start of a run and `unirl data check` call it with every prompt.
     """
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Raises RewardError saying what is missing."""
+        """Raises RewardError when the prompt lacks something that the scorer needs."""
         ...
 
 
 @runtime_checkable
 class StartChecker(Protocol):
-    """A scorer that asks something elsewhere: whether that is there is found out before a run loads anything."""
+    """A scorer that depends on a server. A run checks the server before it loads a model."""
 
     def check_start(self) -> None:
-        """Raises RewardError or ConfigError, with the way out, when nothing could be scored."""
+        """Raises RewardError or ConfigError, with the way out, when the server cannot score anything."""
         ...
 
 
 class LocalRewardBackend(RewardScorer):
-    """A scorer around a network, which is built on first use and moves between the device and the CPU."""
+    """A scorer with a network, which is built on first use and can move between the device and the CPU."""
 
     toy: ClassVar[dict[str, object]] = {}
 
@@ -77,11 +79,11 @@ class LocalRewardBackend(RewardScorer):
 
     @abstractmethod
     def load_model(self) -> nn.Module:
-        """The network on the CPU; heavy libraries are imported here."""
+        """Returns the network on the CPU. Heavy libraries are imported here."""
 
     @property
     def model(self) -> nn.Module:
-        """The network on the device, in eval mode and without gradients."""
+        """The network on the device, in eval mode, with frozen weights."""
         if self._model is None:
             self._model = self.load_model().eval().requires_grad_(False).to(self.device)
         return self._model
@@ -96,13 +98,13 @@ class LocalRewardBackend(RewardScorer):
 
 
 def resolve_device(device: Device) -> torch.device:
-    """The accelerator if there is one (`auto`), else the CPU."""
+    """Returns the device of that name; `auto` is CUDA where it is available, otherwise the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
 
 
 def single(name: str, scores: Tensor) -> RewardResponse:
-    """The answer of a scorer with one component, which is the total."""
+    """Returns the response of a scorer whose only component is its total."""
     scores = scores.detach().float().cpu()
     return RewardResponse(total=scores, components={name: scores})

@@ -1,4 +1,4 @@
-"""Several scorers as one: a weighted sum."""
+"""Several scorers as one scorer: a weighted sum."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from torch import Tensor
 
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import answer_of, check_prompt, check_start, objective_of
+from unirl.reward.scoring import check_prompt, check_start, objective_of, response_of
 from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
 
 class WeightedRewards(RewardScorer):
-    """total = sum over scorers of weight x that scorer's total. Components keep their scorer's name as a prefix.
+    """total = sum over scorers of weight * total of that scorer. A component's name begins with its scorer's name.
 
-    A scorer of weight 0 is logged only: its scores enter no advantage, and it may fail without harm. The answers
-    of rows come from the first scorer that gives any; logged-only scorers come last.
+    A scorer of weight 0 is a logged-only reward: its scores do not enter the advantages, and it may fail without
+    consequences. The answers of a response are those of the first scorer that reports answers; logged-only rewards
+    come last.
     """
 
-    capabilities = Capabilities()  # the class's; its objects have those of their scorers
+    capabilities = Capabilities()  # of the class; an object has the capabilities of its scorers
 
     def __init__(self, *, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
-        """One weight per scorer, by name."""
+        """
+        Args:
+            scorers: the scorers by name.
+            weights: one weight for each of these names.
+        """
         for name in weights.keys() - scorers.keys():
             raise ConfigError(
                 f"weights.{name} names no scorer.{did_you_mean(name, scorers)} There are {sorted(scorers)}"
@@ -42,49 +47,49 @@ class WeightedRewards(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         total = torch.zeros(len(request), dtype=torch.float64)
         components: dict[str, Tensor] = {}
-        logged: dict[str, Tensor] = {}
+        logged_rewards: dict[str, Tensor] = {}
         failures: dict[int, Failures] = {}
         answers: Sequence[Answer | None] | None = None
         for name, weight in sorted(self.weights.items(), key=lambda item: not item[1]):
-            answer = answer_of(self.scorers[name], request, name) if weight else self._logged_only_answer(name, request)
-            total += weight * answer.total.double() if weight else 0.0
-            (components if weight else logged).update(_named(name, answer))
-            for row, found in answer.failures.items():
-                failures[row] = failures.get(row, ()) + found
-            answers = answer.answers if answers is None else answers
+            response = response_of(self.scorers[name], request, name) if weight else self._logged_only(name, request)
+            total += weight * response.total.double() if weight else 0.0
+            (components if weight else logged_rewards).update(_prefixed(name, response))
+            for row, row_failures in response.failures.items():
+                failures[row] = failures.get(row, ()) + row_failures
+            answers = response.answers if answers is None else answers
         return RewardResponse(
             total=total.float(),
             components=components,
-            logged_rewards=logged,
+            logged_rewards=logged_rewards,
             failures=failures,
             answers=answers,
         )
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Every scorer's own check; one of weight 0 may fail without harm."""
+        """Runs the check of every scorer except the logged-only ones, which may fail."""
         for name, weight in self.weights.items():
             if weight:
                 check_prompt(self.scorers[name], prompt, metadata)
 
     def check_start(self) -> None:
-        """Every scorer's own check; one of weight 0 may fail without harm."""
+        """Runs the check of every scorer except the logged-only ones, which may fail."""
         for name, weight in self.weights.items():
             if weight:
                 check_start(self.scorers[name])
 
-    def _logged_only_answer(self, name: str, request: RewardRequest) -> RewardResponse:
-        """The answer of a logged-only scorer; NaN for all rows when it fails as a whole."""
+    def _logged_only(self, name: str, request: RewardRequest) -> RewardResponse:
+        """Returns the response of a logged-only scorer. All its scores are NaN when it fails as a whole."""
         try:
-            return answer_of(self.scorers[name], request, name)
+            return response_of(self.scorers[name], request, name)
         except RewardError as error:
             failure = (Failure(name, str(error), error.code),)
-            nothing = torch.full((len(request),), torch.nan)
+            no_scores = torch.full((len(request),), torch.nan)
             return RewardResponse(
-                total=nothing, components={name: nothing}, failures=dict.fromkeys(range(len(request)), failure)
+                total=no_scores, components={name: no_scores}, failures=dict.fromkeys(range(len(request)), failure)
             )
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the total of `score` with its gradient. A scorer of weight 0, which is logged only, needs none."""
+        """Returns the differentiable total [B] of `score`. A logged-only scorer needs no gradient."""
         total = torch.zeros(len(images), device=images.device)
         for name, weight in self.weights.items():
             if weight:
@@ -100,7 +105,7 @@ class WeightedRewards(RewardScorer):
             scorer.onload()
 
 
-def _named(name: str, answer: RewardResponse) -> dict[str, Tensor]:
-    """The total of a scorer under its name, and its components, if there are several, behind it."""
-    parts = answer.components if len(answer.components) > 1 else {}
-    return {name: answer.total} | {f"{name}_{part}": scores for part, scores in parts.items()}
+def _prefixed(name: str, response: RewardResponse) -> dict[str, Tensor]:
+    """Returns a scorer's total under its name and, where it has several components, those as `<name>_<component>`."""
+    parts = response.components if len(response.components) > 1 else {}
+    return {name: response.total} | {f"{name}_{part}": scores for part, scores in parts.items()}

@@ -1,4 +1,4 @@
-"""What becomes of samples that cannot be scored: tried again, dropped with their group within a budget, or the end."""
+"""The policy for samples that cannot be scored: retry, then give weight 0 to their group within a budget, or stop."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 import torch
 
 from unirl.config.errors import InvalidValueError, RewardError
-from unirl.reward.scoring import checked_score, joined, refuse_failures, scored_apart
+from unirl.reward.scoring import checked_score, concat_responses, refuse_failures, score_by_halves
 from unirl.types.protocols import Scorer, State
 from unirl.types.reward import Failure, RewardRequest, RewardResponse
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 SIBLING = "sibling"
-"""The reason of a sample that was scored, and dropped because one of its group was not."""
+"""The reason for weight 0 of a sample that has a reward, but is in the group of one that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailurePolicy:
-    """A sample that cannot be scored is never a zero: by default the first one stops the run."""
+    """What happens when samples cannot be scored. By default the first one stops the run; it never counts as 0."""
 
     retries: int = 0
-    """How often failed samples are scored again, by themselves, after the others of their call."""
+    """How often failed samples are scored again, by themselves, after the other samples of their call."""
     max_dropped_fraction: float = 0.0
-    """Share of the samples of the last `window` steps that may be dropped, whole groups counted; beyond it: the end."""
+    """Largest share of the samples of the last `window` steps that may have weight 0. A sample without a reward gives
+    weight 0 to its whole group. The run stops beyond this share."""
     window: int = 20
-    """Steps over which dropped samples are counted."""
+    """Number of steps over which samples of weight 0 are counted."""
 
     def __post_init__(self) -> None:
         if self.retries < 0:
@@ -42,73 +43,73 @@ class FailurePolicy:
             raise InvalidValueError(f"on_failure.window must be >= 1 step, got {self.window}; 20 is usual")
 
     def score(self, scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
-        """The scorer's answer after all retries.
+        """Returns the scorer's response after all retries.
 
         Raises:
-            RewardError: 6001 when the scorer cannot be reached; the first failure, if nothing may be dropped.
+            RewardError: 6001 when the scorer cannot be reached; the first failure when no sample may have weight 0.
         """
         if self == STRICT:
             return checked_score(scorer, request, name)
-        answer = scored_apart(scorer, request, name)
+        response = score_by_halves(scorer, request, name)
         for _ in range(self.retries):
-            lost = answer.lost()
-            if lost:
-                answer = _replaced(answer, lost, scored_apart(scorer, request.select(lost), name))
+            failed = response.lost()
+            if failed:
+                response = _replace_rows(response, failed, score_by_halves(scorer, request.select(failed), name))
         if not self.max_dropped_fraction:
-            refuse_failures(answer, request)
-        return answer
+            refuse_failures(response, request)
+        return response
 
 
 STRICT = FailurePolicy()
 
 
-def _replaced(answer: RewardResponse, rows: Sequence[int], again: RewardResponse) -> RewardResponse:
-    """The answer with that of another call at `rows`."""
-    both = joined([answer, again])
-    source = list(range(len(answer.total)))
+def _replace_rows(response: RewardResponse, rows: Sequence[int], retried: RewardResponse) -> RewardResponse:
+    """Returns `response` with its rows `rows` replaced by those of `retried`."""
+    both = concat_responses([response, retried])
+    source = list(range(len(response.total)))
     for number, row in enumerate(rows):
-        source[row] = len(answer.total) + number
+        source[row] = len(response.total) + number
     return RewardResponse(
         total=both.total[source],
         components={name: scores[source] for name, scores in both.components.items()},
         logged_rewards={name: scores[source] for name, scores in both.logged_rewards.items()},
-        failures={row: both.failures[of] for row, of in enumerate(source) if of in both.failures},
-        answers=None if both.answers is None else [both.answers[of] for of in source],
+        failures={row: both.failures[index] for row, index in enumerate(source) if index in both.failures},
+        answers=None if both.answers is None else [both.answers[index] for index in source],
     )
 
 
 class DropBudget:
-    """Drops the groups of samples without a reward, as long as `policy` allows. `Stateful`."""
+    """Gives weight 0 to the groups of samples without a reward, as far as `policy` allows. `Stateful`."""
 
     def __init__(self, policy: FailurePolicy) -> None:
         self.policy = policy
         self.counts: deque[tuple[int, int]] = deque(maxlen=policy.window)
-        """(samples, dropped ones) of the last steps."""
+        """(samples, samples of weight 0) of the last steps."""
 
     def admit(self, resp: RolloutResp) -> RolloutResp:
-        """The response with weight 0 in every group that lost a sample.
+        """Returns the response with weight 0 for every group that has a sample without a reward.
 
         Raises:
-            RewardError: 6002 when more were dropped than may be, or none is left.
+            RewardError: 6002 when the policy does not allow so many samples of weight 0, or no other sample is left.
         """
         admitted = drop_failed(resp)
         weights = torch.cat([track.weight for track in admitted.tracks.values() if track.rewards is not None])
         self.counts.append((len(weights), int((weights == 0).sum())))
         samples, dropped = (sum(column) for column in zip(*self.counts, strict=True))
         if dropped > self.policy.max_dropped_fraction * samples or not weights.any():
-            raise RewardError(self._spent(admitted, samples, dropped))
+            raise RewardError(self._overdrawn(admitted, samples, dropped))
         return admitted
 
-    def _spent(self, resp: RolloutResp, samples: int, dropped: int) -> str:
+    def _overdrawn(self, resp: RolloutResp, samples: int, dropped: int) -> str:
         name, row, failure = first_failure(resp)
         reasons = Counter[str]()
         for track in resp.tracks.values():
             reasons.update(drop_reasons(track))
-        found = ", ".join(f"{count} by {reason}" for reason, count in sorted(reasons.items()))
+        counts = ", ".join(f"{count} by {reason}" for reason, count in sorted(reasons.items()))
         return (
             f"{dropped} of the {samples} samples of the last {len(self.counts)} steps were dropped, because they or "
             f"their siblings could not be scored; reward.on_failure.max_dropped_fraction allows "
-            f"{self.policy.max_dropped_fraction:g}. In this step: {found}. The first is sample "
+            f"{self.policy.max_dropped_fraction:g}. In this step: {counts}. The first is sample "
             f"{resp.tracks[name].sample_ids[row]!r}: {failure.why}"
         )
 
@@ -121,7 +122,7 @@ class DropBudget:
 
 
 def drop_failed(resp: RolloutResp) -> RolloutResp:
-    """The response with weight 0 in every group of which a sample has no reward."""
+    """Returns the response with weight 0 for every group that has a sample without a reward. No row is removed."""
     groups = set()
     for name, track in resp.tracks.items():
         if track.rewards is not None and not track.rewards.isfinite().all():
@@ -131,20 +132,20 @@ def drop_failed(resp: RolloutResp) -> RolloutResp:
 
 
 def drop_reasons(track: RolloutTrack) -> dict[str, int]:
-    """How many samples of weight 0 fell for which reward, or for a sibling's sake."""
+    """Counts the samples of weight 0 by the reward that failed, or as `sibling` if another of their group failed."""
     failures = track.failures or [()] * len(track)
-    alone = track.rewards.isfinite().tolist() if track.rewards is not None else [True] * len(track)
+    has_reward = track.rewards.isfinite().tolist() if track.rewards is not None else [True] * len(track)
     return dict(
         Counter(
             SIBLING if scored else failures[row][0].reward
-            for row, (weight, scored) in enumerate(zip(track.weight.tolist(), alone, strict=True))
+            for row, (weight, scored) in enumerate(zip(track.weight.tolist(), has_reward, strict=True))
             if weight == 0
         )
     )
 
 
 def first_failure(resp: RolloutResp) -> tuple[str, int, Failure]:
-    """(track, row, why) of the first sample without a reward."""
+    """Returns (track, row, failure) of the first sample without a reward."""
     for name, track in resp.tracks.items():
         if track.rewards is not None and track.failures is not None:
             for row, score in enumerate(track.rewards.tolist()):

@@ -1,4 +1,4 @@
-"""The scorers of `unirl.reward.local` by name, for those who name a reward without a recipe."""
+"""The scorers of `unirl.reward.local` by name, for commands and services that name a reward without a recipe."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SUFFIX = "RewardScorer"
 
 
 def scorers() -> dict[str, type[RewardScorer]]:
-    """Name to class of every local scorer: `pickscore`, `jpeg_compressibility`, ..."""
+    """Returns the class of every local scorer by name: `pickscore`, `jpeg_compressibility`, ..."""
     package = unirl.reward.local
     modules = [
-        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
     ]
     return {_name(cls, module): cls for module in modules for cls in _classes(module)}
 
@@ -40,21 +40,21 @@ def _classes(module: ModuleType) -> list[type[RewardScorer]]:
 
 
 def _name(cls: type, module: ModuleType) -> str:
-    """The module's own name where the class is called like it, otherwise the class's words with underscores."""
+    """Returns the module's name if the class has the same name, otherwise the words of the class in snake case."""
     words = cls.__name__.removesuffix(SUFFIX)
     stem = module.__name__.rpartition(".")[2]
     return stem if words.lower() == stem.replace("_", "") else re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
 
 
 def make_scorer(name: str, params: Mapping[str, Any], *, toy: bool = False, plugins: Sequence[str] = ()) -> Scorer:
-    """The scorer called `name`, or the class of that dotted name in one of `plugins`.
+    """Returns the local scorer `name`, or the class with that dotted name in one of the packages `plugins`.
 
     Args:
-        params: fields of the scorer's spec; keyword arguments of one without a spec.
-        toy: take the scorer's own small values where `params` says nothing.
+        params: fields of the scorer's spec, or keyword arguments of a scorer without a spec.
+        toy: use the scorer's toy values for the settings that `params` does not name.
 
     Raises:
-        ConfigError: no such scorer, or one that does not take `params`; the message says what there is.
+        ConfigError: there is no such scorer, or it does not accept `params`; the message lists what exists.
     """
     schema = schema_of(_find(name, plugins))
     spec = _spec(schema)
@@ -70,14 +70,14 @@ def _find(name: str, plugins: Sequence[str]) -> Any:
     known = scorers()
     if name not in known:
         raise ConfigError(
-            f"there is no scorer {name!r}.{did_you_mean(name, known)} There are {', '.join(sorted(known))}; "
-            "your own is named with its package, which `plugins` allows"
+            f"there is no scorer {name!r}.{did_you_mean(name, known)} There are {', '.join(sorted(known))}. To use a "
+            "scorer of your own, write its dotted name and list its package in `plugins`"
         )
     return known[name]
 
 
 def _spec(schema: Schema) -> Schema | None:
-    """The schema of the scorer's spec, where `config` is all that it takes."""
+    """Returns the schema of the scorer's spec if `config` is its only argument."""
     if list(schema.keys) != ["config"]:
         return None
     kind: Any = type(schema.keys["config"].default)

@@ -1,4 +1,4 @@
-"""Asking a scorer: what is checked of every answer, and what becomes of a row that has none."""
+"""Calls of a scorer: the checks on every response, and the search for rows that cannot be scored."""
 
 from __future__ import annotations
 
@@ -16,87 +16,86 @@ from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardR
 
 
 def name_of(scorer: Scorer) -> str:
-    """The name that errors give a scorer: its class."""
+    """Returns the name of a scorer in error messages: its class."""
     return type(scorer).__name__
 
 
 def check_prompt(scorer: Scorer, prompt: str, metadata: Mapping[str, Any]) -> None:
-    """Raises RewardError when the scorer knows that no sample of this prompt could be scored."""
+    """Raises RewardError when the scorer reports that no sample of this prompt could be scored."""
     if isinstance(scorer, PromptChecker):
         scorer.check_prompt(prompt, metadata)
 
 
 def check_start(scorer: Scorer) -> None:
-    """Raises RewardError or ConfigError when the scorer asks something elsewhere that is not there."""
+    """Raises RewardError or ConfigError when the scorer depends on a server that cannot score."""
     if isinstance(scorer, StartChecker):
         scorer.check_start()
 
 
 def checked_score(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
-    """The scorer's answer, given only the columns it reads: right count, finite, float32 on the CPU.
+    """Returns the scorer's response, whose scores have the right count, are finite, and are float32 on the CPU.
 
     Raises:
         RewardError: 6002 when the scorer fails or the count is wrong, 6003 when a score is not finite.
     """
-    answer = answer_of(scorer, request, name)
-    refuse_failures(answer, request)
-    return answer
+    response = response_of(scorer, request, name)
+    refuse_failures(response, request)
+    return response
 
 
-def answer_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
-    """The same, but rows whose score is not finite, or which the scorer could not score, stand in `failures`.
+def response_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
+    """Returns the scorer's response to the columns that it reads.
+
+    A row that has a score that is not finite, or that the scorer could not score, is listed in `failures`.
 
     Raises:
         RewardError: 6002 when the scorer fails as a whole or the count is wrong.
     """
     columns: dict[str, Any] = {column: getattr(request, column) for column in scorer.reads}
     try:
-        answer = scorer.score(RewardRequest(sample_ids=request.sample_ids, **columns))
+        response = scorer.score(RewardRequest(sample_ids=request.sample_ids, **columns))
     except UniRLError:
         raise
-    except Exception as error:  # a scorer is foreign code: whatever it raises, the user must learn which reward it was
+    except Exception as error:  # a scorer is foreign code: whatever it raises, the error must name the reward
         raise RewardError(
             f"reward {name!r} failed on {len(request)} samples from {request.sample_ids[0]!r} on: "
             f"{type(error).__name__}: {error}. No reward was attached; a failed reward is never counted as zero"
         ) from error
-    if not answer.components:
-        raise RewardError(f"reward {name!r} answered without components: give each score a name")
-    total = column_of(answer.total, request, name)
-    components = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.components.items()}
-    logged = {part: column_of(found, request, f"{name}.{part}") for part, found in answer.logged_rewards.items()}
-    failures: dict[int, Failures] = dict(answer.failures)
-    for part, found in [(name, total), *((f"{name}.{part}", found) for part, found in components.items())]:
-        for row in (~torch.isfinite(found)).nonzero().flatten().tolist():
+    if not response.components:
+        raise RewardError(f"reward {name!r} returned no components: give each score a name")
+    if response.answers is not None and len(response.answers) != len(request):
+        raise RewardError(f"reward {name!r} returned {len(response.answers)} answers for {len(request)} samples")
+    total = column_of(response.total, request, name)
+    components = {part: column_of(scores, request, f"{name}.{part}") for part, scores in response.components.items()}
+    logged_rewards = {
+        part: column_of(scores, request, f"{name}.{part}") for part, scores in response.logged_rewards.items()
+    }
+    failures: dict[int, Failures] = dict(response.failures)
+    for part, scores in [(name, total), *((f"{name}.{part}", scores) for part, scores in components.items())]:
+        for row in (~torch.isfinite(scores)).nonzero().flatten().tolist():
             known = failures.get(row, ())
-            if all(failure.reward in logged for failure in known):
-                why = f"reward {part!r} gave {float(found[row])} to sample {request.sample_ids[row]!r}"
+            if all(failure.reward in logged_rewards for failure in known):
+                why = f"reward {part!r} gave {float(scores[row])} to sample {request.sample_ids[row]!r}"
                 failures[row] = (Failure(name, why, InvalidScoreError.code), *known)
             total[row] = torch.nan
-    answers = _one_per_row(answer.answers, request, name)
-    return RewardResponse(total=total, components=components, logged_rewards=logged, failures=failures, answers=answers)
+    return RewardResponse(
+        total=total, components=components, logged_rewards=logged_rewards, failures=failures, answers=response.answers
+    )
 
 
-def _one_per_row(
-    answers: Sequence[Answer | None] | None, request: RewardRequest, name: str
-) -> Sequence[Answer | None] | None:
-    if answers is not None and len(answers) != len(request):
-        raise RewardError(f"reward {name!r} gave {len(answers)} answers for {len(request)} samples")
-    return answers
-
-
-def refuse_failures(answer: RewardResponse, request: RewardRequest) -> None:
+def refuse_failures(response: RewardResponse, request: RewardRequest) -> None:
     """Raises RewardError for the first row without a reward."""
-    lost = answer.lost()
-    if lost:
-        failure = answer.failures[lost[0]][0]
+    failed = response.lost()
+    if failed:
+        failure = response.failures[failed[0]][0]
         raise RewardError.of_code(failure.code)(
-            f"{failure.why} ({len(lost)} of {len(request)} samples could not be scored): a reward must be a finite "
+            f"{failure.why} ({len(failed)} of {len(request)} samples could not be scored): a reward must be a finite "
             "number, and a failed one is never counted as zero"
         )
 
 
 def column_of(scores: Tensor, request: RewardRequest, name: str) -> Tensor:
-    """[B] a float32 copy on the CPU. Raises RewardError (6002) when their number is wrong."""
+    """Returns a float32 copy [B] on the CPU. Raises RewardError (6002) when the number of scores is wrong."""
     if scores.shape != (len(request),):
         raise RewardError(
             f"reward {name!r} gave scores of shape {list(scores.shape)} for {len(request)} samples "
@@ -105,59 +104,61 @@ def column_of(scores: Tensor, request: RewardRequest, name: str) -> Tensor:
     return scores.detach().to("cpu", torch.float32, copy=True)
 
 
-def scored_apart(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
-    """The scorer's answer; where it fails as a whole, halves are asked until the rows that fail stand alone.
+def score_by_halves(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
+    """Returns the scorer's response. A request that fails is split in halves until only the rows that fail are left.
 
     Raises:
         RewardError: 6001 when the scorer cannot be reached at all.
     """
     try:
-        return answer_of(scorer, request, name)
+        return response_of(scorer, request, name)
     except RewardError as error:
         if isinstance(error, RewardUnreachableError):
             raise
         if len(request) == 1:
-            nothing = torch.full((1,), torch.nan)
-            return RewardResponse(total=nothing, components={}, failures={0: (Failure(name, str(error), error.code),)})
+            no_score = torch.full((1,), torch.nan)
+            return RewardResponse(total=no_score, components={}, failures={0: (Failure(name, str(error), error.code),)})
     middle = len(request) // 2
     halves = [range(middle), range(middle, len(request))]
-    return joined([scored_apart(scorer, request.select(rows), name) for rows in halves])
+    return concat_responses([score_by_halves(scorer, request.select(rows), name) for rows in halves])
 
 
-def joined(answers: Sequence[RewardResponse]) -> RewardResponse:
-    """The answers to consecutive rows as one. A score that an answer lacks, because all its rows failed, is NaN."""
+def concat_responses(responses: Sequence[RewardResponse]) -> RewardResponse:
+    """Joins the responses to consecutive rows. A component that is missing, because all rows failed, is NaN."""
     failures: dict[int, Failures] = {}
-    before = 0
-    for answer in answers:
-        failures |= {before + row: found for row, found in answer.failures.items()}
-        before += len(answer.total)
+    offset = 0
+    for response in responses:
+        failures |= {offset + row: row_failures for row, row_failures in response.failures.items()}
+        offset += len(response.total)
     return RewardResponse(
-        total=torch.cat([answer.total for answer in answers]),
-        components=_columns([answer.components for answer in answers], answers),
-        logged_rewards=_columns([answer.logged_rewards for answer in answers], answers),
+        total=torch.cat([response.total for response in responses]),
+        components=_concat_columns([response.components for response in responses], responses),
+        logged_rewards=_concat_columns([response.logged_rewards for response in responses], responses),
         failures=failures,
-        answers=joined_answers([(answer.answers, len(answer.total)) for answer in answers]),
+        answers=concat_answers([(response.answers, len(response.total)) for response in responses]),
     )
 
 
-def joined_answers(parts: Sequence[tuple[Sequence[Answer | None] | None, int]]) -> list[Answer | None] | None:
-    """The answers to consecutive rows, of parts with so many rows, as one; None where a part has none."""
+def concat_answers(parts: Sequence[tuple[Sequence[Answer | None] | None, int]]) -> list[Answer | None] | None:
+    """Joins the answers of consecutive parts, each given with its number of rows. A part without answers gives None."""
     if all(answers is None for answers, _ in parts):
         return None
     return [answer for answers, count in parts for answer in (answers or [None] * count)]
 
 
-def _columns(parts: Sequence[Mapping[str, Tensor]], answers: Sequence[RewardResponse]) -> dict[str, Tensor]:
+def _concat_columns(parts: Sequence[Mapping[str, Tensor]], responses: Sequence[RewardResponse]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for part in parts for name in part)
-    blank = [torch.full_like(answer.total, torch.nan) for answer in answers]
-    return {name: torch.cat([part.get(name, none) for part, none in zip(parts, blank, strict=True)]) for name in names}
+    blanks = [torch.full_like(response.total, torch.nan) for response in responses]
+    return {
+        name: torch.cat([part.get(name, blank) for part, blank in zip(parts, blanks, strict=True)]) for name in names
+    }
 
 
 def objective_of(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """[B] the scorer's total with its gradient, on the device of the images.
+    """Returns the scorer's differentiable total [B] on the device of the images.
 
     Raises:
-        RewardError: 6002 when the scorer has none, or gives another number of scores.
+        RewardError: 6002 when the scorer has no gradient, or returns another number of scores.
     """
     name = name_of(scorer)
     if not isinstance(scorer, DifferentiableScorer):
@@ -165,27 +166,25 @@ def objective_of(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> Tens
     scores = scorer.objective(images, prompts)
     if scores.shape != (len(images),):
         raise RewardError(
-            f"reward {name!r} gave an objective of shape {list(scores.shape)} for {len(images)} pictures: "
-            "it must give one number per picture"
+            f"reward {name!r} gave an objective of shape {list(scores.shape)} for {len(images)} images: "
+            "it must give one number per image"
         )
     return scores.to(images.device)
 
 
 ScoreRow = Callable[[int], Mapping[str, float]]
-"""The scores of a row by name. It raises when there are none."""
+"""Returns the scores of one row by name, or raises."""
 
 
 def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow, threads: int = 1) -> RewardResponse:
-    """The answer of a scorer that looks at one row at a time.
-
-    A row on which `score_row` raises has no reward and says which sample it is and why; the others keep theirs.
+    """Scores a request row by row. A row on which `score_row` raises is listed in `failures`; the others keep scores.
 
     Args:
-        names: the components; the first is the total.
-        threads: rows in flight at once.
+        names: the components; the first one is the total.
+        threads: rows that are scored at the same time.
 
     Raises:
-        RewardError: 6001 when what scores the rows cannot be reached; any other UniRLError of `score_row`.
+        RewardError: 6001 when the server that scores the rows cannot be reached; any other UniRLError of `score_row`.
     """
     scores = torch.full((len(names), len(request)), torch.nan)
     failures: dict[int, Failures] = {}
@@ -194,9 +193,9 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
     for row, attempt in enumerate(attempts):
         error = attempt.exception()
         if error is None:
-            found = attempt.result()
-            scores[:, row] = torch.tensor([found[name] for name in names])
-        elif _is_no_sample(error):
+            row_scores = attempt.result()
+            scores[:, row] = torch.tensor([row_scores[name] for name in names])
+        elif not _concerns_one_row(error):
             raise error
         else:
             why = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
@@ -208,8 +207,8 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
     return RewardResponse(total=scores[0].clone(), components=components, failures=failures)
 
 
-def _is_no_sample(error: BaseException) -> bool:
-    """Whether an error is about the scorer or the process, not about one row."""
+def _concerns_one_row(error: BaseException) -> bool:
+    """Returns False for an error of the scorer as a whole or of the process."""
     if isinstance(error, RewardError):
-        return isinstance(error, RewardUnreachableError)
-    return isinstance(error, UniRLError) or not isinstance(error, Exception)
+        return not isinstance(error, RewardUnreachableError)
+    return isinstance(error, Exception) and not isinstance(error, UniRLError)

@@ -1,4 +1,4 @@
-"""The reward role: scores the leaves of a response, strictly, and attaches the rewards."""
+"""The reward role: scores the leaf tracks of a response and attaches the rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import check_prompt, check_start, checked_score, joined_answers, name_of, objective_of
+from unirl.reward.scoring import check_prompt, check_start, checked_score, concat_answers, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
@@ -26,31 +26,31 @@ COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metada
 DecodedT = TypeVar("DecodedT", Images, Videos, Texts)
 
 
-def attached(track: RolloutTrack, answer: RewardResponse, seconds: float) -> RolloutTrack:
-    """The track with the scores of its rows, which took `seconds`."""
+def with_rewards(track: RolloutTrack, response: RewardResponse, seconds: float) -> RolloutTrack:
+    """Returns the track with the scores of its rows. Scoring took `seconds`."""
     return track.replace(
-        rewards=answer.total,
-        component_rewards=answer.components,
-        logged_rewards=answer.logged_rewards,
-        failures=[answer.failures.get(row, ()) for row in range(len(track))],
-        answers=None if answer.answers is None else list(answer.answers),
+        rewards=response.total,
+        component_rewards=response.components,
+        logged_rewards=response.logged_rewards,
+        failures=[response.failures.get(row, ()) for row in range(len(track))],
+        answers=None if response.answers is None else list(response.answers),
         reward_seconds=torch.full((len(track),), seconds),
     )
 
 
 def concat_scored(parts: Sequence[RolloutResp]) -> RolloutResp:
-    """One scored response from several. A score that a part lacks, because all its rows failed, is NaN there."""
+    """Joins scored responses. A component that a part lacks, because all its rows failed, is NaN in that part."""
     for field in ("component_rewards", "logged_rewards"):
         parts = _same_columns(parts, field)
     return RolloutResp.concat(_same_answers(parts))
 
 
 def _same_answers(parts: Sequence[RolloutResp]) -> list[RolloutResp]:
-    """The parts, whose tracks all have answers where that of any part has some."""
+    """Returns the parts with answers on a track in every part if the track has answers in any part."""
     filled = list(parts)
     for name in parts[0].tracks:
         tracks = [part.tracks[name] for part in parts]
-        answers = joined_answers([(track.answers, len(track)) for track in tracks])
+        answers = concat_answers([(track.answers, len(track)) for track in tracks])
         if answers is not None:
             rows = iter(answers)
             filled = [
@@ -61,6 +61,7 @@ def _same_answers(parts: Sequence[RolloutResp]) -> list[RolloutResp]:
 
 
 def _same_columns(parts: Sequence[RolloutResp], field: str) -> list[RolloutResp]:
+    """Returns the parts with the same score names in `field`, NaN where a part has no such score."""
     filled = []
     for part in parts:
         for name, track in part.tracks.items():
@@ -74,18 +75,18 @@ def _same_columns(parts: Sequence[RolloutResp], field: str) -> list[RolloutResp]
 
 
 class RewardService:
-    """Holds one scorer, or a weighted set of them. A failure is never a zero: strict, it stops the step."""
+    """Holds one scorer or a weighted set of scorers. By default, the first sample without a score stops the run."""
 
     def __init__(self, *, backend: Scorer, on_failure: FailurePolicy = STRICT) -> None:
         """
         Args:
-            backend: the scorer; several are combined by `unirl.reward.combine.WeightedRewards`.
-            on_failure: what becomes of samples that cannot be scored.
+            backend: the scorer. `unirl.reward.combine.WeightedRewards` combines several.
+            on_failure: the policy for samples that cannot be scored.
         """
         for column in backend.reads:
             if column not in COLUMNS:
                 raise ConfigError(
-                    f"reward {name_of(backend)!r} reads {column!r}, which is no column of a reward request."
+                    f"reward {name_of(backend)!r} reads {column!r}, which is not a column of a reward request."
                     f"{did_you_mean(column, COLUMNS)} Choose among {', '.join(COLUMNS)}"
                 )
         self.backend = backend
@@ -93,19 +94,20 @@ class RewardService:
 
     @scatter(concat_scored, order=RolloutResp.select)
     def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
-        """The response with rewards [B] and component rewards on every leaf track.
+        """Returns the response with rewards [B] and component rewards on every leaf track.
 
-        A sample that cannot be scored has the reward NaN and says why, where `on_failure` lets some be dropped.
+        If `on_failure` allows samples of weight 0, a sample that cannot be scored gets the reward NaN, and its failures
+        give the reason.
 
         Raises:
-            RewardError: the scorer failed or answered with a missing, extra or non-finite score.
+            RewardError: the scorer failed or returned a missing, extra or non-finite score.
         """
         parents = {track.parent_track for track in resp.tracks.values()}
         for name in [name for name in resp.tracks if name not in parents]:
             track = resp.tracks[name]
             begin = time.perf_counter()
-            answer = self.on_failure.score(self.backend, self._request(req, resp, name), name_of(self.backend))
-            resp = resp.with_track(name, attached(track, answer, time.perf_counter() - begin))
+            response = self.on_failure.score(self.backend, self._request(req, resp, name), name_of(self.backend))
+            resp = resp.with_track(name, with_rewards(track, response, time.perf_counter() - begin))
         return resp
 
     def _request(self, req: RolloutReq, resp: RolloutResp, name: str) -> RewardRequest:
@@ -129,23 +131,26 @@ class RewardService:
         )
 
     def _sources(
-        self, pictures: Sequence[tuple[str, ...]], rows: Sequence[int], track: RolloutTrack
+        self, prompt_image_uris: Sequence[tuple[str, ...]], rows: Sequence[int], track: RolloutTrack
     ) -> list[list[Tensor]]:
-        """What the prompt of each row brought, as the model saw it: cut to the sample's size, each file read once."""
+        """Returns the source images of each row's prompt, cropped to the sample's size as the model saw them.
+
+        Each file is read once.
+        """
         height, width = self._decoded_as(Images, "images", track).pixels.shape[-2:]
-        uris = [pictures[row] for row in rows]
-        for sample, brought in zip(track.sample_ids, uris, strict=True):
-            if not brought:
+        uris = [prompt_image_uris[row] for row in rows]
+        for sample, sample_uris in zip(track.sample_ids, uris, strict=True):
+            if not sample_uris:
                 raise RewardError(
-                    f"reward {name_of(self.backend)!r} compares with the picture that was edited, and the prompt of "
-                    f"sample {sample!r} brought none: give it media_refs of role condition"
+                    f"reward {name_of(self.backend)!r} compares a sample with its source image, and the prompt of "
+                    f"sample {sample!r} has no image: give it media_refs of role condition"
                 )
-        distinct = dict.fromkeys(uri for brought in uris for uri in brought)
+        distinct = dict.fromkeys(uri for sample_uris in uris for uri in sample_uris)
         opened = {uri: fit_image(read_image(uri), height, width) for uri in distinct}
-        return [[opened[uri] for uri in brought] for brought in uris]
+        return [[opened[uri] for uri in sample_uris] for sample_uris in uris]
 
     def _decoded_as(self, kind: type[DecodedT], column: str, track: RolloutTrack) -> DecodedT:
-        """The decoded media of the track, which hold `column`. Raises RewardError when they are of another kind."""
+        """Returns the decoded media of the track, which hold `column`. Raises RewardError if they have another type."""
         if not isinstance(track.decoded, kind):
             raise RewardError(
                 f"reward {name_of(self.backend)!r} reads {column}, but the rollout decoded "
@@ -155,56 +160,56 @@ class RewardService:
 
     @rank0
     def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> None:
-        """Before anything is drawn: whether what the scorer asks is there, and every prompt has what it needs.
+        """Checks, before anything is generated, the scorer's server and every prompt.
 
         Raises:
-            RewardError, ConfigError: from this process, what the scorer asks elsewhere is not there.
-            DataError: 4002 naming the prompt of which no sample could be scored, as far as its text says.
+            RewardError, ConfigError: the server that the scorer depends on cannot be used from this process.
+            DataError: 4002 a prompt lacks something that the scorer needs; the message names the prompt.
         """
         check_start(self.backend)
-        for prompt, about, prompt_id in zip(prompts, metadata, ids, strict=True):
+        for prompt, prompt_metadata, prompt_id in zip(prompts, metadata, ids, strict=True):
             try:
-                check_prompt(self.backend, prompt, about)
+                check_prompt(self.backend, prompt, prompt_metadata)
             except RewardError as error:
                 raise DataError(
                     f"prompt {prompt_id!r} has no sample that reward {name_of(self.backend)!r} could score: {error}"
                 ) from error
 
     def probe(self, request: RewardRequest) -> RewardResponse:
-        """The scores of rows known to differ. Raises RewardError when all are equal: such a reward teaches nothing."""
-        answer = checked_score(self.backend, request, name_of(self.backend))
-        if len(request) > 1 and bool((answer.total == answer.total[0]).all()):
+        """Returns the scores of rows that differ. Raises RewardError when all are equal, since they carry no signal."""
+        response = checked_score(self.backend, request, name_of(self.backend))
+        if len(request) > 1 and bool((response.total == response.total[0]).all()):
             raise InvalidScoreError(
-                f"reward {name_of(self.backend)!r} gave {float(answer.total[0]):g} to all {len(request)} rows of the "
+                f"reward {name_of(self.backend)!r} gave {float(response.total[0]):g} to all {len(request)} rows of the "
                 "probe, which differ: check its metadata keys and its weights"
             )
-        return answer
+        return response
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the total reward of pictures that are not rounded, with its gradient: for the loss of a sibling."""
+        """Returns the differentiable total reward [B] of images that are not rounded, for losses in this process."""
         return objective_of(self.backend, images, prompts)
 
     @broadcast
     def offload(self, names: Sequence[str]) -> None:
-        """Leave the device; `names` is the whole reward or nothing."""
+        """Moves the scorer off the device unless `names` is empty. A reward cannot be moved in parts."""
         if names:
             self.backend.offload()
             current().free_unused()
 
     @broadcast
     def onload(self, names: Sequence[str]) -> None:
-        """The inverse of `offload`."""
+        """Moves the scorer back to the device unless `names` is empty."""
         if names:
             self.backend.onload()
 
 
 def response_lengths(sampling: Any, track: RolloutTrack) -> list[ResponseLength]:
-    """[B] tokens of each text of a track, and where sampling cuts them off."""
+    """Returns the number of tokens of each text [B] of a track and the limit at which sampling cuts it off."""
     return [ResponseLength(tokens, sampling.max_new_tokens) for tokens in track.segment.lengths.tolist()]
 
 
 def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[int]:
-    """The row of the request that each row of the track descends from."""
+    """Returns, for each row of the track, the row of the request that it descends from."""
     ids = track.sample_ids
     while track.parent_track is not None:
         assert track.parent_ids is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import answer_of, check_prompt, check_start, name_of
+from unirl.reward.scoring import check_prompt, check_start, name_of, response_of
 from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
@@ -52,7 +52,7 @@ class LengthRewardScorer(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         lengths = request.lengths
         assert lengths is not None
-        answer = answer_of(self.scorer, request, name_of(self.scorer))
+        answer = response_of(self.scorer, request, name_of(self.scorer))
         penalty = self._penalty(answer.total, lengths)
         truncated = torch.tensor([float(length.truncated) for length in lengths])
         return RewardResponse(

@@ -9,7 +9,7 @@ import torch
 
 from unirl.config.errors import IncompatibleError
 from unirl.reward.base import RewardScorer, single
-from unirl.reward.scoring import answer_of, name_of
+from unirl.reward.scoring import name_of, response_of
 from unirl.types.protocols import Capabilities, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout_req import RECORDED
@@ -34,7 +34,7 @@ class RecordedRewardScorer(RewardScorer):
         assert request.metadata is not None
         roles: list[Any] = [about.get(RECORDED) for about in request.metadata]
         if self.drawn is not None and not any(roles):
-            return answer_of(self.drawn, request, name_of(self.drawn))
+            return response_of(self.drawn, request, name_of(self.drawn))
         for sample_id, role in zip(request.sample_ids, roles, strict=True):
             if role not in WORTH:
                 raise IncompatibleError(

@@ -61,7 +61,7 @@ class AnswerScorer(RewardScorer):
         """The right answer as `judge` takes it. Raises RewardError when it has not the form that it must have."""
         return answer
 
-    def answer_of(self, metadata: Mapping[str, Any]) -> str:
+    def reference_answer(self, metadata: Mapping[str, Any]) -> str:
         """The right answer of a prompt. Raises RewardError when there is none."""
         found = metadata.get(self.config.answer_key)
         answer = str(found).strip() if isinstance(found, str | int | float) and not isinstance(found, bool) else ""
@@ -73,7 +73,7 @@ class AnswerScorer(RewardScorer):
         return self.read_answer(answer)
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        self.answer_of(metadata)
+        self.reference_answer(metadata)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         texts, metadata = request.texts, request.metadata
@@ -82,7 +82,7 @@ class AnswerScorer(RewardScorer):
         answers: dict[int, Answer] = {}
 
         def score_row(row: int) -> Mapping[str, float]:
-            judged = self.judge(texts[row], self.answer_of(metadata[row]))
+            judged = self.judge(texts[row], self.reference_answer(metadata[row]))
             answers[row] = Answer(right=judged.scores[self.name] == 1.0, text=judged.said)
             return judged.scores
 
@@ -159,7 +159,7 @@ class MathScorer(AnswerScorer):
             self._idle.put(checker)
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        answer = self.answer_of(metadata)
+        answer = self.reference_answer(metadata)
         with self._checker() as checker:
             checker.check_reference(answer)
 

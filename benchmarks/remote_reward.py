@@ -34,7 +34,7 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.harness import machine  # noqa: E402
 from unirl.reward.client import wire  # noqa: E402
-from unirl.reward.client.encoding import image_medium  # noqa: E402
+from unirl.reward.client.encoding import encode_image  # noqa: E402
 from unirl.reward.registry import make_scorer  # noqa: E402
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec  # noqa: E402
 from unirl.types.reward import RewardRequest  # noqa: E402
@@ -111,7 +111,7 @@ def wire_costs(side: int) -> list[WireCost]:
 
 def wire_cost(picture: Tensor, format: wire.ImageFormat, content_type: str, limits: DecodeLimits) -> WireCost:
     def request() -> bytes:
-        medium = image_medium(picture, format, 95)
+        medium = encode_image(picture, format, 95)
         if content_type == wire.JSON and format != "raw":
             turn = wire.Turn(text="a", image_b64=base64.b64encode(medium.data).decode())
         else:

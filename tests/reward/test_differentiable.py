@@ -155,7 +155,7 @@ def test_an_objective_of_another_shape_is_refused() -> None:
         def objective(self, images: Tensor, prompts: object = ()) -> Tensor:
             return super().objective(images).mean()
 
-    with pytest.raises(RewardError, match=r"'Sloppy' gave an objective of shape \[\] for 3 pictures"):
+    with pytest.raises(RewardError, match=r"'Sloppy' gave an objective of shape \[\] for 3 images"):
         RewardService(backend=Sloppy()).objective(pictures(), PROMPTS)
 
 

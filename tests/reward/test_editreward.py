@@ -193,7 +193,7 @@ def test_what_was_edited_travels_in_a_turn_before(encoding: str) -> None:
     source, answer = RequestItems(request(), config)[1].history
     assert source.text == answer.text == PROMPTS[1]
     assert source.has_image and answer.has_image and source != answer
-    with pytest.raises(ValueError, match="sends_sources is for pictures"):
+    with pytest.raises(ValueError, match="sends_sources needs input_kind=image"):
         RemoteRewardSpec(base_url="toy", required_rewards=("x",), sends_sources=True, input_kind="video")
 
 

@@ -400,7 +400,7 @@ def test_the_start_waits_as_long_as_it_is_told_and_no_longer():
 def test_a_service_that_refuses_the_token_is_known_at_the_start():
     refusal = Reply(plain({"kind": "unauthorized", "detail": "no token"}), 401, JSON)
     with stub(lambda items, n: scores(items), health=lambda: refusal) as service:
-        with pytest.raises(RewardError, match=r"401 unauthorized: no token.* Mend the request, the token") as raised:
+        with pytest.raises(RewardError, match=r"401 unauthorized: no token.* Correct the request, the token") as raised:
             backend(service.url, startup_s=30.0).check_start()
         assert raised.value.code == 6002
 
@@ -446,7 +446,7 @@ def test_metadata_that_cannot_travel_names_its_sample():
         ({"required_rewards": ()}, "name at least one"),
         ({"reward_weights": {"b": 1.0}}, "must name each of"),
         ({"reward_weights": {"odd": 0.0}}, "positive sum"),
-        ({"reward_weights": {"odd": 1.0}, "aggregation_method": "min"}, "plays no part in min"),
+        ({"reward_weights": {"odd": 1.0}, "aggregation_method": "min"}, "has no effect with min"),
         ({"encoding": "json"}, "choose png"),
         ({"encoding": "json", "input_kind": "video"}, "choose mp4"),
         ({"image_quality": 0}, "1..95"),

@@ -142,7 +142,7 @@ def test_a_wrong_count_is_an_error(total):
 
 
 def test_missing_components_are_an_error():
-    with pytest.raises(RewardError, match="without components"):
+    with pytest.raises(RewardError, match="returned no components"):
         attached(Broken(lambda request: RewardResponse(total=torch.zeros(4), components={})))
 
 

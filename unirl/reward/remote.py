@@ -1,13 +1,13 @@
-"""Rewards that a service computes in processes, environments or machines of its own."""
+"""Rewards that a reward service computes in other processes, in other environments or on other machines."""
 
 from __future__ import annotations
 
 import base64
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, Rew
 from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
-from unirl.reward.client.encoding import image_medium, video_medium
+from unirl.reward.client.encoding import encode_image, encode_video
 from unirl.reward.client.retries import ItemResult, ScoresOrError, score_items
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
 from unirl.types.protocols import Capabilities
@@ -30,31 +30,31 @@ COLUMN = {"image": "images", "video": "videos", "text": "texts"}
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRewardSpec(ConnectionConfig):
-    """Which rewards of which service, how their scores become one, and in which form the media travel."""
+    """The service, its rewards, how their scores are combined, and how images and videos are encoded."""
 
     required_rewards: tuple[str, ...]
-    """Names that the service has; looked up when a run starts."""
+    """Names of rewards of the service. The start of a run checks that the service has them."""
     reward_weights: Mapping[str, float] | None = None
-    """One per reward, for `weighted_sum`; a reward of weight 0 is logged only. None: all weigh the same."""
+    """One weight per reward, for `weighted_sum`. A reward of weight 0 is logged only. None: all weights are equal."""
     aggregation_method: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
-    """How several rewards become one; `weighted_sum` divides by the sum of the weights."""
+    """How several rewards are combined. `weighted_sum` divides by the sum of the weights."""
     sub_metric_reduce: Literal["first", "mean", "max"] = "first"
-    """How the parts of one reward become one score. UniRL's service sends the total first; the others leave it out."""
+    """How the parts of one reward are combined. UniRL's service sends the total first; `mean` and `max` ignore it."""
     input_kind: Literal["image", "video", "text"] = "image"
     image_format: ImageFormat = "raw"
-    """`raw`, `png` and `webp` lose nothing; a `jpeg` in front of a scorer changes its scores."""
+    """`raw`, `png` and `webp` are lossless. `jpeg` is not, and changes the scores."""
     image_quality: int = 95
-    """Of JPEG, 1 to 95."""
+    """JPEG quality, 1 to 95."""
     sends_sources: bool = False
-    """The pictures that a prompt brings travel too, each in a turn before the sample's: for rewards of editing."""
+    """Also sends the images of a prompt, each in a turn before the sample's. Rewards of image editing need them."""
     video_format: Literal["raw", "mp4"] = "raw"
-    """Neither loses anything; `mp4` is smaller, slower, and needs PyAV."""
+    """Both are lossless. `mp4` is smaller and slower, and needs PyAV."""
     video_fps: int = 8
     startup_s: float = PROBE_TIMEOUT_S
-    """Seconds to wait for the service when a run starts; more for one that starts at the same time."""
+    """Seconds to wait for the service when a run starts. Increase it for a service that starts at the same time."""
 
     toy: ClassVar[dict[str, object]] = {"base_url": TOY}
-    """A service of its own on this machine, with the scorers' toys; needs the package `unirl-reward-service`."""
+    """Starts a service with the scorers' toys on this machine; needs the package `unirl-reward-service`."""
 
     def __post_init__(self) -> None:
         if self.base_url != TOY:
@@ -63,12 +63,12 @@ class RemoteRewardSpec(ConnectionConfig):
             raise ValueError("required_rewards is empty: name at least one reward of the service")
         self._check_weights()
         if self.sends_sources and self.input_kind != "image":
-            raise ValueError(f"sends_sources is for pictures that are edited, and input_kind is {self.input_kind}")
+            raise ValueError(f"sends_sources needs input_kind=image, got {self.input_kind}")
         if not 1 <= self.image_quality <= 95:
             raise ValueError(f"image_quality must lie in 1..95, got {self.image_quality}")
         if self.encoding == "json" and self.input_kind != "text" and self._format == "raw":
             raise ValueError(
-                f"{self.input_kind}_format=raw cannot travel with encoding=json, whose contract knows files only: "
+                f"{self.input_kind}_format=raw cannot be sent with encoding=json, which supports files only: "
                 f"choose {'png' if self.input_kind == 'image' else 'mp4'}"
             )
 
@@ -77,7 +77,7 @@ class RemoteRewardSpec(ConnectionConfig):
             return
         if self.aggregation_method != "weighted_sum":
             raise ValueError(
-                f"reward_weights={self.reward_weights} plays no part in {self.aggregation_method}: remove it"
+                f"reward_weights={self.reward_weights} has no effect with {self.aggregation_method}: remove it"
             )
         if set(self.reward_weights) != set(self.required_rewards):
             raise ValueError(
@@ -92,18 +92,18 @@ class RemoteRewardSpec(ConnectionConfig):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of every reward, with sum 1."""
+        """The weight of every reward. The weights have the sum 1."""
         given = self.reward_weights or dict.fromkeys(self.required_rewards, 1.0)
         return {name: given[name] / sum(given.values()) for name in self.required_rewards}
 
     @property
     def logged_rewards(self) -> set[str]:
-        """The rewards that are logged and teach nothing."""
+        """The rewards of weight 0, which are logged and do not enter the total."""
         return {name for name, weight in self.weights.items() if weight == 0.0}
 
 
 class RemoteRewardBackend(RewardScorer):
-    """Sends rows to a service, and again until it has their scores. Threads may share it."""
+    """Sends rows to a reward service and retries until it has their scores. Threads may share it."""
 
     def __init__(self, *, config: RemoteRewardSpec) -> None:
         self.config = config
@@ -113,21 +113,21 @@ class RemoteRewardBackend(RewardScorer):
         self._starting = threading.Lock()
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        outcomes = score_items(self.connection(), RequestItems(request, self.config))
-        return response(outcomes, self.config)
+        results = score_items(self.connection(), RequestItems(request, self.config))
+        return response_from(results, self.config)
 
     def check_start(self) -> None:
-        """Whether the service answers, takes the token and has every required reward; that of a toy does.
+        """Checks that the service answers, accepts the token and has every required reward. Skipped at toy scale.
 
         Raises:
-            RewardError: 6001 it does not answer; 6002 it refuses the token.
-            ConfigError: it lacks a reward.
+            RewardError: 6001 the service does not answer; 6002 it refuses the token.
+            ConfigError: the service lacks a reward.
         """
         if self.config.base_url != TOY:
             check_required_rewards(self.connection(), self.config)
 
     def connection(self) -> Connection:
-        """The connection; of a toy, to a service that is started when this is first asked."""
+        """Returns the connection. At toy scale, the first call starts a service on this machine."""
         with self._starting:
             if self._connection is None:
                 self._connection = Connection(self.config if self.config.base_url != TOY else toy_service(self.config))
@@ -149,10 +149,10 @@ def check_required_rewards(connection: Connection, config: RemoteRewardSpec) -> 
 
 
 def toy_service(config: RemoteRewardSpec) -> ConnectionConfig:
-    """Where a new service with the toys of the required rewards listens; it ends with this process.
+    """Starts a service with the toys of the required rewards, and returns its address. It ends with this process.
 
     Raises:
-        DependencyError: the package of the service is missing.
+        DependencyError: the package of the service is not installed.
     """
     need("reward_service", by="base_url=toy, which starts a service,", install="pip install ./unirl-reward-service")
     from reward_service.running import RunningService
@@ -163,7 +163,7 @@ def toy_service(config: RemoteRewardSpec) -> ConnectionConfig:
 
 
 class RequestItems:
-    """The rows of a request as items of the wire. Each is encoded when it is sent, by the thread that sends it."""
+    """The rows of a request as items of the wire. The thread that sends an item encodes it at that moment."""
 
     def __init__(self, request: RewardRequest, config: RemoteRewardSpec) -> None:
         self._request, self._config = request, config
@@ -193,105 +193,104 @@ class RequestItems:
         if config.input_kind == "image":
             assert request.images is not None
             sources = () if request.sources is None else request.sources[row]
-            return [self._picture(prompt, pixels) for pixels in (*sources, request.images[row])]
+            return [self._image_turn(prompt, pixels) for pixels in (*sources, request.images[row])]
         assert request.videos is not None
         start, end = request.videos.offsets[row : row + 2].tolist()
-        medium = video_medium(request.videos.frames[start:end], config.video_format, config.video_fps)
+        video = encode_video(request.videos.frames[start:end], config.video_format, config.video_fps)
         return [
-            Turn(text=prompt, video_b64=_base64(medium))
-            if config.encoding == "json"
-            else Turn(text=prompt, video=medium)
+            Turn(text=prompt, video_b64=_base64(video)) if config.encoding == "json" else Turn(text=prompt, video=video)
         ]
 
-    def _picture(self, prompt: str, pixels: Tensor) -> Turn:
-        medium = image_medium(pixels, self._config.image_format, self._config.image_quality)
+    def _image_turn(self, prompt: str, pixels: Tensor) -> Turn:
+        image = encode_image(pixels, self._config.image_format, self._config.image_quality)
         if self._config.encoding == "json":
-            return Turn(text=prompt, image_b64=_base64(medium))
-        return Turn(text=prompt, image=medium)
+            return Turn(text=prompt, image_b64=_base64(image))
+        return Turn(text=prompt, image=image)
 
 
-def _base64(medium: MediaPayload) -> str:
-    return base64.b64encode(medium.data).decode()
+def _base64(payload: MediaPayload) -> str:
+    return base64.b64encode(payload.data).decode()
 
 
-def response(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> RewardResponse:
-    """The scores of all rows as columns; a row that a reward could not score says why.
+def response_from(results: Sequence[ItemResult], config: RemoteRewardSpec) -> RewardResponse:
+    """Returns the scores of all rows as columns, and the failures of rows that a reward could not score.
 
     Raises:
-        RewardError: 6002 a reward gives other parts for one row than for another.
+        RewardError: 6002 a reward returns different parts for different rows.
     """
     columns = {
-        name: reduced([outcome.scores[name] for outcome in outcomes], name, config) for name in config.required_rewards
+        name: score_columns([result.scores[name] for result in results], name, config)
+        for name in config.required_rewards
     }
     failures: dict[int, Failures] = {}
     for name in sorted(columns, key=lambda name: name in config.logged_rewards):
-        for row, outcome in enumerate(outcomes):
-            found = outcome.scores[name]
-            if isinstance(found, ItemError):
-                failure = Failure(name, f"{name}: {found}", CODES.get(found.kind, RewardError.code))
+        for row, result in enumerate(results):
+            scores = result.scores[name]
+            if isinstance(scores, ItemError):
+                failure = Failure(name, f"{name}: {scores}", CODES.get(scores.kind, RewardError.code))
                 failures[row] = (*failures.get(row, ()), failure)
-    named = {name: renamed(name, parts) for name, parts in columns.items()}
+    named = {name: name_components(name, parts) for name, parts in columns.items()}
     return RewardResponse(
-        total=aggregated({name: parts[TOTAL] for name, parts in columns.items()}, config),
-        components=_merged(parts for name, parts in named.items() if name not in config.logged_rewards),
-        logged_rewards=_merged(parts for name, parts in named.items() if name in config.logged_rewards),
+        total=aggregate({name: parts[TOTAL] for name, parts in columns.items()}, config),
+        components=_merge(parts for name, parts in named.items() if name not in config.logged_rewards),
+        logged_rewards=_merge(parts for name, parts in named.items() if name in config.logged_rewards),
         failures=failures,
-        answers=answers_of(outcomes, config),
+        answers=answers_from(results, config),
     )
 
 
-def answers_of(outcomes: Sequence[ItemResult], config: RemoteRewardSpec) -> list[Answer | None] | None:
-    """What each row answers, by the first reward that says so of any; those that teach are asked first."""
+def answers_from(results: Sequence[ItemResult], config: RemoteRewardSpec) -> list[Answer | None] | None:
+    """Returns each row's answer as the first reward reports it that reports any. Logged-only rewards come last."""
     for name in sorted(config.required_rewards, key=lambda name: name in config.logged_rewards):
-        found = [outcome.said.get(name) for outcome in outcomes]
-        if any(found):
-            return [None if said is None else Answer(right=said.right, text=said.text) for said in found]
+        answers = [result.answers.get(name) for result in results]
+        if any(answers):
+            return [None if answer is None else Answer(right=answer.right, text=answer.text) for answer in answers]
     return None
 
 
-def reduced(outcomes: Sequence[ScoresOrError], name: str, config: RemoteRewardSpec) -> dict[str, Tensor]:
-    """One reward's parts [B] and, as `total`, what they are reduced to; NaN where it could not score."""
-    scored = [outcome for outcome in outcomes if not isinstance(outcome, ItemError)]
+def score_columns(results: Sequence[ScoresOrError], name: str, config: RemoteRewardSpec) -> dict[str, Tensor]:
+    """Returns one reward's parts [B], and as `total` their reduction. Rows that it could not score are NaN."""
+    scored = [result for result in results if not isinstance(result, ItemError)]
     parts = list(scored[0]) if scored else []
-    for outcome in scored:
-        if outcome.keys() != set(parts):
-            raise RewardError(f"reward {name!r} gives the parts {parts} for one sample and {list(outcome)} for another")
+    for scores in scored:
+        if scores.keys() != set(parts):
+            raise RewardError(f"reward {name!r} gives the parts {parts} for one sample and {list(scores)} for another")
     totals = [
-        math.nan if isinstance(outcome, ItemError) else reduce(outcome, config.sub_metric_reduce)
-        for outcome in outcomes
+        math.nan if isinstance(result, ItemError) else reduce_parts(result, config.sub_metric_reduce)
+        for result in results
     ]
     return {TOTAL: torch.tensor(totals)} | {
-        part: torch.tensor([math.nan if isinstance(outcome, ItemError) else outcome[part] for outcome in outcomes])
+        part: torch.tensor([math.nan if isinstance(result, ItemError) else result[part] for result in results])
         for part in parts
         if part != TOTAL
     }
 
 
-def reduce(parts: Mapping[str, float], how: str) -> float:
-    """One score of several parts."""
+def reduce_parts(parts: Mapping[str, float], how: str) -> float:
+    """Reduces the parts of one reward to one score."""
     if how == "first":
         return next(iter(parts.values()))
     others = [score for part, score in parts.items() if part != TOTAL] or list(parts.values())
     return max(others) if how == "max" else sum(others) / len(others)
 
 
-def renamed(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The total under the reward's name, and its parts, if there are several, behind it."""
+def name_components(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the total under the reward's name and, where there are several other parts, those as `<name>_<part>`."""
     others = {f"{name}_{part}": scores for part, scores in parts.items() if part != TOTAL}
     return {name: parts[TOTAL]} | (others if len(others) > 1 else {})
 
 
-def aggregated(totals: Mapping[str, Tensor], config: RemoteRewardSpec) -> Tensor:
-    """[B] several rewards as one; logged-only rewards do not enter it, whether they failed or not."""
-    taught = {name: scores.double() for name, scores in totals.items() if name not in config.logged_rewards}
-    stacked = torch.stack(list(taught.values()))
+def aggregate(totals: Mapping[str, Tensor], config: RemoteRewardSpec) -> Tensor:
+    """Combines the totals of several rewards [B] into one [B]. Logged-only rewards are left out, failed or not."""
+    counted = {name: scores.double() for name, scores in totals.items() if name not in config.logged_rewards}
+    stacked = torch.stack(list(counted.values()))
     if config.aggregation_method == "weighted_sum":
-        weights = torch.tensor([config.weights[name] for name in taught], dtype=torch.float64)
+        weights = torch.tensor([config.weights[name] for name in counted], dtype=torch.float64)
         return (weights[:, None] * stacked).sum(dim=0).float()
     if config.aggregation_method == "mean":
         return stacked.mean(dim=0).float()
     return (stacked.amin(dim=0) if config.aggregation_method == "min" else stacked.amax(dim=0)).float()
 
 
-def _merged(parts: Any) -> dict[str, Tensor]:
-    return {name: scores for columns in parts for name, scores in columns.items()}
+def _merge(columns: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: scores for column in columns for name, scores in column.items()}

@@ -1,4 +1,7 @@
-"""HTTP to a reward service: one attempt at a time, and what its failure means. Loads neither torch nor transformers."""
+"""The HTTP connection to a reward service: single attempts and the meaning of their failures.
+
+This module loads neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -34,36 +37,37 @@ T = TypeVar("T")
 
 CONNECT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 2.0
-"""Within so many seconds something that is there says that it is."""
+"""Timeout of a request that a running server answers at once."""
 MAX_PAUSE_S: Final = 10.0
 MAX_BODY_BYTES: Final = 64 * 2**20
-"""Bytes of an answer that are read."""
+"""Largest response body that is read, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionConfig:
-    """Where a reward service is, and how much patience there is with it."""
+    """The address of a reward service, its batches, timeouts and retries."""
 
     base_url: str
     """`http://host:port`."""
     batch_size: int = 8
-    """Items of one POST; half as many, and again, where the service finds that too large."""
+    """Items per POST. It is halved whenever the service answers that a request is too large."""
     concurrency: int = 4
-    """POSTs at once."""
+    """Number of POSTs at the same time."""
     timeout: float = 300.0
-    """Seconds that one POST may take."""
+    """Timeout of one POST, in seconds."""
     max_retries: int = 30
     """How often an item is sent again before it counts as failed."""
     retry_delay: float = 0.2
-    """Seconds before the next attempt after a failure; doubles with each one in a row, up to 10 s, and jitters."""
+    """Seconds before the attempt that follows a failure. The delay doubles with each failure in a row, up to 10 s, and
+    is randomised."""
     outage_s: float = 600.0
-    """Seconds without any score after which the service counts as lost: RewardError 6001."""
+    """Seconds without any score after which the service counts as unreachable (RewardError 6001)."""
     token_file: str | None = None
-    """A file with the service's token."""
+    """A file that holds the service's token."""
     encoding: Literal["msgpack", "json"] = "msgpack"
-    """`json` for a service that speaks the plain contract only."""
+    """Encoding of bodies. `json` is for services that do not understand msgpack."""
     compression: Literal["none", "gzip"] = "none"
-    """Of bodies; helps with texts, or on a slow network."""
+    """Compression of request bodies. It helps with texts or on a slow network."""
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -79,11 +83,11 @@ class ConnectionConfig:
 
 
 class RequestFailed(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed, and another attempt may succeed."""
 
 
 class ServerBusy(Exception):
-    """The service asks to come back later."""
+    """The server asks to try again later (429 or 503)."""
 
     def __init__(self, why: str, retry_after_s: float) -> None:
         super().__init__(why)
@@ -91,11 +95,11 @@ class ServerBusy(Exception):
 
 
 class TooLarge(RewardError):
-    """The service refuses a request because of its size: fewer items may pass."""
+    """The service refuses a request because of its size. A request with fewer items may succeed."""
 
 
 class Connection:
-    """A pool of connections to one service. Threads may share it."""
+    """A pool of HTTP connections to one service. Threads may share it."""
 
     def __init__(self, config: ConnectionConfig) -> None:
         self.config = config
@@ -106,7 +110,7 @@ class Connection:
 
     @property
     def http(self) -> httpx2.Client:
-        """The client, opened on first use: no proxies, no redirects, nothing from the environment."""
+        """The HTTP client, created on first use. It follows no redirects and reads no settings from the environment."""
         with self._lock:
             if self._http is None:
                 import httpx2
@@ -118,7 +122,7 @@ class Connection:
                     limits=httpx2.Limits(max_connections=self.config.concurrency + 1),
                     trust_env=False,
                     follow_redirects=False,
-                    # Without TLS there is no need to load the certificates of all authorities.
+                    # Loading the root certificates takes time, and plain HTTP does not need them.
                     verify=self.config.base_url.startswith("https"),
                 )
                 self._closing = weakref.finalize(self, self._http.close)
@@ -133,39 +137,39 @@ class Connection:
             raise ConfigError(f"token_file={self.config.token_file!r} cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Close the pool; the next request opens another. A connection that nobody holds any more closes its own."""
+        """Closes the pool. The next request opens another one. Garbage collection also closes the pool."""
         with self._lock:
             self._http = None
             self._closing()
 
     def health(self, patience_s: float = 0.0) -> Health:
-        """Which rewards the service has, and which replicas are ready; waits so long for it to come up.
+        """Returns the rewards of the service and which replicas are ready. Waits up to `patience_s` for its start.
 
         Raises:
-            RewardError: 6001 it did not answer.
+            RewardError: 6001 the service did not answer.
         """
-        begun, attempts = time.monotonic(), 0
+        start, attempts = time.monotonic(), 0
         while True:
             attempts += 1
             try:
                 return self.ask_health(timeout=max(PROBE_TIMEOUT_S, min(patience_s, CONNECT_S)))
-            except (RequestFailed, ServerBusy) as fault:
-                seconds = time.monotonic() - begun
+            except (RequestFailed, ServerBusy) as error:
+                seconds = time.monotonic() - start
                 if seconds >= patience_s:
-                    raise self.lost(attempts, seconds, fault) from fault
+                    raise self.unreachable(attempts, seconds, error) from error
             time.sleep(min(self.config.retry_delay * attempts, MAX_PAUSE_S, max(0.05, patience_s)))
 
     def ask_health(self, timeout: float = CONNECT_S) -> Health:
-        """The same in one attempt. Raises RequestFailed or ServerBusy."""
+        """Returns the same as `health` in one attempt. Raises RequestFailed or ServerBusy."""
         return self._read(Health, *self._request("GET", "/health", timeout=timeout))
 
     def post(self, items: list[ScoreItem]) -> ScoreResponse:
-        """One attempt to have a chunk scored.
+        """Sends one batch of items once and returns their scores.
 
         Raises:
-            RequestFailed: it failed, and may succeed again.
-            ServerBusy: the service asks to come back.
-            RewardError: 6002 the service refuses.
+            RequestFailed: the attempt failed, and another one may succeed.
+            ServerBusy: the service asks to try again later.
+            RewardError: 6002 the service refuses the request.
         """
         body = encode(ScoreRequest(requests=items), self._content_type)
         headers = {"Content-Type": self._content_type, "Accept": self._content_type}
@@ -177,7 +181,7 @@ class Connection:
         return response
 
     def _request(self, method: str, path: str, **options: Any) -> tuple[bytes, str]:
-        """The body of a success and its content type."""
+        """Returns the body of a successful response and its content type."""
         import httpx2
 
         try:
@@ -186,50 +190,51 @@ class Connection:
         except httpx2.TransportError as error:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         except httpx2.DecodingError as error:
-            raise RequestFailed(f"the body cannot be unpacked: {error}") from error
+            raise RequestFailed(f"the body cannot be decompressed: {error}") from error
         content_type = response.headers.get("content-type", "").partition(";")[0]
         if response.status_code != 200:
-            self._refused(response.status_code, body, response.headers.get("retry-after", ""))
+            self._raise_for_status(response.status_code, body, response.headers.get("retry-after", ""))
         return body, content_type
 
-    def _refused(self, status: int, body: bytes, retry_after: str) -> NoReturn:
-        """Raise what an answer that is no success means."""
+    def _raise_for_status(self, status: int, body: bytes, retry_after: str) -> NoReturn:
+        """Raises the error for a response that is not a success."""
         try:
             refusal = decode(Refusal, body, JSON)
-            said = f"{status} {refusal.kind}: {refusal.detail}"
+            message = f"{status} {refusal.kind}: {refusal.detail}"
         except msgspec.DecodeError:
-            said = f"{status}: {body[:200].decode(errors='replace')}"
+            message = f"{status}: {body[:200].decode(errors='replace')}"
         if status in (429, 503):
-            raise ServerBusy(said, float(retry_after) if retry_after.isdecimal() else 1.0)
+            raise ServerBusy(message, float(retry_after) if retry_after.isdecimal() else 1.0)
         if status >= 500 or status == 408:
-            raise RequestFailed(said)
+            raise RequestFailed(message)
         raise (TooLarge if status == 413 else RewardError)(
-            f"the reward service at {self.config.base_url} refuses: {said}. Mend the request, the token or "
+            f"the reward service at {self.config.base_url} refuses: {message}. Correct the request, the token or "
             f"the service, and try: unirl reward ping {self.config.base_url}"
         )
 
     def _read(self, kind: type[T], body: bytes, content_type: str) -> T:
         try:
             if content_type == JSON and self._content_type == JSON:
-                # The standard library reads NaN, which other services may write: then the sample can be named.
+                # The standard library reads NaN, which other services may send, so that an error can name the sample.
                 return msgspec.convert(json.loads(body), type=kind)
             return decode(kind, body, content_type)
         except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
-            raise RequestFailed(f"the answer is no {kind.__name__}: {error}") from error
+            raise RequestFailed(f"the response is not a {kind.__name__}: {error}") from error
 
-    def lost(self, attempts: int, seconds: float, last: object) -> RewardError:
-        """The error of a service that does not answer (6001)."""
+    def unreachable(self, attempts: int, seconds: float, last: object) -> RewardError:
+        """Returns the error (6001) for a service that does not answer."""
         return RewardUnreachableError(
             f"the reward service at {self.config.base_url} cannot be reached: {attempts} attempts in {seconds:.0f} s, "
-            f"the last one: {last}. Start it, or mend base_url; look with: unirl reward ping {self.config.base_url}"
+            f"the last one: {last}. Start the service or correct base_url, and try: "
+            f"unirl reward ping {self.config.base_url}"
         )
 
 
 def read_bounded(pieces: Iterator[bytes]) -> bytes:
-    """A body of at most MAX_BODY_BYTES bytes. Raises RequestFailed."""
+    """Joins the pieces of a body. Raises RequestFailed when they are more than MAX_BODY_BYTES bytes."""
     body = bytearray()
     for piece in pieces:
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise RequestFailed(f"an answer of more than {MAX_BODY_BYTES} bytes")
+            raise RequestFailed(f"the response body has more than {MAX_BODY_BYTES} bytes")
     return bytes(body)

@@ -1,9 +1,9 @@
-"""Has items scored by a service, and loses none: what fails on the way is queued again until it has its scores.
+"""Sends items to a reward service and retries until every item has its scores.
 
-items --chunks--> POST /score --+--> scores, or an error of the item itself    -> done
-                                +--> no answer, a broken one, a lost worker    -> back to the queue
-                                +--> 429, 503                                  -> back to it, after Retry-After
-                                +--> any other refusal (unknown reward, token) -> RewardError
+items --batches--> POST /score --+--> scores, or an error that concerns the item    -> done
+                                 +--> no response, a broken one, a worker that died -> queued again
+                                 +--> 429 or 503                                    -> queued again after Retry-After
+                                 +--> any other refusal (unknown reward, token)     -> RewardError
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from unirl.reward.client.connection import MAX_PAUSE_S, Connection, RequestFaile
 from unirl.reward.client.wire import RETRYABLE, ItemError, Score, ScoreItem, TextAnswer
 
 BREAK_AFTER: Final = 5
-"""Failures in a row after which only /health is asked, by one thread, until it answers."""
+"""After this many failures in a row one thread asks /health until it answers, and the other threads wait."""
 
 ScoresOrError = dict[str, float] | ItemError
-"""Of one item by one reward: part -> finite score, or why there is none."""
+"""The finite scores of one item by one reward, by part, or the reason why there are none."""
 
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What came back about one item."""
+    """The result of one item."""
 
     scores: dict[str, ScoresOrError]
     """By reward."""
-    said: dict[str, TextAnswer]
-    """What it answers, by the rewards that say so."""
+    answers: dict[str, TextAnswer]
+    """The answer that the item's text gives, by reward, for rewards that report it."""
 
 
 class Items(Protocol):
-    """A list of items, or something that makes them one by one, the same whenever asked."""
+    """A list of items, or an object that builds an item each time it is accessed, always the same."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, place: int, /) -> ScoreItem: ...
+    def __getitem__(self, index: int, /) -> ScoreItem: ...
 
 
 def score_items(connection: Connection, items: Items) -> list[ItemResult]:
-    """The outcome of every item, in their order.
+    """Returns the result of every item, in their order.
 
     Raises:
         RewardError: 6001 the service cannot be reached, 6002 it refuses a request as a whole.
@@ -59,188 +59,187 @@ def score_items(connection: Connection, items: Items) -> list[ItemResult]:
 
 @dataclass(eq=False)
 class ItemProgress:
-    """One item on its way to its scores."""
+    """One item that does not have all its scores yet."""
 
-    place: int
+    index: int
     request_id: str = field(default_factory=lambda: uuid4().hex)
     open: list[str] | None = None
-    """The rewards that have not answered; None before the first attempt."""
-    found: dict[str, ScoresOrError] = field(default_factory=dict)
-    said: dict[str, TextAnswer] = field(default_factory=dict)
-    tries: int = 0
-    last: str = ""
+    """The rewards without a result; None before the first attempt."""
+    scores: dict[str, ScoresOrError] = field(default_factory=dict)
+    answers: dict[str, TextAnswer] = field(default_factory=dict)
+    attempts: int = 0
 
 
 class RetryQueue:
-    """One call of `score_items`: threads that take chunks from a queue until nothing is open."""
+    """A queue of items and the threads that send them in batches until every item has a result."""
 
     def __init__(self, connection: Connection, items: Items) -> None:
         self._connection, self._items, self._config = connection, items, connection.config
-        self._pending: deque[ItemProgress] = deque()
+        self._queue: deque[ItemProgress] = deque()
         self._batch_size = self._config.batch_size
-        self._flying = 0
+        self._in_flight = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._probing = threading.Lock()
-        self._jitter = random.Random()
-        self._begun = self._last_success = time.monotonic()
-        self._attempts = self._in_a_row = 0
+        self._random = random.Random()
+        self._start = self._last_success = time.monotonic()
+        self._attempts = self._failures_in_a_row = 0
 
     def run(self) -> list[ItemResult]:
-        """Every item's outcome. Raises RewardError."""
-        all_items = [ItemProgress(place) for place in range(len(self._items))]
-        self._pending.extend(all_items)
+        """Returns the result of every item. Raises RewardError."""
+        all_items = [ItemProgress(index) for index in range(len(self._items))]
+        self._queue.extend(all_items)
         count = min(self._config.concurrency, math.ceil(len(all_items) / self._config.batch_size))
-        # Daemons: a run that is interrupted does not wait for answers.
+        # Daemon threads: an interrupted run does not wait for responses.
         threads = [threading.Thread(target=self._work, name="reward", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._error or not (self._pending or self._flying))
+                self._changed.wait_for(lambda: self._error or not (self._queue or self._in_flight))
         finally:
             self._stopped.set()
             with self._changed:
                 self._changed.notify_all()
         if self._error is not None:
             raise self._error
-        return [ItemResult(pending.found, pending.said) for pending in all_items]
+        return [ItemResult(item.scores, item.answers) for item in all_items]
 
     def _work(self) -> None:
         try:
-            while chunk := self._take():
-                self._attempt(chunk)
-        except BaseException as error:  # it belongs to the thread that waits in `run`
+            while batch := self._take():
+                self._attempt(batch)
+        except BaseException as error:  # `run` raises it in the thread that waits there
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
 
     def _take(self) -> list[ItemProgress]:
-        """The next chunk; empty when there will be none."""
+        """Returns the next batch, or an empty list when there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pending or not self._flying or self._stopped.is_set())
+            self._changed.wait_for(lambda: self._queue or not self._in_flight or self._stopped.is_set())
             if self._stopped.is_set():
                 return []
-            chunk = [self._pending.popleft() for _ in range(min(self._batch_size, len(self._pending)))]
-            self._flying += len(chunk)
-            return chunk
+            batch = [self._queue.popleft() for _ in range(min(self._batch_size, len(self._queue)))]
+            self._in_flight += len(batch)
+            return batch
 
-    def _attempt(self, chunk: list[ItemProgress]) -> None:
+    def _attempt(self, batch: list[ItemProgress]) -> None:
         self._wait_while_broken()
         try:
-            response = self._connection.post([self._item(pending) for pending in chunk])
+            response = self._connection.post([self._message(item) for item in batch])
         except TooLarge:
-            if len(chunk) == 1:
+            if len(batch) == 1:
                 raise
-            self._batch_size = min(self._batch_size, len(chunk) // 2)
-            self._land(chunk)
-        except ServerBusy as busy:
-            self._check_patience(busy)
-            self._land(chunk)
-            self._pause(busy.retry_after_s * self._jitter.uniform(1.0, 1.5))
-        except RequestFailed as fault:
-            self._failed()
-            self._check_patience(fault)
-            for pending in chunk:
-                count_attempt(pending, ItemError("unavailable", str(fault)), self._config.max_retries)
-            self._land(chunk)
-            self._pause(self._backoff())
+            self._batch_size = min(self._batch_size, len(batch) // 2)
+            self._requeue(batch)
+        except ServerBusy as error:
+            self._check_outage(error)
+            self._requeue(batch)
+            self._pause(error.retry_after_s * self._random.uniform(1.0, 1.5))
+        except RequestFailed as error:
+            self._count_failure()
+            self._check_outage(error)
+            for item in batch:
+                count_attempt(item, ItemError("unavailable", str(error)), self._config.max_retries)
+            self._requeue(batch)
+            self._pause(self._backoff_s())
         else:
-            self._succeeded()
-            for pending, results, errors in zip(chunk, response.results, response.errors, strict=True):
-                receive(pending, results, errors, self._config.max_retries)
-            for pending, said in zip(chunk, response.answers or (), strict=False):  # no answers, or one for each
-                pending.said |= said
-            self._land(chunk)
+            self._count_success()
+            for item, results, errors in zip(batch, response.results, response.errors, strict=True):
+                store_results(item, results, errors, self._config.max_retries)
+            for item, answers in zip(batch, response.answers or (), strict=False):  # no answers, or one for each
+                item.answers |= answers
+            self._requeue(batch)
 
-    def _item(self, pending: ItemProgress) -> ScoreItem:
-        """The item as it is sent now: with one id for all attempts, and for the rewards that are open."""
-        item = self._items[pending.place]
-        if pending.open is None:
-            pending.open = list(item.required_rewards)
-        request_id = item.request_id or pending.request_id
-        return msgspec.structs.replace(item, request_id=request_id, required_rewards=pending.open)
+    def _message(self, item: ItemProgress) -> ScoreItem:
+        """Returns the item to send: with the same id in all attempts, and with the rewards that have no result yet."""
+        message = self._items[item.index]
+        if item.open is None:
+            item.open = list(message.required_rewards)
+        request_id = message.request_id or item.request_id
+        return msgspec.structs.replace(message, request_id=request_id, required_rewards=item.open)
 
-    def _land(self, chunk: list[ItemProgress]) -> None:
-        """What is still open goes to the end of the queue, so that it travels in other company next time."""
+    def _requeue(self, batch: list[ItemProgress]) -> None:
+        """Moves unfinished items to the end of the queue, so that their next batch consists of other items."""
         with self._changed:
-            self._flying -= len(chunk)
-            self._pending.extend(pending for pending in chunk if pending.open)
+            self._in_flight -= len(batch)
+            self._queue.extend(item for item in batch if item.open)
             self._changed.notify_all()
 
-    def _succeeded(self) -> None:
+    def _count_success(self) -> None:
         with self._changed:
-            self._last_success, self._in_a_row = time.monotonic(), 0
+            self._last_success, self._failures_in_a_row = time.monotonic(), 0
             self._attempts += 1
 
-    def _failed(self) -> None:
+    def _count_failure(self) -> None:
         with self._changed:
-            self._in_a_row += 1
+            self._failures_in_a_row += 1
             self._attempts += 1
 
-    def _backoff(self) -> float:
-        pause = self._config.retry_delay * 2.0 ** min(self._in_a_row - 1, 16)
-        return min(pause, MAX_PAUSE_S) * self._jitter.uniform(0.5, 1.0)
+    def _backoff_s(self) -> float:
+        delay = self._config.retry_delay * 2.0 ** min(self._failures_in_a_row - 1, 16)
+        return min(delay, MAX_PAUSE_S) * self._random.uniform(0.5, 1.0)
 
     def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
 
     def _wait_while_broken(self) -> None:
-        """After some failures in a row, hold every chunk back until the service answers one small question."""
-        while self._in_a_row >= BREAK_AFTER and not self._stopped.is_set():
+        """Holds every batch back, after several failures in a row, until /health answers."""
+        while self._failures_in_a_row >= BREAK_AFTER and not self._stopped.is_set():
             with self._probing:
-                if self._in_a_row < BREAK_AFTER:
+                if self._failures_in_a_row < BREAK_AFTER:
                     return
                 try:
                     self._connection.ask_health()
-                    self._in_a_row = 0
-                except (RequestFailed, ServerBusy) as fault:
-                    self._failed()
-                    self._check_patience(fault)
-                    self._pause(self._backoff())
+                    self._failures_in_a_row = 0
+                except (RequestFailed, ServerBusy) as error:
+                    self._count_failure()
+                    self._check_outage(error)
+                    self._pause(self._backoff_s())
 
-    def _check_patience(self, last: Exception) -> None:
-        """Raises RewardError (6001) when nothing was scored for too long."""
+    def _check_outage(self, last: Exception) -> None:
+        """Raises RewardError (6001) when no item was scored for `outage_s` seconds."""
         if time.monotonic() - self._last_success > self._config.outage_s:
-            raise self._connection.lost(self._attempts, time.monotonic() - self._begun, last) from last
+            raise self._connection.unreachable(self._attempts, time.monotonic() - self._start, last) from last
 
 
-def receive(
-    pending: ItemProgress, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str], max_retries: int
+def store_results(
+    item: ItemProgress, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str], max_retries: int
 ) -> None:
-    """Take what was answered about an item; what another attempt may mend stays open."""
-    problem: ItemError | None = None
-    assert pending.open is not None
-    for name in list(pending.open):
+    """Stores the scores and errors of an item. A reward whose error may disappear with another attempt stays open."""
+    retryable: ItemError | None = None
+    assert item.open is not None
+    for name in list(item.open):
         scores = read_scores(name, results, errors)
         if isinstance(scores, ItemError) and (scores.kind in RETRYABLE or name not in errors):
-            problem = scores
+            retryable = scores
         else:
-            pending.found[name] = scores
-            pending.open.remove(name)
-    if problem is not None:
-        count_attempt(pending, problem, max_retries)
+            item.scores[name] = scores
+            item.open.remove(name)
+    if retryable is not None:
+        count_attempt(item, retryable, max_retries)
 
 
 def read_scores(name: str, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str]) -> ScoresOrError:
-    """What one reward answered about one item: a score that is no finite number is an error."""
+    """Returns the scores of one item by one reward. A score that is not a finite number is an error."""
     if name in errors:
         return ItemError.read(errors[name])
     if name not in results:
-        return ItemError("unavailable", f"the answer has neither a score nor an error of {name!r}")
+        return ItemError("unavailable", f"the response has neither a score nor an error of {name!r}")
     if not results[name]:
-        return ItemError("unavailable", f"{name!r} answered without any score")
+        return ItemError("unavailable", f"{name!r} returned no score")
     for part, score in results[name].items():
         if not isinstance(score, float) or not math.isfinite(score):
-            return ItemError("not_finite", f"{name}.{part} is {score}, which is no finite number")
+            return ItemError("not_finite", f"{name}.{part} is {score}, which is not a finite number")
     return {part: float(score) for part, score in results[name].items() if score is not None}
 
 
-def count_attempt(pending: ItemProgress, problem: ItemError, max_retries: int) -> None:
-    """One more attempt was in vain; after the last one, the problem is the outcome."""
-    pending.tries += 1
-    if pending.tries > max_retries:
-        for name in pending.open or ():
-            pending.found[name] = ItemError(problem.kind, f"{problem.message} ({pending.tries} attempts)")
-        pending.open = []
+def count_attempt(item: ItemProgress, error: ItemError, max_retries: int) -> None:
+    """Counts a failed attempt. After the last one, the error is the result of all open rewards."""
+    item.attempts += 1
+    if item.attempts > max_retries:
+        for name in item.open or ():
+            item.scores[name] = ItemError(error.kind, f"{error.message} ({item.attempts} attempts)")
+        item.open = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
-from unirl.reward.client.encoding import image_medium
+from unirl.reward.client.encoding import encode_image
 from unirl.reward.judges.endpoint import SHOWN, TOY, Endpoint, JudgeReply, JudgeSpec, api_key
 from unirl.reward.scoring import score_rows
 from unirl.types.protocols import Capabilities
@@ -75,7 +75,7 @@ def on_this_machine(config: JudgeSpec) -> JudgeSpec:
 
 def png(pixels: Tensor) -> bytes:
     """A picture [3, H, W] in [0, 1] as a PNG file."""
-    return image_medium(pixels, "png", 0).data
+    return encode_image(pixels, "png", 0).data
 
 
 def read_scores(text: str, labels: Mapping[str, str], low: float, high: float) -> dict[str, float]:

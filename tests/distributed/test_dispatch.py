@@ -20,7 +20,7 @@ from unirl.distributed.group.dispatch import (
 from unirl.testing.toy import toy_request
 from unirl.types.batch import concat_rows, take_rows
 from unirl.types.primitives import Images, Texts
-from unirl.types.remote_rows import RemoteRows, StoredRows
+from unirl.types.rows import RemoteRows, StoredRows
 
 RANKS = st.integers(1, 6)
 UPDATES = st.integers(1, 5)
@@ -74,7 +74,7 @@ def test_only_rows_are_cut_and_everything_else_goes_to_all_ranks() -> None:
     for rank, (args, kwargs) in enumerate(calls):
         assert args[0].pixels.flatten().tolist() == [2.0 * rank, 2.0 * rank + 1]
         assert args[1] is table and kwargs["names"] is names
-        assert kwargs["column"].pieces[0].rows == (2 * rank, 2 * rank + 1)
+        assert kwargs["column"].stored[0].rows == (2 * rank, 2 * rank + 1)
 
 
 def test_a_cut_argument_does_not_carry_the_rows_of_other_ranks() -> None:

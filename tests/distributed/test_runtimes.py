@@ -12,7 +12,7 @@ from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
 from unirl.distributed.group import DeviceSet, Remote
 from unirl.distributed.group.ray_group import WorkerLocation
-from unirl.types.remote_rows import RemoteRows
+from unirl.types.rows import RemoteRows
 
 
 @pytest.fixture

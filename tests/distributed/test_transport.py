@@ -21,9 +21,9 @@ from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTr
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.types.batch import Batch, row
 from unirl.types.primitives import Images, Texts
-from unirl.types.remote_rows import RemoteRows, StoredRows
 from unirl.types.results import Metric, TrainStepResult
 from unirl.types.rollout_resp import RolloutResp
+from unirl.types.rows import RemoteRows, StoredRows
 
 CPU = torch.device("cpu")
 
@@ -131,7 +131,7 @@ def test_what_a_rank_samples_it_trains_on_without_a_move(rows_each, num_updates,
     assert result.light.tolist() == rows
     training = split_call("stack.train", Dispatch("scatter", sum), ((result,), {}), num_ranks, num_updates)
     assert plan_moves(training.calls, [store.owner for store in stores]) == []
-    assert all(len(args[0].tensor.pieces) == 1 for args, _ in training.calls)
+    assert all(len(args[0].tensor.stored) == 1 for args, _ in training.calls)
 
 
 def test_the_driver_holds_columns_and_the_callee_tensors() -> None:

@@ -62,7 +62,7 @@ def request(pictures: list[Path], rows=ROWS) -> RolloutReq:
     return RolloutReq(
         sample_ids=ids,
         group_ids=ids,
-        primitives={"text": Texts(texts=[text for text, _ in rows]), "images": PromptImages(refs=refs)},
+        primitives={"text": Texts(texts=[text for text, _ in rows]), "images": PromptImages(per_prompt=refs)},
         metadata=[{} for _ in rows],
         tracks={},
         purpose="r",

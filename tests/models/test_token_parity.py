@@ -75,7 +75,9 @@ def prompts(kind: type, path: str, folder: Path) -> list[tuple[str, tuple[str, .
 
 def request(rows: Sequence[tuple[str, tuple[str, ...]]], params: ARSamplingParams, step: int) -> RolloutReq:
     groups = [f"p{i}@{step}" for i in range(len(rows))]
-    images = PromptImages(refs=[tuple(MediaRef("image", "condition", file) for file in files) for _, files in rows])
+    images = PromptImages(
+        per_prompt=[tuple(MediaRef("image", "condition", file) for file in files) for _, files in rows]
+    )
     texts = Texts(texts=[text for text, _ in rows])
     seen = any(files for _, files in rows)
     return RolloutReq(

@@ -35,7 +35,7 @@ def asked(found: list[dict]) -> RolloutReq:
     return RolloutReq(
         sample_ids=ids,
         group_ids=ids,
-        primitives={"text": Texts(texts=[row["prompt"] for row in found]), "images": PromptImages(refs=refs)},
+        primitives={"text": Texts(texts=[row["prompt"] for row in found]), "images": PromptImages(per_prompt=refs)},
         metadata=[{} for _ in found],
         tracks={},
         purpose="r",

@@ -136,7 +136,7 @@ def edited(folder: Path, refs: list[tuple[MediaRef, ...]]) -> tuple[RolloutReq, 
     req = RolloutReq(
         sample_ids=ids,
         group_ids=ids,
-        primitives={"text": Texts(texts=PROMPTS[: len(refs)]), "images": PromptImages(refs=refs)},
+        primitives={"text": Texts(texts=PROMPTS[: len(refs)]), "images": PromptImages(per_prompt=refs)},
         metadata=[{} for _ in refs],
         tracks={},
         purpose="r",

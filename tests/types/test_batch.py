@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unirl.types.batch import Batch, compact, num_rows, packed, packed_offsets, reduced, row, shared
 from unirl.types.primitives import Images, Texts, Videos
-from unirl.types.remote_rows import RemoteRows, StoredRows
+from unirl.types.rows import RemoteRows, StoredRows
 from unirl.types.segments import TextSegment
 
 
@@ -144,9 +144,9 @@ def test_packed_columns_are_selected_and_joined_by_entries() -> None:
     column = RemoteRows((StoredRows("w", "k", (0, 1, 2, 3, 4)),))
     videos = Videos(frames=column, offsets=torch.tensor([0, 2, 5]))  # type: ignore[arg-type]
     last = videos.select([1])
-    assert last.frames.pieces == (StoredRows("w", "k", (2, 3, 4)),)  # type: ignore[attr-defined]
+    assert last.frames.stored == (StoredRows("w", "k", (2, 3, 4)),)  # type: ignore[attr-defined]
     joined = Videos.concat([last, videos.select([0])])
-    assert joined.frames.pieces == (StoredRows("w", "k", (2, 3, 4, 0, 1)),)  # type: ignore[attr-defined]
+    assert joined.frames.stored == (StoredRows("w", "k", (2, 3, 4, 0, 1)),)  # type: ignore[attr-defined]
 
 
 def text(lengths: list[int], start: int = 0) -> TextSegment:
@@ -182,7 +182,7 @@ def test_packed_mappings_move_with_their_batch_and_are_heavy() -> None:
     assert doubled.anchors["old_logp"].tolist() == [0.0, 0.0, 4.0] and doubled.offsets.tolist() == [0, 2, 3]
     columns = segment.map_heavy(lambda value: RemoteRows((StoredRows("w", "k", tuple(range(num_rows(value) or 0))),)))
     assert type(columns.anchors["old_pair"]) is RemoteRows and columns.tokens is segment.tokens
-    assert columns.select([1]).anchors["old_pair"].pieces == (StoredRows("w", "k", (2,)),)  # type: ignore[attr-defined]
+    assert columns.select([1]).anchors["old_pair"].stored == (StoredRows("w", "k", (2,)),)  # type: ignore[attr-defined]
 
 
 def test_an_entry_of_a_packed_mapping_that_does_not_fit_is_refused() -> None:

@@ -76,7 +76,7 @@ class _Rollouts:
         groups = [f"p{i}@0" for i in range(len(PROMPTS))]
         primitives: dict[str, Batch] = {"text": Texts(texts=list(PROMPTS))}
         if any(self.pictures):
-            primitives["images"] = PromptImages(refs=self.pictures)
+            primitives["images"] = PromptImages(per_prompt=self.pictures)
         req = RolloutReq(
             sample_ids=groups,
             group_ids=groups,

@@ -148,7 +148,7 @@ class Trainer(ABC, Generic[SamplingT]):
         check_counts(prompts, self.facts)
         found: dict[str, Batch] = {"text": Texts(texts=[prompt.text for prompt in prompts])}
         if any(prompt.images for prompt in prompts):
-            found["images"] = PromptImages(refs=[prompt.images for prompt in prompts])
+            found["images"] = PromptImages(per_prompt=[prompt.images for prompt in prompts])
         return found
 
     def make_request(self, prompts: Sequence[Prompt], step: int) -> RolloutReq:

@@ -18,8 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from unirl.types.remote_rows import RemoteRows
-from unirl.types.rows import Rows
+from unirl.types.rows import RemoteRows, Rows
 
 
 class Kind(Enum):

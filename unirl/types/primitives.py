@@ -80,9 +80,9 @@ class MediaRefs(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class PromptImages(Batch):
-    """The pictures that each row's prompt is about, in the order of its text; () = none."""
+    """The images in the prompt of each row, in the order of its text; () if it has none."""
 
-    refs: list[tuple[MediaRef, ...]] = row()
+    per_prompt: list[tuple[MediaRef, ...]] = row()
 
 
 @dataclass(kw_only=True, eq=False)

@@ -61,7 +61,7 @@ class RolloutReq(Batch):
         images = self.primitives.get("images")
         if not isinstance(images, PromptImages):
             return [()] * len(self)
-        return [tuple(ref.uri for ref in refs) for refs in images.refs]
+        return [tuple(ref.uri for ref in refs) for refs in images.per_prompt]
 
     def expand(self, times: int) -> RolloutReq:
         """Every row `times` times, siblings adjacent, with sample ids `{group id}:{j}`."""

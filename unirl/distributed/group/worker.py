@@ -31,7 +31,7 @@ from unirl.distributed.group.remote import Remote
 from unirl.distributed.tensor.row_store import RowPayload, RowStore, RowTransport
 from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport
 from unirl.tracking.tracker import peak_memory
-from unirl.types.remote_rows import StoredRows
+from unirl.types.rows import StoredRows
 
 PARENT_CHECK_S = 0.5
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value, num_rows, take_rows
-from unirl.types.remote_rows import RemoteRows, StoredRows
 from unirl.types.rollout_resp import RolloutResp
+from unirl.types.rows import RemoteRows, StoredRows
 
 RowTransportName = Literal["object_store", "collective"]
 """How rows travel between the workers of Ray."""
@@ -112,10 +112,10 @@ class RowStore:
 
     def _resolved(self, columns: Iterable[RemoteRows]) -> dict[RemoteRows, Any]:
         distinct = dict.fromkeys(columns)
-        pieces = dict.fromkeys(piece for column in distinct for piece in column.pieces)
+        pieces = dict.fromkeys(piece for column in distinct for piece in column.stored)
         rows = {piece: self.rows(piece) for piece in pieces if piece.owner == self.owner}
         rows |= self._foreign([piece for piece in pieces if piece.owner != self.owner])
-        return {column: _joined([rows[piece] for piece in column.pieces]) for column in distinct}
+        return {column: _joined([rows[piece] for piece in column.stored]) for column in distinct}
 
     def _foreign(self, pieces: Sequence[StoredRows]) -> dict[StoredRows, Any]:
         wanted = by_owner(pieces)

@@ -26,7 +26,7 @@ from unirl.distributed.tensor.row_store import (
     remote_rows_in,
     unpack,
 )
-from unirl.types.remote_rows import StoredRows
+from unirl.types.rows import StoredRows
 
 
 class RayTransport:
@@ -91,7 +91,7 @@ def plan_moves(calls: Sequence[Any], readers: Sequence[str]) -> list[Move]:
     """What must move before `calls`, the arguments of each rank, can run on the workers `readers`."""
     moves = []
     for call, reader in zip(calls, readers, strict=True):
-        pieces = dict.fromkeys(piece for column in remote_rows_in(call) for piece in column.pieces)
+        pieces = dict.fromkeys(piece for column in remote_rows_in(call) for piece in column.stored)
         foreign = by_owner(piece for piece in pieces if piece.owner != reader)
         moves += [Move(owner, reader, tuple(owned)) for owner, owned in foreign.items()]
     return moves

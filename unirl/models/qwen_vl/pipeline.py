@@ -81,7 +81,7 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
         """`prompt`, and `images` where the request brings any. Each distinct prompt is encoded once."""
         images = req.primitives.get(IMAGES)
         assert images is None or isinstance(images, PromptImages)
-        refs: list[tuple[MediaRef, ...]] = [()] * len(req) if images is None else images.refs
+        refs: list[tuple[MediaRef, ...]] = [()] * len(req) if images is None else images.per_prompt
         keys = list(zip(req.prompts(), refs, strict=True))
         encoded: dict[tuple[str, tuple[MediaRef, ...]], _Encoded] = {}
         for key, id in zip(keys, req.group_ids, strict=True):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from unirl.config.recipes import list_recipes
+from unirl.config.recipe_files import list_recipes
 
 TARGETS_S = {"--help": 0.3, "check": 2.0}
 

@@ -148,7 +148,7 @@ def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
     """What one step gave, or why there was none."""
     from unirl.config.errors import UniRLError
     from unirl.config.load import load
-    from unirl.config.recipes import search_path
+    from unirl.config.recipe_files import search_path
     from unirl.plan.preflight import preflight
     from unirl.trainer.build import build_trainer
 

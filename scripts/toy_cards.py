@@ -22,8 +22,8 @@ from pathlib import Path
 
 import yaml
 
-from unirl.config.layers import leaves
-from unirl.config.recipes import CARD_SUFFIX, Card, find_recipe
+from unirl.config.merge import leaves
+from unirl.config.recipe_files import CARD_SUFFIX, Card, find_recipe
 
 STEPS = 2
 Metrics = dict[str, float]

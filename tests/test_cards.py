@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts.toy_cards import render, toy_card, trained_card
-from unirl.config.recipes import CARD_SUFFIX, Card, list_recipes
+from unirl.config.recipe_files import CARD_SUFFIX, Card, list_recipes
 
 RECIPES = list_recipes()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.source_tree import modules
-from unirl.config.recipes import DOMAIN_OF
+from unirl.config.recipe_files import DOMAIN_OF
 
 SHARED = ("trainer", "train", "distributed", "tracking")
 DOMAIN_FILES = {"unirl.trainer.diffusion", "unirl.trainer.text"}

@@ -18,7 +18,7 @@ from tests.processes import is_running
 from tests.source_tree import ROOT
 from tests.trainer.child import begin
 from tests.trainer.child import said as said_in
-from unirl.config.recipes import list_recipes
+from unirl.config.recipe_files import list_recipes
 
 SINGLE = ROOT / "examples" / "run_experiment_single_node.sh"
 MULTI = ROOT / "examples" / "run_experiment_multinode_taiji.sh"

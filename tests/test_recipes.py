@@ -10,9 +10,9 @@ import yaml
 from tests.source_tree import ROOT
 from unirl.config.compose import ComposedConfig, compose
 from unirl.config.errors import ConfigError
-from unirl.config.layers import get, leaves
 from unirl.config.load import check, load
-from unirl.config.recipes import CARD_SUFFIX, Card, list_recipes
+from unirl.config.merge import get, leaves
+from unirl.config.recipe_files import CARD_SUFFIX, Card, list_recipes
 from unirl.plan.preflight import preflight
 
 RECIPES = list_recipes((ROOT / "examples",))

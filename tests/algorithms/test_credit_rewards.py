@@ -14,7 +14,7 @@ from unirl.algorithms.shared.advantages import Estimator, GroupAdvantage, Ramp, 
 from unirl.algorithms.shared.groups import Selection
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError, RewardError
-from unirl.config.hints import WRITE_INSTEAD
+from unirl.config.foreign_keys import WRITE_INSTEAD
 from unirl.config.schema import schema_of
 from unirl.config.targets import find_target
 from unirl.types.results import values

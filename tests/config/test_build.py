@@ -10,8 +10,8 @@ from tests.config import stand_ins
 from tests.config.stand_ins import Inner, Nested, Outer, Square, Worker
 from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError, GeometryError
-from unirl.config.listing import list_keys
-from unirl.config.schema import docs_of, schema_of
+from unirl.config.key_docs import docs_of, list_keys
+from unirl.config.schema import schema_of
 
 PLUGINS = ("tests",)
 HERE = "tests.config.stand_ins"

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from unirl.config.compose import ENVIRONMENT, compose
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.load import load
-from unirl.config.recipes import CARD_SUFFIX, find_recipe, list_recipes
+from unirl.config.recipe_files import CARD_SUFFIX, find_recipe, list_recipes
 
 BASE = """\
 # @package _global_

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import DependencyError, UniRLError
 from unirl.config.load import load
-from unirl.config.ray_address import check_ray_address
 from unirl.plan.layout import transport_of
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import preflight

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from unirl.config.build import schemas_of
 from unirl.config.compose import compose
 from unirl.config.errors import ConfigError, UniRLError, did_you_mean, nearest, report
-from unirl.config.layers import Layer, fold, leaves, put
 from unirl.config.load import check, load
+from unirl.config.merge import Layer, fold, leaves, put
 from unirl.config.overrides import command_line_layer
-from unirl.config.recipes import list_recipes
-from unirl.config.walk import schemas_of
+from unirl.config.recipe_files import list_recipes
 from unirl.plan.preflight import preflight
 
 RECIPE = "diffusion/sd3_trainside"

@@ -11,7 +11,7 @@ import pytest
 from unirl.config.errors import CheckpointError, ConfigError, DataError, UniRLError
 from unirl.config.load import load
 from unirl.config.recipe import RecipeConfig
-from unirl.config.recipes import find_recipe
+from unirl.config.recipe_files import find_recipe
 from unirl.config.targets import find_target
 from unirl.plan.compatibility import OTHER_MODALITY
 from unirl.plan.preflight import check_disk, preflight

@@ -30,15 +30,15 @@ def refused(dotted, plugins=("tests",)):
         "unirl_evil.Thing",
         "unirl",
         "unirl.config",
-        "unirl.config.recipes.yaml.load",
-        "unirl.config.layers.fold",
-        "unirl.config.recipes.Path",
+        "unirl.config.recipe_files.yaml.load",
+        "unirl.config.merge.fold",
+        "unirl.config.recipe_files.Path",
         "unirl.plan.preflight.shutil.rmtree",
         "unirl.config.compose.os.system",
         "unirl.config.compose.ComposedConfig.text",
-        "unirl.config.recipes.RecipeFile.card",
-        "unirl.config.recipes.RecipeFile.__init__",
-        "unirl.config.recipes.RecipeFile.__class__.__bases__",
+        "unirl.config.recipe_files.RecipeFile.card",
+        "unirl.config.recipe_files.RecipeFile.__init__",
+        "unirl.config.recipe_files.RecipeFile.__class__.__bases__",
         "unirl.config.__init__.X",
         f"{HERE}.system",
         f"{HERE}.OrderedDict",
@@ -49,8 +49,8 @@ def refused(dotted, plugins=("tests",)):
         f"{HERE}.Square.side",
         "..os.system",
         "unirl..config",
-        "unirl.config.recipes.RecipeFile ",
-        "unirl/config/recipes.RecipeFile",
+        "unirl.config.recipe_files.RecipeFile ",
+        "unirl/config/recipe_files.RecipeFile",
         "",
         "eval",
     ],
@@ -59,7 +59,7 @@ def test_hostile_and_foreign_targets_are_refused(dotted):
     assert refused(dotted).code == 2030
 
 
-@pytest.mark.parametrize("value", [3, None, ["unirl.config.recipes.RecipeFile"], {"a": 1}, True])
+@pytest.mark.parametrize("value", [3, None, ["unirl.config.recipe_files.RecipeFile"], {"a": 1}, True])
 def test_a_target_that_is_no_text_is_refused(value):
     assert refused(value).code == 2030
 

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from unirl.config.errors import ConfigError
-from unirl.config.layers import Layer, fold, get
 from unirl.config.load import load
-from unirl.config.recipes import list_recipes
+from unirl.config.merge import Layer, fold, get
+from unirl.config.recipe_files import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
 from unirl.plan.layout import check_layout
 from unirl.plan.placement import plan_of

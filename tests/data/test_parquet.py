@@ -78,7 +78,7 @@ def test_file_that_is_no_parquet_is_named(tmp_path) -> None:
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("unirl.config.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("unirl.config.dependencies.find_spec", lambda name: None)
     with pytest.raises(
         DependencyError, match=r"p\.parquet needs pyarrow, not installed here: pip install 'unirl\[data\]"
     ):

@@ -261,7 +261,7 @@ def test_a_fingerprint_holds_what_an_address_shows_and_not_where_it_is(server, t
 
 @pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
 def test_a_store_whose_package_is_missing_names_it(scheme, package, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("unirl.config.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("unirl.config.dependencies.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=rf"{scheme}://.* needs {package}, not installed.*pip install {package}"):
         MultimodalRLDataSource(data_path=str(file_of(tmp_path, f"{scheme}://bucket/a.png")))
 

@@ -157,7 +157,7 @@ def test_a_prompt_with_a_mark_of_the_chat_is_refused_before_a_run_and_when_score
 
 def test_the_published_text_is_read_from_the_authors_package_without_running_it(tmp_path, monkeypatch):
     with monkeypatch.context() as absent, pytest.raises(DependencyError, match="pip install --no-deps hpsv3"):
-        absent.setattr("unirl.config.extras.find_spec", lambda name: None)
+        absent.setattr("unirl.config.dependencies.find_spec", lambda name: None)
         read_instruction(None)
     source = tmp_path / "hpsv3" / "dataset" / "data_collator_qwen.py"
     source.parent.mkdir(parents=True)

@@ -1,5 +1,6 @@
-"""`unirl config show|why`: a recipe's settings in effect, and who set each."""
+"""`unirl config show|why`: the settings of a recipe, their documentation, and the source of each value."""
 
+import textwrap
 from collections.abc import Sequence
 
 from unirl.cli.arguments import parse_recipe, recipe_parser, run_verb
@@ -10,6 +11,7 @@ from unirl.config.errors import ArgumentError
 EXAMPLES = (
     "unirl config show diffusion/sd3_trainside",
     "unirl config show diffusion/sd3_trainside scale=toy --written",
+    "unirl config show diffusion/sd3_trainside --doc",
     "unirl config why sampling.kernel.eta diffusion/sd3_dancegrpo",
 )
 
@@ -19,10 +21,18 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def show(argv: Sequence[str]) -> int:
-    parser = recipe_parser("config show", "Print every setting, defaults filled in.", EXAMPLES)
-    parser.option("--written", action="store_true", help="only what the recipe and its overrides set")
+    parser = recipe_parser("config show", "Print every setting, with the defaults filled in.", EXAMPLES)
+    parser.option("--written", action="store_true", help="only the settings of the recipe and of its overrides")
+    parser.option("--doc", action="store_true", help="every key with its type, default and documentation")
     arguments = parse_recipe(parser, argv)
     recipe = checked(arguments.recipe, arguments.overrides)
+    if arguments.options.doc:
+        from unirl.config.key_docs import list_keys
+
+        for key in list_keys(recipe.root):
+            lines = textwrap.wrap(key.doc, 96)
+            print("\n    ".join([f"{key.path}: {key.type} = {key.default}", *lines]))
+        return 0
     print((recipe.composed.text(resolve_all=True) if arguments.options.written else recipe.resolved_text()).rstrip())
     return 0
 
@@ -30,16 +40,16 @@ def show(argv: Sequence[str]) -> int:
 def why(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         if argv[:1] in (["-h"], ["--help"]):
-            print("examples:\n  " + EXAMPLES[2] + "\n\nusage: unirl config why KEY RECIPE [key=value ...]")
+            print(f"examples:\n  {EXAMPLES[-1]}\n\nusage: unirl config why KEY RECIPE [key=value ...]")
             return 0
         raise ArgumentError("unirl config why: name a key, then a recipe: unirl config why KEY RECIPE")
     key, *rest = argv
-    arguments = parse_recipe(recipe_parser("config why", "Say who set a key.", EXAMPLES), rest)
+    arguments = parse_recipe(recipe_parser("config why", "Print every source that sets a key.", EXAMPLES), rest)
     recipe = checked(arguments.recipe, arguments.overrides)
     print(f"{key} = {recipe.value(key)}")
-    said = recipe.composed.why(key)
-    for origin in said:
+    origins = recipe.composed.why(key)
+    for origin in origins:
         print(f"  {'->' if origin.wins else '  '} {origin.source:<13} {origin.value}   {origin.place}")
-    if not any(origin.wins for origin in said):
+    if not any(origin.wins for origin in origins):
         print("  -> default")
     return 0

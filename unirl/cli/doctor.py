@@ -13,8 +13,8 @@ from pathlib import Path
 from unirl.cli.arguments import Parser
 from unirl.cli.env import installed, memory_gib
 from unirl.cli.failures import Session
+from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import UniRLError, report
-from unirl.config.ray_address import check_ray_address
 
 EXAMPLES = ("unirl doctor", "unirl doctor --recipe diffusion/sd3_trainside", "unirl doctor --json")
 
@@ -132,7 +132,7 @@ def _writable() -> str:
 
 
 def _recipes() -> str:
-    from unirl.config.recipes import list_recipes, search_path
+    from unirl.config.recipe_files import list_recipes, search_path
 
     found = list_recipes()
     if not found:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from unirl.cli.arguments import Parser, run_verb
 from unirl.cli.failures import Session
 from unirl.config.errors import UsageError
-from unirl.config.recipes import RecipeFile, find_recipe, list_recipes
+from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")
 

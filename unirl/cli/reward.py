@@ -11,8 +11,8 @@ from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.cli.failures import Session
+from unirl.config.dependencies import need
 from unirl.config.errors import ArgumentError, DataError, RewardError
-from unirl.config.extras import need
 
 EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
             "unirl reward lint -r jpeg_compressibility",

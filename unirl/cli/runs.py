@@ -15,8 +15,8 @@ from unirl.cli.failures import Session, failure_of
 from unirl.config.errors import InvalidValueError, UsageError
 
 if TYPE_CHECKING:
-    from unirl.config.layers import Tree
     from unirl.config.load import Recipe
+    from unirl.config.merge import Tree
     from unirl.tracking.tracker import Tracker
     from unirl.train.backend.checkpoint import Checkpoint
     from unirl.trainer.base import Trainer
@@ -97,10 +97,10 @@ def saved_run(path: str, overrides: Sequence[str] = (), settings: Tree | None = 
         settings: what the command itself sets, as a tree.
     """
     from unirl.config.compose import ComposedConfig
-    from unirl.config.layers import Layer
     from unirl.config.load import check
+    from unirl.config.merge import Layer
     from unirl.config.overrides import command_line_layer
-    from unirl.config.recipes import RecipeFile
+    from unirl.config.recipe_files import RecipeFile
     from unirl.train.backend.checkpoint import open_checkpoint
 
     if not Path(path).is_dir():

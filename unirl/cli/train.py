@@ -9,7 +9,7 @@ from unirl.cli.failures import Session
 from unirl.cli.main import run_command
 from unirl.cli.signals import stop_on_signal
 from unirl.config.errors import Interrupted, Preempted, UsageError
-from unirl.config.recipes import DOMAIN_OF
+from unirl.config.recipe_files import DOMAIN_OF
 
 EXAMPLES = (
     "unirl train diffusion/quickstart",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from unirl.config.errors import ConfigError, InvalidValueError, did_you_mean
-from unirl.config.interpolation import one_line, resolve
-from unirl.config.layers import Layer, Origin, Tree, fold, get, join, origins, put
+from unirl.config.merge import Layer, Origin, Tree, fold, get, join, leaves, origins, put
 from unirl.config.overrides import command_line_layer
-from unirl.config.recipes import RecipeFile, find_recipe, search_path
+from unirl.config.recipe_files import RecipeFile, find_recipe, search_path
 
 ENVIRONMENT: Mapping[str, str] = {
     "PRETRAINED_MODEL": "bundle.path",
@@ -33,6 +32,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "WANDB_ENTITY": "tracking.entity",
 }
 """Variables that set a key of any recipe: paths, and the identity of the run."""
+
+_RESOLVER = re.compile(r"\$\{\s*([^}{$:\s]+)\s*:")
 
 
 @dataclass(frozen=True)
@@ -174,3 +175,32 @@ def _environment_layer(recipe: Tree) -> Layer:
             put(tree, path, value)
             places[path] = name
     return Layer("environment", tree, places)
+
+
+# Interpolation
+
+
+def resolve(tree: Tree, where: Callable[[str], str] = lambda path: "") -> Tree:
+    """The tree with `${key}` and `${oc.env:NAME,default}` replaced.
+
+    Raises:
+        ConfigError: 2003 for another resolver, an unknown key or a variable that is not set.
+    """
+    for path, value in leaves(tree):
+        for name in _RESOLVER.findall(str(value)):
+            if name != "oc.env":
+                message = f"{path}={value}: '{name}:' is not allowed. Use ${{key}} or ${{oc.env:NAME,default}}"
+                raise ConfigError(message + where(path))
+    try:
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        path = str(error.full_key or "")
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{path}: {reason}{where(path)}. A reference names a key that the recipe itself writes, or oc.env"
+        ) from error
+
+
+def one_line(error: Exception) -> str:
+    """A library's message without its line breaks, cut to a readable length."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())[:300]

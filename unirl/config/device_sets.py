@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,42 +182,3 @@ def _proportional(sizes: Sequence[int], total: int) -> list[range]:
     for i in range(len(sizes) - 1, 0, -1):
         bounds[i] = min(bounds[i], bounds[i + 1] - 1)
     return [range(low, high) for low, high in pairwise(bounds)]
-
-
-# Layout keys of other frameworks
-
-
-def refuse_layout_keys(tree: Mapping[str, Any]) -> None:
-    """Answer `layout: colocate|separate` and `train_fraction: 0.5` with the placement line to write.
-
-    Raises:
-        ConfigError: 2003, or 2010 for a fraction that is no whole number of devices.
-    """
-    layout, fraction = tree.get("layout"), tree.get("train_fraction")
-    if layout not in (None, "colocate", "separate") or (layout is None and fraction is None):
-        return
-    total = tree.get("num_devices", 1)
-    num_devices = total if type(total) is int and 0 < total <= MAX_DEVICES else 1
-    said = ", ".join(f"{key}={tree[key]}" for key in ("layout", "train_fraction") if tree.get(key) is not None)
-    if layout == "colocate":
-        everything = everywhere(num_devices)
-        line = f"placement={{train: {everything}, rollout: {everything}}}, or nothing, which means the same"
-    elif num_devices == 1:
-        line = f"{example(2)} and num_devices=2"
-    else:
-        line = example(num_devices, _whole_devices(fraction, num_devices))
-    raise ConfigError(f"{said}: where the roles stand says this. Write {line}")
-
-
-def _whole_devices(fraction: Any, num_devices: int) -> int | None:
-    """Devices of a fraction of the pool; None for no fraction, which means half."""
-    if fraction is None:
-        return None
-    numeric = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
-    devices = fraction * num_devices if numeric else 0
-    if devices != round(devices) or not 0 < devices < num_devices:
-        raise GeometryError(
-            f"train_fraction={fraction} of num_devices={num_devices} is no whole number of devices that leaves some "
-            f"for rollout. Write where the roles are instead, such as {example(num_devices)}"
-        )
-    return int(devices)

@@ -9,19 +9,18 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from unirl.config.build import SPECIAL, build, check_node
+from unirl.config.build import SPECIAL, build, check_node, schemas_of
 from unirl.config.compose import ComposedConfig, compose
-from unirl.config.device_sets import refuse_layout_keys
 from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean, nearest
-from unirl.config.layers import Layer, Tree, get, join, leaves, put
+from unirl.config.foreign_keys import refuse_layout_keys
+from unirl.config.merge import Layer, Tree, get, join, leaves, put
 from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig
-from unirl.config.recipes import RecipeFile, search_path
+from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
-from unirl.config.values import Place, read, show
-from unirl.config.walk import schemas_of
+from unirl.config.values import Place, read
 
 DATA_KEYS = ("data_source.data_path", "evaluation.data_path")
 
@@ -46,20 +45,6 @@ class Recipe:
     def resolved_text(self) -> str:
         """The content of config/resolved.yaml."""
         return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
-
-    def why(self, path: str) -> str:
-        """Who set a key: every source that names it, the one in effect first, then the default."""
-        self.value(path)
-        said = self.composed.why(path)
-        rows = [(origin.source, show(origin.value), origin.place) for origin in said]
-        if not said:
-            rows.append(("default", show(self.value(path)), ""))
-        marks = ["<- in effect", *[""] * len(rows)]
-        lines = [
-            f"  {source:<13} {value:<24} {place}  {mark}"
-            for (source, value, place), mark in zip(rows, marks, strict=False)
-        ]
-        return "\n".join([path, *(line.rstrip() for line in lines)])
 
     def value(self, path: str) -> Any:
         """The value in effect of a key, default included. Raises ConfigError 2003 for a key that does not exist."""

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
-from unirl.config.layers import DELETED, Layer, Tree, fold, get, join, put
+from unirl.config.merge import DELETED, Layer, Tree, fold, get, join, put
 
 COMMAND_LINE = "command line"
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import re
 import sys
-import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
@@ -148,34 +145,3 @@ def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
         return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), names)["it"]
     except NameError:
         return annotation
-
-
-@cache
-def docs_of(cls: type) -> dict[str, str]:
-    """Key to its docstring: the string below a dataclass field, or the `Args:` entry of the constructor."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__ != "builtins":
-            docs |= dict(_args_docs(base)) | dict(_field_docs(base))
-    return docs
-
-
-def _field_docs(cls: type) -> Iterator[tuple[str, str]]:
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError):  # no source: a class made at run time
-        return
-    assert isinstance(body, ast.ClassDef)
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_doc:
-            yield field.target.id, " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
-
-
-def _args_docs(cls: type) -> Iterator[tuple[str, str]]:
-    text = f"{inspect.getdoc(cls) or ''}\n{inspect.getdoc(cls.__init__) or ''}"  # type: ignore[misc]
-    for section in re.findall(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", text, re.MULTILINE):
-        entries = re.split(r"^(?=\w+:)", textwrap.dedent(section), flags=re.MULTILINE)
-        for entry in filter(None, entries):
-            name, _, doc = entry.partition(":")
-            yield name.strip(), " ".join(doc.split())

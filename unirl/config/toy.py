@@ -9,11 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from unirl.config.build import SPECIAL
+from unirl.config.build import SPECIAL, schemas_of
 from unirl.config.device_sets import num_device_sets, num_named, scaled
-from unirl.config.layers import Layer, Tree, fold, get, join, leaves, put
+from unirl.config.merge import Layer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES
-from unirl.config.walk import schemas_of
 
 SOURCE = "scale=toy"
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from unirl.config.dependencies import need
 from unirl.config.errors import DataError
-from unirl.config.extras import need
 from unirl.data.entries import Item, attempt, refuse
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unirl.config.dependencies import need
 from unirl.config.errors import ArgumentError, DataError, NotFoundError, did_you_mean
-from unirl.config.extras import need
 from unirl.data.datasets import load_prompts
 from unirl.data.images import check_images
 from unirl.data.schema import CONDITION

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from unirl.config.build import build
+from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import GeometryError, IncompatibleError
 from unirl.config.node import nodes_below
-from unirl.config.ray_address import check_ray_address
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.placement import REPLICA, SYNC, PlacementPlan
 

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from unirl.config.dependencies import need
 from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, RewardUnreachableError, did_you_mean
-from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
 from unirl.reward.client.encoding import encode_image, encode_video

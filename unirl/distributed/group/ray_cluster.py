@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from unirl.config.dependencies import WAYS, check_ray_address
 from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError
-from unirl.config.ray_address import WAYS, check_ray_address
 from unirl.distributed.group.reaper import outlive
 
 OLDEST = (2, 54)

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, Any
 
+from unirl.config.dependencies import need
 from unirl.config.errors import DataError, UnreadableFileError
-from unirl.config.extras import need
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 MIB = 2**20

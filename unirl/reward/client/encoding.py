@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from unirl.config.extras import need
+from unirl.config.dependencies import need
 from unirl.reward.client.wire import ImageFormat, MediaPayload
 
 # WebP method 0 is the fastest. `exact` is not needed, since there is no alpha channel.

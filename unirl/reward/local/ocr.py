@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from unirl.config.dependencies import need
 from unirl.config.errors import RewardError
-from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import score_rows
 from unirl.types.reward import RewardRequest, RewardResponse

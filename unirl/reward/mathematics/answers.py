@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
+from unirl.config.dependencies import need
 from unirl.config.errors import RewardError
-from unirl.config.extras import need
 from unirl.reward.base import RewardScorer
 from unirl.reward.mathematics.checker import MathChecker
 from unirl.reward.scoring import score_rows

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unirl.config.dependencies import need
 from unirl.config.errors import NotFoundError, RewardError
-from unirl.config.extras import need
 from unirl.models.chunks import round_up
 from unirl.reward.local.shared.images import as_pil
 from unirl.reward.local.shared.pretrained import load

@@ -1,13 +1,28 @@
-"""Whether the Ray that RAY_ADDRESS names is there."""
+"""Libraries and addresses outside this process, checked before they are used."""
 
 from __future__ import annotations
 
 import socket
+from importlib.util import find_spec
 
-from unirl.config.errors import AddressError
+from unirl.config.errors import AddressError, DependencyError
 
 CONNECT_S = 2.0
 WAYS = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: then the run starts a Ray of its own"
+
+
+def need(*modules: str, by: str, extra: str = "", install: str = "") -> None:
+    """Raises DependencyError (3001) when one of `modules` is not installed; nothing is imported.
+
+    Args:
+        by: who needs them, for the message.
+        extra: the extra of this package that installs them.
+        install: what installs them instead, where no extra does.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        way_out = install or f"pip install 'unirl[{extra}]'"
+        raise DependencyError(f"{by} needs {', '.join(missing)}, not installed here: {way_out}")
 
 
 def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:

@@ -9,8 +9,8 @@ import tomllib
 import pytest
 
 from tests.source_tree import ROOT, modules
+from unirl.config.dependencies import need
 from unirl.config.errors import DependencyError
-from unirl.config.extras import need
 from unirl.reward.local.ocr import EXTRAS
 
 

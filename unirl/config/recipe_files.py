@@ -43,6 +43,12 @@ class Card:
     """A sentence about the run."""
 
     @property
+    def evidence(self) -> str:
+        """Status, reward of a trained recipe, and remarks, in a few words for a table."""
+        gain = f" {self.reward.partition(' (')[0]}" if self.status == "trained" else ""
+        return ", ".join([self.status + gain, *self.remarks])
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What a reader must know before trusting the run: a zero gradient, constant rewards, skipped updates."""
         conditions = {

@@ -10,6 +10,7 @@ import pytest
 from unirl.cli import env
 from unirl.cli.doctor import CHECKS, Unfit
 from unirl.cli.main import COMMANDS, main
+from unirl.config.recipe_files import Card
 from unirl.train.backend.checkpoint import CheckpointStore
 
 
@@ -46,7 +47,42 @@ def test_every_command_shows_examples_first(capsys, command):
 def test_recipes_are_listed_with_their_card(capsys, recipes):
     rows = {row["name"]: row for row in json.loads(output(capsys, "recipes", "ls", "--json"))}
     assert rows["toys/ball"]["status"] == "toy"
-    assert "it rolls" in output(capsys, "recipes")
+    assert "ball" in output(capsys, "recipes")
+
+
+def test_the_table_of_recipes_fits_a_terminal_and_shows_what_a_run_lacks(capsys, monkeypatch):
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert max(len(line) for line in output(capsys, "recipes").splitlines()) <= 100
+    table = output(capsys, "recipes")
+    lines = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.startswith(" ")}
+    assert lines["sd3_replica_lora_separate"] == ["SD3", "GRPO", "PickScore", "8", "toy"]
+    assert lines["sd3_multi_reward"] == ["SD3", "GRPO", "PickScore", "+", "3", "1", "toy"]
+    assert lines["quickstart_dppo"] == ["SD3", "DPPO", "Shapes", "1", "trained", "0.635", "->", "0.943"]
+    assert "skipped updates" in " ".join(output(capsys, "recipes", "search", "quickstart_dapo").split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "evidence"),
+    [
+        ({}, "untested"),
+        ({"status": "toy", "gradient_norm": "0, 0.1", "reward_std": "0, 0.1"}, "toy"),
+        (
+            {"status": "toy", "gradient_norm": "0, 0", "reward_std": "0.000, 0.000", "skipped_updates": "3"},
+            "toy, gradient norm 0, constant rewards, 3 skipped updates",
+        ),
+        ({"status": "trained", "reward": "0.1 -> 0.9 (seed 1); 0.1 -> 0.8 (seed 2)"}, "trained 0.1 -> 0.9"),
+    ],
+)
+def test_the_evidence_of_a_card_names_runs_that_show_little(fields, evidence):
+    assert Card(**fields).evidence == evidence
+
+
+def test_config_show_doc_lists_keys_with_type_default_and_documentation(capsys):
+    shown = output(capsys, "config", "show", "diffusion/quickstart", "--doc").splitlines()
+    assert "sampling.height: int = 512" in shown
+    assert "evaluation: block = EvaluationConfig" in shown
+    assert shown[shown.index("num_rollouts: int = 100") + 1] == "    Steps of the loop."
 
 
 def test_recipes_are_found_by_what_they_say(capsys, recipes):

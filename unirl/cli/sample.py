@@ -25,7 +25,7 @@ EXAMPLES = (
 
 def run(argv: list[str], session: Session) -> int:
     from unirl.cli.runs import open_saved, output_folder, saved_run
-    from unirl.data.buckets import by_size
+    from unirl.data.data_source import by_size
 
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unirl.config.errors import DataError
-from unirl.data.entries import Item, attempt, refuse
 from unirl.data.readers import EXPECTED, READERS
-from unirl.data.schema import CONDITION, RECORDED_ROLES, BadItem, parse_item
+from unirl.data.schema import CONDITION, RECORDED_ROLES, BadItem, Item, attempt, parse_item, refuse
 from unirl.types.primitives import MediaRef
 from unirl.types.rollout_req import RECORDED, group_id
 

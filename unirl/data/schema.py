@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any, NoReturn, ParamSpec, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from unirl.config.errors import DataError, UnreadableFileError
@@ -177,3 +178,32 @@ def _kind(value: object) -> str:
     """The JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"the number {value}")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SHOWN = 100
+"""How many characters of an offending entry are shown."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of a data file: where it stands, how it is written, and its value as JSON has it."""
+
+    line: int
+    source: str
+    value: object
+
+
+def refuse(file: Path, item: Item, why: str, kind: type[DataError] = DataError) -> NoReturn:
+    """Raises DataError."""
+    source = item.source if len(item.source) <= SHOWN else item.source[:SHOWN] + " ..."
+    raise kind(f"{file}:{item.line}: {why}\n  found: {source!a}")
+
+
+def attempt(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:
+    """What `make` gives, or why it refuses."""
+    try:
+        return make(*args, **kwargs)
+    except DataError as error:
+        return error

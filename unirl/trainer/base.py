@@ -16,7 +16,7 @@ from unirl.algorithms.shared.groups import in_pairs
 from unirl.algorithms.shared.kl import KLController
 from unirl.config.errors import Interrupted, Preempted, ResumeError, SyncError
 from unirl.config.recipe import RecipeConfig
-from unirl.data.buckets import by_size, sizes_of
+from unirl.data.data_source import by_size, sizes_of
 from unirl.data.datasets import Prompt
 from unirl.data.images import check_counts
 from unirl.distributed.group.handle import Handle

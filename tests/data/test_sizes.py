@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from unirl.config.errors import CheckpointError
-from unirl.data.buckets import by_size, nearest_size, next_due
-from unirl.data.data_source import MultimodalRLDataSource, PromptSource
+from unirl.data.data_source import MultimodalRLDataSource, PromptSource, by_size, nearest_size, next_due
 from unirl.data.datasets import Prompt
 
 WIDE, TALL, SQUARE = (480, 832), (832, 480), (624, 624)

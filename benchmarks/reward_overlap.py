@@ -58,7 +58,7 @@ def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> T
 def request_of(trainer: Trainer):
     """The rows of the first step."""
     trainer.parts.pool.begin(0)
-    return trainer.make_request(trainer.parts.data.draw(PROMPTS), 0)
+    return trainer.make_request(trainer.parts.data.take(PROMPTS), 0)
 
 
 def generate_seconds(folder: Path, runtime: str) -> float:

@@ -1,4 +1,4 @@
-"""How many pictures a prompt brings is what its model takes: judged before a model is loaded, by prompt and line."""
+"""A prompt must have as many images as its model takes. This is checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_prompts_are_refused_by_line_where_a_model_takes_another_number(facts, r
 @pytest.mark.parametrize(
     ("facts", "count", "parts"),
     [
-        (taking(0, 0), 1, ["brings 1 picture of", "toy is conditioned on text alone", "Remove media_refs"]),
+        (taking(0, 0), 1, ["has 1 image of", "toy is conditioned on text alone", "Remove media_refs"]),
         (
             taking(1, 1),
             0,
-            ["no pictures of role 'condition'", "toy takes 1 picture a prompt", 'Add "media_refs"'],
+            ["no images of role 'condition'", "toy takes 1 image per prompt", 'Add "media_refs"'],
         ),
-        (taking(1, 3), 0, ["brings no pictures", "takes 1 to 3 a prompt", '"role": "condition"']),
-        (taking(1, 1), 3, ["brings 3 pictures", "takes 1 picture a prompt", "Remove 2 from its media_refs"]),
-        (taking(2, 3), 4, ["brings 4 pictures", "takes 2 to 3 a prompt", "Remove 1 from"]),
+        (taking(1, 3), 0, ["has no images", "takes 1 to 3 per prompt", '"role": "condition"']),
+        (taking(1, 1), 3, ["has 3 images", "takes 1 image per prompt", "Remove 2 from its media_refs"]),
+        (taking(2, 3), 4, ["has 4 images", "takes 2 to 3 per prompt", "Remove 1 from"]),
     ],
 )
 def test_the_message_names_prompt_count_model_and_way_out(facts, count, parts, tmp_path) -> None:

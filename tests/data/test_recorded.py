@@ -40,19 +40,19 @@ def source(path: Path, recorded: tuple[str, ...] = BOTH, **keys) -> MultimodalRL
 def test_samples_of_a_prompt_are_its_pictures_in_the_order_of_the_roles(tmp_path) -> None:
     path = write(tmp_path, line(roles=("rejected", "chosen")), line("a dog"))
     for roles in (BOTH, BOTH[::-1], ("chosen",), ("rejected",)):
-        for prompt in source(path, roles).take(0, 2):
+        for prompt in source(path, roles).prompts_at(0, 2):
             assert prompt.recorded == tuple(MediaRef("image", role, str(tmp_path / f"{role}.png")) for role in roles)
 
 
 def test_a_condition_may_stand_beside_a_pair_and_is_what_a_text_model_refuses(tmp_path) -> None:
-    pair = source(write(tmp_path, line())).take(0, 1)
+    pair = source(write(tmp_path, line())).prompts_at(0, 1)
     check_counts(pair, toy_facts())
     both = line()
     both["media_refs"].append(ref("condition", "c.png"))
     Image.new("RGB", (8, 8)).save(tmp_path / "c.png")
-    (prompt,) = source(write(tmp_path, both)).take(0, 1)
+    (prompt,) = source(write(tmp_path, both)).prompts_at(0, 1)
     assert [entry.role for entry in prompt.recorded] == list(BOTH)
-    with pytest.raises(DataError, match=r"brings 1 picture of role 'condition', and toy is conditioned on text alone"):
+    with pytest.raises(DataError, match=r"has 1 image of role 'condition', and toy is conditioned on text alone"):
         check_counts([prompt], toy_facts())
 
 
@@ -94,7 +94,7 @@ def test_held_out_prompts_need_no_pictures_and_training_prompts_serve_as_well(tm
 def test_the_order_of_pairs_is_that_of_prompts_and_continues_at_the_cursor(tmp_path) -> None:
     path = write(tmp_path, *(line(f"prompt {i}") for i in range(7)))
     one, other = source(path), source(path)
-    first = one.draw(5)
+    first = one.take(5)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert other.draw(4) == one.draw(4)
-    assert sorted(p.text for p in first + source(path).take(5, 2)) == [f"prompt {i}" for i in range(7)]
+    assert other.take(4) == one.take(4)
+    assert sorted(p.text for p in first + source(path).prompts_at(5, 2)) == [f"prompt {i}" for i in range(7)]

@@ -97,7 +97,7 @@ def test_every_step_has_one_size_and_each_keeps_to_its_share(count, steps, seed,
     data = Held(seed=seed, shuffle=shuffle)
     drawn: Counter[tuple[int, int]] = Counter()
     for _ in range(steps):
-        [size] = {prompt.size for prompt in data.draw(count)}
+        [size] = {prompt.size for prompt in data.take(count)}
         drawn[size] += count
     time = steps * count / 17
     for size, held in ((WIDE, 10), (TALL, 5), (SQUARE, 2)):
@@ -107,10 +107,10 @@ def test_every_step_has_one_size_and_each_keeps_to_its_share(count, steps, seed,
 @given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=60), seed=st.integers(0, 3))
 def test_every_prompt_of_a_size_is_drawn_once_per_epoch(counts, seed) -> None:
     data = Held(seed=seed)
-    drawn = [prompt for count in counts for prompt in data.draw(count)]
+    drawn = [prompt for count in counts for prompt in data.take(count)]
     assert len({prompt.group_id for prompt in drawn}) == len(drawn)
     for some in by_size(drawn):
-        held = len(data.draws[some[0].size])
+        held = len(data.orders[some[0].size])
         for epoch in range(len(some) // held):
             ids = {prompt.prompt_id for prompt in some[epoch * held : (epoch + 1) * held]}
             assert len(ids) == held and {p.epoch for p in some if p.prompt_id in ids} >= {epoch}
@@ -119,7 +119,7 @@ def test_every_prompt_of_a_size_is_drawn_once_per_epoch(counts, seed) -> None:
 def test_the_order_of_sizes_depends_on_the_seed_and_is_not_regular() -> None:
     def order(**keys) -> list[tuple[int, int] | None]:
         data = Held(**keys)
-        return [data.draw(1)[0].size for _ in range(170)]
+        return [data.take(1)[0].size for _ in range(170)]
 
     assert order(seed=1) == order(seed=1) != order(seed=2)
     assert order(seed=1)[:17] != order(seed=1)[17:34]
@@ -130,15 +130,15 @@ def test_the_order_of_sizes_depends_on_the_seed_and_is_not_regular() -> None:
 def test_a_restored_source_continues_where_the_saved_one_stopped(before, after, count) -> None:
     saved, restored = Held(), Held()
     for _ in range(before):
-        saved.draw(count)
+        saved.take(count)
     restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
-    assert [restored.draw(count) for _ in range(after)] == [saved.draw(count) for _ in range(after)]
+    assert [restored.take(count) for _ in range(after)] == [saved.take(count) for _ in range(after)]
 
 
 def test_a_size_that_is_asked_for_is_drawn_and_others_stay_where_they_are() -> None:
     data = Held()
-    first = data.draw(2, TALL)
-    assert data.draw(2, TALL) == data.take(2, 2, TALL) and first == data.take(0, 2, TALL)
+    first = data.take(2, TALL)
+    assert data.take(2, TALL) == data.prompts_at(2, 2, TALL) and first == data.prompts_at(0, 2, TALL)
     assert data.cursors == {WIDE: 0, SQUARE: 0, TALL: 4}
 
 
@@ -146,13 +146,13 @@ def test_one_size_draws_what_no_size_draws(tmp_path) -> None:
     path = write(tmp_path, [(83, 48)] * 7)
     one, none = source(path, sizes=(WIDE,)), source(path, sizes=())
     for _ in range(5):
-        assert [p.group_id for p in one.draw(3)] == [p.group_id for p in none.draw(3)]
+        assert [p.group_id for p in one.take(3)] == [p.group_id for p in none.take(3)]
 
 
 def test_the_order_of_sizes_in_the_recipe_moves_no_draw_of_pictures(file) -> None:
     one, other = source(file), source(file, sizes=SIZES[::-1])
     for _ in range(20):
-        assert one.draw(2) == other.draw(2)
+        assert one.take(2) == other.take(2)
 
 
 def test_state_of_other_sizes_is_refused(file) -> None:

@@ -72,7 +72,7 @@ def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None
     try:
         with trainer.tracker:
             trainer.train()
-            req = trainer.make_request(trainer.parts.data.draw(2), 9).replace(weight_version=trainer.version)
+            req = trainer.make_request(trainer.parts.data.take(2), 9).replace(weight_version=trainer.version)
             assert req.weights == "old"
 
             def pixels(weights: str) -> torch.Tensor:

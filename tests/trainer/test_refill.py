@@ -166,7 +166,7 @@ def test_rewards_are_those_of_all_samples_and_not_only_of_trained_ones(finished)
     data = MultimodalRLDataSource(data_path="datasets/arithmetic/train.jsonl", seed=42)
     assert data.fingerprint == state["stateful"]["data"]["fingerprint"]
     for row in lines(finished / "metrics.jsonl"):
-        prompts = data.draw(int(row["samples/draws"]) * 4)
+        prompts = data.take(int(row["samples/draws"]) * 4)
         scores = [TiedRewardScorer().score_of(f"{prompt.group_id}:{i}") for prompt in prompts for i in range(4)]
         assert row["rollout/reward_mean"] == pytest.approx(sum(scores) / len(scores))
 

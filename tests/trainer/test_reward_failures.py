@@ -134,7 +134,7 @@ def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:
 def test_parts_are_whole_groups_and_all_of_them(tmp_path) -> None:
     trainer = trainer_of(tmp_path, "batch_size=5", "sampling.samples_per_prompt=4", "stack.num_updates_per_batch=1")
     with trainer.tracker:
-        req = trainer.make_request(trainer.parts.data.draw(5), 0)
+        req = trainer.make_request(trainer.parts.data.take(5), 0)
     for count in range(1, 8):
         parts = in_parts(req, count)
         assert [sample for part in parts for sample in part.sample_ids] == req.sample_ids

@@ -55,7 +55,7 @@ def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None
     seen = set()
     with trainer.tracker:
         for step in range(8):
-            drawn = trainer.parts.data.draw(2)
+            drawn = trainer.parts.data.take(2)
             [size] = {prompt.size for prompt in drawn}
             params = trainer.make_request(drawn, step).tracks["image"].sampling
             assert (params.height, params.width) == size
@@ -96,8 +96,8 @@ def test_refilled_steps_stay_with_the_size_that_they_began_with(tmp_path, monkey
     monkeypatch.setattr("unirl.trainer.refill.informative_groups", lambda resp: [])  # every step makes all its draws
     trainer = trainer_of(tmp_path, SIZES, "refill={max_draws: 3}", "num_rollouts=3")
     data = trainer.parts.data
-    draw, drawn = data.draw, []
-    monkeypatch.setattr(data, "draw", lambda count, size=None: drawn.append(draw(count, size)) or drawn[-1])
+    draw, drawn = data.take, []
+    monkeypatch.setattr(data, "take", lambda count, size=None: drawn.append(draw(count, size)) or drawn[-1])
     with trainer.tracker:
         trainer.train()
     sizes = [[prompt.size for prompt in prompts] for prompts in drawn]
@@ -128,8 +128,8 @@ def test_the_plan_names_every_size(capsys) -> None:
             2004,
             r"sizes=\[32, 40\]: sampling\.width=40 is not a positive multiple of 16.*Use 32",
         ),
-        ("[[32, 48], [32, 48]]", 2004, "stands there once"),
-        ("[[0, 48]]", 2004, "1 or more"),
+        ("[[32, 48], [32, 48]]", 2004, "occurs once"),
+        ("[[0, 48]]", 2004, "at least 1"),
         ("[[32, 48, 64]]", 2004, r"data_source\.sizes\[0\]|sizes\.0"),
     ],
 )
@@ -150,8 +150,8 @@ def test_the_number_of_pictures_is_judged_by_check_and_before_a_run(tmp_path, ca
     for command in (["check"], ["data", "check", "--recipe"]):
         assert main([*command, "diffusion/sd3_trainside", "scale=toy", f"data_source.data_path={file}"]) == 4
         said = capsys.readouterr().err
-        assert "prompts.jsonl:1: prompt 'p0' brings 1 picture" in said and "conditioned on text alone" in said
-    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' brings 1 picture"):
+        assert "prompts.jsonl:1: prompt 'p0' has 1 image" in said and "conditioned on text alone" in said
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' has 1 image"):
         trainer_of(tmp_path / "run", f"data_source.data_path={file}")
     assert not (tmp_path / "run").exists()
 
@@ -161,10 +161,10 @@ def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) ->
     monkeypatch.setattr("unirl.trainer.build.known_facts", lambda config: None)
     trainer = trainer_of(tmp_path / "run", f"data_source.data_path={file}", f"evaluation.data_path={file}", SIZES)
     with trainer.tracker:
-        with pytest.raises(DataError, match="prompt 'p0' brings 1 picture"):
+        with pytest.raises(DataError, match="prompt 'p0' has 1 image"):
             trainer.train()
         trainer.facts = replace(trainer.facts, condition_images=(1, 1))
-        some = trainer.parts.data.draw(2)
+        some = trainer.parts.data.take(2)
         for req, drawn in (
             (trainer.make_request(some, 0), some),
             (trainer.make_eval_request(held := trainer.parts.data.eval_prompts(1)), held),
@@ -172,6 +172,6 @@ def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) ->
             copies = len(req) // len(drawn)
             assert req.prompt_image_uris() == [(prompt.images[0].uri,) for prompt in drawn for _ in range(copies)]
         trainer.facts = replace(trainer.facts, condition_images=(2, 3))
-        with pytest.raises(DataError, match="takes 2 to 3 a prompt"):
+        with pytest.raises(DataError, match="takes 2 to 3 per prompt"):
             trainer.make_request(some, 0)
-    assert trainer.parts.data.draws[TALL].take(0, 1)[0].prompt_id == "p0"
+    assert trainer.parts.data.orders[TALL].prompts_at(0, 1)[0].prompt_id == "p0"

@@ -148,7 +148,7 @@ def test_evaluation_samples_by_its_own_settings(tmp_path) -> None:
 
 
 def test_prompts_about_pictures_are_refused_before_the_first_step_by_a_model_that_does_not_see(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"brings 1 picture of role .condition., and qwen3 is conditioned on text"):
+    with pytest.raises(DataError, match=r"has 1 image of role .condition., and qwen3 is conditioned on text"):
         trainer_of(tmp_path, "data_source.data_path=datasets/shapes_qa/train_choices.jsonl")
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,7 @@
-"""Where prompts come from. Which prompt is drawn is a pure function of (seed, number of the draw)."""
+"""Data sources: which prompts each step gets, and at which size.
+
+The prompt at a position of the endless sequence is a pure function of seed and position, so a run resumes exactly.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import ClassVar
 
 from unirl.config.errors import ResumeError
 from unirl.data.datasets import Prompt, load_prompts, with_recorded
-from unirl.data.images import Looks, check_images, digest_of, look_at
+from unirl.data.images import ImageInfos, check_images, digest_of, read_image_info
 from unirl.types.primitives import RecordedRole
 from unirl.types.protocols import State
 
@@ -21,27 +24,27 @@ Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
-def with_sizes(prompts: Iterable[Prompt], sizes: Sequence[Size], looks: Looks) -> tuple[Prompt, ...]:
-    """The prompts, each with the size at which it is drawn; without sizes, as they are."""
+def with_sizes(prompts: Iterable[Prompt], sizes: Sequence[Size], infos: ImageInfos) -> tuple[Prompt, ...]:
+    """The prompts, each with the size of its samples. Without `sizes` the prompts are unchanged."""
     if not sizes:
         return tuple(prompts)
-    return tuple(replace(prompt, size=size_of(prompt, sizes, looks)) for prompt in prompts)
+    return tuple(replace(prompt, size=size_of(prompt, sizes, infos)) for prompt in prompts)
 
 
-def size_of(prompt: Prompt, sizes: Sequence[Size], looks: Looks) -> Size:
-    """The size whose shape is nearest to that of the prompt's first picture; without a picture, one that its id picks.
+def size_of(prompt: Prompt, sizes: Sequence[Size], infos: ImageInfos) -> Size:
+    """The size whose aspect ratio is nearest to the prompt's first image. A hash of the id decides without an image.
 
-    A picture is one that the prompt is about or, where there is none, the first of its recorded samples.
+    The first condition image counts, otherwise the first recorded sample.
     """
     for ref in (*prompt.images, *prompt.recorded):
-        look = looks[ref.uri] if ref.uri in looks else look_at(ref.uri)
-        return nearest_size(look.height, look.width, sizes)
+        info = infos[ref.uri] if ref.uri in infos else read_image_info(ref.uri)
+        return nearest_size(info.height, info.width, sizes)
     key = hashlib.blake2b(f"size:{prompt.prompt_id}".encode(), digest_size=8).digest()
     return sizes[int.from_bytes(key) % len(sizes)]
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:
-    """The size of the nearest aspect, by the logarithm; of those that are equally near, the one of the nearest area."""
+    """The size with the nearest aspect ratio on a logarithmic scale; among equally near ones the nearest area."""
 
     def distance(size: Size) -> tuple[float, float]:
         aspect = math.log(size[0] / size[1]) - math.log(height / width)
@@ -51,32 +54,32 @@ def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:
 
 
 def by_size(prompts: Iterable[Prompt]) -> list[list[Prompt]]:
-    """The prompts of each size, in their order; the sizes in one order, whatever that of the prompts is."""
+    """The prompts of each size, in their order. Sizes are sorted."""
     prompts = list(prompts)
     return [[prompt for prompt in prompts if prompt.size == size] for size in sizes_of(prompts)]
 
 
 def sizes_of(prompts: Iterable[Prompt]) -> list[Size | None]:
-    """The sizes of prompts, sorted."""
+    """The distinct sizes of prompts, sorted."""
     return sorted({prompt.size for prompt in prompts}, key=lambda size: size or (0, 0))
 
 
-def next_due(drawn: Sequence[int], held: Sequence[int], count: int, key: str | None) -> int:
-    """Which list is due when `count` prompts are drawn next: the one whose draws, by its length, end first.
+def next_due(cursors: Sequence[int], lengths: Sequence[int], count: int, key: str | None) -> int:
+    """Index of the list that the next `count` prompts come from, so that each list is used in proportion to its length.
 
-    A list is never more than `count` draws ahead of its share, or behind it.
+    A list is never more than `count` prompts ahead of its share or behind it.
 
     Args:
-        drawn: draws that were made of each list.
-        held: prompts of each list, at least one.
-        key: makes the order irregular, in [0, count) draws; None = regular.
+        cursors: prompts that were taken from each list so far.
+        lengths: prompts of each list, at least one.
+        key: makes the order irregular, by less than `count` prompts; None = regular.
     """
 
-    def time(number: int) -> float:
-        start = 1.0 if key is None else _unit(f"{key}:{number}:{drawn[number]}")
-        return (drawn[number] + start * count) / held[number]
+    def time(index: int) -> float:
+        start = 1.0 if key is None else _unit(f"{key}:{index}:{cursors[index]}")
+        return (cursors[index] + start * count) / lengths[index]
 
-    return min(range(len(drawn)), key=lambda number: (time(number), number))
+    return min(range(len(cursors)), key=lambda index: (time(index), index))
 
 
 def _unit(key: str) -> float:
@@ -96,12 +99,12 @@ BUILT_IN = (
 )
 
 
-class Draws:
-    """Endless draws from a list of prompts: every prompt once per epoch, in an order that only seed and epoch decide.
+class PromptOrder:
+    """An endless order of a list of prompts: each prompt once per epoch, in an order that only seed and epoch decide.
 
-    Draw number c is prompt `order(epoch)[c mod n]` of epoch `c div n`, so a batch may span epochs; the epoch is part of
-    a draw's group id, and nothing but a cursor has to be saved. The order sorts prompts by a keyed hash of their ids:
-    it survives a reordered file and does not depend on any generator's implementation.
+    Position c holds prompt `order(epoch)[c mod n]` of epoch `c div n`, so a batch may span epochs. The epoch is part of
+    a prompt's group id, and only a cursor has to be saved. The order sorts prompts by a keyed hash of their ids, so it
+    does not change when the file is reordered, and depends on no implementation of a random generator.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> None:
@@ -112,15 +115,15 @@ class Draws:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def take(self, cursor: int, count: int) -> list[Prompt]:
-        """Draws number `cursor` to `cursor + count - 1`; changes nothing."""
+    def prompts_at(self, cursor: int, count: int) -> list[Prompt]:
+        """The prompts at positions `cursor` to `cursor + count - 1`."""
         if cursor < 0 or count < 1:
             raise ValueError(f"cursor must be >= 0 and count >= 1, got cursor={cursor}, count={count}")
-        return [self._draw(number) for number in range(cursor, cursor + count)]
+        return [self._prompt_at(position) for position in range(cursor, cursor + count)]
 
-    def _draw(self, number: int) -> Prompt:
-        epoch, position = divmod(number, len(self.prompts))
-        return self.prompts[self._order(epoch)[position]].in_epoch(epoch)
+    def _prompt_at(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self.prompts))
+        return self.prompts[self._order(epoch)[index]].in_epoch(epoch)
 
     def _make_order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -134,50 +137,49 @@ class Draws:
 
 
 class PromptSource(ABC):
-    """Endless draws from a list of prompts. Prompts of different sizes are never drawn together.
+    """Base of data sources: an endless sequence of prompts from a list. All prompts of a step have one size.
 
-    The prompts of each size are a list of their own, and a size is drawn as often as its share of the prompts says:
-    which one is due next is a function of seed and cursors, and these are the only state.
+    The prompts of each size are a list with its own order and cursor. A function of seed and cursors decides which size
+    is next, so that each is used in proportion to its number of prompts. The cursors are the only state.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, looks: Looks | None = None) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, infos: ImageInfos | None = None) -> None:
         """
         Args:
-            looks: what is known of the pictures; None = they are opened here.
+            infos: facts about the images of the prompts; None = they are opened here.
         """
         self.prompts = tuple(prompts)
         self.shuffle, self.seed = shuffle, seed
-        self.looks = check_images(self.prompts) if looks is None else looks
-        self.draws = {some[0].size: Draws(some, shuffle=shuffle, seed=seed) for some in by_size(self.prompts)}
-        self.cursors = dict.fromkeys(self.draws, 0)
+        self.infos = check_images(self.prompts) if infos is None else infos
+        self.orders = {group[0].size: PromptOrder(group, shuffle=shuffle, seed=seed) for group in by_size(self.prompts)}
+        self.cursors = dict.fromkeys(self.orders, 0)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def take(self, cursor: int, count: int, size: Size | None = None) -> list[Prompt]:
-        """Draws number `cursor` to `cursor + count - 1` of the prompts of one size; changes nothing."""
-        return self.draws[size].take(cursor, count)
+    def prompts_at(self, cursor: int, count: int, size: Size | None = None) -> list[Prompt]:
+        """The prompts of one size at positions `cursor` to `cursor + count - 1`. Changes no state."""
+        return self.orders[size].prompts_at(cursor, count)
 
-    def draw(self, count: int, size: Size | None = None) -> list[Prompt]:
-        """The next `count` draws, all of one size; moves its cursor.
+    def take(self, count: int, size: Size | None = None) -> list[Prompt]:
+        """The next `count` prompts, all of one size; moves its cursor.
 
         Args:
-            size: the size that is wanted; None = the one that is due.
+            size: the size to take; None = the size that is due.
         """
         if size is None:
             size = self._due(count)
-        prompts = self.take(self.cursors[size], count, size)
+        prompts = self.prompts_at(self.cursors[size], count, size)
         self.cursors[size] += count
         return prompts
 
     def _due(self, count: int) -> Size | None:
-        sizes = list(self.draws)
-        held = [len(draws) for draws in self.draws.values()]
+        lengths = [len(order) for order in self.orders.values()]
         key = f"{self.seed}::due" if self.shuffle else None
-        return sizes[next_due(list(self.cursors.values()), held, count, key)]
+        return list(self.orders)[next_due(list(self.cursors.values()), lengths, count, key)]
 
     def sized(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Other prompts, each with the size that this source would draw it at."""
+        """Other prompts, each with the size that its samples have with this source."""
         return list(prompts)
 
     @abstractmethod
@@ -192,20 +194,20 @@ class PromptSource(ABC):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Raises CheckpointError (7002) when the prompts are not those that the checkpoint was made with."""
+        """Raises ResumeError (7002) if the prompts differ from those of the checkpoint."""
         if state["fingerprint"] != self.fingerprint:
             raise ResumeError(
                 f"the data changed since the checkpoint: {len(self.prompts)} prompts now, {state['prompts']} then, or "
-                "their texts, pictures or sizes differ, so the order of draws would be another. Restore the data file, "
-                "or start a new run"
+                "their texts, images or sizes differ, so the prompts would come in another order. Restore the data "
+                "file, or start a new run"
             )
-        self.cursors = dict(zip(self.draws, map(int, state["cursors"]), strict=True))
+        self.cursors = dict(zip(self.orders, map(int, state["cursors"]), strict=True))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the draws, the contents of pictures included, and not where files lie.
+        """A hash of everything that decides the sequence of prompts: texts, contents of images, sizes, order and seed.
 
-        Shuffled prompts may stand in the file in any order.
+        Paths do not count, and neither does the order of the file if prompts are shuffled.
         """
         digest = hashlib.blake2b(f"{self.shuffle}:{self.seed if self.shuffle else ''}".encode(), digest_size=16)
         for prompt in sorted(self.prompts, key=lambda prompt: prompt.prompt_id) if self.shuffle else self.prompts:
@@ -214,11 +216,11 @@ class PromptSource(ABC):
         return digest.hexdigest()
 
     def _digest(self, uri: str) -> str:
-        return self.looks[uri].digest if uri in self.looks else digest_of(uri)
+        return self.infos[uri].digest if uri in self.infos else digest_of(uri)
 
 
 class MultimodalRLDataSource(PromptSource):
-    """Prompts of a file (`readers.py`), and held-out ones of another for evaluation."""
+    """Prompts of a file, and held-out prompts of another file for evaluation."""
 
     toy: ClassVar[Mapping[str, object]] = {"sizes": []}
 
@@ -233,29 +235,29 @@ class MultimodalRLDataSource(PromptSource):
         recorded: tuple[RecordedRole, ...] = (),
         sizes: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """The trainer gives the run's seed, and the evaluation block's file (absent: the training file, unshuffled).
+        """The trainer passes the run's seed and the file of the evaluation block (None: the training file, unshuffled).
 
         Args:
-            recorded: the samples of a prompt are its pictures of these roles, in this order; [] = samples are drawn.
-            sizes: [height, width] in pixels that samples may have, the nearest to the prompt's picture in shape; [] =
-                all have that of `sampling`.
+            recorded: roles of the images that are the samples of a prompt, in this order; [] = the policy samples.
+            sizes: [height, width] in pixels; each prompt gets the size nearest in shape to its image; [] = all samples
+                have the size of `sampling`.
         """
         prompts = with_recorded(load_prompts(Path(data_path), prompt_key=prompt_key), recorded)
         held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else None
-        looks = check_images((*prompts, *(held_out or ())))
+        infos = check_images((*prompts, *(held_out or ())))
         self.sizes = sizes
-        super().__init__(with_sizes(prompts, sizes, looks), shuffle=shuffle, seed=seed, looks=looks)
-        self.held_out = self.prompts if held_out is None else with_sizes(held_out, sizes, looks)
+        super().__init__(with_sizes(prompts, sizes, infos), shuffle=shuffle, seed=seed, infos=infos)
+        self.held_out = self.prompts if held_out is None else with_sizes(held_out, sizes, infos)
 
     def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
         return list(self.held_out[:max_prompts])
 
     def sized(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        return list(with_sizes(prompts, self.sizes, self.looks))
+        return list(with_sizes(prompts, self.sizes, self.infos))
 
 
 class DefaultDataSource(PromptSource):
-    """A few built-in prompts, for smoke checks: no file is needed."""
+    """A few built-in prompts for quick checks without a file."""
 
     def __init__(self, seed: int = 42, *, shuffle: bool = True) -> None:
         prompts = [Prompt(text=text, prompt_id=f"built-in:{index}") for index, text in enumerate(BUILT_IN)]

@@ -226,7 +226,7 @@ class Trainer(ABC, Generic[SamplingT]):
         draws = Draws(self.config.refill, self.config.batch_size)
         size = None
         while not draws.is_complete:
-            prompts = self.parts.data.draw(self.config.batch_size, size)
+            prompts = self.parts.data.take(self.config.batch_size, size)
             size = prompts[0].size
             req = self.make_request(prompts, step)
             req = req.replace(weights=report.weights, weight_version=report.version)

@@ -234,17 +234,17 @@ class WeightSource(Protocol):
 
 
 class DataSource(Protocol):
-    """Prompts by number of draw; the number is state. A prompt's `size` says how large its samples are."""
+    """An endless sequence of prompts. A prompt's `size` is the (height, width) of its samples."""
 
     prompts: Sequence[Any]
-    """All that may be drawn, as far as it is known beforehand."""
+    """All prompts that `take` may return, as far as they are known beforehand."""
 
-    def draw(self, count: int, size: tuple[int, int] | None = None) -> Sequence[Any]:
-        """The next `count` draws, all of one size (height, width): the one that is asked for, else the one due."""
+    def take(self, count: int, size: tuple[int, int] | None = None) -> Sequence[Any]:
+        """The next `count` prompts, all of one size: `size`, or the one that is due. Moves a cursor, which is state."""
         ...
 
     def sized(self, prompts: Sequence[Any]) -> Sequence[Any]:
-        """Other prompts, each with the size that this source would draw it at."""
+        """Other prompts, each with the size that its samples have with this source."""
         ...
 
     def eval_prompts(self, max_prompts: int) -> Sequence[Any]:

@@ -13,7 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from contextlib import closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -23,8 +23,8 @@ from unirl.config.load import load
 from unirl.distributed.group.ray_cluster import connect
 from unirl.plan.preflight import preflight
 from unirl.reward.local.image_statistics import BrightnessRewardScorer
-from unirl.trainer.base import Trainer
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
 
 PROMPTS, SAMPLES = 32, 4
 
@@ -40,7 +40,7 @@ class Slow(BrightnessRewardScorer):
         return super().score(request)
 
 
-def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> Trainer:
+def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> AbstractContextManager[Trainer]:
     """A toy trainer whose samples are never trained on."""
     recipe = load(
         "diffusion/sd3_trainside",
@@ -57,13 +57,13 @@ def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> T
 
 def request_of(trainer: Trainer):
     """The rows of the first step."""
-    trainer.parts.pool.begin(0)
-    return trainer.make_request(trainer.parts.data.take(PROMPTS), 0)
+    trainer.pool.begin(0)
+    return trainer.requests.training(trainer.data.take(PROMPTS), 0, trainer.publish(0))
 
 
 def generate_seconds(folder: Path, runtime: str) -> float:
     """How long the engine needs for a step, the median of five."""
-    with closing(trainer_of(folder, runtime, 0.0)) as trainer, trainer.tracker:
+    with trainer_of(folder, runtime, 0.0) as trainer:
         req = request_of(trainer)
         times = []
         for _ in range(6):
@@ -82,10 +82,8 @@ def main(runtime: str, parts: int, pairs: int, path: str | None) -> None:
         alone = generate_seconds(folder / "alone", runtime)
         slow = (runtime, alone / (PROMPTS * SAMPLES))
         with (
-            closing(trainer_of(folder / "turns", *slow)) as turns,
-            closing(trainer_of(folder / "overlap", *slow, f"reward_parts={parts}", "+placement.reward=cpu")) as overlap,
-            turns.tracker,
-            overlap.tracker,
+            trainer_of(folder / "turns", *slow) as turns,
+            trainer_of(folder / "overlap", *slow, f"reward_parts={parts}", "+placement.reward=cpu") as overlap,
         ):
             requests = {trainer: request_of(trainer) for trainer in (turns, overlap)}
 
@@ -93,8 +91,8 @@ def main(runtime: str, parts: int, pairs: int, path: str | None) -> None:
                 turns.roles.rollout.generate(requests[turns])
 
             def step(trainer: Trainer) -> None:
-                trainer.overlap.draw(requests[trainer])
-                trainer.overlap.collect()
+                trainer.overlap.generate(requests[trainer])
+                trainer.overlap.scores()
 
             shapes = {
                 "runtime": runtime,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
@@ -20,14 +20,14 @@ from harness import Ratio, paired, report
 from unirl.config.load import load
 from unirl.distributed.group.ray_cluster import connect
 from unirl.plan.preflight import preflight
-from unirl.trainer.base import Trainer
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
 
 RECIPE = "diffusion/sd3_trainside"
 CALLS = 50
 
 
-def trainer_of(folder: Path, prompts: int, micro: int, *overrides: str) -> Trainer:
+def trainer_of(folder: Path, prompts: int, micro: int, *overrides: str) -> AbstractContextManager[Trainer]:
     """A trainer that never saves, samples or evaluates."""
     recipe = load(
         RECIPE,
@@ -51,8 +51,8 @@ def step_of(trainer: Trainer) -> Callable[[], None]:
     """One step of the loop."""
 
     def step() -> None:
-        trainer.learn(trainer.step, trainer.produce(trainer.step))
-        trainer.step += 1
+        trainer.learn(trainer.state.step, trainer.produce(trainer.state.step))
+        trainer.state.step += 1
 
     return step
 
@@ -82,16 +82,16 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
         def opened(name: str, *overrides: str) -> Trainer:
-            return stack.enter_context(closing(trainer_of(scratch / name, options.prompts, options.micro, *overrides)))
+            return stack.enter_context(trainer_of(scratch / name, options.prompts, options.micro, *overrides))
 
         local = opened("local")
         one = opened("one", "runtime=ray", "num_devices=1")
         two = opened("two", "runtime=ray", "num_devices=2")
         rows = options.prompts * local.config.sampling.values["samples_per_prompt"]
-        before = two.parts.pool.traffic.total
+        before = two.pool.traffic.total
         step_of(two)()
         shapes = {"rows": rows, "micro_batch_size": options.micro, "threads_per_process": 1}
-        traffic = {"driver_bytes_per_step_2_workers": two.parts.pool.traffic.total - before}
+        traffic = {"driver_bytes_per_step_2_workers": two.pool.traffic.total - before}
         results: list[Ratio] = [
             paired("step: ray 1 / local", shapes, step_of(one), step_of(local), options.pairs),
             paired("step: ray 2 / ray 1 (scaling)", shapes | traffic, step_of(two), step_of(one), options.pairs),

@@ -150,7 +150,7 @@ def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
     from unirl.config.load import load
     from unirl.config.recipe_files import search_path
     from unirl.plan.preflight import preflight
-    from unirl.trainer.build import build_trainer
+    from unirl.trainer.assemble import build_trainer
 
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
@@ -162,10 +162,12 @@ def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
         except (UniRLError, ValueError) as error:
             return {"ran": False, "refused": " ".join(str(error).split())}
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                trainer = build_trainer(found)
-                with trainer.tracker:
-                    trainer.train()
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+                build_trainer(found) as trainer,
+            ):
+                trainer.train()
         except Exception as error:  # whatever it is, it is what the cell says
             return {"ran": False, "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         row = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])

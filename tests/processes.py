@@ -8,7 +8,7 @@ from pathlib import Path
 
 # One server serves the whole session, so whoever comes first decides for all. The large libraries are lazy: importing
 # one imports nothing of what a model needs.
-PRELOAD = ["unirl.cli.train", "unirl.trainer.build", "unirl.train.stack", "unirl.train.backend.fsdp"]
+PRELOAD = ["unirl.cli.train", "unirl.trainer.assemble", "unirl.train.stack", "unirl.train.backend.fsdp"]
 PRELOAD += ["unirl.algorithms.diffusion_grpo", "unirl.models.sd3.family"]
 PRELOAD += ["diffusers.models.autoencoders", "diffusers.models.transformers.transformer_sd3", "diffusers.loaders.peft"]
 PRELOAD += ["diffusers.schedulers.scheduling_flow_match_euler_discrete", "transformers.models.clip.modeling_clip"]

@@ -1,8 +1,35 @@
-"""Train a diffusion or flow model: python -m unirl.train_diffusion --config-name=diffusion/<recipe> [key=value ...]"""
+"""Train a diffusion or flow model.
+
+    python -m unirl.train_diffusion --config-name=diffusion/<recipe> [key=value ...]
+
+`unirl train diffusion/<recipe>` is the same command.
+"""
 
 import sys
+from collections.abc import Sequence
 
-from unirl.cli.train import main
+from unirl.cli.arguments import RecipeArguments
+from unirl.cli.main import run_command
+from unirl.cli.signals import stop_on_signal
+from unirl.cli.train import parsed
+from unirl.config.failures import Session
+from unirl.config.load import load
+from unirl.plan.preflight import preflight
+from unirl.trainer.assemble import build_trainer
+
+
+def train(arguments: RecipeArguments, session: Session) -> None:
+    """Load the recipe, check what it implies, build its trainer, and run the loop."""
+    recipe = load(arguments.recipe, arguments.overrides)
+    preflight(recipe).print_notices()
+    with build_trainer(recipe, session) as trainer, stop_on_signal(trainer.request_stop):
+        trainer.train()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line of this entrypoint. Returns the exit status."""
+    return run_command(parsed(train, domain="diffusion"), argv)
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], domain="diffusion"))
+    sys.exit(main(sys.argv[1:]))

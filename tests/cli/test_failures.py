@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from unirl.cli.failures import failure_of
 from unirl.cli.main import COMMANDS, main, run_command
 from unirl.config import errors
+from unirl.config.failures import failure_of
 
 
 def fail_with(error: BaseException, argv=(), run_dir=None) -> int:

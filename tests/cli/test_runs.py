@@ -10,7 +10,7 @@ import pytest
 from tests.run_files import metrics_of
 from tests.source_tree import ROOT
 from unirl.cli.main import main
-from unirl.trainer.base import Trainer
+from unirl.trainer.loop import Trainer
 
 RECIPE = "diffusion/sd3_trainside"
 TOY = (RECIPE, "scale=toy", "num_rollouts=2", "evaluation.max_prompts=1", "save_interval=1")
@@ -75,7 +75,7 @@ def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir,
     monkeypatch.setattr(Trainer, "learn", learn_and_interrupt)
     assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 130
     shown = capsys.readouterr().err
-    assert f"continue with:\n  unirl train {' '.join(TOY)} run.dir={tmp_path / 'run'}" in shown
+    assert f"Continue with:\n  unirl train {' '.join(TOY)} run.dir={tmp_path / 'run'}" in shown
     assert len(metrics_of(tmp_path / "run")) == 1
     monkeypatch.undo()
     monkeypatch.chdir(ROOT)

@@ -61,7 +61,7 @@ def freeze_agents():
 
 pool = RayPool(2, deadline_s=60.0, preload=())
 saboteur = pool.group(DeviceSet("device", (0, 1))).place(Remote("saboteur", Saboteur))
-saboteur.deadlock.submit()
+submit(saboteur.deadlock)
 {then}
 """
 
@@ -159,7 +159,8 @@ def test_a_submitted_call_that_hangs_does_not_keep_the_process_alive() -> None:
 from tests.distributed.roles import Saboteur
 from unirl.distributed.group import Remote, DeviceSet, open_pool
 pool = open_pool("local", 1)
-pool.group(DeviceSet("device", (0,))).place(Remote("saboteur", Saboteur)).deadlock.submit()
+saboteur = pool.group(DeviceSet("device", (0,))).place(Remote("saboteur", Saboteur))
+submit(saboteur.deadlock)
 pool.close()
 """)
     assert done.returncode == 0, done.stderr
@@ -187,7 +188,7 @@ for number, per_node in ((signal.SIGKILL, 2), (signal.SIGSTOP, 1)):
     camera = pool.group(DeviceSet("device", devices)).place(Remote("camera", Camera))
     assert camera.total() == sum(rank + 1.0 for rank in devices)
     assert camera.develop(camera.shoot(ids(8))).tolist() == list(range(8))
-    pending = camera.nap.submit(40.0)
+    pending = submit(camera.nap, 40.0)
     time.sleep(0.5)
     [raylet] = [p.process for kind in node.all_processes.values() for p in kind if "raylet/raylet" in p.process.args[0]]
     started = time.monotonic()

@@ -14,6 +14,7 @@ from tests.processes import is_running, wait_until
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
 from unirl.distributed.group import DeviceSet, Remote
 from unirl.distributed.group.failures import WorkerFailure, first_cause
+from unirl.distributed.group.handle import submit
 from unirl.distributed.group.ray_cluster import check_interpreter, check_version, reserve
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -68,7 +69,7 @@ def test_an_exception_beside_a_collective_is_the_one_that_is_raised(saboteur) ->
 
 def test_a_killed_worker_is_named_while_the_other_waits_for_it(ray_pool, saboteur, tmp_path) -> None:
     started = tmp_path / "pid"
-    pending = saboteur.die_on_last.submit(str(started))
+    pending = submit(saboteur.die_on_last, str(started))
     assert wait_until(lambda: started.exists() and started.read_text() != "", 20)
     pid = int(started.read_text())
     time.sleep(0.3)
@@ -94,8 +95,8 @@ def test_a_death_in_another_group_ends_the_wait(ray_pool) -> None:
     waiting = ray_pool.group(DeviceSet("device", (0,))).place(Remote("camera", Camera))
     dying = ray_pool.group(DeviceSet("device", (1,))).place(Remote("saboteur", Saboteur))
     started = time.monotonic()
-    pending = waiting.nap.submit(30.0)
-    dying.vanish.submit()
+    pending = submit(waiting.nap, 30.0)
+    submit(dying.vanish)
     with pytest.raises(WorkerError, match=r"the worker on device 1 .* died while camera.nap ran"):
         pending.result()
     assert time.monotonic() - started < 15
@@ -117,7 +118,7 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_pa
     ray_pool.stack_dir = tmp_path
     try:
         with ray_pool.watch("train"), pytest.raises(StallError) as caught:
-            saboteur.deadlock.submit().result(2.0)
+            submit(saboteur.deadlock).result(2.0)
     finally:
         ray_pool.stack_dir = None
     message = str(caught.value)
@@ -142,7 +143,7 @@ def test_a_frozen_worker_is_said_not_to_answer(ray_pool, tmp_path) -> None:
     ray_pool.stack_dir = tmp_path
     try:
         with pytest.raises(StallError, match=rf"pid {frozen}\): did not answer within 5 s"):
-            camera.nothing.submit().result(1.0)
+            submit(camera.nothing).result(1.0)
     finally:
         ray_pool.stack_dir = None
         ray_pool.worker_group.kill([m for m in ray_pool.worker_group.worker_refs.values() if m.about.pid == frozen])

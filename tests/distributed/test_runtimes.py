@@ -11,6 +11,7 @@ import torch
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import ConfigError, StallError
 from unirl.distributed.group import DeviceSet, Remote
+from unirl.distributed.group.handle import submit
 from unirl.distributed.group.ray_group import WorkerLocation
 from unirl.types.rows import RemoteRows
 
@@ -90,14 +91,14 @@ def test_a_slab_outside_the_pool_is_refused(pool) -> None:
 
 def test_a_submitted_call_runs_while_the_driver_goes_on(camera) -> None:
     started = time.monotonic()
-    pending = camera.nap.submit(0.5)
+    pending = submit(camera.nap, 0.5)
     assert time.monotonic() - started < 0.4
     assert pending.result(30.0) == 0.5
 
 
 def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -> None:
     pool.stack_dir = tmp_path
-    pending = camera.nap.submit(0.8)
+    pending = submit(camera.nap, 0.8)
     time.sleep(0.3)
     with pytest.raises(
         StallError, match=r"camera.nap gave no result within 0.05 s(.|\n)*roles.py:\d+ in nap"

@@ -15,6 +15,7 @@ from unirl.config.errors import StallError, WorkerError
 from unirl.distributed import current
 from unirl.distributed.group.base import Traffic, num_bytes
 from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, scatter, split_call
+from unirl.distributed.group.handle import submit
 from unirl.distributed.group.remote import Remote
 from unirl.distributed.tensor.row_store import InProcessTransport, RowPayload, RowStore, pack, unpack
 from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport, plan_moves, workers_of
@@ -316,7 +317,7 @@ def test_groups_of_any_sizes_read_each_others_rows_at_once(ray_pool) -> None:
     pools = [ray_pool.group(DeviceSet("device", places)) for places in ((0, 1, 2), (3,))]
     many, one = [group.place(Remote("camera", lambda siblings: Camera())) for group in pools]
     first, second = many.make(asked(list(range(7)))), one.make(asked(list(range(7))))
-    copies = [many.copy.submit(second.select([6, 0, 3, 1])), one.copy.submit(first.select([5, 1, 6]))]
+    copies = [submit(many.copy, second.select([6, 0, 3, 1])), submit(one.copy, first.select([5, 1, 6]))]
     assert copies[0].result(30.0).light.tolist() == [6, 0, 3, 1]
     assert copies[1].result(30.0).light.tolist() == [5, 1, 6]
     assert_rows(sample(0, 7), many.copy(many.copy(first)).light.tolist())

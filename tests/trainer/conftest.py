@@ -8,9 +8,10 @@ import pytest
 @pytest.fixture
 def workers(ray_pool, monkeypatch):
     """Recipes with runtime=ray take of the session's four workers what they need."""
-    from unirl.trainer import build
 
-    open_pool = build.open_pool
+    from unirl.trainer import assemble
+
+    open_pool = assemble.open_pool
 
     def pool_of(runtime: str, num_devices: int, **options):
         if runtime == "local":
@@ -19,7 +20,8 @@ def workers(ray_pool, monkeypatch):
         ray_pool.row_transport = options["row_transport"]
         return ray_pool
 
-    monkeypatch.setattr(build, "open_pool", pool_of)
+    monkeypatch.setattr(assemble, "open_pool", pool_of)
+    monkeypatch.setattr(ray_pool, "close", ray_pool.clear)  # the workers outlive the run
     yield ray_pool
     ray_pool.row_transport = "object_store"
     ray_pool.stack_dir = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.tracking.run_directory import RunDirectory, RunIdentity
 from unirl.tracking.tracker import Tracker
-from unirl.trainer.base import Trainer
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
 from unirl.types.primitives import Texts
 from unirl.types.rollout_resp import AdvantageResult, RolloutResp, RolloutTrack, Scores
 
@@ -33,7 +34,7 @@ COMMON = (
 RUNNING = ("advantage={_target_: unirl.algorithms.shared.advantages.RunningAdvantage, buffer_size: 8, min_count: 5}",)
 
 
-def trainer_of(folder: Path, *overrides: str) -> Trainer:
+def trainer_of(folder: Path, *overrides: str) -> AbstractContextManager[Trainer]:
     """The quickstart at toy scale on two prompts, which every step draws again."""
     data = folder.parent / "two.jsonl"
     data.write_text("".join((ROOT / "datasets/shapes/train.jsonl").read_text().splitlines(keepends=True)[:2]))
@@ -44,8 +45,7 @@ def trainer_of(folder: Path, *overrides: str) -> Trainer:
 
 def run(folder: Path, *overrides: str) -> list[dict[str, float]]:
     """The metrics of every step that are the same in every run."""
-    trainer = trainer_of(folder, *overrides)
-    with trainer.tracker:
+    with trainer_of(folder, *overrides) as trainer:
         trainer.train()
     return metrics_of(folder)
 
@@ -58,10 +58,10 @@ def test_a_run_that_remembers_rewards_resumes_exactly(tmp_path) -> None:
     unbroken = run(tmp_path / "unbroken", *RUNNING)
     assert [row["rollout/own_history_ratio"] for row in unbroken] == [0.0, 1.0, 1.0]
     assert all(row["rollout/adv_abs_mean"] > 0 for row in unbroken)
-    trainer = trainer_of(tmp_path / "stopped", *RUNNING)
-    trainer.request_stop(signal.SIGTERM)
-    with pytest.raises(Preempted), trainer.tracker:
-        trainer.train()
+    with trainer_of(tmp_path / "stopped", *RUNNING) as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            trainer.train()
     assert run(tmp_path / "stopped", *RUNNING) == unbroken
     assert weights_of(tmp_path / "stopped") == weights_of(tmp_path / "unbroken")
 
@@ -77,13 +77,12 @@ def test_rows_that_are_not_selected_are_scored_and_change_no_statistic_but_the_u
 
 
 def test_a_step_without_a_selected_row_makes_no_update(tmp_path) -> None:
-    trainer = trainer_of(tmp_path / "run", "advantage.select.mean_range=[5e8, 6e8]", "num_rollouts=1")
-    before = dict(trainer.roles.backend.gather())
-    with trainer.tracker:
+    with trainer_of(tmp_path / "run", "advantage.select.mean_range=[5e8, 6e8]", "num_rollouts=1") as trainer:
+        before = dict(trainer.roles.backend.gather())
         trainer.train()
-    row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
-    assert row["rollout/filtered_group_ratio"] == 1.0 and row["train/skipped_updates"] == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.roles.backend.gather().items())
+        row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+        assert row["rollout/filtered_group_ratio"] == 1.0 and row["train/skipped_updates"] == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.roles.backend.gather().items())
 
 
 # On a tree of tracks

@@ -12,7 +12,7 @@ from tests.run_files import metrics_of
 from unirl.config.errors import Preempted
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 
 pytestmark = pytest.mark.slow
 SETTINGS = ("scale=toy", "num_rollouts=2", "evaluation.eval_steps=0", "tracking.sample_steps=1")
@@ -25,10 +25,9 @@ def trainer_of(recipe: str, folder: Path):
 
 
 def run(recipe: str, folder: Path, stop: bool = False) -> None:
-    trainer = trainer_of(recipe, folder)
-    if stop:
-        trainer.request_stop(signal.SIGTERM)
-    with trainer.tracker:
+    with trainer_of(recipe, folder) as trainer:
+        if stop:
+            trainer.request_stop(signal.SIGTERM)
         trainer.train()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from tests.run_files import metrics_of
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.base import Trainer
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import TrainStepResult
 from unirl.types.rollout_resp import RolloutTrack
@@ -31,19 +32,15 @@ NFT = (
 )
 
 
-def trainer_of(folder: Path, recipe: str, *overrides: str) -> Trainer:
+def trainer_of(folder: Path, recipe: str, *overrides: str) -> AbstractContextManager[Trainer]:
     loaded = load(recipe, [*NFT, f"run.dir={folder}", *overrides])
     preflight(loaded)
     return build_trainer(loaded)
 
 
 def run(folder: Path, recipe: str, *overrides: str) -> None:
-    trainer = trainer_of(folder, recipe, *overrides)
-    try:
-        with trainer.tracker:
-            trainer.train()
-    finally:
-        trainer.close()
+    with trainer_of(folder, recipe, *overrides) as trainer:
+        trainer.train()
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +65,20 @@ def test_samples_come_from_the_old_policy_and_its_distance_is_seen(trainside: Pa
 
 
 def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, TRAINSIDE, "evaluation.eval_steps=0")
-    try:
-        with trainer.tracker:
-            trainer.train()
-            req = trainer.make_request(trainer.parts.data.take(2), 9).replace(weight_version=trainer.version)
-            assert req.weights == "old"
+    with trainer_of(tmp_path, TRAINSIDE, "evaluation.eval_steps=0") as trainer:
+        trainer.train()
+        req = trainer.requests.training(trainer.data.take(2), 9, trainer.publish(9))
+        assert req.weights == "old"
 
-            def pixels(weights: str) -> torch.Tensor:
-                trainer.parts.sync.push(trainer.version, weights)
-                resp = trainer.roles.rollout.generate(req.replace(weights=weights))
-                return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
+        def pixels(weights: str) -> torch.Tensor:
+            trainer.roles.sync.push(trainer.state.version, weights)
+            resp = trainer.roles.rollout.generate(req.replace(weights=weights))
+            return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
 
-            old, live = pixels("old"), pixels("live")
-            report = trainer.publish(9)
-            assert (report.weights, report.version) == ("old", trainer.version)
-            assert torch.equal(pixels(report.weights), old) and not torch.equal(old, live)
-    finally:
-        trainer.close()
+        old, live = pixels("old"), pixels("live")
+        report = trainer.publish(9)
+        assert (report.weights, report.version) == ("old", trainer.state.version)
+    assert torch.equal(pixels(report.weights), old) and not torch.equal(old, live)
 
 
 def test_a_run_that_stops_resumes_exactly(trainside: Path, tmp_path: Path) -> None:
@@ -99,16 +92,15 @@ def test_a_run_that_stops_resumes_exactly(trainside: Path, tmp_path: Path) -> No
 def test_online_preferences_train_the_best_and_the_worst_of_each_group(tmp_path: Path) -> None:
     dpo = ("algorithm._target_=unirl.algorithms.diffusion_dpo.DiffusionDPO", "backend.ema_lora_cfg=null")
     one = ("stack.num_updates_per_batch=1", "stack.micro_batch_size=2", "num_rollouts=1", "evaluation.eval_steps=0")
-    trainer = trainer_of(tmp_path, TRAINSIDE, *dpo, *one)
-    trained: list[RolloutTrack] = []
-    learn = trainer.roles.stack.train_track
+    with trainer_of(tmp_path, TRAINSIDE, *dpo, *one) as trainer:
+        trained: list[RolloutTrack] = []
+        learn = trainer.roles.stack.train_track
 
-    def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
-        trained.append(track)
-        return learn(track, now)
+        def watch(track: RolloutTrack, now: TrainingProgress) -> TrainStepResult:
+            trained.append(track)
+            return learn(track, now)
 
-    trainer.roles.stack.methods["train_track"] = watch
-    with trainer.tracker:
+        trainer.roles.stack.methods["train_track"] = watch
         trainer.train()
     (track,) = trained
     assert len(track) == 2 * 2 and track.group_ids[0::2] == track.group_ids[1::2]  # of 2 groups of 4

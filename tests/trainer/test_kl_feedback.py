@@ -10,7 +10,7 @@ from tests.run_files import metrics_of
 from unirl.algorithms.shared.kl import AdaptiveKL
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 
 COEF, RULE = 0.5, AdaptiveKL(target=1e-9, horizon=20.0)
 
@@ -29,8 +29,7 @@ def run(folder: Path, num_rollouts: int, *overrides: str) -> list[dict[str, floa
     )
     recipe = load("diffusion/sd3_trainside", [*settings, *overrides])
     preflight(recipe)
-    trainer = build_trainer(recipe)
-    with trainer.tracker:
+    with build_trainer(recipe) as trainer:
         trainer.train()
     return metrics_of(folder)
 

@@ -14,8 +14,8 @@ from tests.run_files import metrics_of
 from unirl.config.errors import CheckpointError, ConfigError, DataError, Interrupted, Preempted, RewardError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.base import spread_rows
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.monitoring import spread_rows
 from unirl.trainer.resume import changed_keys
 
 COMMON = ("scale=toy", "num_rollouts=2", "tracking.sample_steps=0", "evaluation.eval_steps=0")
@@ -28,8 +28,7 @@ def trainer_of(folder: Path, *overrides: str):
 
 
 def run(folder: Path, *overrides: str):
-    trainer = trainer_of(folder, *overrides)
-    with trainer.tracker:
+    with trainer_of(folder, *overrides) as trainer:
         trainer.train()
     return trainer
 
@@ -79,8 +78,7 @@ def test_every_step_accounts_for_every_sample(finished) -> None:
 
 
 def test_an_evaluation_repeats_to_the_bit_and_does_not_disturb_training(finished, tmp_path) -> None:
-    trainer = trainer_of(tmp_path, "evaluation.eval_steps=1")
-    with trainer.tracker:
+    with trainer_of(tmp_path, "evaluation.eval_steps=1") as trainer:
         first, second = trainer.evaluate(), trainer.evaluate()
         assert torch.equal(first.rewards, second.rewards) and torch.equal(first.media.pixels, second.media.pixels)
         trainer.train()
@@ -88,16 +86,14 @@ def test_an_evaluation_repeats_to_the_bit_and_does_not_disturb_training(finished
 
 
 def test_an_evaluation_of_the_average_uses_its_weights(tmp_path) -> None:
-    trainer = trainer_of(
+    with trainer_of(
         tmp_path, "evaluation.eval_steps=1", "evaluation.weights=ema", "backend.ema_cfg={every: 1, target_decay: 0.0}"
-    )
-    with trainer.tracker:
+    ) as trainer:
         trainer.train()
         from_average = trainer.evaluate()
         assert torch.equal(from_average.rewards, trainer.evaluate().rewards)
     # With decay 0 the average is the live weights.
-    live = trainer_of(tmp_path / "live", "evaluation.eval_steps=1")
-    with live.tracker:
+    with trainer_of(tmp_path / "live", "evaluation.eval_steps=1") as live:
         live.train()
         assert torch.equal(live.evaluate().rewards, from_average.rewards)
 
@@ -106,10 +102,10 @@ def test_an_evaluation_of_the_average_uses_its_weights(tmp_path) -> None:
 def test_a_signal_stops_after_the_step_with_a_checkpoint_that_continues_exactly(
     signum, error, finished, tmp_path
 ) -> None:
-    trainer = trainer_of(tmp_path)
-    trainer.request_stop(signum)
-    with pytest.raises(error, match="checkpoint saved"), trainer.tracker:
-        trainer.train()
+    with trainer_of(tmp_path) as trainer:
+        trainer.request_stop(signum)
+        with pytest.raises(error, match="checkpoint saved"):
+            trainer.train()
     assert (tmp_path / "checkpoints" / "LATEST").read_text().strip() == "checkpoint-000001"
     run(tmp_path)
     assert metrics_of(tmp_path) == metrics_of(finished)
@@ -153,7 +149,7 @@ def test_a_branch_from_another_runs_checkpoint_may_change_the_recipe(finished, t
 def test_a_branch_with_other_trained_weights_is_refused_before_a_model_is_loaded(
     change, finished, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("unirl.trainer.build.place_roles", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("unirl.trainer.assemble.place_trainside", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(CheckpointError, match=r"trained weights are 'rank=4, .*' *, this recipe's are") as error:
         run(tmp_path, change, f"resume={finished / 'checkpoints/checkpoint-000001'}")
     assert error.value.code == 7002
@@ -195,10 +191,9 @@ def test_kept_samples_are_spread_over_the_groups() -> None:
 def test_going_back_to_an_earlier_checkpoint_of_a_run_forgets_its_later_ones(finished, tmp_path) -> None:
     run(tmp_path, "save_interval=1")
     first = tmp_path / "checkpoints/checkpoint-000001"
-    trainer = trainer_of(tmp_path, f"resume={first}")
-    with trainer.tracker:
+    with trainer_of(tmp_path, f"resume={first}") as trainer:
         trainer.restore()
-        assert trainer.step == 1
+        assert trainer.state.step == 1
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")) == ["checkpoint-000001"]
     run(tmp_path, "save_interval=1")
     assert weights_of(tmp_path, 2) == weights_of(finished, 2)
@@ -208,12 +203,11 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(t
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("unirl.plan.preflight.shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"checkpoints needs .* Free some, set run.dir"):
-        trainer_of(tmp_path)
+        trainer_of(tmp_path).__enter__()
 
 
 def test_the_size_of_a_checkpoint_is_known_before_it_is_written(finished) -> None:
-    trainer = trainer_of(finished)
-    with trainer.tracker:
+    with trainer_of(finished) as trainer:
         expected = trainer.roles.backend.checkpoint_bytes()
     written = sum(p.stat().st_size for p in (finished / "checkpoints/checkpoint-000002/policy").iterdir())
     assert expected <= written <= 1.5 * expected
@@ -230,5 +224,5 @@ def test_a_refused_continuation_leaves_the_runs_own_recipe_in_place(finished) ->
 def test_a_bad_data_line_is_refused_before_a_run_directory_is_made(tmp_path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     with pytest.raises(DataError, match=r"bad.jsonl:2: no 'prompt'"):
-        trainer_of(tmp_path / "run", f"data_source.data_path={tmp_path / 'bad.jsonl'}")
+        trainer_of(tmp_path / "run", f"data_source.data_path={tmp_path / 'bad.jsonl'}").__enter__()
     assert not (tmp_path / "run").exists()

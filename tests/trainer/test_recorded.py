@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.rollout.engine.recorded.engine import read_images
 from unirl.sde.guidance import Guidance
-from unirl.trainer.base import Trainer
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import TrainStepResult
 from unirl.types.rollout_resp import RolloutTrack
@@ -37,15 +38,14 @@ DPO = ("algorithm.beta=100",)
 RWR = ("algorithm._target_=unirl.algorithms.diffusion_rwr.DiffusionRWR", "algorithm.weighting=reward")
 
 
-def trainer_of(folder: Path, *overrides: str, loss: tuple[str, ...] = DPO) -> Trainer:
+def trainer_of(folder: Path, *overrides: str, loss: tuple[str, ...] = DPO) -> AbstractContextManager[Trainer]:
     loaded = load(RECIPE, [*COMMON, *loss, f"run.dir={folder}", *overrides])
     preflight(loaded)
     return build_trainer(loaded)
 
 
 def run(folder: Path, *overrides: str, **loss: tuple[str, ...]) -> Trainer:
-    trainer = trainer_of(folder, *overrides, **loss)
-    with trainer.tracker:
+    with trainer_of(folder, *overrides, **loss) as trainer:
         trainer.train()
     return trainer
 
@@ -120,9 +120,8 @@ def test_a_run_that_stops_resumes_exactly(finished: Path, tmp_path: Path) -> Non
 def first_pairs(folder: Path, *overrides: str) -> tuple[RolloutTrack, torch.Tensor]:
     """What a run's first step trains on three pairs of a dark picture, which was chosen, and a bright one."""
     data = f"data_source.data_path={write_pairs(folder / 'data', 3)}"
-    trainer = trainer_of(folder / "run", data, "batch_size=3", "num_rollouts=1", *overrides)
-    trained = watched(trainer)
-    with trainer.tracker:
+    with trainer_of(folder / "run", data, "batch_size=3", "num_rollouts=1", *overrides) as trainer:
+        trained = watched(trainer)
         trainer.train()
     (found,) = trained
     return found
@@ -149,13 +148,13 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
     """
     group = trainer.roles.stack.train_track.group
     pipeline, backend = group.role_here("pipeline"), group.role_here("backend")
-    prompts = trainer.parts.data.prompts
+    prompts = trainer.data.prompts
     refs = [ref for prompt in prompts for ref in prompt.recorded]
     texts = [prompt.text for prompt in prompts for _ in prompt.recorded]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad(), backend.weights(weights):
         x0 = pipeline.latents_of(read_images(refs, 32, 32))
-        conditions = pipeline.encode(texts, trainer.sampling)
+        conditions = pipeline.encode(texts, trainer.requests.sampling)
         total = torch.zeros(len(refs))
         for level in (0.3, 0.5, 0.7):
             noise = torch.randn(len(prompts), *x0.shape[1:], generator=generator)
@@ -167,8 +166,7 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
 
 
 def test_the_policy_moves_from_the_rejected_to_the_chosen_pictures(finished: Path) -> None:
-    trainer = trainer_of(finished, "num_rollouts=10")
-    with trainer.tracker:
+    with trainer_of(finished, "num_rollouts=10") as trainer:
         trainer.restore()
         gained = errors_of(trainer, "reference") - errors_of(trainer, "live")
     preferred = gained[:, 0] - gained[:, 1]
@@ -179,11 +177,10 @@ def test_fine_tuning_on_the_chosen_needs_nothing_new(tmp_path: Path) -> None:
     data = f"data_source.data_path={write_pairs(tmp_path / 'data', 4)}"
     size = ("batch_size=4", "stack.micro_batch_size=4", "num_rollouts=10", "tracking.sample_steps=5")
     alone = ("data_source.recorded=[chosen]", "sampling.samples_per_prompt=1")
-    trainer = trainer_of(tmp_path / "run", data, *size, *alone, loss=RWR)
-    before = errors_of(trainer, "live").mean()
-    with trainer.tracker:
+    with trainer_of(tmp_path / "run", data, *size, *alone, loss=RWR) as trainer:
+        before = errors_of(trainer, "live").mean()
         trainer.train()
-    assert errors_of(trainer, "live").mean() < 0.9 * before
+        assert errors_of(trainer, "live").mean() < 0.9 * before
     assert {row["train/sample_weight"] for row in metrics_of(tmp_path / "run")} == {1.0}
     assert len(list(tmp_path.glob("run/samples/step-*/contact_sheet.png"))) == 2
 
@@ -191,8 +188,7 @@ def test_fine_tuning_on_the_chosen_needs_nothing_new(tmp_path: Path) -> None:
 def test_evaluation_draws_from_the_trained_weights_and_leaves_training_alone(tmp_path: Path) -> None:
     steps = ("num_rollouts=2", "evaluation.eval_steps=1")
     run(tmp_path / "quiet", "num_rollouts=2")
-    trainer = trainer_of(tmp_path / "judged", *steps)
-    with trainer.tracker:
+    with trainer_of(tmp_path / "judged", *steps) as trainer:
         trainer.train()
         first, second = trainer.evaluate(), trainer.evaluate()
     assert torch.equal(first.media.pixels, second.media.pixels) and "pickscore" in first.components
@@ -214,7 +210,7 @@ def test_a_line_that_is_no_pair_is_refused_before_a_run_directory_is_made(tmp_pa
     path = write_pairs(tmp_path / "data", 2)
     path.write_text(path.read_text().replace("chosen1.png", "gone.png"))
     with pytest.raises(DataError, match=r"pairs.jsonl:2: the chosen picture .*gone\.png is no file"):
-        trainer_of(tmp_path / "run", f"data_source.data_path={path}")
+        trainer_of(tmp_path / "run", f"data_source.data_path={path}").__enter__()
     assert not (tmp_path / "run").exists()
 
 

@@ -19,8 +19,8 @@ from unirl.config.recipe import RefillConfig
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.plan.preflight import preflight
 from unirl.testing.toy import toy_params, toy_request, toy_stage, toy_track
-from unirl.trainer.build import build_trainer
-from unirl.trainer.refill import Draws, informative_groups
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.refill import StepSamples, informative_groups
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
@@ -49,8 +49,8 @@ def draw(rewards: list[list[float]], first: int = 0) -> tuple[RolloutReq, Rollou
 DIFFER, EQUAL, LOST = [0.0, 1.0], [1.0, 1.0], [float("nan"), 1.0]
 
 
-def drawn(*rewards: list[list[float]], max_draws: int = 3, batch_size: int = 3) -> Draws:
-    draws, first = Draws(RefillConfig(max_draws=max_draws), batch_size), 0
+def drawn(*rewards: list[list[float]], max_draws: int = 3, batch_size: int = 3) -> StepSamples:
+    draws, first = StepSamples(RefillConfig(max_draws=max_draws), batch_size), 0
     for each in rewards:
         assert not draws.is_complete
         draws.add(*draw(each, first), {"queue/reward_wait": float(first)})
@@ -66,33 +66,35 @@ def test_a_step_draws_until_its_groups_are_there_and_leaves_the_surplus() -> Non
     draws = drawn([DIFFER, EQUAL, EQUAL], [EQUAL, DIFFER, EQUAL], [DIFFER, DIFFER, DIFFER])
     assert draws.is_complete
     req, resp = draws.everything()
-    settled = draws.settle(req, resp, "image")
-    track = settled.resp.tracks["image"]
-    assert list(dict.fromkeys(track.group_ids)) == ["p0@0", "p4@0", "p6@0"] and settled.req.group_ids == track.group_ids
-    assert track.weight.tolist() == [1.0] * 6 and settled.missing == 0
-    assert settled.reasons == {"equal_rewards": 8, "surplus": 4}
-    assert settled.metrics == {"samples/draws": 3.0, "samples/padding": 0.0, "rollout/informative_group_ratio": 5 / 9}
+    selected = draws.select(req, resp, "image")
+    track = selected.resp.tracks["image"]
+    assert (
+        list(dict.fromkeys(track.group_ids)) == ["p0@0", "p4@0", "p6@0"] and selected.req.group_ids == track.group_ids
+    )
+    assert track.weight.tolist() == [1.0] * 6 and selected.missing == 0
+    assert selected.reasons == {"equal_rewards": 8, "surplus": 4}
+    assert selected.metrics == {"samples/draws": 3.0, "samples/padding": 0.0, "rollout/informative_group_ratio": 5 / 9}
 
 
 def test_a_step_that_may_draw_no_more_is_filled_with_rows_that_count_nowhere() -> None:
     draws = drawn([EQUAL, LOST, EQUAL], [EQUAL, DIFFER, EQUAL], max_draws=2)
     assert draws.is_complete
     req, resp = draws.everything()
-    settled = draws.settle(req, resp.drop(["p1@0"]), "image")
-    track = settled.resp.tracks["image"]
+    selected = draws.select(req, resp.drop(["p1@0"]), "image")
+    track = selected.resp.tracks["image"]
     assert list(dict.fromkeys(track.group_ids)) == ["p4@0", "p0@0", "p1@0"]
     assert track.weight.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert settled.missing == 2 and settled.metrics["samples/padding"] == 4.0
-    assert settled.reasons == {"equal_rewards": 8}  # the group that lost a reward has its own reason
+    assert selected.missing == 2 and selected.metrics["samples/padding"] == 4.0
+    assert selected.reasons == {"equal_rewards": 8}  # the group that lost a reward has its own reason
 
 
 def test_without_refill_a_step_is_its_one_draw() -> None:
-    draws = Draws(None, 3)
+    draws = StepSamples(None, 3)
     req, resp = draw([EQUAL, DIFFER, EQUAL])
     draws.add(req, resp, {})
     assert draws.is_complete
-    settled = draws.settle(*draws.everything(), "image")
-    assert settled.resp is resp and settled.req is req and not settled.reasons and not settled.metrics
+    selected = draws.select(*draws.everything(), "image")
+    assert selected.resp is resp and selected.req is req and not selected.reasons and not selected.metrics
 
 
 def test_the_longest_wait_of_the_draws_is_told() -> None:
@@ -118,8 +120,7 @@ def trainer_of(folder: Path, *overrides: str):
 
 
 def run(folder: Path, *overrides: str):
-    trainer = trainer_of(folder, *overrides)
-    with trainer.tracker:
+    with trainer_of(folder, *overrides) as trainer:
         trainer.train()
     return trainer
 
@@ -172,10 +173,10 @@ def test_rewards_are_those_of_all_samples_and_not_only_of_trained_ones(finished)
 
 
 def test_a_run_stopped_after_a_step_goes_on_to_the_same_bits(finished, tmp_path) -> None:
-    trainer = trainer_of(tmp_path / "run")
-    trainer.request_stop(signal.SIGTERM)
-    with pytest.raises(Preempted), trainer.tracker:
-        trainer.train()
+    with trainer_of(tmp_path / "run") as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            trainer.train()
     run(tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(finished)
 

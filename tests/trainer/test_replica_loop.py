@@ -12,7 +12,7 @@ from tests.run_files import metrics_of
 from unirl.config.errors import DivergenceError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 
 COMMON = ("scale=toy", "tracking.sample_steps=0", "evaluation.eval_steps=0", "backend.optimizer_cfg.learning_rate=3e-3")
 COLOCATE, SEPARATE = "diffusion/sd3_replica_lora_colocate", "diffusion/sd3_replica_lora_separate"
@@ -21,12 +21,8 @@ COLOCATE, SEPARATE = "diffusion/sd3_replica_lora_colocate", "diffusion/sd3_repli
 def run(folder: Path, recipe: str, *overrides: str):
     loaded = load(recipe, [*COMMON, f"run.dir={folder}", *overrides])
     preflight(loaded)
-    trainer = build_trainer(loaded)
-    try:
-        with trainer.tracker:
-            trainer.train()
-    finally:
-        trainer.close()
+    with build_trainer(loaded) as trainer:
+        trainer.train()
     return trainer
 
 
@@ -73,7 +69,7 @@ def test_an_engine_in_another_precision_stops_before_the_first_update(tmp_path) 
 
 def test_it_may_train_nevertheless(tmp_path, capsys) -> None:
     trainer = run(tmp_path, SEPARATE, "num_rollouts=2", "rollout.dtype=bf16", "parity.stop=0")
-    assert trainer.version == 4
+    assert trainer.state.version == 4
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert any("clip ranges" in event.get("text", "") for event in events)
     assert any(event["ev"] == "alarm.raise" and event["alarm"] == "parity" for event in events)

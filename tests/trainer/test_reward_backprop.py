@@ -12,7 +12,7 @@ from unirl.config.load import load
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.plan.preflight import preflight
 from unirl.sde.kernels import EulerODE
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 from unirl.trainer.diffusion import DiffusionTrainer
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -33,10 +33,9 @@ def run(folder: Path, *overrides: str) -> tuple[DiffusionTrainer, list[dict[str,
     quiet = ("scale=toy", "save_interval=0", "tracking.sample_steps=0", "evaluation.eval_steps=0")
     recipe = load("diffusion/sd3_drtune", [*quiet, f"run.dir={folder}", *overrides])
     preflight(recipe)
-    trainer = build_trainer(recipe)
-    with trainer.tracker:
+    with build_trainer(recipe) as trainer:
         trainer.train()
-    return trainer, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return trainer, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_pictures_grow_brighter_by_the_gradient_of_brightness(tmp_path: Path) -> None:

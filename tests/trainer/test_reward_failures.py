@@ -13,7 +13,7 @@ from unirl.cli.main import main
 from unirl.config.errors import ConfigError, DataError, RewardError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 from unirl.trainer.overlap import in_parts, queue_metrics
 
 FAULTY = "tests.trainer.faulty"
@@ -69,7 +69,7 @@ def test_a_service_that_is_not_there_ends_the_run_before_a_folder_is_made(tmp_pa
     words = ["scale=toy", f"run.dir={tmp_path / 'run'}", f"reward.backend.config.base_url={url}"]
     words.append("reward.backend.config.startup_s=0.1")
     with pytest.raises(RewardError, match=f"{url} cannot be reached.*Start the service or correct base_url"):
-        build_trainer(load("diffusion/sd3_nft_reward_service", words))
+        build_trainer(load("diffusion/sd3_nft_reward_service", words)).__enter__()
     assert main(["train", "diffusion/sd3_nft_reward_service", *words]) == RewardError.exit_status
     assert f"error[6001]: the reward service at {url} cannot be reached" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -88,7 +88,7 @@ def test_equal_rewards_raise_no_alarm_for_a_loss_that_fits_samples_whatever_they
     fit = ("algorithm={_target_: unirl.algorithms.diffusion_rwr.DiffusionRWR}", "stack.num_updates_per_batch=1")
     ode = "sampling.kernel={_target_: unirl.sde.kernels.EulerODE}"
     trainer = run(tmp_path, *BIG, *reward("Constant", value=0.25), *fit, ode)
-    assert trainer.version == 2
+    assert trainer.state.version == 2
     assert not [event for event in lines_of(tmp_path / "events.jsonl") if event["ev"] == "alarm.raise"]
 
 
@@ -132,9 +132,9 @@ def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:
 
 
 def test_parts_are_whole_groups_and_all_of_them(tmp_path) -> None:
-    trainer = trainer_of(tmp_path, "batch_size=5", "sampling.samples_per_prompt=4", "stack.num_updates_per_batch=1")
-    with trainer.tracker:
-        req = trainer.make_request(trainer.parts.data.take(5), 0)
+    size = ("batch_size=5", "sampling.samples_per_prompt=4", "stack.num_updates_per_batch=1")
+    with trainer_of(tmp_path, *size) as trainer:
+        req = trainer.requests.training(trainer.data.take(5), 0, trainer.publish(0))
     for count in range(1, 8):
         parts = in_parts(req, count)
         assert [sample for part in parts for sample in part.sample_ids] == req.sample_ids

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer import build
+from unirl.trainer import assemble
 
 STEPS = 5
 RELATIONS = ("trainside", "colocate", "separate")
@@ -52,26 +52,22 @@ class Outcome:
 def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
     loaded = load(recipe, [*COMMON, f"run.dir={folder}", *overrides])
     preflight(loaded)
-    trainer = build.build_trainer(loaded)
-    made = Outcome([], [], [], {}, 0)
-    produce = trainer.produce
+    with assemble.build_trainer(loaded) as trainer:
+        made = Outcome([], [], [], {}, 0)
+        produce = trainer.produce
 
-    def watched(step: int):
-        resp = produce(step)
-        track = resp.tracks["image"]
-        made.logp.append(track.segment.logp)
-        made.rewards.append(track.rewards)
-        made.pictures.append(trainer.roles.rollout.preview(track.decoded).pixels)
-        return resp
+        def watched(step: int):
+            resp = produce(step)
+            track = resp.tracks["image"]
+            made.logp.append(track.segment.logp)
+            made.rewards.append(track.rewards)
+            made.pictures.append(trainer.roles.rollout.preview(track.decoded).pixels)
+            return resp
 
-    trainer.produce = watched
-    try:
-        with trainer.tracker:
-            trainer.train()
-            made.weights = dict(trainer.roles.backend.gather())
-            made.driver_bytes = trainer.parts.pool.traffic.total
-    finally:
-        trainer.parts.pool.clear()
+        trainer.produce = watched
+        trainer.train()
+        made.weights = dict(trainer.roles.backend.gather())
+        made.driver_bytes = trainer.pool.traffic.total
     return made
 
 
@@ -147,12 +143,10 @@ def test_no_byte_of_latents_conditions_or_pixels_passes_through_the_driver(worke
             ],
         )
         preflight(recipe)
-        trainer = build.build_trainer(recipe)
-        before = workers.traffic.total
-        with trainer.tracker:
+        with assemble.build_trainer(recipe) as trainer:
+            before = workers.traffic.total
             trainer.train()
-        passed.append(workers.traffic.total - before)
-        workers.clear()
+            passed.append(workers.traffic.total - before)
     one_picture = 3 * 64 * 64 * 4
     assert abs(passed[1] - passed[0]) < one_picture / 10, passed
     assert passed[1] > 0

@@ -40,24 +40,22 @@ def prompts(folder: Path, pictures: bool) -> Path:
 def finished(tmp_path_factory) -> Path:
     """Four steps of two sizes, by one process."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    trainer = trainer_of(folder, SIZES, "num_rollouts=4", "save_interval=2", "evaluation.eval_steps=4")
-    with trainer.tracker:
+    with trainer_of(folder, SIZES, "num_rollouts=4", "save_interval=2", "evaluation.eval_steps=4") as trainer:
         trainer.train()
     return folder
 
 
 def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None:
-    trainer = trainer_of(tmp_path, SIZES)
-    facts = trainer.facts
-    assert isinstance(facts, LatentFacts)
-    schedule = SigmaSchedule(dynamic="exponential", base_shift=0.5, max_shift=3.0, base_image_seq_len=1)
-    trainer.facts = replace(facts, schedule=schedule)
-    seen = set()
-    with trainer.tracker:
+    with trainer_of(tmp_path, SIZES) as trainer:
+        facts = trainer.facts
+        assert isinstance(facts, LatentFacts)
+        schedule = SigmaSchedule(dynamic="exponential", base_shift=0.5, max_shift=3.0, base_image_seq_len=1)
+        trainer.requests = replace(trainer.requests, facts=replace(facts, schedule=schedule))
+        seen = set()
         for step in range(8):
-            drawn = trainer.parts.data.take(2)
+            drawn = trainer.data.take(2)
             [size] = {prompt.size for prompt in drawn}
-            params = trainer.make_request(drawn, step).tracks["image"].sampling
+            params = trainer.requests.training(drawn, step, trainer.publish(step)).tracks["image"].sampling
             assert (params.height, params.width) == size
             expected = schedule.sigmas(params.num_inference_steps, facts.image_seq_len(params))
             assert params.sigmas == tuple(expected.tolist())
@@ -68,19 +66,17 @@ def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(finished, tmp_path) -> None:
     settings = (SIZES, "save_interval=2", "evaluation.eval_steps=4")
     for steps in (2, 4):
-        trainer = trainer_of(tmp_path, f"num_rollouts={steps}", *settings)
-        with trainer.tracker:
+        with trainer_of(tmp_path, f"num_rollouts={steps}", *settings) as trainer:
             trainer.train()
     assert metrics_of(tmp_path) == metrics_of(finished)
     assert weights_of(tmp_path, 4) == weights_of(finished, 4)
 
 
 def test_an_evaluation_goes_size_by_size_and_holds_every_prompt(tmp_path) -> None:
-    trainer = trainer_of(tmp_path, SIZES, "evaluation.max_prompts=6", "evaluation.samples_per_prompt=2")
-    with trainer.tracker:
+    with trainer_of(tmp_path, SIZES, "evaluation.max_prompts=6", "evaluation.samples_per_prompt=2") as trainer:
         result = trainer.evaluate()
-        held_out = trainer.parts.data.eval_prompts(6)
-        _, resp = trainer.draw(held_out[:1])
+        held_out = trainer.data.eval_prompts(6)
+        _, resp = trainer.evaluator.sample(held_out[:1], 0)
         pixels = trainer.roles.rollout.preview(resp.tracks["image"].decoded).pixels
     assert {prompt.size for prompt in held_out} == {WIDE, TALL}
     assert sorted(set(result.group_ids)) == sorted(prompt.group_id for prompt in held_out)
@@ -94,11 +90,10 @@ def test_an_evaluation_goes_size_by_size_and_holds_every_prompt(tmp_path) -> Non
 
 def test_refilled_steps_stay_with_the_size_that_they_began_with(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("unirl.trainer.refill.informative_groups", lambda resp: [])  # every step makes all its draws
-    trainer = trainer_of(tmp_path, SIZES, "refill={max_draws: 3}", "num_rollouts=3")
-    data = trainer.parts.data
-    draw, drawn = data.take, []
-    monkeypatch.setattr(data, "take", lambda count, size=None: drawn.append(draw(count, size)) or drawn[-1])
-    with trainer.tracker:
+    with trainer_of(tmp_path, SIZES, "refill={max_draws: 3}", "num_rollouts=3") as trainer:
+        data = trainer.data
+        draw, drawn = data.draw, []
+        monkeypatch.setattr(data, "draw", lambda count, size=None: drawn.append(draw(count, size)) or drawn[-1])
         trainer.train()
     sizes = [[prompt.size for prompt in prompts] for prompts in drawn]
     assert len(sizes) == 9 and all(sizes[i] == sizes[i - i % 3] for i in range(9))
@@ -150,28 +145,29 @@ def test_the_number_of_pictures_is_judged_by_check_and_before_a_run(tmp_path, ca
     for command in (["check"], ["data", "check", "--recipe"]):
         assert main([*command, "diffusion/sd3_trainside", "scale=toy", f"data_source.data_path={file}"]) == 4
         said = capsys.readouterr().err
-        assert "prompts.jsonl:1: prompt 'p0' has 1 image" in said and "conditioned on text alone" in said
-    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' has 1 image"):
-        trainer_of(tmp_path / "run", f"data_source.data_path={file}")
+        assert "prompts.jsonl:1: prompt 'p0' brings 1 picture" in said and "conditioned on text alone" in said
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' brings 1 picture"):
+        trainer_of(tmp_path / "run", f"data_source.data_path={file}").__enter__()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) -> None:
     file = prompts(tmp_path, pictures=True)
-    monkeypatch.setattr("unirl.trainer.build.known_facts", lambda config: None)
-    trainer = trainer_of(tmp_path / "run", f"data_source.data_path={file}", f"evaluation.data_path={file}", SIZES)
-    with trainer.tracker:
-        with pytest.raises(DataError, match="prompt 'p0' has 1 image"):
+    monkeypatch.setattr("unirl.trainer.assemble.known_facts", lambda config: None)
+    with trainer_of(
+        tmp_path / "run", f"data_source.data_path={file}", f"evaluation.data_path={file}", SIZES
+    ) as trainer:
+        with pytest.raises(DataError, match="prompt 'p0' brings 1 picture"):
             trainer.train()
-        trainer.facts = replace(trainer.facts, condition_images=(1, 1))
-        some = trainer.parts.data.take(2)
+        trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(1, 1)))
+        some = trainer.data.take(2)
         for req, drawn in (
-            (trainer.make_request(some, 0), some),
-            (trainer.make_eval_request(held := trainer.parts.data.eval_prompts(1)), held),
+            (trainer.requests.training(some, 0, trainer.publish(0)), some),
+            (trainer.requests.evaluation(held := trainer.data.eval_prompts(1), 0), held),
         ):
             copies = len(req) // len(drawn)
             assert req.prompt_image_uris() == [(prompt.images[0].uri,) for prompt in drawn for _ in range(copies)]
-        trainer.facts = replace(trainer.facts, condition_images=(2, 3))
+        trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(2, 3)))
         with pytest.raises(DataError, match="takes 2 to 3 per prompt"):
-            trainer.make_request(some, 0)
-    assert trainer.parts.data.orders[TALL].prompts_at(0, 1)[0].prompt_id == "p0"
+            trainer.requests.training(some, 0, trainer.publish(0))
+        assert trainer.data.orders[TALL].prompts_at(0, 1)[0].prompt_id == "p0"

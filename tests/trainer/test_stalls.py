@@ -12,7 +12,7 @@ from tests.trainer.child import begin, said
 from unirl.config.errors import StallError, WorkerError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +41,9 @@ def trainer_of(folder: Path, recipe: str, *overrides: str):
 
 
 def assert_stalls(trainer, phase: str, folder: Path) -> None:
-    for group in trainer.parts.pool.groups.values():
+    for group in trainer.pool.groups.values():
         group.deadline_s = DEADLINE_S
-    trainer.parts.sync.deadline_s = DEADLINE_S
+    trainer.roles.sync.deadline_s = DEADLINE_S
     start = time.monotonic()
     with pytest.raises(StallError) as stalled:
         trainer.train()
@@ -64,36 +64,25 @@ def assert_stalls(trainer, phase: str, folder: Path) -> None:
 )
 def test_a_phase_that_hangs_is_named_with_the_stacks_of_all_ranks(phase, recipe, part, kind, workers, tmp_path) -> None:
     until = tmp_path / "until"
-    trainer = trainer_of(tmp_path / "run", recipe, *hanging(part, kind, until))
-    try:
-        assert_stalls(trainer, phase, tmp_path / "run")
-    finally:
-        until.touch()
-        workers.clear()
-        trainer.tracker.finish(8, "stalled")
+    with trainer_of(tmp_path / "run", recipe, *hanging(part, kind, until)) as trainer:
+        try:
+            assert_stalls(trainer, phase, tmp_path / "run")
+        finally:
+            until.touch()
 
 
 def test_a_deadlock_in_training_is_named_and_leaves_no_process(ray_session, tmp_path) -> None:
-    trainer = trainer_of(tmp_path, TRAINSIDE, *hanging("algorithm", "HangingLoss", tmp_path / "never"))
-    pids = [member.about.pid for group in trainer.parts.pool.groups.values() for member in group.members]
-    try:
+    with trainer_of(tmp_path, TRAINSIDE, *hanging("algorithm", "HangingLoss", tmp_path / "never")) as trainer:
+        pids = [member.about.pid for group in trainer.pool.groups.values() for member in group.members]
         assert_stalls(trainer, "train", tmp_path)
-    finally:
-        trainer.close()
-        trainer.tracker.finish(8, "stalled")
     assert wait_until(lambda: not any(map(is_running, pids)), 5.0), "a worker outlived its pool"
 
 
 def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> None:
-    trainer = trainer_of(tmp_path, TRAINSIDE, f"algorithm._target_={HERE}.FailingLoss")
-    try:
-        with pytest.raises(
-            WorkerError, match=r"train_track failed on the worker on device 1 .*OverflowError: out of sorts"
-        ):
+    with trainer_of(tmp_path, TRAINSIDE, f"algorithm._target_={HERE}.FailingLoss") as trainer:
+        cause = r"train_track failed on the worker on device 1 .*OverflowError: out of sorts"
+        with pytest.raises(WorkerError, match=cause):
             trainer.train()
-    finally:
-        workers.clear()
-        trainer.tracker.finish(10, "failed")
 
 
 def test_the_local_runtime_ends_a_hanging_run(tmp_path) -> None:

@@ -17,7 +17,7 @@ from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.tracking.media import read_samples
 from unirl.tracking.samples import manifest_rows
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 from unirl.trainer.text import TextTrainer
 
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
@@ -39,8 +39,7 @@ def trainer_of(folder: Path, *overrides: str):
 
 
 def run(folder: Path, *overrides: str):
-    trainer = trainer_of(folder, *overrides)
-    with trainer.tracker:
+    with trainer_of(folder, *overrides) as trainer:
         trainer.train()
     return trainer
 
@@ -116,8 +115,7 @@ def test_right_answers_of_an_evaluation_are_counted_as_by_hand(finished) -> None
 
 
 def test_an_evaluation_repeats_at_equal_weights_and_training_does_not_see_it(finished, tmp_path) -> None:
-    trainer = trainer_of(tmp_path)
-    with trainer.tracker:
+    with trainer_of(tmp_path) as trainer:
         first, second = trainer.evaluate(), trainer.evaluate()
         assert first.media.texts == second.media.texts and first.rewards.equal(second.rewards)
         assert first.metrics() == scores_of(finished, 0)["metrics"]
@@ -127,10 +125,10 @@ def test_an_evaluation_repeats_at_equal_weights_and_training_does_not_see_it(fin
 
 
 def test_a_stopped_run_continues_bit_for_bit(finished, tmp_path) -> None:
-    trainer = trainer_of(tmp_path)
-    trainer.request_stop(signal.SIGTERM)
-    with pytest.raises(Preempted, match="checkpoint saved"), trainer.tracker:
-        trainer.train()
+    with trainer_of(tmp_path) as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted, match="checkpoint saved"):
+            trainer.train()
     run(tmp_path)
     assert metrics_of(tmp_path) == metrics_of(finished)
     assert weights_of(tmp_path) == weights_of(finished)
@@ -138,9 +136,8 @@ def test_a_stopped_run_continues_bit_for_bit(finished, tmp_path) -> None:
 
 def test_evaluation_samples_by_its_own_settings(tmp_path) -> None:
     own = ("evaluation.temperature=0", "evaluation.max_new_tokens=3", "evaluation.samples_per_prompt=2")
-    trainer = trainer_of(tmp_path, *own)
-    assert isinstance(trainer, TextTrainer)
-    with trainer.tracker:
+    with trainer_of(tmp_path, *own) as trainer:
+        assert isinstance(trainer, TextTrainer)
         texts = trainer.evaluate()
     assert texts.media.texts[::2] == texts.media.texts[1::2], "greedy siblings are equal"
     assert all(fact["tokens"] <= 3 for fact in texts.facts)
@@ -149,7 +146,7 @@ def test_evaluation_samples_by_its_own_settings(tmp_path) -> None:
 
 def test_prompts_about_pictures_are_refused_before_the_first_step_by_a_model_that_does_not_see(tmp_path) -> None:
     with pytest.raises(DataError, match=r"has 1 image of role .condition., and qwen3 is conditioned on text"):
-        trainer_of(tmp_path, "data_source.data_path=datasets/shapes_qa/train_choices.jsonl")
+        trainer_of(tmp_path, "data_source.data_path=datasets/shapes_qa/train_choices.jsonl").__enter__()
     assert not list(tmp_path.iterdir())
 
 

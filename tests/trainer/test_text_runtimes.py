@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.source_tree import ROOT
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer import build
+from unirl.trainer import assemble
 
 STEPS = 2
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
@@ -53,25 +53,21 @@ class Outcome:
 def run(folder: Path, *overrides: str) -> Outcome:
     loaded = load(RECIPE, [*COMMON, f"run.dir={folder}", *overrides])
     preflight(loaded)
-    trainer = build.build_trainer(loaded)
-    made = Outcome([], [], [], {})
-    produce = trainer.produce
+    with assemble.build_trainer(loaded) as trainer:
+        made = Outcome([], [], [], {})
+        produce = trainer.produce
 
-    def watched(step: int):
-        resp = produce(step)
-        track = resp.tracks["text"]
-        made.texts.append(list(track.decoded.texts))
-        made.logp.append(track.segment.logp)
-        made.rewards.append(track.rewards)
-        return resp
+        def watched(step: int):
+            resp = produce(step)
+            track = resp.tracks["text"]
+            made.texts.append(list(track.decoded.texts))
+            made.logp.append(track.segment.logp)
+            made.rewards.append(track.rewards)
+            return resp
 
-    trainer.produce = watched
-    try:
-        with trainer.tracker:
-            trainer.train()
-            made.weights = dict(trainer.roles.backend.gather())
-    finally:
-        trainer.parts.pool.clear()
+        trainer.produce = watched
+        trainer.train()
+        made.weights = dict(trainer.roles.backend.gather())
     return made
 
 

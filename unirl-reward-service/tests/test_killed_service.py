@@ -11,7 +11,7 @@ from tests.processes import is_running, wait_until
 from tests.run_files import metrics_of
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
-from unirl.trainer.build import build_trainer
+from unirl.trainer.assemble import build_trainer
 
 from .conftest import children
 
@@ -21,8 +21,7 @@ COMMON = ("scale=toy", "num_rollouts=3", "tracking.sample_steps=0", "evaluation.
 def run(folder: Path, reward: str) -> None:
     recipe = load("diffusion/sd3_trainside", [*COMMON, f"run.dir={folder}", f"reward.backend={reward}"])
     preflight(recipe)
-    trainer = build_trainer(recipe)
-    with trainer.tracker:
+    with build_trainer(recipe) as trainer:
         trainer.train()
 
 

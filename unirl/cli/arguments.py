@@ -1,8 +1,10 @@
 """How the command line is read: options of the command, and recipe settings in any of the usual spellings."""
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from unirl.config.errors import ArgumentError, UsageError, did_you_mean
@@ -141,3 +143,13 @@ def run_verb(
             f"unirl {noun}: unknown verb '{verb}'.{did_you_mean(verb, verbs)} Verbs: {', '.join(verbs)}"
         )
     return verbs[verb](rest)
+
+
+def output_folder(path: str, kind: str, out: str | None) -> Path:
+    """The folder for the files that a command makes of a run or checkpoint: `out`, else a new one in `<run>/<kind>`."""
+    if out is not None:
+        return Path(out)
+    folder = Path(path).resolve()
+    inside = folder.parent.name == "checkpoints"
+    root, name = (folder.parent.parent, folder.name) if inside else (folder, "latest")
+    return root / kind / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

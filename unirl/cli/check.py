@@ -1,11 +1,10 @@
 """`unirl check RECIPE`: everything about a recipe that can be known before a model is loaded."""
 
 import json
-import sys
 from collections.abc import Sequence
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
-from unirl.cli.failures import Session
+from unirl.config.failures import Session
 
 EXAMPLES = (
     "unirl check diffusion/sd3_trainside",
@@ -19,9 +18,9 @@ def run(argv: list[str], session: Session) -> int:
     parser.option("--json", action="store_true", help="print every setting, defaults filled in, as JSON")
     arguments = parse_recipe(parser, argv)
     recipe = checked(arguments.recipe, arguments.overrides)
-    from unirl.trainer.build import data_of
+    from unirl.trainer.assemble import load_data
 
-    data_of(recipe)
+    load_data(recipe)
     if arguments.options.json:
         print(json.dumps(recipe.resolved(), indent=1))
     else:
@@ -39,7 +38,6 @@ def checked(recipe: str, overrides: Sequence[str]):
     from unirl.config.load import load
     from unirl.plan.preflight import preflight
 
-    found = load(recipe, overrides)
-    for notice in preflight(found).notices:
-        print(f"unirl: {notice}", file=sys.stderr)
-    return found
+    loaded = load(recipe, overrides)
+    preflight(loaded).print_notices()
+    return loaded

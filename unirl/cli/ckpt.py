@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from unirl.cli.arguments import Parser, run_verb
-from unirl.cli.failures import Session
 from unirl.config.errors import ArgumentError, CheckpointError, InvalidValueError
+from unirl.config.failures import Session
 
 EXAMPLES = ("unirl ckpt ls runs/unirl/first", "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050",
             "unirl ckpt prune runs/unirl/first --keep 1 --yes")  # fmt: skip

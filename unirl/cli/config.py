@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from unirl.cli.arguments import parse_recipe, recipe_parser, run_verb
 from unirl.cli.check import checked
-from unirl.cli.failures import Session
 from unirl.config.errors import ArgumentError
+from unirl.config.failures import Session
 
 EXAMPLES = (
     "unirl config show diffusion/sd3_trainside",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb, split_settings
-from unirl.cli.failures import Session
 from unirl.config.errors import ArgumentError, DataError, InvalidValueError, RewardError
+from unirl.config.failures import Session
 
 EXAMPLES = (
     "unirl data check my_prompts.jsonl --reward ocr",
@@ -87,7 +87,7 @@ def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
         raise ArgumentError("unirl data check: --recipe brings its own files and reward; name no others")
     from unirl.cli.check import checked
     from unirl.config.build import build
-    from unirl.trainer.build import data_of
+    from unirl.trainer.assemble import load_data
 
     recipe = checked(options.recipe, settings)
     config = recipe.config
@@ -99,7 +99,7 @@ def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
         files=tuple(dict.fromkeys(map(str, files))),
         prompt_key=str(values.get("prompt_key", "prompt")),
         scorer=build(config.reward.built["backend"]),
-        open_source=lambda: data_of(recipe),
+        open_source=lambda: load_data(recipe),
     )
 
 

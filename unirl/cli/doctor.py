@@ -12,9 +12,9 @@ from pathlib import Path
 
 from unirl.cli.arguments import Parser
 from unirl.cli.env import installed, memory_gib
-from unirl.cli.failures import Session
 from unirl.config.dependencies import check_ray_address
 from unirl.config.errors import UniRLError, report
+from unirl.config.failures import Session
 
 EXAMPLES = ("unirl doctor", "unirl doctor --recipe diffusion/sd3_trainside", "unirl doctor --json")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import unirl
 from unirl.cli.arguments import Parser
-from unirl.cli.failures import Session
+from unirl.config.failures import Session
 
 EXAMPLES = ("unirl env", "unirl env --json", "unirl env > report.md")
 

@@ -3,7 +3,7 @@
 import json
 
 from unirl.cli.arguments import Parser, split_settings
-from unirl.cli.failures import Session
+from unirl.config.failures import Session
 
 EXAMPLES = (
     "unirl eval runs/unirl/first",
@@ -13,8 +13,10 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    from unirl.cli.runs import open_saved, output_folder, saved_run
+    from unirl.cli.arguments import output_folder
     from unirl.tracking.console import evaluation
+    from unirl.trainer.assemble import build_trainer
+    from unirl.trainer.saved_runs import quiet_tracker, saved_run
 
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)
@@ -22,12 +24,12 @@ def run(argv: list[str], session: Session) -> int:
     out = output_folder(options.run, "evaluations", options.out)
     block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
     saved = saved_run(options.run, overrides, {"evaluation": block})
-    with open_saved(saved, out, session) as trainer:
+    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
         if options.baseline:
             trainer.evaluate()
         trainer.load(saved.checkpoint)
         result = trainer.evaluate()
-        folder = out / "eval" / f"step-{trainer.step:06d}"
+        folder = out / "eval" / f"step-{trainer.state.step:06d}"
     if options.json:
         print(json.dumps(result.metrics() | {"step": saved.checkpoint.step, "folder": str(folder)}, indent=1))
     else:

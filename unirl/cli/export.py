@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unirl.cli.arguments import Parser
-from unirl.cli.failures import Session
+from unirl.config.failures import Session
 
 EXAMPLES = (
     "unirl export runs/unirl/first",
@@ -30,35 +30,13 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def export(path: str, formats: Sequence[str] | None = None, weights: str = "live", out: str | None = None) -> list[str]:
-    """Write and verify the weights of the checkpoint at `path`; gives back a line per format."""
-    from unirl.cli.runs import saved_run
-    from unirl.config.build import build
+    """Write and verify the weights of the checkpoint at `path`. Returns a line per format."""
+    from unirl.trainer.export import export_checkpoint
+    from unirl.trainer.saved_runs import saved_run
 
-    saved = saved_run(path)
-    exporter = _exporter(saved)
-    checkpoint = saved.checkpoint.path
-    folder = Path(out) if out else checkpoint.parent.parent / "export" / checkpoint.name
-    sampling = build(saved.recipe.config.sampling)
-    lines = []
-    for name in formats or exporter.usual_formats:
-        written = exporter.write(str(folder / name), name, weights)
-        difference = exporter.verify(str(folder / name), name, TEXTS, sampling, weights)
-        verdict = "" if difference is None else f"   (compared there: max difference {difference:.1e})"
-        lines.append(f"{name:<15}{written}{verdict}")
-    return lines
+    files = export_checkpoint(saved_run(path), TEXTS, formats, weights, None if out is None else Path(out))
+    return [f"{file.format:<15}{file.path}{_verdict(file.difference)}" for file in files]
 
 
-def _exporter(saved):
-    """The model with the checkpoint's weights, without a rollout engine, rewards or data."""
-    from unirl.config.build import build
-    from unirl.trainer.build import device
-    from unirl.trainer.export import Exporter
-
-    config = saved.recipe.config
-    wired = {"device": device(), "seed": saved.recipe.value("sampling.seed"), "run_updates": 1}
-    bundle = build(config.bundle, **wired)
-    pipeline = build(config.pipeline, bundle=bundle, **wired)
-    backend = build(config.backend, bundle=bundle, **wired)
-    backend.load_policy(str(saved.checkpoint.path / "policy"))
-    lora = config.backend.values["lora_cfg"]
-    return Exporter(pipeline, backend, None if lora is None else build(lora))
+def _verdict(difference: float | None) -> str:
+    return "" if difference is None else f"   (compared there: max difference {difference:.1e})"

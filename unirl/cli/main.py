@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 import unirl
-from unirl.cli.failures import Session, failure_of, save_crash
+from unirl.cli.failures import save_crash
 from unirl.config.errors import UsageError, did_you_mean
+from unirl.config.failures import Session, failure_of
 
 COMMANDS: Mapping[str, str] = {
     "quickstart": "train the small built-in model on a CPU, and show that it got better",

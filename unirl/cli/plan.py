@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
-from unirl.cli.failures import Session
+from unirl.config.failures import Session
 from unirl.plan import memory
 
 EXAMPLES = (
@@ -30,7 +30,7 @@ def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> i
     """Print the plan of a recipe; gives back the exit status."""
     from unirl.plan.geometry import geometry_table
     from unirl.plan.placement import plan_of
-    from unirl.trainer.residency import PHASES, home_of, parts_of, resident
+    from unirl.trainer.residency import PHASES, home_of, memory_parts, resident
 
     found = checked(recipe, overrides)
     plan, estimate = plan_of(found.config), _estimate(found)
@@ -53,7 +53,7 @@ def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> i
     print(f"{found.file.name}   {found.file.path}\n{geometry_table(found.config)}")
     print(f"placement  {plan.describe()}\n           {_travel_text(travels)}")
     print(_parameters_text(estimate.parameters, sizes))
-    print(_memory_text(rows, {part: home_of(plan, part).words for part in parts_of(plan)}))
+    print(_memory_text(rows, {part: home_of(plan, part).words for part in memory_parts(plan)}))
     print(f"time       {_time_text(found)}")
     return 0
 

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
-from unirl.cli.failures import Session
 from unirl.config.errors import NoImprovementError
+from unirl.config.failures import Session
 
 RECIPE = "diffusion/quickstart"
 PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1}
@@ -25,13 +26,13 @@ def run(argv: list[str], session: Session) -> int:
     from unirl.cli.check import checked
     from unirl.cli.export import export
     from unirl.cli.train import train
-    from unirl.trainer.run import continuation
+    from unirl.trainer.run_folder import continuation
 
     parser = recipe_parser("quickstart", "Train a small built-in model on a CPU; takes minutes.", EXAMPLES)
     parser.usage = "unirl quickstart [DOMAIN or RECIPE] [key=value ...]"
     arguments = parse_recipe(parser, argv, default=RECIPE)
     recipe = recipe_of(arguments.recipe)
-    train(recipe, arguments.overrides, session)
+    train(replace(arguments, recipe=recipe), session)
     assert session.run_dir is not None
     scores = read_scores(session.run_dir)
     for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):

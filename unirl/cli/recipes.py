@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb
-from unirl.cli.failures import Session
 from unirl.config.errors import ConfigError, UsageError
+from unirl.config.failures import Session
 from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb
-from unirl.cli.failures import Session
 from unirl.config.dependencies import need
 from unirl.config.errors import ArgumentError, DataError, RewardError
+from unirl.config.failures import Session
 
 EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
             "unirl reward lint -r jpeg_compressibility",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import Parser, split_settings
-from unirl.cli.failures import Session
 from unirl.config.errors import ArgumentError
+from unirl.config.failures import Session
 
 if TYPE_CHECKING:
     from unirl.data.datasets import Prompt
@@ -24,8 +24,10 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    from unirl.cli.runs import open_saved, output_folder, saved_run
+    from unirl.cli.arguments import output_folder
     from unirl.data.data_source import by_size
+    from unirl.trainer.assemble import build_trainer
+    from unirl.trainer.saved_runs import quiet_tracker, saved_run
 
     parser = _parser()
     own, overrides = split_settings(argv, parser.takes_value)
@@ -34,9 +36,9 @@ def run(argv: list[str], session: Session) -> int:
     evaluation = {"samples_per_prompt": options.count, "weights": options.weights, "seed": options.seed}
     out = output_folder(options.run, "drawn", options.out)
     saved = saved_run(options.run, overrides, {"evaluation": evaluation})
-    with open_saved(saved, out, session) as trainer:
+    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
         trainer.load(saved.checkpoint)
-        drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.parts.data.sized(prompts))]
+        drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
     for some, media in drawn:
         for line in [*media.lines(), *media.remarks()]:
             print(line)
@@ -80,5 +82,5 @@ def _draw(trainer, prompts: Sequence[Prompt]) -> Media:
     """The samples of a prompt adjacent; prompts of one size."""
     from unirl.tracking.media import media_of
 
-    _, resp = trainer.draw(prompts)
+    _, resp = trainer.evaluator.sample(prompts, trainer.state.version)
     return media_of(trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded))

@@ -1,14 +1,13 @@
-"""`unirl train RECIPE`, which is also `python -m unirl.train_<domain> --config-name=RECIPE`."""
+"""`unirl train RECIPE`, which runs the entrypoint of the recipe's domain: `python -m unirl.train_<domain>`."""
 
-import sys
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
-from unirl.cli.check import checked
-from unirl.cli.failures import Session
-from unirl.cli.main import run_command
-from unirl.cli.signals import stop_on_signal
-from unirl.config.errors import Interrupted, Preempted, UsageError
+from unirl.config.errors import UsageError
+from unirl.config.failures import Session
 from unirl.config.recipe_files import DOMAIN_OF
 
 EXAMPLES = (
@@ -16,31 +15,45 @@ EXAMPLES = (
     "unirl train diffusion/sd3_trainside scale=toy num_rollouts=3",
     "unirl train diffusion/sd3_trainside num_devices=8 run.name=first --resume auto",
 )
-
-
-def main(argv: Sequence[str], domain: str) -> int:
-    """The entrypoint of one domain: trains a recipe of that domain; gives back the exit status."""
-    return run_command(lambda words, session: _run(words, session, domain), argv)
+Entrypoint = Callable[[RecipeArguments, Session], None]
+"""`train` of a module `unirl.train_<domain>`."""
 
 
 def run(argv: list[str], session: Session) -> int:
-    return _run(argv, session, None)
+    return parsed(train)(argv, session)
 
 
-def _run(argv: list[str], session: Session, domain: str | None) -> int:
-    arguments = read_arguments(argv)
-    _check_domain(arguments.recipe, domain)
-    if arguments.options.cfg:
-        return _print_config(arguments)
-    if arguments.options.dry_run:
-        from unirl.cli.plan import show_plan
+def train(arguments: RecipeArguments, session: Session) -> None:
+    """Train a recipe by the entrypoint of its domain. A recipe outside the domains' folders suits every entrypoint."""
+    domain = domain_of(arguments.recipe) or "diffusion"
+    entrypoint: Entrypoint = import_module(f"unirl.train_{domain}").train
+    entrypoint(arguments, session)
 
-        return show_plan(arguments.recipe, arguments.overrides)
-    train(arguments.recipe, arguments.overrides, session)
-    return 0
+
+def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str], Session], int]:
+    """The command around `train`: reads the arguments, and only shows what would be run if they ask for that.
+
+    Args:
+        domain: the only domain whose recipes are accepted.
+    """
+
+    def command(argv: list[str], session: Session) -> int:
+        arguments = read_arguments(argv)
+        _check_domain(arguments.recipe, domain)
+        if arguments.options.cfg:
+            return _print_config(arguments)
+        if arguments.options.dry_run:
+            from unirl.cli.plan import show_plan
+
+            return show_plan(arguments.recipe, arguments.overrides)
+        train(arguments, session)
+        return 0
+
+    return command
 
 
 def read_arguments(argv: Sequence[str]) -> RecipeArguments:
+    """The recipe, its settings and the options, as typed."""
     parser = recipe_parser("train", "Train a recipe: plan, then run, saving what it needs to continue.", EXAMPLES)
     parser.option("--cfg", "-c", choices=("job",), help="print the configuration instead of training")
     parser.option("--resolve", action="store_true", help="with --cfg: fill in what ${...} stands for")
@@ -48,26 +61,14 @@ def read_arguments(argv: Sequence[str]) -> RecipeArguments:
     return parse_recipe(parser, argv)
 
 
-def train(recipe: str, overrides: Sequence[str], session: Session) -> None:
-    """Run a recipe to its end. A signal stops it after the step that runs, and the way to continue is said."""
-    from unirl.cli.runs import open_run
-    from unirl.trainer.run import continuation
-
-    found = checked(recipe, overrides)
-    try:
-        with open_run(found, session) as trainer, stop_on_signal(trainer.request_stop):
-            trainer.train()
-            trainer.tracker.summary(f"{found.file.name}: {trainer.step} steps", [("run", str(session.run_dir))])
-    except (Preempted, Interrupted):
-        assert session.run_dir is not None
-        print(f"continue with:\n  {continuation(found, session.run_dir)}", file=sys.stderr)
-        raise
+def domain_of(recipe: str) -> str | None:
+    """The domain of the folder that a recipe is named with; None for a recipe elsewhere."""
+    return DOMAIN_OF.get(recipe.removesuffix(".yaml").removeprefix("examples/").rpartition("/")[0])
 
 
 def _check_domain(recipe: str, domain: str | None) -> None:
-    bucket = recipe.removesuffix(".yaml").removeprefix("examples/").rpartition("/")[0]
-    other = DOMAIN_OF.get(bucket, domain)
-    if domain and other != domain:
+    other = domain_of(recipe)
+    if domain and other and other != domain:
         raise UsageError(
             f"'{recipe}' is a recipe of the domain '{other}', and this is the entrypoint of '{domain}'. "
             f"Run: python -m unirl.train_{other} --config-name={recipe}"
@@ -75,6 +76,8 @@ def _check_domain(recipe: str, domain: str | None) -> None:
 
 
 def _print_config(arguments: RecipeArguments) -> int:
+    from unirl.cli.check import checked
+
     recipe = checked(arguments.recipe, arguments.overrides)
     print(recipe.composed.text(resolve_all=arguments.options.resolve), end="")
     return 0

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -59,6 +60,11 @@ class Preflight:
     plan: PlacementPlan
     notices: tuple[str, ...] = field(default=())
     """Settings without effect and values from the environment, to be shown once."""
+
+    def print_notices(self) -> None:
+        """Print the notices to stderr."""
+        for notice in self.notices:
+            print(f"unirl: {notice}", file=sys.stderr)
 
 
 def preflight(recipe: Recipe) -> Preflight:

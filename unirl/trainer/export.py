@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError
 from unirl.distributed.group.dispatch import rank0
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.train.backend.base import TrainBackend
 from unirl.train.configs import LoraConfig
+from unirl.trainer.saved_runs import SavedRun
 from unirl.types.facts import ModelFacts
 from unirl.types.sampling import Sampling
 
@@ -56,6 +59,55 @@ class ExportablePipeline(Protocol):
     def verify_model(self, folder: Path, texts: Sequence[str], params: Any) -> float:
         """The same with the whole model in `folder`."""
         ...
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One export of a checkpoint."""
+
+    format: str
+    path: Path
+    difference: float | None
+    """Largest difference between our sampler and the home library with the file; None where that has no loader."""
+
+
+def export_checkpoint(
+    saved: SavedRun,
+    texts: Sequence[str],
+    formats: Sequence[str] | None = None,
+    weights: str = "live",
+    folder: Path | None = None,
+) -> list[ExportedFile]:
+    """Write the weights of a checkpoint in each of `formats`, and verify each file in its home library.
+
+    Args:
+        texts: the prompts on which both sides are compared.
+        formats: None writes the usual ones: adapters in all formats that the model has, or the whole model.
+        weights: `live`, or the name of a snapshot.
+        folder: None writes into the run's `export/<checkpoint>`.
+    """
+    exporter = build_exporter(saved)
+    checkpoint = saved.checkpoint.path
+    folder = checkpoint.parent.parent / "export" / checkpoint.name if folder is None else folder
+    sampling = build(saved.recipe.config.sampling)
+    files = []
+    for name in formats or exporter.usual_formats:
+        path = exporter.write(str(folder / name), name, weights)
+        files.append(ExportedFile(name, path, exporter.verify(str(folder / name), name, texts, sampling, weights)))
+    return files
+
+
+def build_exporter(saved: SavedRun) -> Exporter:
+    """The model with the checkpoint's weights, without a rollout engine, rewards or data."""
+    config = saved.recipe.config
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bundle = build(config.bundle, device=device)
+    pipeline = build(config.pipeline, device=device, bundle=bundle)
+    seed = saved.recipe.value("sampling.seed")
+    backend = build(config.backend, device=device, bundle=bundle, seed=seed, run_updates=1)
+    backend.load_policy(str(saved.checkpoint.path / "policy"))
+    lora = config.backend.values["lora_cfg"]
+    return Exporter(pipeline, backend, None if lora is None else build(lora))
 
 
 class Exporter:

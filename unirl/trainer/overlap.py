@@ -1,4 +1,4 @@
-"""Sampling and scoring of one step at the same time: the reward scores one part while the engine makes the next."""
+"""Generation and scoring at the same time: the reward scores one part while the engine generates the next."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from unirl.distributed.group.handle import Handle, Pending
-from unirl.reward.service import concat_scored
+from unirl.distributed.group.handle import PendingCall, submit
+from unirl.reward.service import RewardService, concat_scored
+from unirl.rollout.engine.base import RolloutEngine
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
@@ -25,37 +26,37 @@ def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
     return [req.slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-class Overlap:
-    """Scores the parts of a step while the rest is drawn. The scores do not depend on the number of parts."""
+class OverlappedScoring:
+    """Scores the first parts of a request while the engine generates the rest. The parts change no score."""
 
-    def __init__(self, rollout: Handle, reward: Handle, parts: int) -> None:
+    def __init__(self, rollout: RolloutEngine, reward: RewardService, parts: int) -> None:
         self.rollout = rollout
         self.reward = reward
         self.parts = parts
-        self.drawn: list[float] = []
-        """When each part was drawn, seconds since some moment."""
-        self.pending: list[Pending] = []
+        self.generated_at: list[float] = []
+        """When each part was generated, in seconds of a monotonic clock."""
+        self.pending: list[PendingCall[RolloutResp]] = []
         """The parts that are being scored: all but the last."""
         self.last: tuple[RolloutReq, RolloutResp] | None = None
 
-    def draw(self, req: RolloutReq) -> None:
-        """Draw all samples; each part but the last is on its way to the reward as soon as it is drawn."""
-        self.drawn, self.pending, self.last = [], [], None
+    def generate(self, req: RolloutReq) -> None:
+        """Generate all samples. Each part but the last is sent to the reward as soon as it is generated."""
+        self.generated_at, self.pending, self.last = [], [], None
         for part in in_parts(req, self.parts):
             if self.last is not None:
-                self.pending.append(self.reward.score_and_attach.submit(*self.last))
+                self.pending.append(submit(self.reward.score_and_attach, *self.last))
             self.last = (part, self.rollout.generate(part))
-            self.drawn.append(time.perf_counter())
+            self.generated_at.append(time.perf_counter())
 
-    def collect(self) -> tuple[RolloutResp, dict[str, float]]:
-        """The scored samples, in the order of the request; of several parts also how long the reward was waited for."""
-        assert self.last is not None, "draw comes before collect"
+    def scores(self) -> tuple[RolloutResp, dict[str, float]]:
+        """The scored samples in the order of the request, and with several parts the metrics of the reward's queue."""
+        assert self.last is not None, "generate comes before scores"
         begin = time.perf_counter()
         scored = [pending.result() for pending in self.pending]
         scored.append(self.reward.score_and_attach(*self.last))
         waited = time.perf_counter() - begin
         busy = [seconds_of(resp) for resp in scored]
-        return concat_scored(scored), queue_metrics(self.drawn, busy, waited) if len(scored) > 1 else {}
+        return concat_scored(scored), queue_metrics(self.generated_at, busy, waited) if len(scored) > 1 else {}
 
 
 def seconds_of(resp: RolloutResp) -> float:

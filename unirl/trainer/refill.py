@@ -12,14 +12,14 @@ from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 
 EQUAL = "equal_rewards"
-"""Why a sample is not trained: all of its group have one reward."""
+"""Reason why a sample is not trained: all samples of its group have the same reward."""
 SURPLUS = "surplus"
-"""Why not: the last draw brought more groups than the step had room for."""
+"""Reason: the last batch had more informative groups than the step had room for."""
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What a step trains on, of all that it drew."""
+class SelectedSamples:
+    """The samples that a step trains on, and what became of the others."""
 
     req: RolloutReq
     resp: RolloutResp
@@ -30,44 +30,47 @@ class Settled:
     """Padding groups: groups of weight 0 that complete the batch."""
 
 
-class Draws:
-    """The draws of one step. Nothing outlives it: what it leaves over is dropped, and the data's cursor is past it."""
+class StepSamples:
+    """All scored samples of one step, from one or several batches of prompts.
+
+    Samples that a step does not train are dropped: the next step continues with the next prompts.
+    """
 
     def __init__(self, config: RefillConfig | None, batch_size: int) -> None:
         """
         Args:
-            config: absent = the step is its first draw, whatever that is worth.
-            batch_size: groups that the step trains, and prompts of one draw.
+            config: None = the step is one batch of prompts, whatever its rewards are.
+            batch_size: groups that the step trains, and prompts of one batch.
         """
         self.config = config
         self.batch_size = batch_size
         self.reqs: list[RolloutReq] = []
         self.resps: list[RolloutResp] = []
         self.waits: dict[str, float] = {}
-        """Of the draw that waited longest, by metric."""
-        self.found = 0
+        """The longest waits of any batch, by metric."""
+        self.num_informative = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step needs no further draw, or may make none."""
+        """The step needs no further batch, or may not take one."""
         if self.config is None:
             return bool(self.resps)
-        return self.found >= self.batch_size or len(self.resps) >= self.config.max_draws
+        return self.num_informative >= self.batch_size or len(self.resps) >= self.config.max_draws
 
     def add(self, req: RolloutReq, resp: RolloutResp, waits: Mapping[str, float]) -> None:
-        """Take the scored samples of one draw."""
+        """Take the scored samples of one batch."""
         self.reqs.append(req)
         self.resps.append(resp)
-        self.found += len(informative_groups(resp)) if self.config is not None else 0
+        self.num_informative += len(informative_groups(resp)) if self.config is not None else 0
         self.waits = {name: max(value, self.waits.get(name, value)) for name, value in waits.items()}
 
     def everything(self) -> tuple[RolloutReq, RolloutResp]:
-        """All samples of the step, in the order in which they were drawn."""
+        """All samples of the step, in the order in which they were generated."""
         if len(self.resps) == 1:
             return self.reqs[0], self.resps[0]
         return RolloutReq.concat(self.reqs), concat_scored(self.resps)
 
-    def settle(self, req: RolloutReq, resp: RolloutResp, track: str) -> Settled:
+    def select(self, req: RolloutReq, resp: RolloutResp, track: str) -> SelectedSamples:
         """The first `batch_size` informative groups; where there are fewer, padding groups of weight 0 follow.
 
         Args:
@@ -75,7 +78,7 @@ class Draws:
             track: whose samples are counted.
         """
         if self.config is None:
-            return Settled(req, resp)
+            return SelectedSamples(req, resp)
         rows = rows_of_groups(resp.root_track().group_ids)
         informative = informative_groups(resp)
         chosen = informative[: self.batch_size]
@@ -88,8 +91,8 @@ class Draws:
             "rollout/informative_group_ratio": len(informative) / len(rows),
         }
         reasons = left_out(resp, track, informative, chosen)
-        settled = resp.select(kept).drop(padding)
-        return Settled(req.select(kept), settled, reasons, metrics, len(padding))
+        selected = resp.select(kept).drop(padding)
+        return SelectedSamples(req.select(kept), selected, reasons, metrics, len(padding))
 
 
 def informative_groups(resp: RolloutResp) -> list[str]:

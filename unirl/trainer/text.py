@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unirl.trainer.base import Trainer
+from unirl.trainer.loop import Trainer
 from unirl.types.facts import LanguageFacts
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import ARSamplingParams

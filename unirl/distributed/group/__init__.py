@@ -2,7 +2,7 @@
 
 from unirl.config.device_sets import DeviceSet
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
-from unirl.distributed.group.handle import Group, Handle, Pending
+from unirl.distributed.group.handle import Group, Handle, PendingCall, submit
 from unirl.distributed.group.pool import Pool, open_pool
 from unirl.distributed.group.rank import RankInfo, current
 from unirl.distributed.group.remote import Remote
@@ -11,7 +11,7 @@ __all__ = [
     "DeviceSet",
     "Group",
     "Handle",
-    "Pending",
+    "PendingCall",
     "Pool",
     "RankInfo",
     "Remote",
@@ -21,4 +21,5 @@ __all__ = [
     "open_pool",
     "rank0",
     "scatter",
+    "submit",
 ]

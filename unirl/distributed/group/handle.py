@@ -1,19 +1,24 @@
-"""The driver's side of a role: its remote methods, each with a future form and a deadline."""
+"""The driver's side of a role: its remote methods, each callable at once or as a call under way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from unirl.distributed.group.dispatch import remote_methods
 from unirl.distributed.group.remote import Remote
 
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
-class Pending(Protocol):
-    """A call under way."""
 
-    def result(self, deadline_s: float | None = None) -> Any:
-        """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""
+class PendingCall(Protocol[ResultT_co]):
+    """A remote call under way."""
+
+    def result(self, deadline_s: float | None = None) -> ResultT_co:
+        """The result. StallError (8001) when it has not come within `deadline_s` seconds (None: the group's)."""
         ...
 
 
@@ -42,7 +47,7 @@ class Group(Protocol):
         """The object of a role when it lives in the driver's own process, else None."""
         ...
 
-    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall[Any]:
         """Start a call and return at once."""
         ...
 
@@ -53,7 +58,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class RemoteMethod:
-    """One remote method of a role: call it, or submit it and wait later."""
+    """One remote method of a role. Call it to wait for the result; give it to `submit` to wait later."""
 
     group: Group
     role: str
@@ -62,13 +67,13 @@ class RemoteMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.group.run(self.role, self.name, args, kwargs)
 
-    def submit(self, *args: Any, **kwargs: Any) -> Pending:
-        """Start the call and return at once."""
-        return self.group.submit(self.role, self.name, args, kwargs)
-
 
 class Handle:
-    """A role as the driver sees it: only its marked methods exist here."""
+    """A role as the driver sees it. Only its methods that are marked as remote exist here.
+
+    Code that calls a role is typed with the role's own class (see `unirl.trainer.assemble`), so that an editor and the
+    type checker see the method that runs.
+    """
 
     def __init__(self, group: Group, name: str, role_class: type) -> None:
         self.role_name = name
@@ -82,3 +87,13 @@ class Handle:
                 f"it has {sorted(self.__dict__.get('methods', {}))}"
             )
         return self.methods[name]
+
+
+def submit(method: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> PendingCall[ResultT]:
+    """Start a remote call and return at once: `submit(reward.score_and_attach, req, resp).result()`.
+
+    Args:
+        method: a method of a role that the driver holds by its handle.
+    """
+    remote = cast(RemoteMethod, method)
+    return remote.group.submit(remote.role, remote.name, args, kwargs)

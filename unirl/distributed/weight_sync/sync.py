@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from unirl.config.errors import IncompatibleError, InvalidValueError, StallError, SyncError, UniRLError
-from unirl.distributed.group.handle import Group, Handle, Pending
+from unirl.distributed.group.handle import Group, Handle, PendingCall, submit
 from unirl.distributed.weight_sync.base import (
     Arrival,
     CanaryResult,
@@ -117,7 +117,7 @@ class EngineSync:
         mapping = _common(self.rollout.handle.prepare(layout))
         config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes)
         route = self._choose_route(layout, config)
-        waiting = self.rollout.handle.connect.submit(route) if route.listens else None
+        waiting = submit(self.rollout.handle.connect, route) if route.listens else None
         self.train.handle.connect(config, route)
         if waiting is not None:
             waiting.result(self.deadline_s)
@@ -136,7 +136,7 @@ class EngineSync:
         return SharedBufferRoute(host, port, largest(plan_buckets(layout, config)), self.deadline_s)
 
     def _carry(self, route: WeightRoute, version: int, weights: str) -> SendReport:
-        listening = self.rollout.handle.listen.submit() if route.listens else None
+        listening = submit(self.rollout.handle.listen) if route.listens else None
         try:
             sent: SendReport = self.train.handle.send(version, weights)
         except UniRLError as error:
@@ -154,7 +154,7 @@ class EngineSync:
         return check_canary(agreed.layout, agreed.mapping, agreed.config, results)
 
 
-def _await_engine(listening: Pending, error: UniRLError) -> None:
+def _await_engine(listening: PendingCall[Any], error: UniRLError) -> None:
     """The engine has stopped listening too. Raises its own error where the trainer only waited for it in vain."""
     try:
         listening.result(GRACE_S)

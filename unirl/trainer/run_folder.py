@@ -1,4 +1,4 @@
-"""Opens the run directory of a recipe: where it is, what is written first, who mirrors it."""
+"""Opens the run directory of a recipe: where it is, what is printed first, and which trackers mirror it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unirl.tracking.tracker import Tracker
 
 
 def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
-    """The tracker of a new or continued run, with its banner shown.
+    """The tracker of a new or continued run, with its banner printed.
 
     Raises:
         ConfigError: 2004 when the run directory cannot be used.
@@ -56,18 +56,18 @@ def run_root(recipe: Recipe) -> Path:
     if run.dir is not None:
         return Path(run.dir).expanduser()
     if recipe.config.resume == "latest" and run.name is None:
-        found = latest_run(run.project, recipe.file.name)
-        if found is None:
+        newest = latest_run(run.project, recipe.file.name)
+        if newest is None:
             raise InvalidValueError(
                 f"resume=latest, but runs/{run.project} holds no run of {recipe.file.name}: "
                 "start one without resume, or name its folder with run.dir"
             )
-        return found
+        return newest
     return default_root(run.project, recipe.file.name, run.name)
 
 
 def banner(recipe: Recipe, root: Path) -> Banner:
-    """What is said before the first step."""
+    """The lines that are printed before the first step."""
     geometry = [line.strip() for line in geometry_table(recipe.config).removeprefix("geometry").splitlines()]
     return Banner(
         title=f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}",
@@ -83,6 +83,6 @@ def banner(recipe: Recipe, root: Path) -> Banner:
 
 def continuation(recipe: Recipe, root: Path) -> str:
     """The command that continues the run in `root` with the same settings."""
-    said = recipe.composed.overrides
-    kept = [setting for setting in said if not setting.lstrip("+").startswith(("run.", "resume="))]
+    overrides = recipe.composed.overrides
+    kept = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
     return shlex.join(["unirl", "train", recipe.file.name, *kept, f"run.dir={root}"])

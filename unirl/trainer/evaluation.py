@@ -1,0 +1,94 @@
+"""Evaluation: the loop without a learner, on held-out prompts, with settings and randomness of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unirl.config.errors import RewardError
+from unirl.data.data_source import by_size
+from unirl.data.datasets import Prompt
+from unirl.reward.failures import first_failure
+from unirl.trainer.monitoring import scored_rows
+from unirl.trainer.requests import RequestMaker
+from unirl.trainer.residency import Phases
+from unirl.trainer.roles import Roles
+from unirl.types.evaluation import EvalResult
+from unirl.types.primitives import Preview
+from unirl.types.protocols import DataSource
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+
+EVALUATION = -1
+"""Stands for the step of heavy rows that an evaluation makes."""
+
+
+class Evaluator:
+    """Generates and scores held-out prompts, size by size."""
+
+    def __init__(
+        self, requests: RequestMaker[Any], roles: Roles, data: DataSource, phases: Phases, max_prompts: int
+    ) -> None:
+        self.requests = requests
+        self.roles = roles
+        self.data = data
+        self.phase = phases
+        self.max_prompts = max_prompts
+
+    def evaluate(self, version: int) -> EvalResult:
+        """The scores of all held-out prompts.
+
+        Args:
+            version: optimizer updates behind the trained weights.
+        """
+        prompts = self.data.eval_prompts(self.max_prompts)
+        result = EvalResult.joined([self._evaluate_size(same_size, version) for same_size in by_size(prompts)])
+        self.phase.pool.release(EVALUATION)
+        return result
+
+    def _evaluate_size(self, prompts: Sequence[Prompt], version: int) -> EvalResult:
+        req, resp = self.sample(prompts, version)
+        with self.phase("eval"):
+            track = self.roles.reward.score_and_attach(req, resp).tracks[self.requests.track]
+            return eval_result(req, track, self.roles.rollout.preview)
+
+    def sample(self, prompts: Sequence[Prompt], version: int) -> tuple[RolloutReq, RolloutResp]:
+        """Samples of prompts of one size, with the settings of evaluation. Their rows live until the next call."""
+        req = self.requests.evaluation(prompts, version)
+        self.phase.pool.release(EVALUATION)
+        self.phase.pool.begin(EVALUATION)
+        with self.phase("sync"):
+            self.roles.sync.push(version, req.weights)
+        with self.phase("eval"):
+            return req, self.roles.rollout.generate(req)
+
+
+def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Preview]) -> EvalResult:
+    """The scores of an evaluation with its prompts and media. Rows without a reward are counted.
+
+    Raises:
+        RewardError: 6002 when no row has a reward.
+    """
+    rows = scored_rows(track)
+    unscored = len(track) - len(rows)
+    if not rows:
+        failure = first_failure(RolloutResp({"": track}))[2]
+        raise RewardError.of_code(failure.code)(
+            f"no sample of the evaluation could be scored. The first: {failure.why}"
+        )
+    if unscored:
+        req, track = req.select(rows), track.select(rows)
+    assert track.rewards is not None
+    return EvalResult(
+        sample_ids=tuple(track.sample_ids),
+        group_ids=tuple(track.group_ids),
+        prompts=tuple(req.prompts()),
+        prompt_image_uris=tuple(req.prompt_image_uris()),
+        rewards=track.rewards,
+        components=dict(track.component_rewards or {}),
+        logged_rewards=dict(track.logged_rewards or {}),
+        answers=None if track.answers is None else tuple(track.answers),
+        facts=tuple(track.segment.facts()),
+        unscored=unscored,
+        media=preview(track.decoded),
+    )

@@ -1,0 +1,244 @@
+"""Monitoring of a run: metrics, the ledger of samples, alarms, and samples kept for people to look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from unirl.config.recipe import RecipeConfig
+from unirl.distributed.weight_sync.base import SyncReport
+from unirl.reward.failures import drop_reasons
+from unirl.tracking.media import media_of
+from unirl.tracking.samples import SampleRow, SampleTable
+from unirl.tracking.tracker import Tracker
+from unirl.train.parity import GAP_METRIC, parity_table
+from unirl.trainer.parity import ParityGate
+from unirl.trainer.refill import SelectedSamples
+from unirl.types.primitives import Preview
+from unirl.types.results import Metrics
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+
+
+class Monitor:
+    """Watches the steps of a run and reports to its tracker. It changes no sample and no weight."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        config: RecipeConfig,
+        track: str,
+        parity: ParityGate | None,
+        learns_from_advantages: bool,
+    ) -> None:
+        """
+        Args:
+            track: the name of the track that is scored and trained.
+            parity: None for a loss without log-probs, and for an engine that records none.
+            learns_from_advantages: equal rewards teach the loss nothing, so they raise an alarm.
+        """
+        self.tracker = tracker
+        self.config = config
+        self.track = track
+        self.parity = parity
+        self.learns_from_advantages = learns_from_advantages
+        self.parity_is_checked = False
+        self.has_warned_of_padding = False
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Take metrics of the step that runs."""
+        self.tracker.record(metrics)
+
+    def record_track(self, resp: RolloutResp, name: str, metrics: Mapping[str, float]) -> None:
+        """Take metrics of one track, under its name where the response has several."""
+        prefix = f"{name}/" if len(resp.tracks) > 1 else ""
+        self.tracker.record({prefix + key: value for key, value in metrics.items()})
+
+    def account(self, done: int, resp: RolloutResp, selected: SelectedSamples) -> None:
+        """Write down where all samples of a step went: statistics, the ledger, and what is worth an event.
+
+        Args:
+            done: the number of steps finished after this one.
+        """
+        for name, track in resp.tracks.items():
+            self.record_track(resp, name, track.segment.statistics())
+        track = resp.tracks[self.track]
+        reasons = {**drop_reasons(track), **selected.reasons}
+        dropped = sum(reasons.values())
+        self.tracker.ledger(done, generated=len(track), scored=len(track) - dropped, dropped=dropped, reasons=reasons)
+        self.tracker.record(selected.metrics)
+        for event, fields in reward_events(resp):
+            self.tracker.event(event, **fields)
+        self._watch_rewards(done, track)
+        if selected.missing:
+            self._warn_of_padding(selected.missing)
+
+    def keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Preview]) -> None:
+        """Write a few scored samples of the step into the run directory, when due."""
+        every = self.config.tracking.sample_steps
+        if every and done % every == 0:
+            scored = scored_rows(track)
+            req, track = req.select(scored), track.select(scored)
+            assert track.decoded is not None, "an engine decodes what it samples"
+            chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
+            media = media_of(preview(track.decoded.select(chosen)))
+            rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
+            self.tracker.samples(done, SampleTable(rows, media))
+
+    def check_parity(self, track: RolloutTrack, measure: Callable[[RolloutTrack], Metrics]) -> None:
+        """Judge the importance ratio of every recorded log-prob, before the first update of this process.
+
+        Raises:
+            ParityError: 9002 when the engine and the trainer disagree by more than `parity.stop`.
+        """
+        if self.parity is None or self.parity_is_checked:
+            return
+        warning = self.parity.judge(parity_table(measure(track)))
+        if warning is not None:
+            self.tracker.warn(warning)
+        self.parity_is_checked = True
+
+    def watch_parity(self, metrics: Mapping[str, float], samples_are_fresh: bool) -> None:
+        """Raise an alarm when the gap that the first update of a later step measured is suspicious.
+
+        Args:
+            samples_are_fresh: the samples came from the weights before the first update, so the ratio should be 1.
+        """
+        gap = metrics.get(GAP_METRIC, 0.0)
+        if self.parity is not None and samples_are_fresh and self.parity.is_suspicious(gap):
+            self.tracker.event("alarm.raise", alarm="parity", value=gap)
+
+    def summarize(self, steps: int) -> None:
+        """Print what became of the rewards over the whole run, and where its files are."""
+        run = self.tracker.run
+        self.tracker.summary(f"{run.identity.recipe}: {steps} steps", [("run", str(run.root))])
+
+    def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
+        """Raise an alarm when all rewards are equal. In the first step that is rather a mistake in the reward."""
+        value = constant_reward(track) if self.learns_from_advantages else None
+        if value is None:
+            return
+        self.tracker.event("alarm.raise", alarm="reward.constant", value=value)
+        if done == 1:
+            self.tracker.warn(
+                f"all {len(track)} samples of the first step have the reward {value:g}, and equal rewards teach "
+                "nothing: check what the reward reads (the keys of its metadata, its weights), and look at the samples"
+            )
+
+    def _warn_of_padding(self, missing: int) -> None:
+        """Write an event every time, and a warning the first time in this process."""
+        self.tracker.event("alarm.raise", alarm="refill.short", value=missing)
+        if not self.has_warned_of_padding:
+            self.tracker.warn(
+                f"{missing} of the {self.config.batch_size} groups of a step have equal rewards after "
+                f"refill.max_draws={self.config.refill and self.config.refill.max_draws} draws: their samples count "
+                "nowhere, and the update is made of the others. Prompts may be too easy or too hard for the policy: "
+                "look at rollout/informative_group_ratio and samples/padding"
+            )
+        self.has_warned_of_padding = True
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    """The metrics of one publication of weights."""
+    return {
+        "sync/version": report.version,
+        "sync/bytes": report.num_bytes,
+        "sync/canary_absdiff": report.canary_absdiff,
+    }
+
+
+def reward_metrics(track: RolloutTrack) -> dict[str, float]:
+    """Statistics of the rewards over the rows that have one, and of logged-only rewards over the rows they scored."""
+    assert track.rewards is not None
+    alive = track.weight > 0
+    rewards = track.rewards[alive].double()
+    metrics = {
+        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std(correction=0)),
+        "rollout/reward_min": float(rewards.min()),
+        "rollout/reward_max": float(rewards.max()),
+    }
+    for name, scores in (track.component_rewards or {}).items():
+        metrics |= _spread(name, scores[alive])
+    for name, scores in (track.logged_rewards or {}).items():
+        is_scored = scores.isfinite()
+        metrics |= _spread(name, scores[is_scored]) if is_scored.any() else {}
+        if not is_scored.all():
+            metrics[f"reward/{name}_missing"] = float((~is_scored).sum())
+    return metrics
+
+
+def _spread(name: str, scores: Tensor) -> dict[str, float]:
+    scores = scores.double()
+    return {f"reward/{name}_mean": float(scores.mean()), f"reward/{name}_std": float(scores.std(correction=0))}
+
+
+def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
+    """At most `count` row numbers, taken as evenly as possible from the groups: the first rows of each, sorted."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for i, group in enumerate(group_ids):
+        ranks.append((seen[group], i))
+        seen[group] += 1
+    return sorted(i for _, i in sorted(ranks)[:count])
+
+
+def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[SampleRow, ...]:
+    """A record of each row of `track`, for the manifest and the contact sheet.
+
+    Args:
+        req: the request with the same rows.
+        name: the name of the track.
+    """
+    assert track.rewards is not None and track.advantages is not None
+    facts, prompts, image_uris = track.segment.facts(), req.prompts(), req.prompt_image_uris()
+    components = {**(track.component_rewards or {}), **(track.logged_rewards or {})}
+    return tuple(
+        SampleRow(
+            sample_id=track.sample_ids[i],
+            group_id=track.group_ids[i],
+            prompt=prompts[i],
+            pictures=image_uris[i],
+            reward=float(track.rewards[i]),
+            rewards={name: float(scores[i]) for name, scores in components.items()},
+            advantage=float(track.advantages[i]),
+            weight=float(track.weight[i]),
+            weight_version=int(track.weight_version[i]),
+            facts=facts[i],
+            track=name,
+        )
+        for i in range(len(track))
+    )
+
+
+def scored_rows(track: RolloutTrack) -> list[int]:
+    """The numbers of the rows that have a reward, trained or not."""
+    assert track.rewards is not None
+    return track.rewards.isfinite().nonzero().flatten().tolist()
+
+
+def constant_reward(track: RolloutTrack) -> float | None:
+    """The common reward of all samples. None if rewards differ or there is only one sample."""
+    assert track.rewards is not None
+    rewards = track.rewards[track.weight > 0]
+    return float(rewards[0]) if len(rewards) > 1 and bool((rewards == rewards[0]).all()) else None
+
+
+def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:
+    """Events about failed rewards: the first failure of each reward, and every group that was dropped."""
+    for name, track in resp.tracks.items():
+        reported: set[str] = set()
+        dropped: dict[str, str] = {}
+        for row, failures in enumerate(track.failures or ()):
+            for failure in failures:
+                if failure.reward not in reported:
+                    reported.add(failure.reward)
+                    sample = track.sample_ids[row]
+                    yield "reward.error", {"reward": failure.reward, "sample": sample, "why": failure.why}
+            if failures and track.weight[row] == 0:
+                dropped.setdefault(resp.root_groups(name)[row], failures[0].reward)
+        for group, reason in dropped.items():
+            yield "group.drop", {"group": group, "reason": reason}

@@ -1,0 +1,80 @@
+"""Requests: what the loop asks an engine to generate, with everything decided that an engine might decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from unirl.data.data_source import sizes_of
+from unirl.data.datasets import Prompt
+from unirl.data.images import check_counts
+from unirl.distributed.weight_sync.base import SyncReport
+from unirl.types.batch import Batch
+from unirl.types.facts import ModelFacts
+from unirl.types.primitives import PromptImages, Texts
+from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
+from unirl.types.sampling import SamplingT
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestMaker(Generic[SamplingT]):
+    """Makes the requests of one domain: P prompts of one size become P x N samples of one track."""
+
+    track: str
+    facts: ModelFacts
+    sampling: SamplingT
+    """Settings of training samples."""
+    eval_sampling: SamplingT
+    """Settings of evaluation samples."""
+    eval_weights: str
+    """The weights that evaluation samples from: `live`, or a snapshot."""
+    pin: Callable[[SamplingT, int], SamplingT]
+    """The domain's rule: the copy of the sampling settings that a request of training step `step` carries."""
+
+    def training(self, prompts: Sequence[Prompt], step: int, weights: SyncReport) -> RolloutReq:
+        """A request of one training step, for the weights that were pushed.
+
+        Prompts that bring recorded samples ask for these samples instead of new ones.
+        """
+        req = self._request(prompts, self.sampling, step, "r", weights.weights, weights.version)
+        recorded = [ref for prompt in prompts for ref in prompt.recorded]
+        return req.with_recorded(recorded) if recorded else req
+
+    def evaluation(self, prompts: Sequence[Prompt], version: int) -> RolloutReq:
+        """A request for held-out prompts. Its randomness does not depend on the step.
+
+        Args:
+            version: optimizer updates behind the weights that are evaluated.
+        """
+        return self._request(prompts, self.eval_sampling, 0, "eval", self.eval_weights, version)
+
+    def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
+        """The text of each prompt, and its images where any of the prompts brings some.
+
+        Raises:
+            DataError: a prompt brings fewer or more images than the model takes.
+        """
+        check_counts(prompts, self.facts)
+        primitives: dict[str, Batch] = {"text": Texts(texts=[prompt.text for prompt in prompts])}
+        if any(prompt.images for prompt in prompts):
+            primitives["images"] = PromptImages(per_prompt=[prompt.images for prompt in prompts])
+        return primitives
+
+    def _request(
+        self, prompts: Sequence[Prompt], sampling: SamplingT, step: int, purpose: Purpose, weights: str, version: int
+    ) -> RolloutReq:
+        groups = [prompt.group_id for prompt in prompts]
+        [size] = sizes_of(prompts)
+        sampling = sampling if size is None else sampling.at_size(*size)
+        return RolloutReq(
+            sample_ids=groups,
+            group_ids=groups,
+            primitives=self.primitives(prompts),
+            metadata=[dict(prompt.metadata) for prompt in prompts],
+            tracks={self.track: TrackSpec(sampling=self.pin(sampling, step))},
+            purpose=purpose,
+            step=step,
+            weights=weights,
+            weight_version=version,
+        ).expand(sampling.samples_per_prompt)

@@ -57,7 +57,8 @@ class FailingDisk:
     """Counts the calls that change the disk; call number `at` fails with `kind` (an errno, or "crash")."""
 
     def __init__(self, at: int | None = None, kind: int | str = "crash") -> None:
-        self.at, self.kind, self.trace, self.dead, self.descriptors = at, kind, [], False, []
+        self.at, self.kind, self.trace, self.dead = at, kind, [], False
+        self.open_descriptors = set()
 
     def step(self, what: str, path: object) -> None:
         if self.dead:
@@ -74,22 +75,31 @@ class FailingDisk:
         with pytest.MonkeyPatch.context() as patch:
             for name in WATCHED:
                 patch.setattr(os, name, self._watch(name, getattr(os, name)))
+            patch.setattr(os, "close", self._close(os.close))
             patch.setattr(builtins, "open", self._open(builtins.open))
             yield self
-        # The system closes what a dead process had open, and drops its locks.
-        for descriptor in self.descriptors if self.dead else []:
-            with suppress(OSError):
-                os.close(descriptor)
+        # The system closes the files that a dead process has open, and drops its locks. A number that was closed
+        # before may belong to another file by now, so only the numbers that are still open are closed.
+        for descriptor in self.open_descriptors if self.dead else ():
+            os.close(descriptor)
 
     def _watch(self, name, call):
         def watched(path, *args, **kwargs):
             self.step(name, path)
             result = call(path, *args, **kwargs)
             if name == "open":
-                self.descriptors.append(result)
+                self.open_descriptors.add(result)
             return result
 
         return watched
+
+    def _close(self, call):
+        def closed(descriptor):
+            # First forgotten, then closed: another thread may get the number as soon as it is free.
+            self.open_descriptors.discard(descriptor)
+            call(descriptor)
+
+        return closed
 
     def _open(self, call):
         def opened(path, mode="r", *args, **kwargs):
@@ -539,3 +549,17 @@ def test_kill_9_at_random_moments_of_saving_never_costs_a_published_checkpoint(t
     store.collect()
     assert not list(tmp_path.glob(".staging-*"))
     assert last > 0
+
+
+def test_a_simulated_death_closes_only_the_files_that_are_still_open(tmp_path):
+    with FailingDisk(at=2).mounted() as disk:
+        number = os.open(tmp_path / "closed", os.O_CREAT | os.O_RDWR)
+        os.close(number)
+        os.dup2(os.memfd_create("another file of the process"), number)
+        still_open = os.open(tmp_path / "open", os.O_CREAT | os.O_RDWR)
+        with suppress(Crash):
+            os.mkdir(tmp_path / "folder")
+    assert disk.dead
+    os.fstat(number)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(still_open)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.testing.toy import ToyBundle, toy_facts
-from unirl.train.backend.adamw import adamw
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.optimizer import adamw
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig, TrainTopology
 from unirl.types.facts import LatentFacts
 

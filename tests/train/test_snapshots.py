@@ -4,13 +4,15 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from unirl.config.errors import ConfigError
+from unirl.config.errors import ConfigError, DataError, NotFoundError, UniRLError
+from unirl.models.loading.saved_weights import SavedWeights
 from unirl.testing.toy import ToyBundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.configs import EmaFullConfig, EmaLoraConfig, LoraConfig
+from unirl.train.configs import EmaFullConfig, EmaLoraConfig, LoraConfig, SnapshotConfig
 
 ADAM = OptimizerConfig(learning_rate=1e-2)
 X = (torch.ones(2, 3, 4, 4), torch.ones(2), torch.ones(2, 4))
@@ -27,7 +29,7 @@ def update(backend: FSDPBackend) -> None:
 
 
 def bits(weights: Mapping[str, Tensor]) -> bytes:
-    return b"".join(tensor.numpy().tobytes() for tensor in weights.values())
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in weights.values())
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
@@ -141,3 +143,77 @@ def test_the_old_policy_moves_at_the_end_of_a_step_only_and_copies_at_decay_zero
 def test_rules_out_of_range_are_refused(config: type, options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         config(**options)
+
+
+class LinkedBundle(ToyBundle):
+    """A toy whose other checkpoints are named by the seed of their weights."""
+
+    def saved_at(self, path: str, revision: str | None = None) -> SavedWeights:
+        if not path.isdigit():
+            raise NotFoundError(f"{path!r} is no checkpoint")
+        return ToyBundle(init_seed=int(path)).saved()
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+def test_a_loaded_snapshot_computes_what_its_checkpoint_does_and_leaves_no_trace(lora: LoraConfig | None) -> None:
+    sources = {"teacher": SnapshotConfig(path="7")}
+    backend = FSDPBackend(LinkedBundle(), optimizer_cfg=ADAM, lora_cfg=lora, snapshots=sources)
+    update(backend)
+    teacher = ToyBundle(init_seed=7).trainable()(*X)
+    live = bits(dict(backend.module.named_parameters()))
+    for _ in range(2):
+        with torch.no_grad(), backend.weights("teacher"):
+            assert torch.equal(output(backend), teacher)
+        assert bits(dict(backend.module.named_parameters())) == live
+    backend.offload(("policy",))
+    backend.onload(("policy",))
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), backend.weights("teacher"):
+        raise ZeroDivisionError
+    assert bits(dict(backend.module.named_parameters())) == live
+
+
+def test_a_loaded_snapshot_is_not_part_of_checkpoints(tmp_path) -> None:
+    def backend(path: str) -> FSDPBackend:
+        keep = EmaFullConfig(every=1)
+        return FSDPBackend(
+            LinkedBundle(), optimizer_cfg=ADAM, ema_cfg=keep, snapshots={"teacher": SnapshotConfig(path=path)}
+        )
+
+    first, second = backend("7"), backend("8")
+    update(first)
+    first.save(str(tmp_path))
+    held = load_file(tmp_path / "snapshots.safetensors")
+    assert held and all(name.startswith("ema:") for name in held)
+    second.load(str(tmp_path))
+    assert bits(second.gather()) == bits(first.gather()) and bits(second.gather("ema")) == bits(first.gather("ema"))
+    assert bits(second.gather("teacher")) == bits(dict(ToyBundle(init_seed=8).trainable().named_parameters()))
+
+
+def test_adapters_cannot_export_a_snapshot_with_another_base() -> None:
+    sources = {"teacher": SnapshotConfig(path="7")}
+    backend = FSDPBackend(LinkedBundle(), optimizer_cfg=ADAM, lora_cfg=LoraConfig(rank=2), snapshots=sources)
+    with pytest.raises(ConfigError, match="'teacher' was loaded from another checkpoint"):
+        backend.gather("teacher")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("ema", "7", "backend.snapshots.ema: the backend makes this snapshot"),
+        ("live", "7", "backend.snapshots.live: the backend makes this snapshot"),
+        ("teacher", "nowhere", "backend.snapshots.teacher: 'nowhere' is no checkpoint"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_loaded_is_refused_by_its_key(name: str, path: str, message: str) -> None:
+    sources = {name: SnapshotConfig(path=path)}
+    with pytest.raises(UniRLError, match=message):
+        FSDPBackend(LinkedBundle(), optimizer_cfg=ADAM, ema_cfg=EmaFullConfig(), snapshots=sources)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused() -> None:
+    class Wider(LinkedBundle):
+        def saved_at(self, path: str, revision: str | None = None) -> SavedWeights:
+            return ToyBundle(width=32).saved()
+
+    with pytest.raises(DataError, match=r"backend.snapshots.teacher: .* have another shape"):
+        FSDPBackend(Wider(), optimizer_cfg=ADAM, snapshots={"teacher": SnapshotConfig(path="7")})

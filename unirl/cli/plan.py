@@ -149,6 +149,7 @@ def _sizes(recipe, plan, estimate) -> memory.MemoryInputs:
     tokens = max(estimate.facts.tokens_of(one) for one in sized or [sampling])
     fsdp = recipe.value("backend.fsdp_cfg") or {}
     averages = [recipe.value(f"backend.{name}") for name in ("ema_cfg", "ema_lora_cfg")]
+    loaded = recipe.value("backend.snapshots") or {}
     reads_reference = REFERENCE in needs_of(recipe.config).snapshots
     return memory.MemoryInputs(
         policy_parameters=policy,
@@ -156,7 +157,7 @@ def _sizes(recipe, plan, estimate) -> memory.MemoryInputs:
         trainable_parameters=policy if lora is None else estimate.lora_parameters(lora["rank"], targets),
         dtype_bytes=DTYPE_BYTES[recipe.value("bundle.dtype")],
         full_training=lora is None,
-        num_snapshots=sum(average is not None for average in averages) + reads_reference,
+        num_snapshots=sum(average is not None for average in averages) + len({*loaded, *[REFERENCE] * reads_reference}),
         tokens=tokens,
         width=estimate.width,
         num_blocks=estimate.num_blocks,

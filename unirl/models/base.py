@@ -82,6 +82,10 @@ class Bundle(ABC):
         """The weights of the trained module as the checkpoint stores them, readable row by row."""
         raise NotImplementedError(f"{type(self).__name__} cannot fill a module that was built without storage")
 
+    def saved_at(self, path: str, revision: str | None = None) -> SavedWeights:
+        """The trained module's weights in another checkpoint of the same architecture, read row by row."""
+        raise NotImplementedError(f"{type(self).__name__} cannot read the weights of another checkpoint")
+
     @property
     def frozen(self) -> tuple[str, ...]:
         """The names of all components that are not trained, such as encoders and VAE."""

@@ -20,7 +20,7 @@ from unirl.reward.local.pickscore import PickScoreRewardScorer
 from unirl.rollout.engine.recorded.engine import RecordedRolloutEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.types.protocols import Capabilities, Needs
+from unirl.types.protocols import REFERENCE, Capabilities, Needs
 
 TRAINSIDE = f"rollout._target_={dotted_name(TrainsideRolloutEngine)}"
 RECORDED = f"rollout._target_={dotted_name(RecordedRolloutEngine)}"
@@ -156,6 +156,12 @@ def _snapshot_problems(parts: _Parts) -> Iterator[str]:
                 f"{loss} {verb} the weight snapshot {snapshot!r}, which the backend does not keep. "
                 f"Write backend.{key}={{}}, which keeps it with the default schedule"
             )
+    loaded = config.backend.values.get("snapshots") or {}
+    for snapshot in sorted({*parts.needs.snapshots} - {REFERENCE, *KEPT_BY, *loaded}):
+        yield (
+            f"{loss} reads the weight snapshot {snapshot!r}, which the backend does not have. Write "
+            f"backend.snapshots={{{snapshot}: {{path: ...}}}}: a hub id or a model directory of the same architecture"
+        )
     if parts.needs.ema_rollout and config.weight_sync_interval > 1:
         yield (
             f"weight_sync_interval={config.weight_sync_interval}: {loss} samples from the snapshot 'old', which moves "

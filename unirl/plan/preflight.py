@@ -32,7 +32,7 @@ from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapsho
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.train.backend.fsdp import check_component
+from unirl.train.backend.module_setup import check_component
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling, sampling_as
@@ -150,6 +150,8 @@ def check_model(config: RecipeConfig) -> None:
     """A local model directory must exist, and the model must be able to sample as the recipe says."""
     if config.model_path is not None:
         check_model_path(config.model_path, config.bundle.path)
+    for name, source in (config.backend.values.get("snapshots") or {}).items():
+        check_model_path(source.values["path"], f"backend.snapshots.{name}")
     sampling: Sampling = build(config.sampling)
     sized = [(f"data_source.sizes={list(size)}: ", _at_size(sampling, size)) for size in sizes_of(config)]
     facts = known_facts(config)

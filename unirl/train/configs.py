@@ -143,6 +143,19 @@ class EmaLoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotConfig:
+    """A weight snapshot that is loaded from another checkpoint of the trained model's architecture; it never changes.
+
+    Where all weights are trained it costs one copy of them; where adapters are, one copy of the whole module.
+    """
+
+    path: str
+    """What `bundle.path` takes: a hub id, or the directory of a model, such as one that `unirl export` wrote."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValueConfig:
     """The value head that a loss with a critic trains beside the policy, by AdamW in a parameter group of its own.
 

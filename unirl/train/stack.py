@@ -90,13 +90,13 @@ class TrainStack:
             )
 
     def _provide_snapshot(self, name: str) -> None:
-        """The reference is the policy at initialisation, and the stack is built before the first update."""
+        """Take the snapshot `reference` if none was loaded: the stack is built before the first update."""
         if self.backend.has_snapshot(name):
             return
         if name != REFERENCE:
             raise IncompatibleError(
                 f"{type(self.algorithm).__name__} reads the weight snapshot {name!r}, which the backend does not keep: "
-                "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`"
+                "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`, and backend.snapshots for any other"
             )
         self.backend.snapshot(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -173,6 +174,12 @@ class DiffusersBundle(DiffusionBundle):
         if self.family.is_toy(self.path):
             return ModuleWeights(self.untrained())
         return self.saved_part(self.facts.trainable_attr)
+
+    def saved_at(self, path: str, revision: str | None = None) -> SavedWeights:
+        """The trained weights of another checkpoint of this family, read row by row."""
+        other = copy(self)
+        other.path, other.revision, other.configs = path, revision, self.family.configs(path, revision)
+        return other.saved()
 
     def saved_part(self, component: str) -> SavedWeights:
         """The weights of a component in the checkpoint's directory, by their own names."""

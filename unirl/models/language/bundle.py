@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,6 +167,12 @@ class LanguageBundle(Bundle):
             return ModuleWeights(self.untrained())
         files = SafetensorsWeights(self.directory_of(self.path, self.revision), self.dtype, LANGUAGE_WEIGHTS)
         return RenamedWeights(files, self.family.parameter_name)
+
+    def saved_at(self, path: str, revision: str | None = None) -> SavedWeights:
+        """The network's weights in another checkpoint of this family."""
+        other = copy(self)
+        other.path, other.revision, other.config = path, revision, self.config_of(path, revision)
+        return other.saved()
 
     def untrained(self) -> nn.Module:
         """A second network on the CPU, of transformers' own class, with the checkpoint's weights."""

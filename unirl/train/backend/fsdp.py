@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unirl.config.errors import ConfigError, IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
-from unirl.models.loading.lora import ADAPTER, LoraSpec, choose_targets, inject_lora
+from unirl.models.loading.lora import ADAPTER, LoraSpec
 from unirl.models.loading.saved_weights import SavedWeights
-from unirl.train.backend import deferred, state
-from unirl.train.backend.adamw import adamw
+from unirl.train.backend import module_setup, state
 from unirl.train.backend.base import (
     BuildHead,
     LrSchedulerConfig,
@@ -29,42 +25,49 @@ from unirl.train.backend.base import (
     TrainBackend,
     UpdateStats,
 )
-from unirl.train.backend.offload import move_module, move_optimizer
+from unirl.train.backend.optimizer import (
+    MOMENTS,
+    adamw,
+    check_optimizer,
+    load_optimizer,
+    move_optimizer,
+    optimizer_tensors,
+    owners,
+)
 from unirl.train.backend.sharding import Sharding, clip, sharding_of
-from unirl.train.backend.snapshots import LIVE, Snapshots
+from unirl.train.backend.snapshots import LIVE, Snapshots, load_snapshot
 from unirl.train.configs import (
     EmaFullConfig,
     EmaLoraConfig,
     FSDPConfig,
     LoraConfig,
+    SnapshotConfig,
     SnapshotRule,
     TrainTopology,
     ValueConfig,
 )
 from unirl.types.facts import ModelFacts
-from unirl.types.protocols import TORCH_DTYPES
 
 VALUE_HEAD = "value_head"
-"""What the names of the value head's parameters begin with."""
+"""The prefix of the names of the value head's parameters."""
 
 
-class Trained(Protocol):
-    """What the backend asks of a bundle."""
+class TrainableBundle(Protocol):
+    """What the backend needs from a bundle."""
 
     facts: ModelFacts
+    device: torch.device
 
     def trainable(self) -> nn.Module:
         """The module whose parameters with `requires_grad` are trained, in place."""
         ...
 
-
-class Deferrable(Trained, Protocol):
-    """A bundle whose trained module may be on the meta device."""
-
-    device: torch.device
-
     def saved(self) -> SavedWeights:
-        """The trained module's weights, row by row."""
+        """The trained module's weights in its checkpoint. Read when the module was built without storage."""
+        ...
+
+    def saved_at(self, path: str, revision: str | None) -> SavedWeights:
+        """The trained module's weights in another checkpoint of the same architecture. Read for `snapshots`."""
         ...
 
 
@@ -75,7 +78,7 @@ class FSDPBackend(TrainBackend):
 
     def __init__(
         self,
-        bundle: Trained,
+        bundle: TrainableBundle,
         seed: int = 0,
         run_updates: int | None = None,
         *,
@@ -85,6 +88,7 @@ class FSDPBackend(TrainBackend):
         lora_cfg: LoraConfig | None = None,
         ema_cfg: EmaFullConfig | None = None,
         ema_lora_cfg: EmaLoraConfig | None = None,
+        snapshots: Mapping[str, SnapshotConfig] | None = None,
         topology: TrainTopology | None = None,
         value_cfg: ValueConfig | None = None,
         block_class_names: tuple[str, ...] | None = None,
@@ -92,35 +96,66 @@ class FSDPBackend(TrainBackend):
     ) -> None:
         """
         Args:
-            seed: the run's; adapters and the value head start as pure functions of it.
+            seed: the seed of the run. Adapters and the value head start as pure functions of it.
             run_updates: optimizer updates of the whole run, where schedules end.
             lora_cfg: absent = all weights are trained.
+            snapshots: weight snapshots that are loaded from other checkpoints, such as a `teacher`.
             value_cfg: how a value head is trained, if the loss needs one.
             block_class_names: classes that are wrapped, checkpointed and compiled one by one. Absent = the model's own
                 (ModelFacts.block_class_names).
             trainable_attr: the component that is trained. Absent = the model's own, which is the only legal one.
         """
         self.rank = current()
-        config = fsdp_cfg or FSDPConfig()
-        config.check_ranks(self.rank.dp_size)
-        (topology or TrainTopology()).check_ranks(self.rank.dp_size)
-        self.schedule = scheduler_cfg or LrSchedulerConfig()
-        self.schedule.check(run_updates)
+        self.seed = seed
         self.run_updates = run_updates
         self.optimizer_cfg = optimizer_cfg
+        self.schedule = scheduler_cfg or LrSchedulerConfig()
         self.lora = lora_cfg
+        self.value_cfg = value_cfg or ValueConfig()
+        self.rules: tuple[SnapshotRule, ...] = tuple(rule for rule in (ema_cfg, ema_lora_cfg) if rule is not None)
         self.updates = 0
         self.skipped_in_a_row = 0
         self.finished_updates = 0
         """Updates done when the last step ended."""
         self.is_gathered = False
-        self.sharding = sharding_of(config, self.rank)
-        check_component(trainable_attr, bundle.facts)
+        self.value_head: nn.Module | None = None
+        self.value_sharding: Sharding | None = None
+        config = fsdp_cfg or FSDPConfig()
+        config.check_ranks(self.rank.dp_size)
+        (topology or TrainTopology()).check_ranks(self.rank.dp_size)
+        self.schedule.check(run_updates)
+        module_setup.check_component(trainable_attr, bundle.facts)
+        self.prepare_module(bundle, config, block_class_names)
+        self.prepare_snapshots(bundle, snapshots or {})
+
+    def prepare_module(
+        self, bundle: TrainableBundle, config: FSDPConfig, block_class_names: tuple[str, ...] | None
+    ) -> None:
+        """Turn the bundle's module into what is trained, in place. The order of the steps matters."""
+        # 1. The policy is in eval mode for good, so dropout could never act.
         self.module = bundle.trainable().eval()
-        self.adapter = add_adapters(self.module, lora_cfg, bundle.facts, seed)
-        lay_out(self.module, bundle, config, self.sharding, block_class_names)
-        if deferred.is_deferred(self.module):
-            load_deferred(self.module, self.sharding, cast(Deferrable, bundle), self.adapter, seed)
+        module_setup.refuse_dropout(self.module)
+        # 2. Adapters decide which parameters are trained; the next steps treat those differently.
+        self.adapter = module_setup.add_adapters(self.module, self.lora, bundle.facts, self.seed)
+        # 3. Storage dtypes. The compute dtype is read first: it is the one that the bundle loaded.
+        compute_dtype = module_setup.usual_dtype(self.module)
+        module_setup.set_dtypes(self.module, config)
+        # 4. Compiled and checkpointed forwards replace those of the blocks before FSDP2 puts its hooks around them.
+        facts = bundle.facts
+        needs_blocks = config.activation_checkpointing or config.use_torch_compile or bool(block_class_names)
+        find_blocks = module_setup.require_blocks if needs_blocks else module_setup.blocks_of
+        blocks = find_blocks(self.module, block_class_names or facts.block_class_names)
+        module_setup.wrap_blocks(blocks, config)
+        # 5. Shards: blocks first, then experts, then what is left. FSDP2 replaces the parameters by DTensors.
+        pieces = [*blocks, *module_setup.blocks_of(self.module, facts.expert_class_names)]
+        self.sharding = sharding_of(config, self.rank)
+        self.sharding.wrap(self.module, pieces, compute_dtype)
+        # 6. A module without storage gets it only now, so that no rank ever holds more than its shards.
+        if module_setup.is_deferred(self.module):
+            module_setup.load_deferred(
+                self.module, self.sharding, bundle.saved(), bundle.device, self.adapter, self.seed
+            )
+        # 7. From here on the parameter objects stay the same.
         self.sharding.adopt(self.module)
         if bundle.facts.expert_class_names:
             self.sharding.gather_each_once()
@@ -128,16 +163,17 @@ class FSDPBackend(TrainBackend):
         self.trainable = self.sharding.trainable
         if not self.trainable:
             raise ConfigError(f"{type(self.module).__name__} has no trainable parameter: unfreeze it or set lora_cfg")
+        # 8. The optimizer holds the shards.
         self.shards = self.sharding.shards
-        self.optimizer = adamw(self.shards.values(), optimizer_cfg, exact=config.reduce_dtype == "fp64")
-        self.rules: tuple[SnapshotRule, ...] = tuple(rule for rule in (ema_cfg, ema_lora_cfg) if rule is not None)
+        self.optimizer = adamw(self.shards.values(), self.optimizer_cfg, exact=config.reduce_dtype == "fp64")
+
+    def prepare_snapshots(self, bundle: TrainableBundle, loaded: Mapping[str, SnapshotConfig]) -> None:
+        """Keep the initial weights under the names that follow training, and load the snapshots that do not."""
         self.snapshots = Snapshots(self.shards)
         for rule in self.rules:
             self.snapshots.take(rule.snapshot)
-        self.seed = seed
-        self.value_cfg = value_cfg or ValueConfig()
-        self.value_head: nn.Module | None = None
-        self.value_sharding: Sharding | None = None
+        for name, source in loaded.items():
+            load_snapshot(self.snapshots, name, source, bundle.saved_at, self.module, self.sharding)
 
     @property
     def device(self) -> torch.device:
@@ -152,8 +188,8 @@ class FSDPBackend(TrainBackend):
     def provide_value_head(self, build: BuildHead) -> nn.Module:
         if self.value_head is None:
             self.value_head = build(self.value_cfg.width, self.seed).eval().to(self.home)
-            # A layout of its own: under the policy's, FSDP2 wants the root's forward first.
-            self.value_sharding = self.sharding.beside()
+            # A sharding of its own: inside the policy's, FSDP2 would expect a forward of the policy first.
+            self.value_sharding = self.sharding.for_another_module()
             self.value_sharding.wrap(self.value_head, [], torch.float32)
             self.value_sharding.adopt(self.value_head, prefix=VALUE_HEAD)
             shards, config = self.value_sharding.shards, self.value_cfg
@@ -163,7 +199,7 @@ class FSDPBackend(TrainBackend):
 
     @property
     def layouts(self) -> list[Sharding]:
-        """Of everything that is trained: the policy, then the value head. The optimizer's groups, in order."""
+        """The shardings of everything that is trained: the policy, then the value head, as the optimizer's groups."""
         return [self.sharding] if self.value_sharding is None else [self.sharding, self.value_sharding]
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -195,7 +231,7 @@ class FSDPBackend(TrainBackend):
         return self._stats(sizes, lr)
 
     def _skip(self, norms: list[float], lr: float) -> UpdateStats:
-        """Every rank comes here or none, since all saw the same norms and loss."""
+        """Drop the gradient and count the update as skipped. All ranks call this or none: norms and loss are equal."""
         shards = self._all_shards()
         names = list(shards)
         gradients = [shard.grad for shard in shards.values()]
@@ -217,7 +253,7 @@ class FSDPBackend(TrainBackend):
         )
 
     def finish_step(self) -> None:
-        # A snapshot is known by its name and the number of updates: where none was made, none may move.
+        # Name and number of updates identify a snapshot, so it may only move when an update was made.
         if self.updates > self.finished_updates:
             self._average("step", self.updates)
         self.finished_updates = self.updates
@@ -233,7 +269,7 @@ class FSDPBackend(TrainBackend):
     def weights(self, name: str) -> Iterator[None]:
         if self.is_gathered:
             raise RuntimeError(f"weights({name!r}) inside sampling(): the gathered weights would stay the live ones")
-        # Before and after: a module that is gathered would run on without a look at the shards.
+        # Before and after: a gathered module would run on without reading the shards.
         self.sharding.reshard()
         with self.snapshots.swapped_in(name):
             try:
@@ -275,7 +311,7 @@ class FSDPBackend(TrainBackend):
             yield name, self.sharding.whole(parameter, values[name])
 
     def _merged_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
-        """Base name and W + scale B A in float32, of every adapted layer."""
+        """The bare name and W + scale B A in float32 of every adapted layer."""
         assert self.adapter is not None
         values = self._shards_of(weights)
         for name in [name for name in self.trainable if ".lora_A." in name]:
@@ -291,13 +327,12 @@ class FSDPBackend(TrainBackend):
     def _shards_of(self, weights: str) -> Mapping[str, Tensor]:
         if weights == LIVE:
             return {name: shard.detach() for name, shard in self.shards.items()}
-        self.snapshots.require(weights)
-        return self.snapshots.stored[weights]
+        return self.snapshots.trained_values(weights)
 
     # State
 
     def _all_trainable(self) -> dict[str, nn.Parameter]:
-        """What is trained, by names under which it is saved: in the order of the optimizer's groups."""
+        """Everything that is trained, by the names under which it is saved, in the order of the optimizer's groups."""
         return {name: parameter for layout in self.layouts for name, parameter in layout.trainable.items()}
 
     def _all_shards(self) -> dict[str, nn.Parameter]:
@@ -305,33 +340,33 @@ class FSDPBackend(TrainBackend):
 
     def checkpoint_bytes(self) -> int:
         # Weights and AdamW's two moments, and the snapshots of the policy.
-        copies = [3 + len(self.snapshots.stored), 3]
+        copies = [3 + len(self.snapshots.changing), 3]
         return sum(
             count * sum(p.numel() * p.element_size() for p in layout.trainable.values())
             for count, layout in zip(copies, self.layouts, strict=False)
         )
 
     def save(self, directory: str) -> None:
-        assert self.snapshots.in_force == LIVE, "a checkpoint inside weights(...) would save a snapshot as live weights"
-        moments = state.optimizer_tensors(self.optimizer, self._all_shards())
+        assert self.snapshots.active == LIVE, "a checkpoint inside weights(...) would save a snapshot as live weights"
+        moments = optimizer_tensors(self.optimizer, self._all_shards())
         tensors: dict[str, state.Tensors] = {
-            "weights": self._laid_out(self.shards),
-            "optimizer": self._laid_out(moments),
-            "snapshots": self._laid_out(self._snapshot_tensors()),
+            "weights": self._to_dtensors(self.shards),
+            "optimizer": self._to_dtensors(moments),
+            "snapshots": self._to_dtensors(self._snapshot_tensors()),
         }
         if self.value_sharding is not None:
-            tensors["value"] = self._laid_out(self.value_sharding.shards)
+            tensors["value"] = self._to_dtensors(self.value_sharding.shards)
         state.write(Path(directory), tensors, self._counters(), self.rank)
 
     def load(self, directory: str) -> None:
         counters, saved = self._opened(directory)
-        state.check_snapshots(counters, sorted(self.snapshots.stored))
-        found = saved.headers
-        state.check_match("value head", found.get("value", {}), self._value_parameters())
-        state.check_optimizer(found["optimizer"], self._all_trainable())
-        moments = self._empty_moments(found["optimizer"])
+        state.check_snapshots(counters, sorted(self.snapshots.changing))
+        headers = saved.headers
+        state.check_match("value head", headers.get("value", {}), self._value_parameters())
+        check_optimizer(headers["optimizer"], self._all_trainable())
+        moments = self._empty_moments(headers["optimizer"])
         self._take_over(saved, self._all_shards(), moments)
-        state.load_optimizer(self.optimizer, moments, self._all_shards())
+        load_optimizer(self.optimizer, moments, self._all_shards())
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
         self.finished_updates = self.updates  # checkpoints are made between steps
 
@@ -351,14 +386,14 @@ class FSDPBackend(TrainBackend):
     def _take_over(
         self, saved: state.SavedTensors, shards: Mapping[str, Tensor], moments: Mapping[str, Tensor]
     ) -> None:
-        """Fill `shards`, all snapshots and `moments`."""
+        """Fill `shards`, all snapshots that change, and `moments` from a checkpoint."""
         snapshots = self._snapshot_tensors()
         state.check_match("weights", saved.headers["weights"], self.trainable)
-        state.check_match("snapshots", saved.headers["snapshots"], self._laid_out(snapshots))
-        # Into fresh tensors first: a file that breaks off changes nothing.
+        state.check_match("snapshots", saved.headers["snapshots"], self._to_dtensors(snapshots))
+        # Read into new tensors first: a damaged file then changes nothing.
         held: dict[str, Tensor] = {**shards, **snapshots}
         fresh = {name: torch.empty_like(tensor) for name, tensor in held.items()}
-        saved.read(self._laid_out({**fresh, **moments}))
+        saved.read(self._to_dtensors({**fresh, **moments}))
         for layout in self.layouts:
             layout.reshard()
         with torch.no_grad():
@@ -368,31 +403,31 @@ class FSDPBackend(TrainBackend):
     def _value_parameters(self) -> Mapping[str, nn.Parameter]:
         return {} if self.value_sharding is None else self.value_sharding.trainable
 
-    def _empty_moments(self, found: state.Tensors) -> state.Tensors:
+    def _empty_moments(self, saved: state.Tensors) -> state.Tensors:
         moments, shards = {}, self._all_shards()
-        for name in state.owners(found, shards):
-            for key in state.MOMENTS:
+        for name in owners(saved, shards):
+            for key in MOMENTS:
                 like = torch.zeros(()) if key == "step" else shards[name].detach()
                 moments[f"{name}.{key}"] = torch.empty_like(like)
         return moments
 
-    def _laid_out(self, shards: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Tensors of the state as parts of wholes, by the parameter that their name is made of."""
+    def _to_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Tensors of the state as DTensors, sharded like the parameter that is part of their name."""
         parameters = self._all_trainable()
-        return {name: self._laid_out_one(name, shard.detach(), parameters) for name, shard in shards.items()}
+        return {name: self._to_dtensor(name, shard.detach(), parameters) for name, shard in shards.items()}
 
-    def _laid_out_one(self, name: str, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> Any:
+    def _to_dtensor(self, name: str, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> Any:
         key = name.rpartition(":")[2]
         if key.endswith(".step") and key not in parameters:
             return shard
         owner = key if key in parameters else key.rpartition(".")[0]
-        return self.sharding.laid_out(parameters[owner], shard)
+        return self.sharding.to_dtensor(parameters[owner], shard)
 
     def _snapshot_tensors(self) -> dict[str, Tensor]:
-        return {f"{s}:{key}": tensor for s, held in self.snapshots.stored.items() for key, tensor in held.items()}
+        return {f"{s}:{key}": tensor for s, held in self.snapshots.changing.items() for key, tensor in held.items()}
 
     def _counters(self) -> state.Counters:
-        names = tuple(sorted(self.snapshots.stored))
+        names = tuple(sorted(self.snapshots.changing))
         return state.Counters(
             self.updates, self.skipped_in_a_row, adapter=state.trained_weights(self.lora), snapshots=names
         )
@@ -409,94 +444,11 @@ class FSDPBackend(TrainBackend):
     def _move(self, names: Sequence[Offloadable], device: torch.device) -> None:
         for name in names:
             if name == "policy":
-                move_module(self.module, device)
+                self.module.to(device)
                 if self.value_head is not None:
-                    move_module(self.value_head, device)
+                    self.value_head.to(device)
                 for layout in self.layouts:
                     layout.moved()
                 self.snapshots.to(device)
             else:
                 move_optimizer(self.optimizer, device)
-
-
-def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, seed: int) -> LoraSpec | None:
-    """Inject the adapters that `lora` asks for; what was injected."""
-    refuse_dropout(module)
-    if lora is None:
-        return None
-    spec = LoraSpec(lora.rank, lora.alpha, choose_targets(module, lora.target_modules, facts.lora_targets))
-    inject_lora(module, spec, seed)
-    return spec
-
-
-def check_component(name: str | None, facts: ModelFacts) -> None:
-    """Raises ConfigError (2020) for another component than the one that the model's pipeline samples with."""
-    if name not in (None, facts.trainable_attr):
-        raise IncompatibleError(
-            f"backend.trainable_attr={name}: the pipeline of {facts.family} samples and trains with "
-            f"{facts.trainable_attr}. Write trainable_attr: {facts.trainable_attr}, or leave the key out"
-        )
-
-
-def lay_out(
-    module: nn.Module,
-    bundle: Trained,
-    config: FSDPConfig,
-    sharding: Sharding,
-    block_class_names: tuple[str, ...] | None = None,
-) -> None:
-    """Storage dtypes, checkpointed and compiled blocks, shards; in place."""
-    compute_dtype = usual_dtype(module)
-    set_dtypes(module, config)
-    names = block_class_names or bundle.facts.block_class_names
-    blocks = [m for m in module.modules() if type(m).__name__ in names]
-    if (config.activation_checkpointing or config.use_torch_compile or block_class_names) and not blocks:
-        raise ConfigError(
-            f"{type(module).__name__} has no block of {', '.join(names)} to shard, checkpoint or compile. "
-            "Leave backend.block_class_names out to use the model's own"
-        )
-    for block in blocks:
-        if config.use_torch_compile:
-            block.forward = torch.compile(block.forward)
-        if config.activation_checkpointing:
-            # Around the compiled forward: the compiler does not look into a checkpoint that it meets first.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-    experts = [m for m in module.modules() if type(m).__name__ in bundle.facts.expert_class_names]
-    sharding.wrap(module, [*blocks, *experts], compute_dtype)
-
-
-def usual_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of most numbers: libraries keep norms and small tables of a module in bf16 wider."""
-    numbers: Counter[torch.dtype] = Counter()
-    for parameter in module.parameters():
-        numbers[parameter.dtype] += parameter.numel()
-    return numbers.most_common(1)[0][0]
-
-
-def load_deferred(
-    module: nn.Module, sharding: Sharding, bundle: Deferrable, adapter: LoraSpec | None, seed: int
-) -> None:
-    """Storage and values for a module that was built without."""
-    persistent = set(module.state_dict()) - {name for name, _ in module.named_parameters()}
-    deferred.give_storage(module, bundle.device)
-    sharding.adopt(module)
-    deferred.fill(module, sharding, bundle.saved(), persistent, 0 if adapter is None else adapter.rank, seed)
-
-
-def refuse_dropout(module: nn.Module) -> None:
-    """Raises ConfigError on active dropout: a policy is trained in eval mode, so that ratios compare equal networks."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            raise IncompatibleError(
-                f"{type(module).__name__}.{name} has dropout {child.p}, which would never act: the policy runs in eval "
-                "mode in rollout and training. Set the model's dropout to 0"
-            )
-
-
-def set_dtypes(module: nn.Module, config: FSDPConfig) -> None:
-    """Trainable weights to float32 masters, frozen ones to `param_dtype`."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-        elif config.param_dtype is not None:
-            parameter.data = parameter.data.to(TORCH_DTYPES[config.param_dtype])

@@ -39,8 +39,8 @@ class Sharding(ABC):
         """Lay `module` out, in place, gathering `pieces` (inner ones first) one by one and then what is left."""
 
     @abstractmethod
-    def beside(self) -> Sharding:
-        """A layout over the same ranks for another module, which is called by itself."""
+    def for_another_module(self) -> Sharding:
+        """A sharding over the same ranks for a second module that is called independently."""
 
     def adopt(self, module: nn.Module, prefix: str = "") -> None:
         """Take the module's parameters as they now are, under names that begin with `prefix`."""
@@ -57,7 +57,7 @@ class Sharding(ABC):
         """Which rows of the whole parameter this rank holds."""
 
     @abstractmethod
-    def laid_out(self, parameter: nn.Parameter, shard: Tensor) -> Any:
+    def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Any:
         """`shard` as a part of a whole that lies like `parameter`, for files."""
 
     @abstractmethod
@@ -103,15 +103,15 @@ class Sharding(ABC):
         """The module has been moved to another device."""
 
 
-class Whole(Sharding):
+class Unsharded(Sharding):
     """One rank: nothing is cut, nothing travels."""
 
     def __init__(self, config: FSDPConfig) -> None:
         super().__init__(config)
         self.sums: dict[str, Tensor] = {}
 
-    def beside(self) -> Whole:
-        return Whole(self.config)
+    def for_another_module(self) -> Unsharded:
+        return Unsharded(self.config)
 
     def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
         if self.accumulation == torch.float64:
@@ -124,7 +124,7 @@ class Whole(Sharding):
     def rows(self, parameter: nn.Parameter) -> slice:
         return slice(0, parameter.shape[0])
 
-    def laid_out(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         return shard
 
     def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
@@ -171,7 +171,7 @@ class Sharded(Sharding):
         self.modules: list[Any] = []  # FSDPModule, whose import takes seconds
         self.module: Any = None
 
-    def beside(self) -> Sharded:
+    def for_another_module(self) -> Sharded:
         return Sharded(self.config, self.rank, self.mesh)
 
     def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
@@ -209,7 +209,7 @@ class Sharded(Sharding):
         start = min(self.shard_mesh.get_local_rank() * piece, count)
         return slice(start, min(start + piece, count))
 
-    def laid_out(self, parameter: Any, shard: Tensor) -> Any:
+    def to_dtensor(self, parameter: Any, shard: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -222,7 +222,7 @@ class Sharded(Sharding):
         )
 
     def whole(self, parameter: Any, shard: Tensor | None = None) -> Tensor:
-        tensor = parameter.detach() if shard is None else self.laid_out(parameter, shard)
+        tensor = parameter.detach() if shard is None else self.to_dtensor(parameter, shard)
         whole: Tensor = tensor.full_tensor()
         return whole
 
@@ -298,8 +298,8 @@ def _node(value: Any) -> Any:
 
 
 def sharding_of(config: FSDPConfig, rank: RankInfo) -> Sharding:
-    """Whole on one rank, else shards."""
-    return Whole(config) if rank.dp_size == 1 else Sharded(config, rank)
+    """The sharding for the number of ranks: whole parameters on one, shards on several."""
+    return Unsharded(config) if rank.dp_size == 1 else Sharded(config, rank)
 
 
 def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:

@@ -1,14 +1,19 @@
-"""Named copies of the trainable weights: reference, old, ema, a target, a teacher."""
+"""Named copies of the weights: `reference`, `old`, `ema`, and a `teacher` that is loaded from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import ConfigError, IncompatibleError
+from unirl.config.errors import ConfigError, IncompatibleError, InvalidValueError, NotFoundError
+from unirl.models.loading.lora import adapter_names
+from unirl.models.loading.saved_weights import SavedWeights
+from unirl.train.backend.module_setup import base_name, check_saved
+from unirl.train.backend.sharding import Sharding
+from unirl.train.configs import SnapshotConfig
 
 LIVE = "live"
 
@@ -19,11 +24,15 @@ class Snapshots:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """
         Args:
-            parameters: with sharding, this rank's shards of them.
+            parameters: what is trained. With sharding, this rank's shards.
         """
         self.parameters = parameters
         self.stored: dict[str, dict[str, Tensor]] = {}
-        self.in_force = LIVE
+        """Snapshot name -> values of `parameters`."""
+        self.loaded: dict[str, LoadedSnapshot] = {}
+        """The snapshots that came from other checkpoints. They never change, so no checkpoint holds them."""
+        self.active = LIVE
+        """The weights that the parameters hold now."""
 
     @torch.no_grad()
     def take(self, name: str) -> None:
@@ -31,6 +40,16 @@ class Snapshots:
         if name == LIVE:
             raise ConfigError(f"{LIVE!r} names the weights that are trained; a snapshot needs another name")
         self.stored[name] = {key: p.detach().clone() for key, p in self.parameters.items()}
+
+    def add(self, name: str, values: dict[str, Tensor], loaded: LoadedSnapshot) -> None:
+        """Keep `values` of another checkpoint as the snapshot `name`."""
+        self.stored[name] = values
+        self.loaded[name] = loaded
+
+    @property
+    def changing(self) -> dict[str, dict[str, Tensor]]:
+        """The snapshots that follow training, which checkpoints hold."""
+        return {name: values for name, values in self.stored.items() if name not in self.loaded}
 
     @torch.no_grad()
     def average(self, name: str, decay: float) -> None:
@@ -40,47 +59,127 @@ class Snapshots:
         if decay == 0.0:
             torch._foreach_copy_(shadows, live)
         else:
-            # Not lerp: what it fuses depends on an element's place in a tensor, and so on the number of shards.
+            # Not lerp: its bits depend on an element's position in a tensor, and so on the number of shards.
             gaps = torch._foreach_sub(live, shadows)
             torch._foreach_mul_(gaps, 1.0 - decay)
             torch._foreach_add_(shadows, gaps)
 
     def require(self, name: str) -> None:
-        """Raises ConfigError unless a snapshot `name` exists."""
+        """Raises ConfigError (2020) unless a snapshot `name` exists."""
         if name not in self.stored:
             raise IncompatibleError(
                 f"there is no weight snapshot {name!r}; there are {sorted(self.stored)}. `ema` comes from "
-                "backend.ema_cfg, `old` from backend.ema_lora_cfg, `reference` from an algorithm that reads it"
+                "backend.ema_cfg, `old` from backend.ema_lora_cfg, `reference` from an algorithm that reads it, and "
+                "any other, such as `teacher`, from backend.snapshots"
             )
+
+    def trained_values(self, name: str) -> Mapping[str, Tensor]:
+        """The snapshot's values of the trained parameters. Raises ConfigError (2020) where these are not all it is."""
+        self.require(name)
+        if name in self.loaded and self.loaded[name].frozen:
+            raise IncompatibleError(
+                f"the snapshot {name!r} was loaded from another checkpoint and differs from the policy in weights that "
+                "are not trained, so adapters cannot represent it. Evaluate or export that checkpoint itself"
+            )
+        return self.stored[name]
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """The parameters hold the snapshot's values inside, and exactly their own afterwards.
+        """The parameters hold the snapshot's values inside the block, and exactly their own values afterwards.
 
         Values are copied, not swapped by pointer: sharded and compiled modules keep references to the storage.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(f"weights({name!r}) needs torch.no_grad(): a graph built inside would see other weights")
-        if self.in_force != LIVE:
-            raise RuntimeError(f"weights({name!r}) inside weights({self.in_force!r}): snapshots do not nest")
+        if self.active != LIVE:
+            raise RuntimeError(f"weights({name!r}) inside weights({self.active!r}): snapshots do not nest")
         if name == LIVE:
             yield
             return
         self.require(name)
         live = [p.detach().clone() for p in self.parameters.values()]
-        self.in_force = name
+        self.active = name
         try:
             self._fill(list(self.stored[name].values()))
-            yield
+            with self._frozen_exchanged(name):
+                yield
         finally:
             self._fill(live)
-            self.in_force = LIVE
+            self.active = LIVE
 
     @torch.no_grad()
     def _fill(self, values: list[Tensor]) -> None:
         torch._foreach_copy_(list(self.parameters.values()), values)
 
+    @contextmanager
+    def _frozen_exchanged(self, name: str) -> Iterator[None]:
+        loaded = [self.loaded[name]] if name in self.loaded else []
+        for snapshot in loaded:
+            snapshot.exchange_frozen()
+        try:
+            yield
+        finally:
+            for snapshot in loaded:
+                snapshot.exchange_frozen()
+
     def to(self, device: torch.device) -> None:
         """Move all copies."""
         for name, tensors in self.stored.items():
             self.stored[name] = {key: tensor.to(device) for key, tensor in tensors.items()}
+        for snapshot in self.loaded.values():
+            snapshot.frozen = {key: tensor.to(device) for key, tensor in snapshot.frozen.items()}
+
+
+class LoadedSnapshot:
+    """A snapshot from another checkpoint. Where adapters are trained, the frozen weights differ as well."""
+
+    def __init__(self, sharding: Sharding, frozen: dict[str, Tensor]) -> None:
+        self.sharding = sharding
+        self.frozen = frozen
+        """Values of parameters that are not trained, by name; this rank's shards."""
+
+    @torch.no_grad()
+    def exchange_frozen(self) -> None:
+        """Exchange the values of the frozen parameters and those kept here, one tensor at a time, to save memory."""
+        for name, held in self.frozen.items():
+            shard = self.sharding.shard(self.sharding.parameters[name])
+            own = shard.detach().clone()
+            shard.copy_(held)
+            held.copy_(own)
+
+
+OpenCheckpoint = Callable[[str, str | None], SavedWeights]
+"""`bundle.saved_at`: the weights in the checkpoint at a path and a revision."""
+
+
+@torch.no_grad()
+def load_snapshot(
+    snapshots: Snapshots,
+    name: str,
+    source: SnapshotConfig,
+    open_checkpoint: OpenCheckpoint,
+    module: nn.Module,
+    sharding: Sharding,
+) -> None:
+    """Load the checkpoint of `source` as the snapshot `name`; each rank reads the rows of its shards only.
+
+    Raises:
+        ConfigError: 2004 when the backend makes a snapshot of that name by itself.
+        DataError: 4001 when there is no such checkpoint, or it is of another architecture.
+    """
+    if name == LIVE or name in snapshots.stored:
+        raise InvalidValueError(
+            f"backend.snapshots.{name}: the backend makes this snapshot from the trained weights. Use another name"
+        )
+    adapters = set(adapter_names(module))
+    base = {key: parameter for key, parameter in sharding.parameters.items() if key not in adapters}
+    try:
+        saved = open_checkpoint(source.path, source.revision)
+        check_saved(type(module).__name__, saved.shapes(), base)
+    except NotFoundError as error:
+        raise NotFoundError(f"backend.snapshots.{name}: {error}") from error
+    values = {key: torch.zeros_like(sharding.shard(parameter)) for key, parameter in sharding.parameters.items()}
+    for key, parameter in base.items():  # adapters stay zero, which leaves the base as it is
+        values[key].copy_(saved.read(base_name(key), sharding.rows(parameter)))
+    frozen = {key: values[key] for key in values if key not in snapshots.parameters}
+    snapshots.add(name, {key: values[key] for key in snapshots.parameters}, LoadedSnapshot(sharding, frozen))

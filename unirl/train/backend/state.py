@@ -15,22 +15,20 @@ from __future__ import annotations
 import json
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from unirl.config.errors import CheckpointError, ResumeError
 from unirl.distributed import RankInfo
 from unirl.train.configs import LoraConfig
 
 FORMAT = 2
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 STEMS = ("weights", "optimizer", "snapshots", "value")
 
 Tensors = dict[str, Tensor]
@@ -216,40 +214,3 @@ def check_match(what: str, found: Mapping[str, Tensor], expected: Mapping[str, T
             f"the checkpoint's {what} belong to another model or adapter: {'; '.join(sorted(problems)[:3])} "
             f"({len(problems)} in all). Resume with the recipe that wrote it, or start anew with resume=none"
         )
-
-
-# AdamW
-
-
-def optimizer_tensors(optimizer: Optimizer, shards: Mapping[str, nn.Parameter]) -> Tensors:
-    """AdamW's moments and counts by parameter name; a parameter that never had a gradient has none."""
-    return {
-        f"{name}.{key}": optimizer.state[shard][key]
-        for name, shard in shards.items()
-        if shard in optimizer.state
-        for key in MOMENTS
-    }
-
-
-def check_optimizer(found: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises CheckpointError (7002) unless `found` is AdamW's state of some of the parameters, complete for each."""
-    count = torch.zeros((), dtype=torch.float32)
-    expected: dict[str, Tensor] = {
-        f"{name}.{key}": count if key == "step" else parameters[name]
-        for name in owners(found, parameters)
-        for key in MOMENTS
-    }
-    check_match("optimizer states", found, expected)
-
-
-def load_optimizer(optimizer: Optimizer, found: Tensors, shards: Mapping[str, nn.Parameter]) -> None:
-    """Replace AdamW's state by checked tensors, through its own loading (which places them as it wants them)."""
-    position = {name: i for i, name in enumerate(shards)}
-    state = {position[name]: {key: found[f"{name}.{key}"] for key in MOMENTS} for name in owners(found, shards)}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def owners(found: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """The parameters that AdamW's tensors `found` belong to."""
-    named = {name.rpartition(".")[0] for name in found}
-    return [name for name in parameters if name in named]

@@ -1,0 +1,106 @@
+"""AdamW (arXiv:1711.05101): fused, or with bits that do not depend on how a tensor is sharded; its state as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unirl.train.backend.base import OptimizerConfig
+from unirl.train.backend.state import Tensors, check_match
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""The entries of the state of one parameter."""
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, exact: bool) -> torch.optim.AdamW:
+    """AdamW over `parameters`: one fused pass over the weights, or, if `exact`, `ReproducibleAdamW`."""
+    kind = ReproducibleAdamW if exact else torch.optim.AdamW
+    return kind(
+        parameters,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=not exact,
+    )
+
+
+class ReproducibleAdamW(torch.optim.AdamW):
+    """AdamW in which the bits of an element do not depend on its position in a tensor.
+
+    The fused kernels contract a multiplication and an addition where they use vectors, but not in the elements that
+    are left over at the end of a tensor. Sharding moves the ends.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update(parameter, self.state[parameter], group)
+
+
+def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert parameter.grad is not None
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    state["step"] += 1
+    (beta1, beta2), t = group["betas"], float(state["step"])
+    gradient, m, v = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+    m.mul_(beta1).add_(gradient * (1 - beta1))
+    v.mul_(beta2).add_(gradient * gradient * (1 - beta2))
+    denominator = (v.sqrt() / (1 - beta2**t) ** 0.5).add_(group["eps"])
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.sub_(m / denominator * (group["lr"] / (1 - beta1**t)))
+
+
+def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the moments to `device`. The step counter stays on the CPU, where AdamW keeps it."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if key != "step":
+                state[key] = value.to(device, non_blocking=False)
+
+
+# The state as tensors, for checkpoints
+
+
+def optimizer_tensors(optimizer: Optimizer, shards: Mapping[str, nn.Parameter]) -> Tensors:
+    """AdamW's moments and counts by parameter name; a parameter that never had a gradient has none."""
+    return {
+        f"{name}.{key}": optimizer.state[shard][key]
+        for name, shard in shards.items()
+        if shard in optimizer.state
+        for key in MOMENTS
+    }
+
+
+def check_optimizer(found: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises CheckpointError (7002) unless `found` is AdamW's state of some of the parameters, complete for each."""
+    count = torch.zeros((), dtype=torch.float32)
+    expected: dict[str, Tensor] = {
+        f"{name}.{key}": count if key == "step" else parameters[name]
+        for name in owners(found, parameters)
+        for key in MOMENTS
+    }
+    check_match("optimizer states", found, expected)
+
+
+def load_optimizer(optimizer: Optimizer, found: Tensors, shards: Mapping[str, nn.Parameter]) -> None:
+    """Replace AdamW's state by checked tensors, through its own loading (which places them as it wants them)."""
+    position = {name: i for i, name in enumerate(shards)}
+    state = {position[name]: {key: found[f"{name}.{key}"] for key in MOMENTS} for name in owners(found, shards)}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def owners(found: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The parameters that AdamW's tensors `found` belong to."""
+    named = {name.rpartition(".")[0] for name in found}
+    return [name for name in parameters if name in named]

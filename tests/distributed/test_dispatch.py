@@ -109,7 +109,7 @@ def test_a_result_that_has_no_rows_admits_no_fill() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 3), (2, 4)])
 def test_an_answer_that_lacks_rows_is_refused(num_ranks, num_rows) -> None:
     done = split_call("rollout.generate", BY_ROWS, ((Texts(texts=["a", "b", "c"]),), {}), num_ranks)
-    with pytest.raises(ValueError, match=f"rollout.generate gave {num_ranks} rows for {num_rows}"):
+    with pytest.raises(ValueError, match=f"rollout.generate returned {num_ranks} rows for {num_rows}"):
         done.merge([Texts(texts=["a"])] * num_ranks)
 
 

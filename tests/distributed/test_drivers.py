@@ -140,7 +140,7 @@ with watchdog("phase train", 0.2, Path({str(tmp_path)!r})):
     threading.Event().wait()
 """)
     assert done.returncode == StallError.exit_status == 8
-    assert "error[8001]: phase train gave no result within 0.2 s" in done.stderr
+    assert "error[8001]: phase train did not return within 0.2 s" in done.stderr
     [stacks] = tmp_path.glob("*/driver.txt")
     assert "threading.Event().wait()" in stacks.read_text() or "in wait" in stacks.read_text()
 

@@ -122,7 +122,7 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_pa
     finally:
         ray_pool.stack_dir = None
     message = str(caught.value)
-    assert "saboteur.deadlock (phase train) gave no result within 2 s" in message
+    assert "saboteur.deadlock (phase train) did not return within 2 s" in message
     assert "worker on device 0" in message and "threading.py" in message
     assert "worker on device 1" in message and "in all_reduce" in message
     [folder] = tmp_path.iterdir()
@@ -178,10 +178,10 @@ def test_an_interpreter_that_ray_cannot_start_is_refused() -> None:
 
 def test_devices_that_the_cluster_lacks_are_counted(ray_session) -> None:
     started = time.monotonic()
-    with pytest.raises(ResourceError, match=r"1 machine\(s\) with 64 CPU slots each are asked for.* 16 CPU"):
+    with pytest.raises(ResourceError, match=r"1 machine\(s\) with 64 CPU slots each, .* 16 CPU"):
         RayPool(64)
-    with pytest.raises(ResourceError, match=r"2 machine\(s\) with 2 CPU slots each are asked for"):
+    with pytest.raises(ResourceError, match=r"2 machine\(s\) with 2 CPU slots each, "):
         RayPool(4, devices_per_node=2)
-    with pytest.raises(ConfigError, match="num_devices=4 is no multiple of devices_per_node=3"):
+    with pytest.raises(ConfigError, match="num_devices=4 must be a multiple of devices_per_node=3"):
         reserve(4, 3)
     assert time.monotonic() - started < 3

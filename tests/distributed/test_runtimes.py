@@ -101,7 +101,7 @@ def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -
     pending = submit(camera.nap, 0.8)
     time.sleep(0.3)
     with pytest.raises(
-        StallError, match=r"camera.nap gave no result within 0.05 s(.|\n)*roles.py:\d+ in nap"
+        StallError, match=r"camera.nap did not return within 0.05 s(.|\n)*roles.py:\d+ in nap"
     ) as caught:
         pending.result(0.05)
     pool.stack_dir = None
@@ -156,7 +156,7 @@ def test_rows_are_cut_by_update_first_and_by_rank_second(ray_pool) -> None:
 
 def test_groups_share_all_workers_or_none(ray_pool) -> None:
     ray_pool.group(DeviceSet("device", (0, 1)))
-    with pytest.raises(ConfigError, match="devices 0-1 and on devices 1-2 share some devices and not all"):
+    with pytest.raises(ConfigError, match="devices 0-1 and on devices 1-2 share some devices but not all"):
         ray_pool.group(DeviceSet("device", (1, 2)))
 
 
@@ -168,7 +168,7 @@ def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) ->
     assert one.total() == other.total() == 3.0
     assert other.threads() == one.threads()
     assert other.develop(one.shoot(ids(4))).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="share some devices and not all"):
+    with pytest.raises(ConfigError, match="share some devices but not all"):
         ray_pool.group(DeviceSet("device", (1, 2), process=1))
 
 

@@ -1,4 +1,4 @@
-"""A pool of devices: what both runtimes have in common."""
+"""The contract of a pool of devices, which both runtimes implement, and the count of the driver's traffic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unirl.distributed.group.handle import Group
 
 
 class Pool(ABC):
-    """Devices, and the groups of workers that live on them.
+    """Devices and the groups of workers on them.
 
     Args:
-        num_updates: U of the row layout, by which the rows of every scattered call are cut.
-        deadline_s: seconds that a call may take; a call past them ends in StallError (8001).
+        num_updates: U of the row layout (`dispatch.rank_rows`), which every scattered call uses.
+        deadline_s: seconds that a call may take. A call that takes longer raises StallError (8001).
     """
 
     def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
@@ -28,75 +28,75 @@ class Pool(ABC):
         self.num_updates = num_updates
         self.deadline_s = deadline_s
         self.stack_dir: Path | None = None
-        """Where the stacks of a stall are written; a temporary folder when absent."""
+        """The folder for the stack dumps of a stall. None: a temporary folder."""
         self.traffic = Traffic()
         self.step = 0
 
     @abstractmethod
     def group(self, device_set: DeviceSet) -> Group:
-        """The group of workers on a device_set: the same one for an equal device_set."""
+        """The group of workers on a device set. Equal device sets give the same group."""
 
     @abstractmethod
     def watch(self, phase: str) -> AbstractContextManager[None]:
-        """Name what the driver does inside the block, for errors, and let it not hang unseen."""
+        """Name the phase that the driver is in, for error messages, and detect a phase that hangs."""
 
     def begin(self, step: int) -> None:
-        """Columns made from here on belong to `step`."""
+        """Rows that workers store from now on belong to `step`."""
         self.step = step
 
     @abstractmethod
     def release(self, step: int) -> None:
-        """Free the columns of a step on every worker."""
+        """Free the stored rows of a step on every worker."""
 
     def memory(self) -> dict[str, float]:
-        """`mem/*` in GiB: the largest of any worker outside the driver's process; device peaks since last asked."""
+        """The metrics `mem/*` in GiB: the maximum over workers outside the driver's process, since the last call."""
         return {}
 
     @abstractmethod
     def clear(self) -> None:
-        """End all roles and groups, free all columns, and keep the workers."""
+        """End all roles and groups and free all stored rows. The worker processes stay."""
 
     @abstractmethod
     def close(self) -> None:
-        """End everything, whatever it is doing. May be called again."""
+        """End all workers at once, even during a call. A second call does nothing."""
 
     def check(self, device_set: DeviceSet) -> None:
-        """Raise ConfigError 2004 when a device_set has devices that the pool does not."""
+        """Raises ConfigError (2004) when a device set is empty or names devices that the pool does not have."""
         if not device_set.indices or (
             device_set.kind == "device" and not set(device_set.indices) <= set(range(self.num_devices))
         ):
             raise InvalidValueError(
-                f"a placement on {device_set.words} needs devices of the {self.num_devices} that num_devices gives "
-                f"(0 to {self.num_devices - 1})"
+                f"a placement on {device_set.words} is outside the devices that num_devices={self.num_devices} gives "
+                f"(0 to {self.num_devices - 1}). Raise num_devices, or name other devices"
             )
 
 
 @dataclass
 class Traffic:
-    """Bytes between the driver and its workers, since the start of the run."""
+    """Bytes between the driver and its workers since the start of the run. Heavy rows should not pass the driver."""
 
     to_workers: int = 0
     to_driver: int = 0
 
     @property
     def total(self) -> int:
-        """Both ways."""
+        """Bytes in both directions."""
         return self.to_workers + self.to_driver
 
     def sent(self, value: Any) -> None:
-        """Count what goes to one worker."""
+        """Count the arguments of a call to one worker."""
         self.to_workers += num_bytes(value)
 
     def received(self, value: Any) -> None:
-        """Count what came from one worker."""
+        """Count the result of one worker."""
         self.to_driver += num_bytes(value)
 
 
 def num_bytes(value: Any) -> int:
-    """The size of a value as Ray would write it: by its own pickler, tensors with the whole of their storage.
+    """The size of a value as Ray serialises it: with its own pickler, and the whole storage of every tensor.
 
-    So a view of a heavy tensor counts with all that it would drag along. Counting a whole step of 768 samples on 8
-    ranks (sampling, rewards, training) takes 13 ms and gives 0.31 MB.
+    A view of a heavy tensor therefore counts with the storage that it would carry along. Counting a step of 768 samples
+    on 8 ranks (sampling, rewards, training) takes 13 ms and gives 0.31 MB.
     """
     from ray import cloudpickle
 

@@ -1,11 +1,11 @@
-"""What happens to the arguments of a role's method when the driver calls it.
+"""How a call of the driver becomes calls on the ranks of a role, and which rows each rank gets.
 
 A method that may cross a process boundary is marked once, with the rule that joins the ranks' results:
 
     @scatter(RolloutResp.concat, order=RolloutResp.select)
     def generate(self, req: RolloutReq) -> RolloutResp: ...
 
-Nothing is guessed from a leading dimension: `scatter` cuts arguments that are `Rows` and passes everything else.
+`scatter` divides arguments that are `Rows` and passes all others unchanged. It never guesses from a leading dimension.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def first(results: Sequence[Any]) -> Any:
 
 
 def scatter(join: Join, order: Order | None = None) -> Callable[[Method], Method]:
-    """Each data-parallel rank gets its rows; `join` makes one result of theirs, in rank order.
+    """Each data-parallel rank gets its share of the rows; `join` merges the results of the ranks, in rank order.
 
     Args:
-        order: for results with one entry per row: `order(joined, indices)` selects entries. The caller gets them as it
-            sent the rows, without fill. A result that is no row of anything (metrics) has none.
+        order: for results with one entry per row: `order(joined, indices)` selects entries. It restores the order in
+            which the caller sent the rows and drops padding rows. Results without rows, such as metrics, have none.
     """
     return _marked(Dispatch("scatter", join, order))
 
@@ -58,7 +58,7 @@ def broadcast(method: Method) -> Method:
 
 
 def rank0(method: Method) -> Method:
-    """Rank 0 alone is called."""
+    """Only rank 0 is called."""
     return _marked(Dispatch("rank0", first))(method)
 
 
@@ -87,38 +87,42 @@ def remote_methods(role: type) -> dict[str, Dispatch]:
 
 @dataclass(frozen=True)
 class SplitCall:
-    """A call as its ranks get it, and the way back from their results to the caller's."""
+    """The call of each rank, and how their results become the caller's result."""
 
     what: str
+    """`role.method`, for error messages."""
     dispatch: Dispatch
     calls: tuple[Call, ...]
-    """The arguments of ranks 0, 1, ...: of rank 0 alone when only it is called."""
+    """The arguments of ranks 0, 1, ...; one entry when only rank 0 is called."""
     num_rows: int | None = None
-    """The rows of all ranks, fill counted; absent when nothing was cut by rows."""
+    """The rows of all ranks together, with padding rows. None when no argument has rows."""
     indices: list[int] | None = None
-    """Where the rows that were sent stand in the joined result; absent when they stand there as they were sent."""
+    """The positions of the caller's rows in the joined result. None when they are already in the caller's order."""
 
     def merge(self, results: Sequence[Any]) -> Any:
-        """One result from those of the ranks, in rank order. Raises ValueError when rows are missing or too many."""
+        """The caller's result, from the results in rank order. Raises ValueError for a wrong number of rows."""
         joined = self.dispatch.join(results)
         if self.dispatch.order is None or self.num_rows is None:
             return joined
         if len(joined) != self.num_rows:
-            raise ValueError(f"{self.what} gave {len(joined)} rows for {self.num_rows}: it must answer row by row")
+            raise ValueError(
+                f"{self.what} returned {len(joined)} rows for {self.num_rows} rows: it must return one result per row"
+            )
         return joined if self.indices is None else self.dispatch.order(joined, self.indices)
 
 
 def split_call(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_updates: int = 1) -> SplitCall:
-    """The call of each rank.
+    """Divide a call among the ranks of a role.
 
     Args:
-        what: the call's name in errors, `role.method`.
+        what: `role.method`, for error messages.
         num_updates: U of the row layout.
 
     Raises:
-        TypeError: a scattered call over several ranks has nothing to cut.
+        TypeError: a scattered call over several ranks has no argument with rows.
         ValueError: its arguments differ in their number of rows, or have none.
-        ConfigError: 2010 when the rows do not divide among the ranks and the result has no row that could be left out.
+        ConfigError: 2010 when the ranks do not divide the rows, and the result has no rows from which padding rows
+            could be dropped.
     """
     if dispatch.mode != "scatter":
         return SplitCall(what, dispatch, (call,) * (1 if dispatch.mode == "rank0" else num_ranks))
@@ -131,12 +135,12 @@ def split_call(what: str, dispatch: Dispatch, call: Call, num_ranks: int, num_up
     if dispatch.order is None and sum(map(len, rows)) > num_rows:
         raise GeometryError(
             f"{what} got {num_rows} rows for {num_ranks} workers: {num_rows} / {num_ranks} is no whole number, and "
-            "copies that fill up would count twice. Make batch_size x samples_per_prompt a multiple of the workers"
+            "padding rows would count twice. Make batch_size x samples_per_prompt a multiple of the number of workers"
         )
-    indices, standing = sent_order(rows), sum(map(len, rows))
-    in_place = indices == list(range(standing))
+    indices, num_padded = sent_order(rows), sum(map(len, rows))
+    in_place = indices == list(range(num_padded))
     calls = tuple(_share(call, chosen) for chosen in rows)
-    return SplitCall(what, dispatch, calls, standing, None if in_place else indices)
+    return SplitCall(what, dispatch, calls, num_padded, None if in_place else indices)
 
 
 def _common_rows(what: str, call: Call) -> int | None:
@@ -145,14 +149,14 @@ def _common_rows(what: str, call: Call) -> int | None:
     sizes = {f"{name} ({type(value).__name__})": len(value) for name, value in named if isinstance(value, Rows)}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise ValueError(f"{what} cuts its arguments by the same rows, but {listed} rows")
+        raise ValueError(f"{what} needs arguments with equally many rows, but {listed} rows")
     if 0 in sizes.values():
         raise ValueError(f"{what} got no rows: {', '.join(sizes)} is empty")
     return next(iter(sizes.values()), None)
 
 
 def _share(call: Call, rows: list[int]) -> Call:
-    """The call with the arguments' rows `rows`, in storage of their own: a view would travel with all of its rows."""
+    """The call with the rows `rows` of its arguments. They are copied: a view would be sent with its whole storage."""
 
     def share(value: Any) -> Any:
         return compact(value.select(rows)) if isinstance(value, Rows) else value
@@ -162,16 +166,18 @@ def _share(call: Call, rows: list[int]) -> Call:
 
 
 def rank_rows(num_rows: int, num_updates: int, num_ranks: int) -> list[list[int]]:
-    """The rows of each rank, in rank order; all ranks get equally many.
+    """The row layout: the rows of each rank, in rank order. All ranks get equally many.
 
-    Update u of U is the rows [u B / U, (u + 1) B / U); ranks divide inside it, and a rank's rows are its share of
-    update 0, then of update 1, and so on. So a rank that cuts its rows into U equal pieces finds its share of update u.
+    Update u of U is the rows [u B / U, (u + 1) B / U), and the ranks divide each update. The rows of a rank are its
+    share of update 0, then of update 1, and so on. A rank that cuts its rows into U equal pieces therefore gets its
+    share of update u as piece u.
 
-    Rows that U x ranks does not divide (evaluations, previews) are one update, filled up with copies of the last row.
+    Where U x ranks does not divide the rows (evaluations, previews), all rows form one update, and copies of the last
+    row pad it.
     """
     if min(num_rows, num_updates, num_ranks) < 1:
         raise ValueError(
-            f"no layout for {num_rows} rows, {num_updates} updates, {num_ranks} ranks: each must be at least 1"
+            f"no row layout for {num_rows} rows, {num_updates} updates and {num_ranks} ranks: each must be at least 1"
         )
     if num_rows % (num_updates * num_ranks):
         num_updates = 1
@@ -187,9 +193,9 @@ def rank_rows(num_rows: int, num_updates: int, num_ranks: int) -> list[list[int]
 
 
 def sent_order(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Where rows 0, 1, ... stand when the ranks' rows are laid end to end; the inverse of `rank_rows`.
+    """The position of row 0, 1, ... in the concatenation of the ranks' rows: the inverse of `rank_rows`.
 
-    A row that stands on several places counts at its first one, so fill rows are left out.
+    A row with several copies has the position of its first one, so padding rows are left out.
     """
     places: dict[int, int] = {}
     for place, row in enumerate(chain.from_iterable(rows)):

@@ -1,4 +1,4 @@
-"""What went wrong on which worker, and which of several failures is the cause."""
+"""Failures of workers: which of several is the cause, and the stacks of calls that do not return."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from unirl.config.errors import StallError, UniRLError, WorkerError, report
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ActorDiedError", "Broken pipe")
-"""Words of exceptions that a rank raises because another one is gone."""
+"""Words in the exceptions that a rank raises because another rank is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """What a worker answers in place of a result. Plain text, but for an error that the user can act on."""
+    """The answer of a worker whose call failed. It holds text, and the exception itself if the user can act on it."""
 
     what: str
     """The call, `role.method`."""
     worker: str
-    """Rank, host and process id, in words."""
+    """Rank, host and process id, as text for messages."""
     when: float
     """Seconds since the epoch."""
     message: str
@@ -39,11 +39,11 @@ class WorkerFailure:
     error: Exception | None = None
     is_death: bool = False
     is_consequence: bool = False
-    """Whether it says that another worker is gone."""
+    """True when the exception only says that another worker is gone."""
 
     @staticmethod
     def of(error: Exception, what: str, worker: str) -> WorkerFailure:
-        """An exception that was raised on this worker."""
+        """The failure for an exception that was raised on this worker."""
         return WorkerFailure(
             what=what,
             worker=worker,
@@ -56,11 +56,11 @@ class WorkerFailure:
 
     @staticmethod
     def death(what: str, worker: str, how: str) -> WorkerFailure:
-        """A worker's process is gone."""
+        """The failure for a worker whose process is gone."""
         return WorkerFailure(what=what, worker=worker, when=time.time(), message=how, is_death=True)
 
     def exception(self) -> Exception:
-        """What the driver raises, with the worker's traceback as its cause."""
+        """The exception that the driver raises, with the worker's traceback as its cause."""
         if self.is_death:
             return WorkerError(f"{self.worker} died while {self.what} ran: {self.message}")
         error = self.error or WorkerError(f"{self.what} failed on {self.worker}: {self.message}")
@@ -77,12 +77,12 @@ class RemoteTraceback(Exception):
 
 
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """The failure that explains the others: a dead worker, else the earliest that is no broken collective."""
+    """The failure that explains the others: a dead worker, else the earliest one that is not a broken collective."""
     return min(failures, key=lambda f: (f.is_consequence, not f.is_death, f.when))
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the command line has words of its own for it: no memory, no disk, and our own errors."""
+    """True for errors with a message of their own on the command line: our errors, full memory, full disk."""
     if isinstance(error, OSError):
         return error.errno in NO_SPACE
     return isinstance(error, UniRLError | MemoryError | torch.OutOfMemoryError)
@@ -95,16 +95,16 @@ def _says_that_another_is_gone(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class ThreadStacks:
-    """The threads of one process."""
+    """The stacks of all threads of one process."""
 
     text: str
-    """Every thread's stack, innermost call last."""
+    """The stack of every thread, innermost call last."""
     where: str
-    """The innermost call of the thread that works, on one line."""
+    """The innermost call of the working thread, on one line."""
 
 
 def stacks_of(thread: int | None) -> ThreadStacks:
-    """The stacks of this process; `thread` is the ident of the one that works, None when none does."""
+    """The stacks of this process. `thread` is the identifier of the working thread, None when the process is idle."""
     names = {known.ident: known.name for known in threading.enumerate()}
     frames = sys._current_frames()
     parts = [
@@ -119,7 +119,7 @@ def stacks_of(thread: int | None) -> ThreadStacks:
 
 
 def stack_folder(stack_dir: Path | None) -> Path:
-    """A new folder for the stacks of one stall, in `stack_dir` or else among the temporary files."""
+    """Create a folder for the stacks of one stall, in `stack_dir` if given, else in the temporary directory."""
     if stack_dir is None:
         return Path(tempfile.mkdtemp(prefix="unirl-stacks-"))
     folder = stack_dir / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -127,24 +127,24 @@ def stack_folder(stack_dir: Path | None) -> Path:
     return folder
 
 
-def stall(what: str, seconds: float, places: dict[str, str], folder: Path) -> StallError:
-    """The error of a wait for `what` that took too long.
+def stall(what: str, seconds: float, positions: dict[str, str], folder: Path) -> StallError:
+    """The error for a call `what` that did not return in time.
 
     Args:
-        places: of each worker, the call in which it stands.
+        positions: the innermost call of each worker, by worker.
     """
-    lines = "".join(f"\n  {worker}: {where}" for worker, where in places.items())
+    lines = "".join(f"\n  {worker}: {where}" for worker, where in positions.items())
     return StallError(
-        f"{what} gave no result within {seconds:g} s. Raise stall_timeout_s if it is only slow. "
-        f"The stacks of all workers are in {folder}; they stand in:{lines}"
+        f"{what} did not return within {seconds:g} s. Raise stall_timeout_s if it is only slow. "
+        f"The stacks of all workers are in {folder}. The innermost call of each worker:{lines}"
     )
 
 
 @contextmanager
 def watchdog(what: str, seconds: float, stack_dir: Path | None) -> Iterator[None]:
-    """End the process with exit status 8, its stacks written, when the block takes longer than `seconds`.
+    """Write the stacks and end the process with exit status 8 when the block takes longer than `seconds`.
 
-    For work in the driver's own thread, which nobody else can interrupt.
+    This watches the driver's own thread, which no other thread can interrupt.
     """
     working = threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""The `local` runtime: every group is one worker in the driver's own process, so a breakpoint works."""
+"""Opens the pool of a run, and the `local` runtime: groups of one worker in the driver's process, for debuggers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unirl.distributed.tensor.row_store import InProcessTransport, RowTransportN
 
 @dataclass(frozen=True)
 class LocalPending:
-    """A call that runs on the group's own thread."""
+    """A call that runs on the own thread of its group."""
 
     what: str
     future: Future[Any]
@@ -49,7 +49,7 @@ class LocalPending:
 
 
 class SerialExecutor:
-    """One thread that runs calls in order. It keeps no process alive: a call that hangs ends with the process."""
+    """One daemon thread that runs calls in order. A call that hangs does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class SerialExecutor:
         self.thread: Thread | None = None
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run a call after those before it."""
+        """Run a call after the calls that were submitted before it."""
         if self.thread is None:
             self.thread = Thread(target=self._work, name=self.name, daemon=True)
             self.thread.start()
@@ -67,7 +67,7 @@ class SerialExecutor:
 
     @property
     def ident(self) -> int | None:
-        """The thread's, once there is one."""
+        """The identifier of the thread, or None before the first call."""
         return self.thread.ident if self.thread else None
 
     def close(self) -> None:
@@ -79,12 +79,12 @@ class SerialExecutor:
             future, call = job
             try:
                 future.set_result(call())
-            except BaseException as error:  # the caller's, who waits for the future
+            except BaseException as error:  # raised again where the caller waits for the future
                 future.set_exception(error)
 
 
 class LocalGroup:
-    """One worker in this process: calls run inline, submitted ones on the group's own thread."""
+    """One worker in this process. Calls run inline; submitted calls run on the group's own thread."""
 
     num_ranks = 1
     workers: tuple[Any, ...] = ()
@@ -99,13 +99,13 @@ class LocalGroup:
         self.executor = SerialExecutor(worker.name)
 
     def place(self, remote: Remote) -> Handle:
-        """Build a role beside its siblings and give its handle."""
+        """Build a role beside its siblings and return its handle."""
         role_class = self.worker.place(remote)
         self.marks[remote.name] = remote_methods(role_class)
         return Handle(self, remote.name, role_class)
 
     def role_here(self, role: str) -> Any | None:
-        """The object of a role, which lives in this process."""
+        """The object of a role, which lives in this process, or None."""
         return self.worker.roles.get(role)
 
     def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ class LocalGroup:
 
 
 class LocalPool(Pool):
-    """Devices of this process. A device_set has one; several device_sets are several groups beside each other."""
+    """Devices of this process. A device set has one device; several device sets are several groups in the process."""
 
     def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
@@ -134,10 +134,10 @@ class LocalPool(Pool):
         self.groups: dict[DeviceSet, LocalGroup] = {}
 
     def group(self, device_set: DeviceSet) -> LocalGroup:
-        """The group on a device_set of one place.
+        """The group on a device set with one device.
 
         Raises:
-            ConfigError: 2020 when the device_set has more.
+            ConfigError: 2020 when the device set has several devices.
         """
         self.check(device_set)
         if len(device_set.indices) > 1:
@@ -161,24 +161,24 @@ class LocalPool(Pool):
         return watchdog(f"phase {phase}", self.deadline_s, self.stack_dir)
 
     def release(self, step: int) -> None:
-        """Free the columns of a step."""
+        """Free the stored rows of a step."""
         for group in self.groups.values():
             group.worker.release(step)
 
     def clear(self) -> None:
-        """End all roles and free all columns."""
+        """End all roles and free all stored rows."""
         for group in self.groups.values():
             group.close()
         self.groups.clear()
         self.transport = InProcessTransport()
 
     def close(self) -> None:
-        """The same: there is no process to end."""
+        """End all roles and free all stored rows. There is no process to end."""
         self.clear()
 
 
 def local_device(device_set: DeviceSet) -> torch.device:
-    """The accelerator of a device_set's place, if this process sees any: places beyond the last share them in turn."""
+    """The accelerator of a device set, if this process has any. Indices beyond the last accelerator wrap around."""
     if device_set.kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", device_set.indices[0] % torch.cuda.device_count())
@@ -197,13 +197,13 @@ def open_pool(
     deadline_s: float = 1800.0,
     row_transport: RowTransportName = "object_store",
 ) -> Pool:
-    """The pool of a runtime. Close it: workers of Ray outlive their roles, not their pool.
+    """Open the pool of a runtime. The caller closes it; until then workers of Ray stay, also without roles.
 
     Args:
-        devices_per_node: how the devices divide over machines; all on one when absent.
+        devices_per_node: devices on each machine. None: all devices are on one machine.
         num_updates: U of the row layout.
         deadline_s: seconds that one call may take.
-        row_transport: how rows travel between workers of Ray.
+        row_transport: how stored rows are sent between workers of Ray.
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)

@@ -1,4 +1,4 @@
-"""Which rank this code runs on, from a context instead of environment variables."""
+"""The rank that this code runs on, from a context instead of environment variables, and process groups of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """The place of a worker in its role. `dp` counts ranks with distinct rows."""
+    """The rank of a worker in its role. `dp` counts the ranks with distinct rows."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,7 +29,7 @@ class RankInfo:
     dp_size: int = 1
     device: torch.device = CPU
     group: ProcessGroup | None = None
-    """The default process group of the role's ranks; None when alone."""
+    """The default process group of the role's ranks; None when there is one rank."""
 
     def sum_over_dp(self, value: float) -> float:
         """The sum of `value` over the data-parallel ranks, in float64."""
@@ -40,7 +40,7 @@ class RankInfo:
         return float(total)
 
     def max_over_dp(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over the data-parallel ranks, which all bring as many."""
+        """The maximum of each value over the data-parallel ranks. All ranks pass equally many values."""
         if self.dp_size == 1:
             return list(values)
         largest = torch.tensor(values, dtype=torch.int64)
@@ -48,7 +48,7 @@ class RankInfo:
         return largest.tolist()
 
     def free_unused(self) -> None:
-        """Give memory that this process keeps for later back to the device, where other processes need it now."""
+        """Return the cached device memory of this process to the device, for other processes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -58,13 +58,13 @@ _RANK: ContextVar[RankInfo] = ContextVar("rank", default=_ALONE)
 
 
 def current() -> RankInfo:
-    """The rank of the role that is running."""
+    """The rank of the role whose method is running."""
     return _RANK.get()
 
 
 @contextmanager
 def running_as(rank: RankInfo) -> Iterator[None]:
-    """Run role code as `rank`."""
+    """Make `rank` the current rank inside the block."""
     token = _RANK.set(rank)
     try:
         yield
@@ -73,18 +73,18 @@ def running_as(rank: RankInfo) -> Iterator[None]:
 
 
 _HOSTED: list[dist.TCPStore] = []
-"""The store that this process hosts for the group it is in."""
+"""The store that this process hosts for its group. A reference keeps it open."""
 
 
 def host_store(host: str) -> tuple[str, int]:
-    """Open the store in which ranks find each other, reachable at `host` and nowhere else; gives its address."""
+    """Open the store in which ranks find each other, on the address `host` only. Returns host and port."""
     store = open_store(host)
     _HOSTED.append(store)
     return host, store.port
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """A store on a free port of `host`, for as long as the caller holds it."""
+    """Open a store on a free port of `host`. It stays open as long as the caller holds it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -92,7 +92,7 @@ def open_store(host: str) -> dist.TCPStore:
 
 
 def new_process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """A process group beside the default one, for messages of our own: NCCL between GPUs, else gloo."""
+    """Create a process group beside the default one: NCCL between GPUs, else gloo."""
     timeout = timedelta(seconds=timeout_s)
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -104,7 +104,7 @@ def new_process_group(store: dist.Store, rank: int, size: int, device: torch.dev
 def join_process_group(
     name: str, host: str, port: int, rank: int, world_size: int, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
-    """The process group `name`, once all of its ranks have joined. Collectives give up after `timeout_s` seconds."""
+    """Join the process group `name`. Returns when all ranks have joined; collectives time out after `timeout_s` s."""
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     dist.init_process_group(
@@ -121,7 +121,7 @@ def join_process_group(
 
 
 def leave_process_group() -> None:
-    """Leave the group and close the store, if this process is in one."""
+    """Leave the default process group and close its store, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     _HOSTED.clear()

@@ -1,4 +1,4 @@
-"""The Ray cluster that a pool runs on: found or started, and the devices reserved there."""
+"""The Ray cluster of a pool: connects to one or starts one, and reserves devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 from unirl.config.dependencies import WAYS, check_ray_address
 from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError
-from unirl.distributed.group.reaper import outlive
+from unirl.distributed.group.reaper import kill_on_exit
 
 OLDEST = (2, 54)
 NAMESPACE = "unirl"
@@ -28,18 +28,18 @@ HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""A node that is dead or frozen is known after about 4 s; by Ray's defaults it takes a minute."""
+"""With these settings Ray reports a dead or frozen node after about 4 s; with its defaults, after a minute."""
 RESERVE_S = 10.0
 
 _reapers: list[subprocess.Popen[bytes]] = []
-"""What ends Ray's agents with this process."""
+"""The processes that end Ray's agents when this process ends."""
 
 
 def connect(num_cpus: int) -> bool:
-    """Connect this process to Ray; True when it was not before, so that who connects also leaves.
+    """Connect this process to Ray. Returns False if it was connected already; then the caller does not disconnect it.
 
-    RAY_ADDRESS names a cluster; without it one starts here, with at least `num_cpus` slots, reachable from this machine
-    only.
+    RAY_ADDRESS names a cluster. Without it, one starts here with at least `num_cpus` slots. It is reachable from this
+    machine only.
 
     Raises:
         DependencyError: 3002 when Ray is too old, 3003 when nothing answers at RAY_ADDRESS.
@@ -60,7 +60,7 @@ def connect(num_cpus: int) -> bool:
 
 
 def check_version(version: str) -> None:
-    """Raise DependencyError 3002 when Ray is older than what the runtime was written for."""
+    """Raises DependencyError (3002) when Ray is older than the oldest tested version."""
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UnsupportedEnvironmentError(
@@ -70,21 +70,21 @@ def check_version(version: str) -> None:
 
 
 def check_interpreter(path: str) -> None:
-    """Raise DependencyError 3002 for an interpreter with which Ray cannot start workers."""
+    """Raises DependencyError (3002) for an interpreter with which Ray cannot start workers."""
     if any(letter.isspace() for letter in path):
         raise UnsupportedEnvironmentError(
-            f"runtime: Ray cannot start workers with {path}, because the path has a blank in it. Move the project with "
-            "its .venv to a path without blanks, or set runtime=local"
+            f"runtime: Ray cannot start workers with {path}, because the path contains a space. Move the project with "
+            "its .venv to a path without spaces, or set runtime=local"
         )
 
 
 def start(num_cpus: int) -> None:
-    """A Ray of our own on this machine, bound to loopback, which ends with this process."""
+    """Start a Ray cluster on this machine, bound to loopback, which ends with this process."""
     import ray
     from ray._private import worker
 
     check_interpreter(sys.executable)
-    # Ray reports usage to its makers unless told otherwise, and has no other door than this variable.
+    # Ray reports usage to its vendor by default; this variable is the only switch.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     num_gpus = torch.cuda.device_count()
     with _on_loopback(), _not_inherited(signal.SIGTERM, signal.SIGUSR1):
@@ -101,14 +101,14 @@ def start(num_cpus: int) -> None:
             _system_config={**HEALTH, "enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
     node = worker._global_node
-    begun = {info.process.pid for infos in node.all_processes.values() for info in infos}
-    # Also where no pool is closed; before Ray's own, which asks by SIGTERM.
+    started = {info.process.pid for infos in node.all_processes.values() for info in infos}
+    # For runs that close no pool. It runs before Ray's own exit handler, which sends SIGTERM.
     atexit.register(shut_down)
-    _reapers.append(outlive(descendants(begun)))
+    _reapers.append(kill_on_exit(descendants(started)))
 
 
 def shut_down() -> None:
-    """End the Ray that `start` began, at once: its processes do not hear the SIGTERM by which Ray would ask them."""
+    """End the cluster that `start` started, by SIGKILL: its processes block SIGTERM, which Ray would send."""
     import ray
     from ray._private import worker
 
@@ -123,10 +123,10 @@ def shut_down() -> None:
 
 
 def descendants(roots: Collection[int]) -> list[int]:
-    """The processes below `roots`, which are not among them; none where the system has no /proc."""
+    """The descendants of the processes `roots`, without these. Empty where the system has no /proc."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # the process ended meanwhile
             parent = entry.read_text(errors="replace").rpartition(")")[2].split()[1]
             below.setdefault(int(parent), []).append(int(entry.parent.name))
     found: list[int] = []
@@ -140,7 +140,7 @@ def descendants(roots: Collection[int]) -> list[int]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Ray replaces a loopback address by one that other machines reach, unless it believes itself on a desktop."""
+    """Make Ray keep a loopback address, which it otherwise replaces by an address that other machines reach."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -162,15 +162,15 @@ def _join(address: str) -> None:
     check_ray_address(address)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:  # what Ray raises for no, another or a strange cluster
+    except (ConnectionError, RuntimeError, ValueError) as error:  # Ray's errors for a missing or incompatible cluster
         first = (str(error).splitlines() or [""])[0]
         raise ResourceError(f"Ray at RAY_ADDRESS={address} refuses this process: {first}. {WAYS}") from error
 
 
 @contextmanager
 def _not_inherited(*numbers: signal.Signals) -> Iterator[None]:
-    """Processes that start inside do not get these signals: a scheduler that stops a run sends them to all of its
-    processes, and the driver still needs the others to finish its step."""
+    """Processes that start inside the block ignore these signals. A scheduler that stops a run sends them to all
+    processes, and the driver needs the others to finish its step."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -180,7 +180,7 @@ def _not_inherited(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM over; a handler of ours stays."""
+    """Restore our handler of SIGTERM, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -191,29 +191,29 @@ def _own_signals() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Devices held for a pool: one bundle per machine."""
+    """Devices reserved for a pool: one bundle per machine."""
 
     placement_group: Any
     resource: str
-    """What a worker takes of its bundle: "GPU", or "CPU" on a cluster that has no accelerators."""
+    """The resource that a worker takes from its bundle: "GPU", or "CPU" on a cluster without accelerators."""
     per_node: int
     threads: int
     """Threads of each worker."""
 
 
 def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
-    """Hold the devices, `devices_per_node` on each machine.
+    """Reserve the devices, `devices_per_node` on each machine.
 
     Raises:
-        ConfigError: 2010 when they do not divide over machines.
-        ResourceError: 5001 when the cluster has not enough, or others hold them.
+        ConfigError: 2010 when `devices_per_node` does not divide `num_devices`.
+        ResourceError: 5001 when the cluster has too few devices, or other jobs hold them.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
     per_node = devices_per_node or num_devices
     if num_devices % per_node:
         raise GeometryError(
-            f"num_devices={num_devices} is no multiple of devices_per_node={per_node}, and machines give equally many"
+            f"num_devices={num_devices} must be a multiple of devices_per_node={per_node}: every machine has as many"
         )
     nodes = _nodes()
     resource = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
@@ -223,7 +223,7 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
     if not group.wait(RESERVE_S):
         remove_placement_group(group)
         raise ResourceError(
-            f"{num_devices} {resource} slots of the Ray cluster are asked for, and others hold too many of "
+            f"the run needs {num_devices} {resource} slots of the Ray cluster, and other jobs hold too many of "
             f"{_listed(nodes, resource)}. Wait for them, or lower num_devices"
         )
     node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for node in nodes))
@@ -240,7 +240,7 @@ def _check_enough(nodes: Sequence[dict[str, float]], resource: str, num_nodes: i
     fitting = sum(node.get(resource, 0) >= per_node for node in nodes)
     if fitting < num_nodes:
         raise ResourceError(
-            f"{num_nodes} machine(s) with {per_node} {resource} slots each are asked for, and the Ray cluster has "
+            f"the run needs {num_nodes} machine(s) with {per_node} {resource} slots each, and the Ray cluster has "
             f"{_listed(nodes, resource)}. Lower num_devices, set devices_per_node, or add machines "
             "(ray start --address HEAD)"
         )

@@ -1,4 +1,4 @@
-"""The `ray` runtime: one worker process per device, or a second one beside it."""
+"""The `ray` runtime: one worker process per device, and optionally a second one on the same device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from unirl.distributed.tensor.transports import plan_moves, workers_of
 LIBRARIES = ("diffusers", "transformers", "peft")
 NUMBERS = count()
 JOIN_MARGIN_S = 60.0
-"""Collectives give up this much later than the driver, which knows more about why."""
+"""Collectives time out this much later than the driver, whose error says more about the cause."""
 
 
 @dataclass(frozen=True)
 class RayPending:
-    """A call that runs on workers."""
+    """A call that runs on the workers of a group."""
 
     what: str
     group: RayGroup
@@ -46,7 +46,7 @@ class RayPending:
 
 
 class RayGroup:
-    """The workers of a device_set, rank by rank."""
+    """The workers of a device set, in rank order."""
 
     def __init__(self, pool: RayPool, device_set: DeviceSet) -> None:
         self.pool = pool
@@ -69,17 +69,17 @@ class RayGroup:
     def hosts(self) -> tuple[str, ...]:
         """The address of each rank's machine."""
         self._enter()
-        return tuple(worker.about.host for worker in self.worker_refs)
+        return tuple(worker.process_info.host for worker in self.worker_refs)
 
     def place(self, remote: Remote) -> Handle:
-        """Build a role on every rank, beside its siblings, and give its handle."""
+        """Build a role on every rank, beside its siblings, and return its handle."""
         self._enter()
         role_class = self._all(f"building {remote.name}", "place", remote)[0]
         self.marks[remote.name] = remote_methods(role_class)
         return Handle(self, remote.name, role_class)
 
     def role_here(self, role: str) -> None:
-        """Roles live in other processes."""
+        """None: roles live in other processes."""
 
     def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call and wait."""
@@ -97,7 +97,7 @@ class RayGroup:
         return RayPending(what, self, calls, parts)
 
     def _enter(self) -> None:
-        """Give every worker its assignment; the ranks of a group of several meet in a store of rank 0."""
+        """Send every worker its rank. The ranks of a group with several workers meet in a store on rank 0."""
         if self.has_entered:
             return
         assignment = RankAssignment(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
@@ -120,9 +120,9 @@ class RayPool(Pool):
     """Devices of a Ray cluster. Workers start when a group first needs them, and stay until `close`.
 
     Args:
-        devices_per_node: how the devices divide over machines; all on one when absent.
-        preload: libraries that workers with a device import while they start.
-        row_transport: how rows of columns travel between workers.
+        devices_per_node: devices on each machine. None: all devices are on one machine.
+        preload: libraries that workers with a device import at the start.
+        row_transport: how stored rows are sent between workers.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class RayPool(Pool):
         self.worker_group = WorkerGroup(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
 
     def group(self, device_set: DeviceSet) -> RayGroup:
-        """The group on a device_set. Its workers start at once, and are waited for when the first role is placed.
+        """The group on a device set. Its workers start at once; the first `place` waits for them.
 
         Raises:
-            ConfigError: 2020 when another group has some of its places.
+            ConfigError: 2020 when another group has some of its devices, but not all.
         """
         self.check(device_set)
         for other in self.groups:
@@ -162,7 +162,7 @@ class RayPool(Pool):
                 and set(other.indices) & set(device_set.indices)
             ):
                 raise IncompatibleError(
-                    f"placements on {other.words} and on {device_set.words} share some devices and not all, and a "
+                    f"placements on {other.words} and on {device_set.words} share some devices but not all, and a "
                     "worker belongs to one group. Give both the same devices, or disjoint ones"
                 )
         if device_set not in self.groups:
@@ -171,7 +171,7 @@ class RayPool(Pool):
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:
-        """Name what runs, for the message of a stall."""
+        """Name the phase that the driver is in, for the message of a stall."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -179,12 +179,12 @@ class RayPool(Pool):
             self.phase = before
 
     def gather(self, what: str, calls: dict[Ref, WorkerRef], deadline_s: float) -> list[Any]:
-        """The results of calls on workers, in order; errors name the phase that the driver is in."""
+        """The results of calls on workers, in order. Errors name the phase that the driver is in."""
         during = f" (phase {self.phase})" if self.phase else ""
         return self.worker_group.gather(what + during, calls, deadline_s, self.stack_dir)
 
     def move_rows(self, calls: Sequence[Any], refs: Sequence[WorkerRef]) -> None:
-        """Where rows travel over a process group: bring those that `calls` read to the refs that they are for."""
+        """Send the rows that `calls` read to their workers, if rows are sent over a process group."""
         if self.row_transport == "object_store":
             return
         moves = plan_moves(calls, [worker.name for worker in refs[: len(calls)]])
@@ -196,7 +196,7 @@ class RayPool(Pool):
         self.gather(what, {worker.ask(what, "exchange", moves): worker for worker in taking_part}, self.deadline_s)
 
     def _join_rows(self, workers: Mapping[str, WorkerRef]) -> None:
-        """All workers of the pool in one process group, anew when a worker is new."""
+        """Join all workers of the pool in one process group, again whenever the set of workers has changed."""
         if self.row_workers == set(workers):
             return
         what, first = "opening the store of rows", next(iter(workers.values()))
@@ -208,25 +208,25 @@ class RayPool(Pool):
         self.row_workers = set(workers)
 
     def release(self, step: int) -> None:
-        """Free the columns of a step on every worker."""
+        """Free the stored rows of a step on every worker."""
         self.worker_group.tell("release", step)
 
     def memory(self) -> dict[str, float]:
-        """`mem/*` in GiB: the largest of any worker; device peaks since last asked."""
+        """The metrics `mem/*` in GiB: the maximum over workers, since the last call."""
         calls = {worker.ask("memory", "peak_memory"): worker for worker in self.worker_group.worker_refs.values()}
-        found: dict[str, float] = {}
+        peaks_by_name: dict[str, float] = {}
         for peaks in self.gather("memory", calls, self.deadline_s):
-            found |= {name: max(gib, found.get(name, 0.0)) for name, gib in peaks.items()}
-        return found
+            peaks_by_name |= {name: max(gib, peaks_by_name.get(name, 0.0)) for name, gib in peaks.items()}
+        return peaks_by_name
 
     def clear(self) -> None:
-        """End all roles and groups, free all columns, and keep the workers that are well."""
+        """End all roles and groups and free all stored rows. Workers that answer stay; the others are killed."""
         self.groups.clear()
         self.row_workers = set()
         self.worker_group.tell("clear")
 
     def close(self) -> None:
-        """Kill the workers and give the devices back; a Ray that this pool started ends with it."""
+        """Kill the workers and release the devices. A Ray cluster that this pool started ends as well."""
         if self.is_closed:
             return
         self.is_closed = True

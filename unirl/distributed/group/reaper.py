@@ -1,9 +1,9 @@
-"""Ends processes when the one that started them is gone, however it ended.
+"""Kills processes when the process that started this one is gone, however it ended.
 
     python reaper.py PID...
 
-Ray's agents notice within seconds, on a busy machine within minutes, that the rest of their Ray is gone. This process
-does not wait for them: its standard input closes with the driver, and then it kills what it was told.
+Ray's agents notice within seconds, on a busy machine within minutes, that the rest of their cluster is gone. This
+process does not wait for them: its standard input closes when the driver ends, and then it kills the given processes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 
-def outlive(pids: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a process that kills `pids` once this one is gone. Close its standard input to have it do so now."""
+def kill_on_exit(pids: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a process that kills `pids` when this process is gone, or when its standard input is closed."""
     words = [sys.executable, "-S", "-E", __file__, *map(str, pids)]
-    # In a session of its own: what stops the driver's process group must not stop it.
+    # In its own session: a signal to the driver's process group must not end it.
     return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def main(pids: Sequence[int]) -> None:
-    """Wait for the end of standard input, then kill `pids`; a number that another process has by then is spared."""
+    """Wait for the end of standard input, then kill `pids`. A process that got one of these ids later is not killed."""
     handles = []
     for pid in pids:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""One worker: the roles of one rank of a device_set, and the columns that they made."""
+"""One worker: the roles of one rank, and the rows that they produced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PARENT_CHECK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:
-    """Where a worker sits in its group, and where it meets the others."""
+    """The rank of a worker in its group, and the address of the store where the ranks meet."""
 
     group: str
     rank: int = 0
@@ -49,7 +49,7 @@ class RankAssignment:
 
 
 class Worker:
-    """Hosts the roles of one rank. The driver's own process holds it, or an actor of Ray does."""
+    """Hosts the roles of one rank, in the driver's own process or in an actor of Ray."""
 
     def __init__(self, name: str, device: torch.device, transport: RowTransport) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class Worker:
         self.rank = RankInfo(device=device)
 
     def enter(self, assignment: RankAssignment) -> None:
-        """Take a assignment in a group; returns when all of its ranks have."""
+        """Join a group as one of its ranks. Returns when all ranks have joined."""
         group = None
         if assignment.world_size > 1:
             where = (
@@ -80,7 +80,7 @@ class Worker:
         )
 
     def place(self, remote: Remote) -> type:
-        """Build a role beside its siblings; gives its class."""
+        """Build a role beside its siblings and return its class."""
         if remote.name in self.roles:
             raise InvalidValueError(f"role {remote.name!r} is placed twice on {self.name}")
         with running_as(self.rank):
@@ -88,7 +88,7 @@ class Worker:
         return type(self.roles[remote.name])
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
-        """Call a method of a role: columns become tensors on the way in, heavy fields columns on the way out."""
+        """Call a method of a role: RemoteRows in the arguments become tensors, heavy fields of the result RemoteRows."""
         self.store.begin(step)
         args, kwargs = self.store.fetch((args, kwargs))
         with running_as(self.rank):
@@ -96,16 +96,16 @@ class Worker:
         return self.store.stash(result)
 
     def invoke(self, role: str, method: str, *args: Any) -> Any:
-        """Call a method of a role as it is, without columns; for calls between workers."""
+        """Call a method of a role without converting arguments and result; for calls between workers."""
         with running_as(self.rank):
             return methodcaller(method, *args)(self.roles[role])
 
     def release(self, step: int) -> None:
-        """Free the columns of a step."""
+        """Free the stored rows of a step."""
         self.store.release(step)
 
     def clear(self) -> None:
-        """End all roles, free all columns and leave the group; the process stays."""
+        """End all roles, free all stored rows and leave the group. The process stays."""
         self.roles.clear()
         self.store.clear()
         if self.rank.group is not None:
@@ -118,7 +118,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """The process of a worker."""
+    """Host and process id of a worker."""
 
     host: str
     pid: int
@@ -130,9 +130,9 @@ class RemoteWorker(Worker):
     def __init__(self, name: str, place: str, host: str, has_device: bool, deadline_s: float) -> None:
         """
         Args:
-            place: what the pool calls the place, in errors.
-            host: the address of this machine for the others.
-            deadline_s: how long another worker may take to send rows.
+            place: the worker's location in error messages.
+            host: the address of this machine for other workers.
+            deadline_s: seconds that another worker may take to send rows.
         """
         device = torch.device("cuda", 0) if has_device and torch.cuda.is_available() else torch.device("cpu")
         self.object_store = RayTransport(deadline_s)
@@ -146,10 +146,10 @@ class RemoteWorker(Worker):
         self.busy: int | None = None
 
     def attempt(self, what: str, method: str, *args: Any) -> Any:
-        """The result of a method of this worker, or the WorkerFailure that it ended in.
+        """The result of a method of this worker, or a WorkerFailure if it raised.
 
         Args:
-            what: what the driver calls it, in errors.
+            what: the name of the call in error messages.
         """
         self.busy = threading.get_ident()
         try:
@@ -160,16 +160,16 @@ class RemoteWorker(Worker):
             self.busy = None
 
     def about(self) -> ProcessInfo:
-        """Which process this is."""
+        """Host and process id of this worker."""
         return ProcessInfo(self.host, os.getpid())
 
     def preload(self, libraries: Sequence[str]) -> None:
-        """Import what roles will need, while other workers start."""
+        """Import the libraries that roles will need, while other workers start."""
         for library in libraries:
             importlib.import_module(library)
 
     def visible(self) -> str:
-        """The GPU that Ray gave this process, by which another process finds it too."""
+        """The GPU that Ray gave this process, for a second process on the same GPU."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def host_store(self) -> tuple[str, int]:
@@ -177,12 +177,12 @@ class RemoteWorker(Worker):
         return host_store(self.host)
 
     def host_rows(self) -> tuple[str, int]:
-        """Open the store in which the workers that move rows over a process group find each other."""
+        """Open the store in which the workers that exchange rows over a process group find each other."""
         self.rows_store = open_store(self.host)
         return self.host, self.rows_store.port
 
     def join_rows(self, host: str, port: int, ranks: Mapping[str, int], timeout_s: float) -> None:
-        """Move rows over a process group from here on. Returns when all of `ranks`, workers by name, have joined."""
+        """Exchange rows over a process group from now on. Returns when all workers in `ranks` have joined."""
         store = PrefixStore("rows", TCPStore(host, port, is_master=False, wait_for_workers=False))
         device = self.rank.device
         group = new_process_group(store, ranks[self.name], len(ranks), device, timeout_s)
@@ -195,25 +195,25 @@ class RemoteWorker(Worker):
         self.rows.exchange(self.store, moves)
 
     def clear(self) -> None:
-        """End all roles, free all columns and leave every group; the process stays."""
+        """End all roles, free all stored rows and leave all groups. The process stays."""
         super().clear()
         self.store.transport = self.object_store
         self.rows = self.rows_store = None
 
     def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
-        """Rows of this worker that another one asks for."""
+        """Rows of this worker, for another worker."""
         return self.store.read(pieces)
 
     def peak_memory(self) -> dict[str, float]:
-        """`mem/*` of this process."""
+        """The metrics `mem/*` of this process."""
         return peak_memory()
 
     def stacks(self) -> ThreadStacks:
-        """Where the threads of this process stand."""
+        """The stacks of the threads of this process."""
         return stacks_of(self.busy)
 
     def live(self) -> None:
-        """Never returns: the reference to this call tells its holder, by failing, that the process is gone."""
+        """Block forever. The pending call fails when the process dies, which is how the driver notices."""
         threading.Event().wait()
 
     def _me(self) -> str:
@@ -221,14 +221,14 @@ class RemoteWorker(Worker):
 
 
 def describe(place: str, about: ProcessInfo) -> str:
-    """A worker in words."""
+    """The text for a worker in messages."""
     if about.pid == 0:
         return f"the worker on {place} (which never started)"
     return f"the worker on {place} (host {about.host}, pid {about.pid})"
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when the one that started it is gone, whatever it waits for."""
+    """Start a thread that kills this process when its parent process is gone."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -81,7 +81,7 @@ class TrainStack:
         if self.num_updates_per_batch > 1 and not needs.multi_update:
             raise IncompatibleError(
                 f"stack.num_updates_per_batch={self.num_updates_per_batch}: {name} is valid for one update per rollout "
-                "machine only. Use 1"
+                "only. Use 1"
             )
         if self.micro_batch_tokens is None and self.micro_batch_size % needs.rows_together:
             raise GeometryError(

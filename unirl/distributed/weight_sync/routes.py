@@ -223,6 +223,6 @@ class ObjectStoreSender:
 
 
 def unpacked(packed: tuple[dict[str, Any], np.ndarray[Any, Any]]) -> Bucket:
-    """The bucket of what came through the store; its bytes are copied, as the store's own are read-machine only."""
+    """The bucket of what came through the store; its bytes are copied, as the store's own are read-only."""
     header, data = packed
     return bucket_of(header, torch.from_numpy(data.copy()))

@@ -88,7 +88,7 @@ class Worker:
         return type(self.roles[remote.name])
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
-        """Call a method of a role: RemoteRows in its arguments become tensors, heavy fields of its result RemoteRows."""
+        """Call a method of a role. RemoteRows among the arguments become tensors, and heavy results RemoteRows."""
         self.store.begin(step)
         args, kwargs = self.store.fetch((args, kwargs))
         with running_as(self.rank):

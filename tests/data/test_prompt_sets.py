@@ -71,7 +71,7 @@ def test_nothing_that_is_tested_is_trained(name):
 def test_every_text_to_draw_is_the_one_that_is_quoted():
     scorer = OCRRewardScorer()
     for prompt in every("ocr"):
-        assert scorer.wanted(prompt.text, {}) == comparable(prompt.metadata["text"])
+        assert scorer.target(prompt.text, {}) == comparable(prompt.metadata["text"])
         assert prompt.text.count('"') == 2
 
 

@@ -88,7 +88,7 @@ def test_a_missing_right_answer_is_found_before_and_named_after(rule, metadata):
 
 @pytest.mark.parametrize(
     ("rule", "answer", "why"),
-    [(MCExactMatchRewardScorer, "blue", "not the letter"), (GSM8KExactMatchRewardScorer, "#### many", "no number")],
+    [(MCExactMatchRewardScorer, "blue", "not the letter"), (GSM8KExactMatchRewardScorer, "#### many", "not a number")],
 )
 def test_a_right_answer_of_another_form_is_found_before(rule, answer, why):
     with pytest.raises(RewardError, match=why):

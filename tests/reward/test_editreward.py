@@ -56,15 +56,15 @@ def request(encoded: int = 3) -> RewardRequest:
 @torch.no_grad()
 def published_mean(scorer: EditRewardRewardScorer, head: int, prompt: str, pictures: list[Tensor]) -> Tensor:
     """The published class, step by step: the pictures' states in place of their tokens, then a text model like any."""
-    reader = scorer.readers[head]
+    processor = scorer.processors[head]
     network: Any = scorer.model
-    asked = reader.questions([reader.text(prompt, num_pictures=2)], *(picture[None] for picture in pictures))
-    tokens = asked.tokens[:, : int((asked.tokens != reader.tokenizer.pad_token_id).sum())]
+    asked = processor.inputs([processor.tokenize(prompt, num_images=2)], *(picture[None] for picture in pictures))
+    tokens = asked.tokens[:, : int((asked.tokens != processor.tokenizer.pad_token_id).sum())]
     states = network.backbone.language_model.embed_tokens(tokens)
     seen = torch.cat(list(network.backbone.get_image_features(asked.patches, asked.grids).pooler_output))
-    states = states.masked_scatter((tokens == reader.image_id)[..., None].expand_as(states), seen)
+    states = states.masked_scatter((tokens == processor.image_id)[..., None].expand_as(states), seen)
     states = network.backbone.language_model(inputs_embeds=states).last_hidden_state
-    answer: Tensor = network.heads[head](states)[tokens == reader.reward_id][0, 0]
+    answer: Tensor = network.heads[head](states)[tokens == processor.reward_id][0, 0]
     return answer
 
 
@@ -100,11 +100,11 @@ def test_the_names_of_a_published_checkpoint_are_read(scorer: EditRewardRewardSc
     weights = {name.replace("backbone.", "model."): tensor for name, tensor in own.items()}
     weights = {name.replace("heads.", "rm_heads.head_"): tensor for name, tensor in weights.items()}
     weights["lm_head.weight"] = torch.zeros(2)
-    again = network_of(weights, toy_config(scorer.readers[0]), torch.float32).state_dict()
+    again = network_of(weights, toy_config(scorer.processors[0]), torch.float32).state_dict()
     assert own.keys() == again.keys() and all(torch.equal(own[name], again[name]) for name in own)
     del weights["rm_heads.head_1.0.weight"]
     with pytest.raises(DataError, match=r"0\.weight"):
-        network_of(weights, toy_config(scorer.readers[0]), torch.float32)
+        network_of(weights, toy_config(scorer.processors[0]), torch.float32)
 
 
 def test_questions_are_the_authors_and_read_without_running_them(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_questions_are_the_authors_and_read_without_running_them(tmp_path: Path)
     ending.write_text('prompt_with_special_token = " <|Reward|>"\n')
     assert read_questions(str(tmp_path)) == ["F {text_prompt} <|Reward|>", "Q {text_prompt} <|Reward|>"]
     ending.write_text('prompt_with_special_token = ""\n')
-    with pytest.raises(DataError, match=r"must hold \{text_prompt\} and <\|Reward\|> once each"):
+    with pytest.raises(DataError, match=r"must contain \{text_prompt\} and <\|Reward\|> once each"):
         read_questions(str(tmp_path))
     with pytest.raises(DataError, match=r"config\.questions is needed"):
         read_questions(None)
@@ -126,7 +126,7 @@ def test_questions_are_the_authors_and_read_without_running_them(tmp_path: Path)
 def test_one_picture_is_compared_with(scorer: EditRewardRewardScorer) -> None:
     asked = request()
     two = RewardRequest(**{**vars(asked), "sources": [[drawn(0, 56, 56)] * 2] * 3})
-    with pytest.raises(RewardError, match=r"compares with one picture, and the prompt of sample 'a' brought 2"):
+    with pytest.raises(RewardError, match=r"compares with one source image, and the prompt of sample .a. has 2"):
         scorer.score(two)
 
 

@@ -191,8 +191,8 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     for path, words in (
         (tmp_path, "the directory holds no HPS_v2.1_compressed.pt"),
         (tmp_path / "none.pt", "no such file or directory"),
-        *((tmp_path / name, f"{name} is no checkpoint .*Download it again") for name in damaged),
-        *((tmp_path / name, f"{name} is no checkpoint .*ValueError") for name in ("list.pt", "numbers.pt")),
+        *((tmp_path / name, f"{name} is not a checkpoint .*Download it again") for name in damaged),
+        *((tmp_path / name, f"{name} is not a checkpoint .*ValueError") for name in ("list.pt", "numbers.pt")),
     ):
         with pytest.raises(DataError, match=words) as caught:
             _ = scorer(path).model
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_runs_code_is_not_read(tmp_path):
     toy_clip_config().save_pretrained(tmp_path / "p")
     torch.save({"state_dict": {"x": MakesADirectory()}}, tmp_path / "code.pt")
     spec = HPSv2Spec(path=str(tmp_path / "code.pt"), processor=str(tmp_path / "p"), device="cpu")
-    with pytest.raises(DataError, match="no checkpoint of weights"):
+    with pytest.raises(DataError, match="not a checkpoint of weights"):
         _ = HPSv2RewardScorer(config=spec).model
     assert not (tmp_path / "made").exists()
 

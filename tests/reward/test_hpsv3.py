@@ -58,19 +58,19 @@ def patches_of(image: Image.Image) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def published_mean(network, image: Image.Image, prompt: str) -> Tensor:
     """The published class, step by step: the picture's states in place of its tokens, then a text model like any."""
-    reader = toy_processor()
+    processor = toy_processor()
     patches, grid = patches_of(image)
     count = int(grid.prod()) // 4
     text = (
         f"<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>"
         f"{TOY_INSTRUCTION.format(text_prompt=prompt)}<|im_end|>\n<|im_start|>assistant\n"
     )
-    tokens = reader.tokenizer(text, return_tensors="pt")["input_ids"]
+    tokens = processor.tokenizer(text, return_tensors="pt")["input_ids"]
     states = network.backbone.language_model.embed_tokens(tokens)
     seen = network.backbone.visual(patches, grid_thw=grid).pooler_output
-    states = states.masked_scatter((tokens == reader.image_id)[..., None].expand_as(states), seen)
+    states = states.masked_scatter((tokens == processor.image_id)[..., None].expand_as(states), seen)
     states = network.backbone.language_model(inputs_embeds=states).last_hidden_state
-    return network.head(states)[tokens == reader.reward_id][0, 0]
+    return network.head(states)[tokens == processor.reward_id][0, 0]
 
 
 @pytest.mark.parametrize("size", [(60, 90), (448, 448), (700, 520)], ids=str)
@@ -85,9 +85,9 @@ def test_scores_are_the_means_of_the_published_class_over_15(scorer, size):
 
 def test_a_picture_is_numbered_token_by_token_and_not_by_rows_and_columns(scorer):
     """With the positions that Qwen2-VL gives pictures itself, the mean is another one."""
-    reader, asked = scorer.reader, request()
-    inputs = reader.questions([reader.text(PROMPTS[0])], asked.images[:1])
-    kinds = (inputs.tokens == reader.image_id).int()
+    processor, asked = scorer.processor, request()
+    inputs = processor.inputs([processor.tokenize(PROMPTS[0])], asked.images[:1])
+    kinds = (inputs.tokens == processor.image_id).int()
     with torch.no_grad():
         states = scorer.model.backbone(
             input_ids=inputs.tokens,
@@ -95,12 +95,12 @@ def test_a_picture_is_numbered_token_by_token_and_not_by_rows_and_columns(scorer
             image_grid_thw=inputs.grids,
             mm_token_type_ids=kinds,
         ).last_hidden_state
-        other = scorer.model.head(states[inputs.tokens == reader.reward_id])[0, 0] / 15
+        other = scorer.model.head(states[inputs.tokens == processor.reward_id])[0, 0] / 15
     assert abs(float(other - scorer.score(asked).total[0])) > 1e-5
 
 
 def test_scores_do_not_depend_on_order_batch_size_or_the_length_of_other_prompts(scorer):
-    assert len({padded_length(scorer.reader.text(prompt)) for prompt in PROMPTS}) == 2
+    assert len({padded_length(scorer.processor.tokenize(prompt)) for prompt in PROMPTS}) == 2
     answer = check_reward(scorer, request(), atol=1e-6)
     assert list(answer.components) == ["hpsv3"]
 
@@ -112,13 +112,13 @@ def published(folder, network, **changes) -> HPSv3Spec:
     for name, tensor in network.state_dict().items():
         old = next(prefix for prefix in names if name.startswith(prefix))
         weights[names[old] + name.removeprefix(old)] = tensor.clone()
-    reader = toy_processor()
-    weights["lm_head.weight"] = torch.zeros(len(reader.tokenizer), 32)
+    processor = toy_processor()
+    weights["lm_head.weight"] = torch.zeros(len(processor.tokenizer), 32)
     save_file(weights, folder / "HPSv3.safetensors")
     (folder / "asked.txt").write_text(TOY_INSTRUCTION)
-    config = toy_config(reader)
+    config = toy_config(processor)
     config.text_config.vocab_size -= 1
-    for part in (config, reader.tokenizer, reader.image_processor):
+    for part in (config, processor.tokenizer, processor.image_processor):
         part.save_pretrained(folder / "qwen")
     fields = {"path": str(folder), "processor": str(folder / "qwen"), "instruction": str(folder / "asked.txt")}
     return HPSv3Spec(**({**fields, "dtype": "fp32", "device": "cpu"} | changes))
@@ -148,9 +148,9 @@ def test_the_toy_is_the_same_every_time_and_leaves_the_global_generator_alone():
 @pytest.mark.parametrize("mark", ["<|Reward|>", "<|image_pad|>", "<|im_end|>"])
 def test_a_prompt_with_a_mark_of_the_chat_is_refused_before_a_run_and_when_scored(scorer, mark):
     prompts = ["fine", f"a sign that says {mark}", "fine"]
-    with pytest.raises(RewardError, match=r"a sign that says .* a mark of the chat"):
+    with pytest.raises(RewardError, match=r"a sign that says .* a special token"):
         scorer.check_prompt(prompts[1], {})
-    with pytest.raises(RewardError, match=r"a sign that says .* of sample 'b' holds"):
+    with pytest.raises(RewardError, match=r"a sign that says .* of sample 'b' contains"):
         scorer.score(RewardRequest(sample_ids=list("abc"), prompts=prompts, images=request().images))
     scorer.check_prompt("a < b | c > d", {})
 

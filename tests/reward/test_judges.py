@@ -182,7 +182,7 @@ def test_the_toy_takes_the_same_way(kind, spec):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "said nothing"),
+        ("", "empty reply"),
         ("I cannot grade this.", "Consistency: number"),
         ("Consistency: 2\nRealism: 1", "Aesthetic Quality: number"),
         (WISE.replace("Realism: 1", "Realism: 3"), "Realism 3, which lies outside 0 to 2"),
@@ -212,7 +212,7 @@ def test_labels_are_found_in_the_usual_dress():
                                       {"vqa_list": [["q", ""]]}, {"vqa_list": [["q", 2]]}])  # fmt: skip
 def test_a_prompt_without_questions_is_found_before_and_named_after(serve, metadata):
     scorer = geneval2(serve(Said("yes")))
-    why = "no questions in metadata 'vqa_list'|holds .* which is no pair"
+    why = "no questions in metadata 'vqa_list'|holds .* which is not a pair"
     with pytest.raises(RewardError, match=why):
         check_prompt(scorer, "prompt", metadata)
     with pytest.raises(RewardError, match=f"sample 's0': .*({why})"):
@@ -248,12 +248,12 @@ def test_a_fifth_of_all_attempts_failing_loses_and_changes_nothing(serve):
 @pytest.mark.parametrize(
     ("said", "attempts", "why", "code"),
     [
-        (Said(status=500, body=b"out of memory"), 3, "3 attempts, at last: status 500: out of memory", 6002),
+        (Said(status=500, body=b"out of memory"), 3, "3 attempts, the last one: status 500: out of memory", 6002),
         (Said(drop=True), 3, "3 attempts", 6002),
-        (Said(body=b"{}"), 3, "no completion", 6002),
+        (Said(body=b"{}"), 3, "not a completion", 6002),
         (Said(status=413, body=b"too large"), 1, "refuses: status 413: too large", 6002),
         (Said(status=401), 1, "refuses: status 401", 6001),
-        (Said(status=404), 1, "Mend base_url, model or api_key_env", 6001),
+        (Said(status=404), 1, "Correct base_url, model, api_key_env", 6001),
         (Said("Consistency: 2\nReal", finish="length"), 1, r"cut off \(length\)", 6002),
     ],
 )
@@ -292,7 +292,7 @@ def test_whether_the_judge_is_there_is_known_before_anything_is_asked(serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     absent = WiseRewardScorer(config=WiseSpec(base_url=f"http://127.0.0.1:{port}/v1", model="judge"))
-    with pytest.raises(RewardError, match=r"nobody answers at .* Start the judge, or mend base_url"):
+    with pytest.raises(RewardError, match=r"no server answers at .* Start the judge, or correct base_url"):
         check_start(absent)
     server = serve(Said(WISE))
     server.listed = Said(status=401, body=b"no key")

@@ -136,7 +136,7 @@ checker.judge("1", {ENDLESS!r})
 
 @pytest.mark.parametrize("metadata", [{}, {"answer": ""}, {"answer": "}{"}])
 def test_a_right_answer_that_is_missing_or_no_mathematics_is_found_before_and_named_after(boxed, metadata):
-    why = "no right answer in metadata|the right answer .* is no mathematics"
+    why = "no right answer in metadata|the right answer .* is not mathematics"
     with pytest.raises(RewardError, match=why):
         check_prompt(boxed, "a question", metadata)
     rows = RewardRequest(sample_ids=["bad"], texts=["no box"], metadata=[metadata])

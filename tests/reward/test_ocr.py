@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirl.config.errors import DependencyError, RewardError
-from unirl.reward.local.ocr import Line, OCRRewardScorer, OCRSpec, comparable, in_order, similarity
+from unirl.reward.local.ocr import Line, OCRRewardScorer, OCRSpec, comparable, in_reading_order, similarity
 from unirl.reward.scoring import check_prompt, checked_score
 from unirl.testing.lettering import FONTS, lettered
 from unirl.testing.reward import check_reward
@@ -107,9 +107,9 @@ def test_the_rule_is_the_capped_edit_distance_of_what_remains_without_blanks_and
 
 def test_the_first_quoted_span_is_wanted_or_a_metadata_key():
     by_prompt, by_key = OCRRewardScorer(), OCRRewardScorer(config=OCRSpec(target_key="text"))
-    assert by_prompt.wanted('"One Way" and "Two"', {}) == "oneway"
-    assert by_prompt.wanted("a wall with \u201cHi You\u201d on it", {}) == "hiyou"
-    assert by_key.wanted('a sign that says "no"', {"text": "YES"}) == "yes"
+    assert by_prompt.target('"One Way" and "Two"', {}) == "oneway"
+    assert by_prompt.target("a wall with \u201cHi You\u201d on it", {}) == "hiyou"
+    assert by_key.target('a sign that says "no"', {"text": "YES"}) == "yes"
     assert (by_prompt.reads, by_key.reads) == (("images", "prompts"), ("images", "metadata"))
 
 
@@ -138,7 +138,7 @@ def test_an_exception_of_the_engine_is_a_failure_of_that_sample():
             return [Line("Open", 0, 0, 10)]
 
     scorer = OCRRewardScorer()
-    scorer.reader = Broken()
+    scorer.engine = Broken()
     answer = scorer.score(request(["Open", "Open"], [torch.ones(3, 8, 8), torch.zeros(3, 8, 8)]))
     assert answer.total[0] == 1 and answer.lost() == [1]
     assert answer.failures[1][0].why == "reward 'ocr', sample 's1': RuntimeError: cannot read this"
@@ -147,7 +147,7 @@ def test_an_exception_of_the_engine_is_a_failure_of_that_sample():
 def test_pieces_at_one_height_are_read_from_the_left_whatever_their_order():
     lines = [Line("York", 500, 100, 190), Line("New", 20, 112, 200), Line("!", 10, 300, 350), Line("Hi", 10, 0, 60)]
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-        assert in_order([lines[i] for i in order]) == "HiNewYork!"
+        assert in_reading_order([lines[i] for i in order]) == "HiNewYork!"
 
 
 def test_paddleocr_is_asked_in_its_documented_form(monkeypatch):

@@ -39,12 +39,12 @@ def test_drawn_pictures_are_scored_as_their_own_scorer_scores_them() -> None:
 
 @pytest.mark.parametrize("roles", [(None, None), ("chosen", None), ("chosen", "best")])
 def test_a_picture_of_which_no_preference_is_known_is_refused_by_name(roles) -> None:
-    with pytest.raises(ConfigError, match=r"'p0@0:[01]' is no recorded picture .*eval_steps=0, or name in reward.back"):
+    with pytest.raises(ConfigError, match=r"'p0@0:[01]' is not a recorded image .*eval_steps=0, or set reward.backend"):
         RecordedRewardScorer().score(request(*roles))
 
 
 def test_one_that_stands_among_recorded_ones_is_never_scored_by_another_measure() -> None:
-    with pytest.raises(ConfigError, match=r"'p0@0:1' is no recorded picture"):
+    with pytest.raises(ConfigError, match=r"'p0@0:1' is not a recorded image"):
         RecordedRewardScorer(drawn=BrightnessRewardScorer()).score(request("chosen", None))
 
 

@@ -21,7 +21,7 @@ def scorer() -> ShapesClassifierRewardScorer:
 
 
 def drawn(size: int = 24, center: float = 0.5, half: float = 0.3) -> torch.Tensor:
-    """[24, 3, size, size] every colour in every shape."""
+    """[24, 3, size, size] every color in every shape."""
     pictures = []
     for color, shape in ALL:
         cover = coverage(shape, size, (center * size, center * size), (half * size, half * size))
@@ -94,5 +94,5 @@ def test_the_objective_is_the_score_and_has_a_gradient(scorer) -> None:
 
 @pytest.mark.parametrize("prompt", ["a circle", "red", "a red green circle", "a dog", ""])
 def test_a_prompt_that_names_not_one_of_each_is_refused(scorer, prompt) -> None:
-    with pytest.raises(RewardError, match=r"one colour .* and one shape"):
+    with pytest.raises(RewardError, match=r"one color .* and one shape"):
         scores(scorer, drawn()[:1], [prompt])

@@ -144,7 +144,7 @@ def test_even_motion_gets_exactly_1_for_every_number_of_frames_and_one_frame_is_
     scores = scorer.score(RewardRequest(sample_ids=["a", "b"], videos=videos)).total
     torch.testing.assert_close(scores, torch.ones(2), atol=1e-5, rtol=0)
     still = Videos.of(moving_bar(2, 1).transpose(0, 1)[None])
-    with pytest.raises(RewardError, match="is a clip of 1 frames"):
+    with pytest.raises(RewardError, match="is a video of 1 frames"):
         scorer.score(RewardRequest(sample_ids=["a"], videos=still))
 
 
@@ -208,7 +208,7 @@ def test_the_bounds_hold_for_any_clip():
 
 
 def test_a_clip_with_too_few_frames_is_an_error_that_names_it():
-    with pytest.raises(RewardError, match="'s1' is a clip of 2 frames, and this reward needs at least 3") as caught:
+    with pytest.raises(RewardError, match="'s1' is a video of 2 frames, and this reward needs at least 3") as caught:
         TemporalConsistencyRewardScorer().score(request(noise(4, 3, 8, 8), noise(2, 3, 8, 8)))
     assert caught.value.code == 6002
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: one question about one picture, asked until there is an answer."""
+"""The client of an OpenAI-compatible endpoint, which retries until a question about an image is answered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -25,31 +25,31 @@ from unirl.reward.client.connection import (
 )
 
 TOP = 20
-"""Alternatives of a token that are asked for: what servers give at most."""
+"""Number of alternatives requested for a token, which is the most that servers return."""
 SHOWN = 200
-"""Characters of an answer that an error quotes."""
+"""Characters of a reply that an error message quotes."""
 TOY = "toy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSpec:
-    """Which judge, where, and how much patience there is with it."""
+    """The address of a judge, its key, timeout and retries."""
 
     base_url: str
-    """The part of the address before /chat/completions, such as http://127.0.0.1:8000/v1; `toy`: a stand-in on this
-    machine, whose answers depend on picture and question and mean nothing."""
+    """The part of the address before /chat/completions, such as http://127.0.0.1:8000/v1. `toy` is an endpoint in this
+    process, whose replies depend on image and question and have no meaning."""
     model: str
     """The judge's name at the endpoint."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; None: no key is sent."""
+    """The environment variable that holds the key. None: no key is sent."""
     timeout: float = 120.0
-    """Seconds that one question may take."""
+    """Timeout of one question, in seconds."""
     retries: int = 5
-    """How often a question is asked again when there is no answer."""
+    """How often a question without an answer is repeated."""
     retry_delay: float = 0.5
-    """Seconds before it is asked again; doubles each time, up to 10 s, and jitters."""
+    """Seconds before a question is repeated. The delay doubles each time, up to 10 s, and is randomised."""
     concurrency: int = 16
-    """Rows in flight at once."""
+    """Number of rows that are scored at the same time."""
 
     toy: ClassVar[dict[str, object]] = {"base_url": TOY, "model": TOY, "api_key_env": None, "concurrency": 1}
 
@@ -67,22 +67,22 @@ class JudgeSpec:
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """What a judge said."""
+    """The reply of a judge."""
 
     text: str
     first: Mapping[str, float] | None = None
-    """Probabilities of the tokens that it may begin with, if they were asked for and given."""
+    """Probabilities of the first token, by token, if they were requested."""
 
 
 def api_key(config: JudgeSpec) -> str | None:
-    """The key that the endpoint asks for. Raises ConfigError when its variable is not set."""
+    """Returns the key for the endpoint. Raises ConfigError when its environment variable is not set."""
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env)
     if not key:
         raise InvalidValueError(
             f"{type(config).__name__}.api_key_env names the environment variable {config.api_key_env}, which is not "
-            "set. Set it to the endpoint's key, or leave api_key_env away"
+            "set. Set it to the endpoint's key, or remove api_key_env"
         )
     return key
 
@@ -111,7 +111,7 @@ class Choice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The part of an answer of /chat/completions that is read."""
+    """The part of a response of /chat/completions that is read."""
 
     choices: list[Choice]
 
@@ -121,7 +121,7 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """The part of an answer of /models that is read."""
+    """The part of a response of /models that is read."""
 
     data: list[Model]
 
@@ -144,29 +144,29 @@ class Endpoint:
         )
         weakref.finalize(self, self._http.close)
 
-    def ask(self, picture: bytes, question: str, max_tokens: int, alternatives: bool = False) -> JudgeReply:
-        """The answer, after retries.
+    def ask(self, image: bytes, question: str, max_tokens: int, alternatives: bool = False) -> JudgeReply:
+        """Returns the answer, after retries.
 
         Raises:
-            RewardError: 6001 nobody is there, or refuses everything; 6002 there is no answer to this question.
+            RewardError: 6001 no server answers, or it refuses every question; 6002 it does not answer this question.
         """
-        body = self._question(picture, question, max_tokens, alternatives)
-        pause = self.config.retry_delay
+        body = self._question(image, question, max_tokens, alternatives)
+        delay = self.config.retry_delay
         for attempt in range(self.config.retries + 1):
             try:
                 return self._post(body, alternatives)
-            except (RequestFailed, ServerBusy) as fault:
-                last = fault
+            except (RequestFailed, ServerBusy) as error:
+                last = error
             if attempt < self.config.retries:
-                wanted = last.retry_after_s if isinstance(last, ServerBusy) else pause * random.uniform(0.5, 1.0)
+                wanted = last.retry_after_s if isinstance(last, ServerBusy) else delay * random.uniform(0.5, 1.0)
                 time.sleep(min(wanted, MAX_PAUSE_S))
-                pause *= 2
+                delay *= 2
         attempts = self.config.retries + 1
         kind = RewardUnreachableError if isinstance(last, ServerUnreachable) else RewardError
-        raise kind(f"the judge at {self.config.base_url} gave no answer in {attempts} attempts, at last: {last}")
+        raise kind(f"the judge at {self.config.base_url} gave no answer in {attempts} attempts, the last one: {last}")
 
     def check_model(self) -> None:
-        """Raises RewardError (6001) when nobody is there, refuses the key, or lists models without this one."""
+        """Raises RewardError (6001) when no server answers, it refuses the key, or it lists other models only."""
         import httpx2
 
         try:
@@ -174,11 +174,11 @@ class Endpoint:
                 content = read_bounded(response.iter_bytes())
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise RewardUnreachableError(
-                f"nobody answers at {self.config.base_url}: {type(error).__name__}: {error}. Start the judge, or mend "
-                "base_url"
+                f"no server answers at {self.config.base_url}: {type(error).__name__}: {error}. Start the judge, or "
+                "correct base_url"
             ) from error
         except (httpx2.TransportError, httpx2.DecodingError, RequestFailed):
-            return  # somebody is there, and need not list models
+            return  # a server is there, and it need not list its models
         if response.status_code in (401, 403):
             raise self._refusal(response.status_code, content, "")
         names = _model_names(content) if response.status_code == 200 else []
@@ -188,21 +188,21 @@ class Endpoint:
                 f"{did_you_mean(self.config.model, names)} It has {', '.join(names)}"
             )
 
-    def _question(self, picture: bytes, question: str, max_tokens: int, alternatives: bool) -> dict[str, Any]:
-        url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    def _question(self, image: bytes, question: str, max_tokens: int, alternatives: bool) -> dict[str, object]:
+        url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
-        asked = {"logprobs": True, "top_logprobs": TOP} if alternatives else {}
+        logprobs = {"logprobs": True, "top_logprobs": TOP} if alternatives else {}
         return {
             "model": self.config.model,
             "messages": [{"role": "user", "content": content}],
             "max_tokens": max_tokens,
             "temperature": 0,
             "seed": 0,
-            **asked,
+            **logprobs,
         }
 
-    def _post(self, body: Mapping[str, Any], alternatives: bool) -> JudgeReply:
-        """One attempt. Raises RequestFailed or ServerBusy where another may do better."""
+    def _post(self, body: Mapping[str, object], alternatives: bool) -> JudgeReply:
+        """Asks once. Raises RequestFailed or ServerBusy when another attempt may succeed."""
         import httpx2
 
         try:
@@ -217,24 +217,24 @@ class Endpoint:
         try:
             return _reply(msgspec.json.decode(content, type=Completion), alternatives)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise RequestFailed(f"the answer is no completion: {error}: {content[:SHOWN]!r}") from error
+            raise RequestFailed(f"the response is not a completion: {error}: {content[:SHOWN]!r}") from error
 
     def _refusal(self, status: int, content: bytes, retry_after: str) -> Exception:
-        said = f"status {status}: {content[:SHOWN].decode(errors='replace')}"
+        message = f"status {status}: {content[:SHOWN].decode(errors='replace')}"
         if status in (429, 503):
-            return ServerBusy(said, float(retry_after) if retry_after.isdecimal() else self.config.retry_delay)
+            return ServerBusy(message, float(retry_after) if retry_after.isdecimal() else self.config.retry_delay)
         if status >= 500 or status == 408:
-            return RequestFailed(said)
-        everything = status in (401, 403, 404)  # the key, the address or the model: no other question fares better
-        kind = RewardUnreachableError if everything else RewardError
+            return RequestFailed(message)
+        refuses_all = status in (401, 403, 404)  # the key, the address or the model is wrong for every question
+        kind = RewardUnreachableError if refuses_all else RewardError
         return kind(
-            f"the judge {self.config.model!r} at {self.config.base_url} refuses: {said}. Mend base_url, model or "
-            "api_key_env, or what is asked"
+            f"the judge {self.config.model!r} at {self.config.base_url} refuses: {message}. Correct base_url, model, "
+            "api_key_env or the question"
         )
 
 
 def _model_names(content: bytes) -> list[str]:
-    """What an answer of /models lists; nothing where it has another form."""
+    """Returns the model names in a response of /models; none if it has another form."""
     try:
         return [model.id for model in msgspec.json.decode(content, type=Models).data]
     except (msgspec.DecodeError, msgspec.ValidationError):
@@ -242,13 +242,13 @@ def _model_names(content: bytes) -> list[str]:
 
 
 class ServerUnreachable(RequestFailed):
-    """Nobody listens at the address."""
+    """No server listens at the address."""
 
 
 def _reply(completion: Completion, alternatives: bool) -> JudgeReply:
-    """What a completion says. Raises RewardError when it is cut off, empty or lacks what was asked for."""
+    """Returns the reply in a completion. Raises RewardError when it is cut off, empty or lacks the log-probs."""
     if not completion.choices:
-        raise RewardError("the judge gave no choice")
+        raise RewardError("the judge returned no choices")
     choice = completion.choices[0]
     text = (choice.message.content or "").strip()
     if alternatives:
@@ -256,15 +256,16 @@ def _reply(completion: Completion, alternatives: bool) -> JudgeReply:
     if choice.finish_reason not in ("stop", None):
         raise RewardError(f"the judge was cut off ({choice.finish_reason}) after: {text[:SHOWN]!r}")
     if not text:
-        raise RewardError("the judge said nothing")
+        raise RewardError("the judge returned an empty reply")
     return JudgeReply(text)
 
 
 def _first_token(choice: Choice) -> dict[str, float]:
     content = choice.logprobs.content if choice.logprobs is not None else None
     if not content or not content[0].top_logprobs:
-        raise RewardError("the endpoint gives no log-probs, which soft answers need. Write soft: false in the config")
+        raise RewardError("the endpoint returns no log-probs, which soft answers need. Write soft: false in the config")
     probabilities: dict[str, float] = {}
-    for one in content[0].top_logprobs:
-        probabilities[one.token] = probabilities.get(one.token, 0.0) + math.exp(min(one.logprob, 0.0))
+    for alternative in content[0].top_logprobs:
+        token, probability = alternative.token, math.exp(min(alternative.logprob, 0.0))
+        probabilities[token] = probabilities.get(token, 0.0) + probability
     return probabilities

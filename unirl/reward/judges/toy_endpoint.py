@@ -1,4 +1,4 @@
-"""A judge without a model: an OpenAI-compatible endpoint on this machine whose answers have the right form only."""
+"""The judge of toy scale: an OpenAI-compatible endpoint whose replies have the right form and no meaning."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LABELS: Sequence[str] = (
     "Consistency", "Realism", "Aesthetic Quality", "Alignment Score", "Coherence Score", "Style Score",
 )  # fmt: skip
 MAX_QUESTION = 64 * 2**20
-"""Bytes of a question that are read."""
+"""Largest request body, in bytes."""
 
 
 @cache
 def toy_endpoint() -> str:
-    """The address of this process's one; it ends with the process."""
+    """Returns the address of the endpoint of this process, and starts it on the first call."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, name="toy judge", daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}/v1"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers depend on picture and question, and mean nothing."""
+    """Replies with a hash of the image and the question."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -41,19 +41,19 @@ class Handler(BaseHTTPRequestHandler):
         if length > MAX_QUESTION:
             self.send_error(413)
             return
-        asked = msgspec.json.decode(self.rfile.read(length))
-        content = completion(asked["messages"][0]["content"], bool(asked.get("logprobs")))
+        request = msgspec.json.decode(self.rfile.read(length))
+        content = completion(request["messages"][0]["content"], bool(request.get("logprobs")))
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: nobody reads it."""
+        """Logs nothing."""
 
 
 def completion(content: object, alternatives: bool) -> bytes:
-    """The answer to a message: grades of 1 or 2 on every scale that judges are asked for, or first words."""
+    """Returns the reply to a message: a grade of 1 or 2 for every label, or probabilities of the first word."""
     digest = hashlib.blake2b(msgspec.json.encode(content)).digest()
     if alternatives:
         masses = [1 + byte for byte in digest[: len(WORDS)]]

@@ -1,7 +1,7 @@
-"""The improved aesthetic predictor of LAION: how much people like a picture, whatever it shows.
+"""The improved aesthetic predictor of LAION: a predicted rating of an image without its prompt.
 
-A linear map of CLIP ViT-L/14's image embedding, learned from ratings of 1 to 10 (christophschuhmann/improved-aesthetic-
-predictor, the model "sac+logos+ava1-l14-linearMSE"); the reward of DDPO, arXiv:2305.13301.
+It is a linear map of CLIP ViT-L/14's image embedding, trained on ratings of 1 to 10 (christophschuhmann/improved-
+aesthetic-predictor, the model "sac+logos+ava1-l14-linearMSE"), and a reward of DDPO, arXiv:2305.13301.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from unirl.reward.local.shared.pretrained import fill, fixed_seed, load, read_we
 
 @dataclass(frozen=True, kw_only=True)
 class AestheticSpec(ImageScorerSpec):
-    """Which CLIP and which head, and how many pictures at a time."""
+    """The CLIP, the head and the batch size."""
 
     path: str = "openai/clip-vit-large-patch14"
-    """Hub id or local directory of the CLIP; `toy` is the same class, tiny, with fixed random weights."""
+    """Hub id or local directory of the CLIP; `toy` is a tiny network of the same class with fixed random weights."""
     head: str = "trl-lib/ddpo-aesthetic-predictor"
-    """The head's file, or the hub id or local directory that holds aesthetic-model.pth; not read by `toy`."""
+    """The file of the head, or a hub id or local directory that holds aesthetic-model.pth; `toy` does not read it."""
 
 
 class AestheticNetwork(nn.Module):
-    """Pictures [B, 3, S, S] as CLIP takes them to scores [B]: the head of the normalised image embedding."""
+    """Maps images [B, 3, S, S], preprocessed for CLIP, to scores [B] by the head on the normalised image embedding."""
 
     def __init__(self, clip: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class AestheticNetwork(nn.Module):
 
 
 class AestheticRewardScorer(ImageScorer):
-    """The predicted rating, about 1 to 10, in float32. Prompts play no part."""
+    """The predicted rating, about 1 to 10, in float32. The prompt has no effect."""
 
     name = "aesthetic"
     reads = ("images",)
@@ -71,14 +71,15 @@ class AestheticRewardScorer(ImageScorer):
         return scores
 
     def objective(self, images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
-        """[B] the score of pictures [B, 3, H, W] in [0, 1] with its gradient; prompts play no part."""
+        """Returns the differentiable score [B] of images [B, 3, H, W] in [0, 1]. The prompts have no effect."""
         return super().objective(images, prompts)
 
 
 def published_head(width: int) -> nn.Sequential:
-    """The head [B, W] to [B, 1] of the aesthetic predictor and of ImageReward: linear maps, with nothing between them.
+    """Returns the head of the aesthetic predictor and of ImageReward, which maps [B, W] to [B, 1].
 
-    W - 1024 - 128 - 64 - 16 - 1. Dropouts hold the places that they have in the published weights' names.
+    It consists of linear maps W - 1024 - 128 - 64 - 16 - 1 without activations. The dropouts keep the indices in the
+    names of the published weights.
     """
     return nn.Sequential(
         nn.Linear(width, 1024),
@@ -93,7 +94,7 @@ def published_head(width: int) -> nn.Sequential:
 
 
 def toy_network() -> AestheticNetwork:
-    """The predictor over the toy's CLIP, with fixed random weights."""
+    """Returns the predictor with the toy's CLIP and fixed random weights."""
     from transformers import CLIPVisionModelWithProjection
 
     with fixed_seed():

@@ -1,4 +1,4 @@
-"""CLIP score: how near a picture and its prompt lie in the embedding of a CLIP (Radford 2021, arXiv:2103.00020)."""
+"""CLIP score: the similarity of an image and its prompt in a CLIP embedding (Radford 2021, arXiv:2103.00020)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 
 SCALE = 30.0
-"""Logits of pictures that fit lie near 30 with OpenAI's weights, whose exp(logit_scale) is 100."""
+"""The logits of images that match their prompt are about 30 with OpenAI's weights, whose exp(logit_scale) is 100."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSpec(ClipSimilaritySpec):
-    """Which CLIP, and how many pictures at a time."""
+    """The CLIP and its batch size."""
 
     path: str = "openai/clip-vit-large-patch14"
-    """Hub id or local directory of the model; `toy` is the same class, tiny, with fixed random weights."""
+    """Hub id or local directory of the model; `toy` is a tiny network of the same class with fixed random weights."""
     processor: str = "openai/clip-vit-large-patch14"
-    """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
+    """Hub id or local directory of the tokenizer and image processor; `toy` does not read it."""
 
 
 class ClipRewardScorer(ClipSimilarityScorer):

@@ -1,8 +1,8 @@
-"""EditReward: how well a picture was edited, by Qwen2.5-VL and two small heads. Wu et al. 2025, arXiv:2509.26346.
+"""EditReward: the quality of an image edit, by Qwen2.5-VL and two small heads. Wu et al. 2025, arXiv:2509.26346.
 
-The model sees the source, the edited picture and the instruction, and is asked twice: how well the instruction was
-followed, and how good the result looks. A head for either gives mean and spread of a preference; the score is the mean
-of the two means.
+The model gets the source image, the edited image and the edit instruction, with one of two questions: how well the
+instruction was followed, and how good the result looks. The head of a question predicts the mean and the spread of a
+preference. The score is the average of the two means.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 ASPECTS = {"edit_following": "INSTRUCTION_EDIT_FOLLOWING", "edit_quality": "INSTRUCTION_EDIT_QUALITY"}
-"""What is asked, in the order of the heads, and what the authors call the question."""
+"""The aspects in the order of the heads, with the names of their questions in the authors' files."""
 ENDING = "prompt_with_special_token"
 SOURCES = ("prompts.py", "data_collator_qwen_edit.py")
-"""The authors' files that hold questions and ending."""
+"""The authors' files that contain the questions and the ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditRewardSpec:
-    """Which checkpoint, and how many pictures at a time."""
+    """The checkpoint, its questions and its batch size."""
 
     path: str = "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508"
-    """The checkpoint, or the hub id or local directory that holds model.safetensors; `toy` is a tiny Qwen2.5-VL."""
+    """The checkpoint file, or a hub id or local directory that holds model.safetensors; `toy` is a tiny Qwen2.5-VL."""
     processor: str = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
-    """Hub id or local directory of the architecture, tokenizer and image processor; not read by `toy`."""
+    """Hub id or local directory of the architecture, tokenizer and image processor; `toy` does not read it."""
     questions: str | None = None
-    """The directory EditReward/dataset of a copy of github.com/TIGER-AI-Lab/EditReward, whose files are read and not
-    run: the words that the model was trained to answer. Needed, except by `toy`."""
+    """The directory EditReward/dataset of a copy of github.com/TIGER-AI-Lab/EditReward. Its files contain the questions
+    that the model was trained with, and are parsed and not run. Required, except for `toy`."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of the backbone; the heads are float32."""
+    """Data type of the backbone. The heads are float32."""
     batch_size: int = 4
     device: Device = "auto"
 
@@ -64,7 +64,7 @@ class EditRewardSpec:
 
 
 class EditRewardNetwork(nn.Module):
-    """Qwen2.5-VL, and the heads that read the state of one token of the text."""
+    """Qwen2.5-VL, and the heads on the hidden state of one token of the text."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class EditRewardNetwork(nn.Module):
         )
 
     def forward(self, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int, head: int) -> Tensor:
-        """[B, 2] mean and spread for texts [B, L], each with two pictures, that hold the token `token_id` once."""
-        # The published class hands over embeddings without tokens, and so numbers all of them one by one.
+        """Returns mean and spread [B, 2] for texts [B, L] with two images each, which contain token `token_id` once."""
+        # The published class passes embeddings instead of tokens, so that all positions are numbered one by one.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
         states = self.backbone(
             input_ids=tokens,
@@ -98,7 +98,7 @@ class EditRewardNetwork(nn.Module):
 
 
 class EditRewardRewardScorer(LocalRewardBackend):
-    """The mean of what both heads say of following and quality, which are the components; near -3 to 3."""
+    """The average of the components `edit_following` and `edit_quality`, about -3 to 3."""
 
     reads = ("prompts", "images", "sources")
     capabilities = Capabilities(modalities=("image",))
@@ -106,18 +106,18 @@ class EditRewardRewardScorer(LocalRewardBackend):
     def __init__(self, *, config: EditRewardSpec = EditRewardSpec()) -> None:
         super().__init__(device=config.device)
         self.config = config
-        self._readers: list[VisionLanguageProcessor] = []
+        self._processors: list[VisionLanguageProcessor] = []
 
     @property
-    def readers(self) -> list[VisionLanguageProcessor]:
-        """Tokenizer, image processor and question of each aspect, loaded on first use."""
-        if not self._readers:
-            self._readers = toy_processors() if self.config.path == "toy" else published_processors(self.config)
-        return self._readers
+    def processors(self) -> list[VisionLanguageProcessor]:
+        """The tokenizer, image processor and question of each aspect, loaded on first use."""
+        if not self._processors:
+            self._processors = toy_processors() if self.config.path == "toy" else published_processors(self.config)
+        return self._processors
 
     def load_model(self) -> nn.Module:
         if self.config.path == "toy":
-            return toy_network(self.readers[0])
+            return toy_network(self.processors[0])
         from transformers import Qwen2_5_VLConfig
 
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.config.dtype]
@@ -125,7 +125,7 @@ class EditRewardRewardScorer(LocalRewardBackend):
         return network_of(read_weights(self.config.path, "model.safetensors", "config.path"), architecture, dtype)
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Raises RewardError when the prompt holds a mark of the chat."""
+        """Raises RewardError when the prompt contains a special token of the model."""
         check_special_tokens(prompt)
 
     def score(self, request: RewardRequest) -> RewardResponse:
@@ -133,79 +133,79 @@ class EditRewardRewardScorer(LocalRewardBackend):
         assert images is not None and request.prompts is not None
         for sample, prompt in zip(request.sample_ids, request.prompts, strict=True):
             check_special_tokens(prompt, f" of sample {sample!r}")
-        said: dict[str, Tensor] = {}
+        means: dict[str, Tensor] = {}
         for head, name in enumerate(ASPECTS):
-            texts = [self.readers[head].text(prompt, num_pictures=2) for prompt in request.prompts]
-            kinds = [(padded_length(text), source.shape) for text, source in zip(texts, sources, strict=True)]
-            said[name] = torch.empty(len(texts))
-            for kind in dict.fromkeys(kinds):
-                same = [row for row, found in enumerate(kinds) if found == kind]
+            texts = [self.processors[head].tokenize(prompt, num_images=2) for prompt in request.prompts]
+            shapes = [(padded_length(text), source.shape) for text, source in zip(texts, sources, strict=True)]
+            means[name] = torch.empty(len(texts))
+            for shape in dict.fromkeys(shapes):
+                same = [row for row, row_shape in enumerate(shapes) if row_shape == shape]
                 for chunk in padded_chunks(len(same), self.config.batch_size, ROWS):
                     rows = [same[i] for i in chunk.rows]
                     before = torch.stack([sources[row] for row in rows])
-                    answer = self._means(head, [texts[row] for row in rows], before, images[rows])
-                    said[name][rows[: chunk.num_real]] = answer[: chunk.num_real]
-        total = torch.stack(list(said.values())).mean(0)
-        return RewardResponse(total=total, components={"editreward": total, **said})
+                    chunk_means = self._means(head, [texts[row] for row in rows], before, images[rows])
+                    means[name][rows[: chunk.num_real]] = chunk_means[: chunk.num_real]
+        total = torch.stack(list(means.values())).mean(0)
+        return RewardResponse(total=total, components={"editreward": total, **means})
 
     @torch.no_grad()
     def _means(self, head: int, texts: Sequence[list[int]], before: Tensor, after: Tensor) -> Tensor:
-        """[B] what a head says on average, for texts of one filled length and pictures [B, 3, H, W]."""
-        reader = self.readers[head]
-        asked = reader.questions(texts, before, after)
-        inputs = (x.to(self.device) for x in (asked.tokens, asked.patches, asked.grids))
-        answer: Tensor = self.model(*inputs, reader.reward_id, head)[:, 0].cpu()
-        return answer
+        """Returns the means [B] of a head for texts that have one padded length, and images [B, 3, H, W]."""
+        processor = self.processors[head]
+        inputs = processor.inputs(texts, before, after)
+        tensors = (x.to(self.device) for x in (inputs.tokens, inputs.patches, inputs.grids))
+        means: Tensor = self.model(*tensors, processor.reward_id, head)[:, 0].cpu()
+        return means
 
 
 def sources_of(request: RewardRequest) -> list[Tensor]:
-    """The one picture that each row was edited from. Raises RewardError (6002) where there are several or none."""
+    """Returns the source image of each row. Raises RewardError (6002) when a row has several or none."""
     assert request.sources is not None
-    for sample, brought in zip(request.sample_ids, request.sources, strict=True):
-        if len(brought) != 1:
+    for sample, sources in zip(request.sample_ids, request.sources, strict=True):
+        if len(sources) != 1:
             raise RewardError(
-                f"EditReward compares with one picture, and the prompt of sample {sample!r} brought {len(brought)}"
+                f"EditReward compares with one source image, and the prompt of sample {sample!r} has {len(sources)}"
             )
-    return [brought[0] for brought in request.sources]
+    return [sources[0] for sources in request.sources]
 
 
 def published_processors(config: EditRewardSpec) -> list[VisionLanguageProcessor]:
-    """A reader for each aspect, with the authors' words."""
+    """Returns a processor for each aspect, with the authors' question."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-    readers = []
+    processors = []
     for question in read_questions(config.questions):
         tokenizer = load(AutoTokenizer, config.processor, "config.processor")
         images = load(Qwen2VLImageProcessorPil, config.processor, "config.processor")
-        readers.append(VisionLanguageProcessor(tokenizer, images, question))
-    return readers
+        processors.append(VisionLanguageProcessor(tokenizer, images, question))
+    return processors
 
 
 def read_questions(path: str | None) -> list[str]:
-    """The question of each aspect, from the authors' source. Raises DataError (4001) where it is not there."""
+    """Returns the question of each aspect from the authors' files. Raises DataError (4001) when one is missing."""
     if path is None:
         raise NotFoundError(
             "config.questions is needed: the directory EditReward/dataset of a copy of "
-            "github.com/TIGER-AI-Lab/EditReward, which holds the words that the model was trained to answer"
+            "github.com/TIGER-AI-Lab/EditReward, which contains the questions that the model was trained with"
         )
-    found: dict[str, str] = {}
+    constants: dict[str, str] = {}
     for name in SOURCES:
         try:
-            found |= text_constants((Path(path).expanduser() / name).read_text(encoding="utf-8"))
+            constants |= text_constants((Path(path).expanduser() / name).read_text(encoding="utf-8"))
         except OSError as error:
             raise NotFoundError(f"config.questions={path!r}: {name} cannot be read ({error.strerror})") from error
-    questions = [found.get(question, "") + found.get(ENDING, "") for question in ASPECTS.values()]
-    for asked, question in zip(ASPECTS.values(), questions, strict=True):
+    questions = [constants.get(name, "") + constants.get(ENDING, "") for name in ASPECTS.values()]
+    for name, question in zip(ASPECTS.values(), questions, strict=True):
         if question.count(PROMPT_PLACE) != 1 or question.count(REWARD_TOKEN) != 1:
             raise NotFoundError(
-                f"config.questions={path!r}: {asked} and {ENDING} together must hold {PROMPT_PLACE} and {REWARD_TOKEN} "
-                "once each"
+                f"config.questions={path!r}: {name} and {ENDING} together must contain {PROMPT_PLACE} and "
+                f"{REWARD_TOKEN} once each"
             )
     return questions
 
 
 def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dtype) -> EditRewardNetwork:
-    """The network of a published checkpoint: Qwen2.5-VL with one token more, and the heads. lm_head is not used."""
+    """Returns the network of a published checkpoint: Qwen2.5-VL with one more token, and the heads, without lm_head."""
     from transformers import Qwen2_5_VLModel
 
     backbone = part(weights, "model.")
@@ -217,7 +217,7 @@ def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dt
 
 
 def toy_processors() -> list[VisionLanguageProcessor]:
-    """Readers of the toy, whose questions differ."""
+    """Returns the processors of the toy, with two different questions."""
     from transformers import Qwen2VLImageProcessorPil
 
     asked = ("Was this done", "Is it good")
@@ -225,17 +225,17 @@ def toy_processors() -> list[VisionLanguageProcessor]:
     return [VisionLanguageProcessor(toy_tokenizer(), Qwen2VLImageProcessorPil(), question) for question in questions]
 
 
-def toy_network(reader: VisionLanguageProcessor) -> EditRewardNetwork:
-    """A network of about 150 thousand parameters with fixed random weights, for the tokens of a toy's reader."""
+def toy_network(processor: VisionLanguageProcessor) -> EditRewardNetwork:
+    """Returns a network of about 150,000 parameters with fixed random weights for the tokens of a toy processor."""
     from transformers import Qwen2_5_VLModel
 
     with fixed_seed():
-        return EditRewardNetwork(Qwen2_5_VLModel(toy_config(reader)))
+        return EditRewardNetwork(Qwen2_5_VLModel(toy_config(processor)))
 
 
-def toy_config(reader: VisionLanguageProcessor) -> Any:
-    """Of a Qwen2.5-VL."""
+def toy_config(processor: VisionLanguageProcessor) -> Any:
+    """Returns the configuration of a tiny Qwen2.5-VL."""
     from transformers import Qwen2_5_VLConfig
 
     vision = {"intermediate_size": 64, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
-    return toy_vl_config(Qwen2_5_VLConfig, reader, **vision)
+    return toy_vl_config(Qwen2_5_VLConfig, processor, **vision)

@@ -1,4 +1,4 @@
-"""Whether a response is the right answer, word for word."""
+"""Compares a response with the right answer, word for word."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVer
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatchSpec(AnswerSpec):
-    """What counts as the same."""
+    """The place of the right answer, and the comparison."""
 
     ignore_case: bool = False
 
 
 class ExactMatchRewardScorer(AnswerScorer):
-    """1 if the response equals the right answer, white space at the ends and its amount between words aside; else 0."""
+    """1 if the response equals the right answer, else 0. The amount of white space between words is ignored."""
 
     name = "exact_match"
     config: ExactMatchSpec
@@ -24,8 +24,8 @@ class ExactMatchRewardScorer(AnswerScorer):
         super().__init__(config)
 
     def judge(self, text: str, answer: str) -> AnswerVerdict:
-        said = self._comparable(text)
-        return AnswerVerdict({self.name: float(said == self._comparable(answer))}, said)
+        response = self._comparable(text)
+        return AnswerVerdict({self.name: float(response == self._comparable(answer))}, response)
 
     def _comparable(self, text: str) -> str:
         words = " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Whether a response ends in the right number, in the form of GSM8K (arXiv:2110.14168): `#### 42`."""
+"""Compares the final number of a response, in the form of GSM8K (arXiv:2110.14168) `#### 42`, with the right number."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MARK = "####"
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8KExactMatchSpec(AnswerSpec):
-    """How strictly the form is asked for."""
+    """The place of the right answer, and the required form of a response."""
 
     method: Literal["strict", "flexible"] = "strict"
     """strict: the number right after the last ####; flexible: the last number of the response."""
     format_score: float = 0.0
-    """What a wrong number in the right form is worth."""
+    """The score of a wrong number in the right form."""
 
 
 class GSM8KExactMatchRewardScorer(AnswerScorer):
     """1 if the response's number is the right one, `format_score` if it has another, 0 if it has none.
 
-    Numbers are compared as numbers: 1,000 is 1000.0 is $1000. The right answer is a number, or a solution in the form
-    of the data set, which ends with #### and the number.
+    Numbers are compared by value: 1,000, 1000.0 and $1000 are equal. The right answer is a number, or a solution in the
+    form of the data set, which ends with #### and the number.
     """
 
     name = "gsm8k_exact_match"
@@ -40,15 +40,15 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
     def read_answer(self, answer: str) -> str:
         number = NUMBER.fullmatch(answer.rpartition(MARK)[2].strip())
         if not number:
-            raise RewardError(f"the right answer {answer!r} is no number. Write it like '42', or like '... {MARK} 42'")
+            raise RewardError(f"the right answer {answer!r} is not a number. Write it like '42' or '... {MARK} 42'")
         return number[0]
 
     def judge(self, text: str, answer: str) -> AnswerVerdict:
-        found = self._number_in(text)
-        if found is None:
+        number = self._number_in(text)
+        if number is None:
             return AnswerVerdict({self.name: 0.0}, "")
-        right = value(found) == value(answer)
-        return AnswerVerdict({self.name: 1.0 if right else self.config.format_score}, plain(found))
+        right = value(number) == value(answer)
+        return AnswerVerdict({self.name: 1.0 if right else self.config.format_score}, plain(number))
 
     def _number_in(self, text: str) -> str | None:
         if self.config.method == "flexible":
@@ -59,11 +59,11 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
 
 
 def value(number: str) -> Decimal:
-    """The number that a text like -$1,000.50 means."""
+    """Returns the value of a number like -$1,000.50."""
     return Decimal(re.sub("[$,]", "", number))
 
 
 def plain(number: str) -> str:
-    """The one way to write the number: 1000.5 for $1,000.50."""
+    """Returns the canonical form of a number: 1000.5 for $1,000.50."""
     digits = f"{value(number):f}"
     return digits.rstrip("0").rstrip(".") if "." in digits else digits

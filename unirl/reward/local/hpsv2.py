@@ -1,7 +1,7 @@
-"""Human Preference Score v2 and v2.1: a CLIP ViT-H-14 tuned on which of two pictures people prefer.
+"""Human Preference Score v2 and v2.1: a CLIP ViT-H-14 fine-tuned on human choices between two images.
 
-Wu et al. 2023, arXiv:2306.09341. The published checkpoints are in open_clip's layout and are read into transformers'
-CLIPModel, which computes the same.
+Wu et al. 2023, arXiv:2306.09341. The published checkpoints have open_clip's layout and are converted to transformers'
+CLIPModel, which computes the same values.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from unirl.reward.local.shared.pretrained import assemble, load, read_weights
 
 @dataclass(frozen=True, kw_only=True)
 class HPSv2Spec(ClipSimilaritySpec):
-    """Which checkpoint, and how many pictures at a time."""
+    """The checkpoint and its batch size."""
 
     path: str = "xswu/HPSv2"
-    """A checkpoint, or the hub id or local directory that holds `file`; `toy` is a tiny CLIPModel, random weights."""
+    """A checkpoint file, or a hub id or local directory that holds `file`; `toy` is a tiny random CLIPModel."""
     file: str | None = "HPS_v2.1_compressed.pt"
-    """The checkpoint (v2.0: HPS_v2_compressed.pt), pickled tensors or safetensors, in open_clip's layout.
-    None: `path` holds a CLIPModel as transformers saves it."""
+    """The checkpoint (v2.0: HPS_v2_compressed.pt) in open_clip's layout, as pickled tensors or safetensors.
+    None: `path` holds a CLIPModel saved by transformers."""
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-    """Hub id or local directory of the architecture, tokenizer and image processor; not read by `toy`."""
+    """Hub id or local directory of the architecture, tokenizer and image processor; `toy` does not read it."""
 
 
 class HPSv2RewardScorer(ClipSimilarityScorer):
-    """cosine(image, prompt), in float32: about 0.2 to 0.35. The published tables show 100 times this.
+    """cosine(image, prompt), in float32, about 0.2 to 0.35. The published tables show 100 times this value.
 
-    Tokens are those of open_clip, but for HTML entities in a prompt, which stay as they are written.
+    Tokens are those of open_clip, except that HTML entities in a prompt are not decoded.
     """
 
     name = "hpsv2"
@@ -64,9 +64,10 @@ class HPSv2RewardScorer(ClipSimilarityScorer):
 
 
 def letterboxed(images: Tensor, side: int) -> Tensor:
-    """[B, 3, S, S] pictures [B, 3, H, W] with their longer edge scaled to S, in the middle of black.
+    """Returns [B, 3, S, S]: images [B, 3, H, W] with their longer edge scaled to S, centred on black.
 
-    HPSv2's ResizeMaxSize on tensors: bicubic, with antialiasing as torchvision 0.17 and later do, not cut to [0, 1].
+    This is HPSv2's ResizeMaxSize on tensors: bicubic with antialiasing as in torchvision 0.17 and later, not clamped to
+    [0, 1].
     """
     scale = side / max(images.shape[-2:])
     if scale != 1.0:
@@ -83,7 +84,7 @@ BLOCK = {
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
-"""Modules of a transformer block: open_clip's name to that of transformers."""
+"""Modules of a transformer block, by their names in open_clip and in transformers."""
 TOWERS = {
     "logit_scale": "logit_scale",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
@@ -98,13 +99,13 @@ TOWERS = {
     "visual.ln_post.weight": "vision_model.post_layernorm.weight",
     "visual.ln_post.bias": "vision_model.post_layernorm.bias",
 }
-"""What stands outside of blocks."""
+"""Weights outside of transformer blocks, by their names in open_clip and in transformers."""
 TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
-"""Matrices that open_clip multiplies from the right."""
+"""Matrices that open_clip stores transposed."""
 
 
 def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of open_clip's CLIP under the names, and in the layout, of transformers' CLIPModel."""
+    """Returns the weights of an open_clip CLIP with the names and the layout of transformers' CLIPModel."""
     return {new: tensor for name, weight in weights.items() for new, tensor in _renamed(name, weight)}
 
 
@@ -114,7 +115,7 @@ def _renamed(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     elif ".resblocks." in name:
         yield from _of_block(name, weight)
     else:
-        yield TOWERS.get(name, name), weight  # a name that nobody knows is refused when the model is assembled
+        yield TOWERS.get(name, name), weight  # `assemble` refuses an unknown name
 
 
 def _of_block(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

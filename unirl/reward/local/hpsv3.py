@@ -1,6 +1,6 @@
-"""Human Preference Score v3: how well people would like a picture for its prompt, by Qwen2-VL and a small head.
+"""Human Preference Score v3: a prediction of human preference for an image and its prompt, by Qwen2-VL and a head.
 
-Ma et al. 2025, arXiv:2508.03789. The head gives the mean and the spread of a preference; the mean is the score.
+Ma et al. 2025, arXiv:2508.03789. The head predicts the mean and the spread of the preference. The mean is the score.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 SCALE = 15.0
-"""Means of good pictures lie near 10 to 15."""
+"""The means of good images are about 10 to 15."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HPSv3Spec:
-    """Which checkpoint, and how many pictures at a time."""
+    """The checkpoint, its instruction and its batch size."""
 
     path: str = "MizzenAI/HPSv3"
-    """The checkpoint, or the hub id or local directory that holds HPSv3.safetensors; `toy` is a tiny Qwen2-VL."""
+    """The checkpoint file, or the hub id or local directory that holds HPSv3.safetensors; `toy` is a tiny Qwen2-VL."""
     processor: str = "Qwen/Qwen2-VL-7B-Instruct"
-    """Hub id or local directory of the architecture, tokenizer and image processor; not read by `toy`."""
+    """Hub id or local directory of the architecture, tokenizer and image processor; `toy` does not read it."""
     instruction: str | None = None
-    """A text file of what the model is asked, with {text_prompt} and <|Reward|> in it; not read by `toy`.
-    None: that of the authors' package (pip install --no-deps hpsv3)."""
+    """A text file with the instruction, which contains {text_prompt} and <|Reward|>; `toy` does not read it.
+    None: the instruction in the authors' package (pip install --no-deps hpsv3)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of the backbone; the head is float32."""
+    """Data type of the backbone. The head is float32."""
     batch_size: int = 4
     device: Device = "auto"
 
@@ -55,7 +55,7 @@ class HPSv3Spec:
 
 
 class HPSv3Network(nn.Module):
-    """Qwen2-VL, and the head that reads the state of one token of the text."""
+    """Qwen2-VL, and a head on the hidden state of one token of the text."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class HPSv3Network(nn.Module):
         )
 
     def forward(self, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int) -> Tensor:
-        """[B, 2] mean and spread for texts [B, L], each with a picture, that hold the token `token_id` once."""
-        # The published class numbers all tokens one by one, a picture's too, where Qwen2-VL counts rows and columns.
+        """Returns mean and spread [B, 2] for texts [B, L] with one image each, which contain token `token_id` once."""
+        # The published class numbers the tokens of an image one by one, where Qwen2-VL counts rows and columns.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
         states = self.backbone(
             input_ids=tokens,
@@ -85,7 +85,7 @@ class HPSv3Network(nn.Module):
 
 
 class HPSv3RewardScorer(LocalRewardBackend):
-    """mean / 15, where the mean is the first of the two numbers that the published head gives."""
+    """mean / 15, where the mean is the first of the two outputs of the published head."""
 
     reads = ("prompts", "images")
     capabilities = Capabilities(modalities=("image",))
@@ -93,21 +93,21 @@ class HPSv3RewardScorer(LocalRewardBackend):
     def __init__(self, *, config: HPSv3Spec = HPSv3Spec()) -> None:
         super().__init__(device=config.device)
         self.config = config
-        self._reader: VisionLanguageProcessor | None = None
+        self._processor: VisionLanguageProcessor | None = None
 
     @property
-    def reader(self) -> VisionLanguageProcessor:
-        """Tokenizer, image processor and instruction, loaded on first use."""
-        if self._reader is None:
+    def processor(self) -> VisionLanguageProcessor:
+        """The tokenizer, image processor and instruction, loaded on first use."""
+        if self._processor is None:
             toy = self.config.path == "toy"
-            self._reader = (
+            self._processor = (
                 toy_processor() if toy else published_processor(self.config.processor, self.config.instruction)
             )
-        return self._reader
+        return self._processor
 
     def load_model(self) -> nn.Module:
         if self.config.path == "toy":
-            return toy_network(self.reader)
+            return toy_network(self.processor)
         from transformers import Qwen2VLConfig
 
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.config.dtype]
@@ -115,14 +115,14 @@ class HPSv3RewardScorer(LocalRewardBackend):
         return network_of(read_weights(self.config.path, "HPSv3.safetensors", "config.path"), architecture, dtype)
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Raises RewardError when the prompt holds a mark of the chat."""
+        """Raises RewardError when the prompt contains a special token of the model."""
         check_special_tokens(prompt)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None and request.prompts is not None
         for sample, prompt in zip(request.sample_ids, request.prompts, strict=True):
             check_special_tokens(prompt, f" of sample {sample!r}")
-        texts = [self.reader.text(prompt) for prompt in request.prompts]
+        texts = [self.processor.tokenize(prompt) for prompt in request.prompts]
         means = torch.empty(len(texts))
         for length in sorted({padded_length(text) for text in texts}):
             same = [row for row, text in enumerate(texts) if padded_length(text) == length]
@@ -134,15 +134,15 @@ class HPSv3RewardScorer(LocalRewardBackend):
 
     @torch.no_grad()
     def _means(self, texts: Sequence[list[int]], images: Tensor) -> Tensor:
-        """[B] the head's means for texts of one filled length."""
-        asked = self.reader.questions(texts, images)
-        inputs = (x.to(self.device) for x in (asked.tokens, asked.patches, asked.grids))
-        answer: Tensor = self.model(*inputs, self.reader.reward_id)[:, 0].cpu()
-        return answer
+        """Returns the means [B] for texts that have one padded length."""
+        inputs = self.processor.inputs(texts, images)
+        tensors = (x.to(self.device) for x in (inputs.tokens, inputs.patches, inputs.grids))
+        means: Tensor = self.model(*tensors, self.processor.reward_id)[:, 0].cpu()
+        return means
 
 
 def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dtype) -> HPSv3Network:
-    """The network of a published checkpoint: Qwen2-VL with one token more, and the head. Its lm_head is not used."""
+    """Returns the network of a published checkpoint: Qwen2-VL with one more token, and the head, without lm_head."""
     from transformers import Qwen2VLModel
 
     language = part(weights, "model.")
@@ -154,16 +154,16 @@ def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dt
     return network
 
 
-def toy_network(reader: VisionLanguageProcessor) -> HPSv3Network:
-    """A network of about 100 thousand parameters with fixed random weights, for the tokens of a toy's reader."""
+def toy_network(processor: VisionLanguageProcessor) -> HPSv3Network:
+    """Returns a network of about 100,000 parameters with fixed random weights for the tokens of a toy processor."""
     from transformers import Qwen2VLModel
 
     with fixed_seed():
-        return HPSv3Network(Qwen2VLModel(toy_config(reader)))
+        return HPSv3Network(Qwen2VLModel(toy_config(processor)))
 
 
-def toy_config(reader: VisionLanguageProcessor) -> Any:
-    """Of a Qwen2-VL."""
+def toy_config(processor: VisionLanguageProcessor) -> Any:
+    """Returns the configuration of a tiny Qwen2-VL."""
     from transformers import Qwen2VLConfig
 
-    return toy_vl_config(Qwen2VLConfig, reader, embed_dim=32)
+    return toy_vl_config(Qwen2VLConfig, processor, embed_dim=32)

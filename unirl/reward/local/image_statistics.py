@@ -1,4 +1,4 @@
-"""Rewards that are a statistic of the image: file size as in DDPO (arXiv:2305.13301, section 5), and brightness."""
+"""Rewards that are a statistic of an image: the file size, as in DDPO (arXiv:2305.13301, section 5), and brightness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 @dataclass(frozen=True, kw_only=True)
 class JpegSpec:
-    """How images are compressed before they are weighed."""
+    """The compression of images before their size is measured."""
 
     quality: int = 95
     """JPEG quality, 1 to 95."""
@@ -27,7 +27,7 @@ class JpegSpec:
 
 
 def jpeg_kilobytes(pixels: Tensor, quality: int) -> float:
-    """The size of one image [3, H, W] in [0, 1] as a JPEG file, in units of 1000 bytes."""
+    """Returns the size of an image [3, H, W] in [0, 1] as a JPEG file, in units of 1000 bytes."""
     from PIL import Image
 
     levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
@@ -52,7 +52,7 @@ class JpegIncompressibilityRewardScorer(RewardScorer):
 
 
 class JpegCompressibilityRewardScorer(JpegIncompressibilityRewardScorer):
-    """Minus the size of the image as a JPEG in kB: rewards plain pictures."""
+    """Minus the size of the image as a JPEG in kB: rewards plain images."""
 
     sign = -1.0
 
@@ -68,6 +68,6 @@ class BrightnessRewardScorer(RewardScorer):
         return single("brightness", self.objective(request.images))
 
     def objective(self, images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
-        """[B] the brightness of pictures [B, 3, H, W]; prompts play no part."""
+        """Returns the differentiable brightness [B] of images [B, 3, H, W]. The prompts have no effect."""
         luma = torch.tensor([0.299, 0.587, 0.114], device=images.device)
         return torch.einsum("bchw,c->bhw", images.float(), luma).mean(dim=(1, 2))

@@ -1,7 +1,7 @@
-"""ImageReward-v1.0: how well people would like a picture for its prompt, by BLIP and a linear head.
+"""ImageReward-v1.0: a prediction of human preference for an image and its prompt, by BLIP and a linear head.
 
-Xu et al. 2023, arXiv:2304.05977. The checkpoint holds Salesforce's BLIP (arXiv:2201.12086) in its own layout, which is
-read into transformers' classes.
+Xu et al. 2023, arXiv:2304.05977. The checkpoint holds BLIP (arXiv:2201.12086) in the layout of Salesforce, which is
+converted to that of transformers.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
-"""Of the head's output over the authors' pictures: published scores are standardised by these."""
+"""Mean and standard deviation of the head's output over the authors' images, by which scores are standardised."""
 MAX_TOKENS = 35
 HEAD_WIDTH = 64
-"""Of every attention head of BLIP, in the picture's half and in the text's."""
+"""Width of every attention head of BLIP, in the vision and in the text model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRewardSpec(ImageScorerSpec):
-    """Which checkpoint, and how many pictures at a time."""
+    """The checkpoint and its batch size."""
 
     path: str = "THUDM/ImageReward"
-    """The checkpoint, or the hub id or local directory that holds ImageReward.pt; `toy` is tiny, of random weights."""
+    """The checkpoint file, or a hub id or local directory that holds ImageReward.pt; `toy` is a tiny random network."""
     tokenizer: str = "google-bert/bert-base-uncased"
-    """Hub id or local directory; not read by `toy`."""
+    """Hub id or local directory of the tokenizer; `toy` does not read it."""
 
 
 class ImageRewardNetwork(nn.Module):
-    """Pictures [B, 3, S, S] and tokens [B, L] to scores [B]: the text reads the picture, its first token is judged."""
+    """Maps images [B, 3, S, S] and tokens [B, L] to scores [B].
+
+    The text model attends to the image, and the head reads the hidden state of the first token.
+    """
 
     def __init__(self, vision: Any, text: Any) -> None:
         super().__init__()
@@ -47,19 +50,19 @@ class ImageRewardNetwork(nn.Module):
         self.head = published_head(text.config.hidden_size)
 
     def forward(self, pixels: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        seen = self.vision(pixel_values=pixels).last_hidden_state
-        read = self.text(
+        image = self.vision(pixel_values=pixels).last_hidden_state
+        text = self.text(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            encoder_hidden_states=seen,
-            encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
+            encoder_hidden_states=image,
+            encoder_attention_mask=torch.ones(image.shape[:2], dtype=torch.long, device=image.device),
         )
-        scores: Tensor = (self.head(read.last_hidden_state[:, 0])[:, 0] - MEAN) / STD
+        scores: Tensor = (self.head(text.last_hidden_state[:, 0])[:, 0] - MEAN) / STD
         return scores
 
 
 class ImageRewardRewardScorer(ImageScorer):
-    """(head - 0.16717) / 1.03334, the score as published: about -2 to 2. Prompts are cut after 35 tokens."""
+    """(head - 0.16717) / 1.03334, the published score, about -2 to 2. Prompts are truncated to 35 tokens."""
 
     name = "imagereward"
     config: ImageRewardSpec
@@ -75,7 +78,7 @@ class ImageRewardRewardScorer(ImageScorer):
 
     @property
     def tokenizer(self) -> Any:
-        """BERT's, loaded on first use."""
+        """BERT's tokenizer, loaded on first use."""
         from transformers import BertTokenizer
 
         if self._tokenizer is None:
@@ -97,14 +100,14 @@ class ImageRewardRewardScorer(ImageScorer):
 
 
 def network_of(weights: Mapping[str, Tensor], key: str) -> ImageRewardNetwork:
-    """The network of a published checkpoint, whose sizes are those of its tensors. Its two projections are not used."""
+    """Returns the network of a published checkpoint, with the sizes of its tensors, without its two projections."""
     from transformers import BlipTextModel, BlipVisionModel
 
-    picture = part(weights, "blip.visual_encoder.")
+    image = part(weights, "blip.visual_encoder.")
     text = part(weights, "blip.text_encoder.")
     text.pop("embeddings.position_ids", None)  # 0, 1, 2, ...
-    vision_config, text_config = configs_of(picture, text)
-    vision = {renamed(name): tensor for name, tensor in picture.items()}
+    vision_config, text_config = configs_of(image, text)
+    vision = {renamed(name): tensor for name, tensor in image.items()}
     network = ImageRewardNetwork(
         assemble(BlipVisionModel, vision_config, vision, key, torch.float32),
         assemble(BlipTextModel, text_config, text, key, torch.float32, add_pooling_layer=False),
@@ -123,24 +126,24 @@ VISION_NAMES = {
     r"\.attn\.proj\.": ".self_attn.projection.",
     r"\.norm(\d)\.": r".layer_norm\1.",
 }
-"""Names in Salesforce's vision transformer and in that of transformers; its text half has the same names in both."""
+"""Names in Salesforce's vision model and in that of transformers. The text model has the same names in both."""
 
 
 def renamed(name: str) -> str:
-    """The name that transformers' BlipVisionModel gives a weight of Salesforce's."""
+    """Returns the name in transformers' BlipVisionModel of a weight of Salesforce's vision model."""
     for pattern, new in VISION_NAMES.items():
         name = re.sub(pattern, new, name)
     return name
 
 
-def configs_of(picture: Mapping[str, Tensor], text: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """The configurations of BLIP's two halves, by the shapes of their weights."""
-    positions, width = picture["pos_embed"].shape[1:]
-    patch = picture["patch_embed.proj.weight"].shape[-1]
+def configs_of(image: Mapping[str, Tensor], text: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    """Returns the configurations of BLIP's vision and text model, derived from the shapes of their weights."""
+    positions, width = image["pos_embed"].shape[1:]
+    patch = image["patch_embed.proj.weight"].shape[-1]
     vision = {
         "hidden_size": width,
-        "intermediate_size": len(picture["blocks.0.mlp.fc1.weight"]),
-        "num_hidden_layers": sum(name.endswith(".norm1.weight") for name in picture),
+        "intermediate_size": len(image["blocks.0.mlp.fc1.weight"]),
+        "num_hidden_layers": sum(name.endswith(".norm1.weight") for name in image),
         "image_size": isqrt(positions - 1) * patch,
         "patch_size": patch,
     }
@@ -157,7 +160,7 @@ def configs_of(picture: Mapping[str, Tensor], text: Mapping[str, Tensor]) -> tup
 
 
 def configs(vision: Mapping[str, int], text: Mapping[str, int]) -> tuple[Any, Any]:
-    """BLIP's configurations of these sizes, with the constants of Salesforce's: heads, norms, GELU."""
+    """Returns BLIP's configurations with these sizes and Salesforce's constants for heads, norms and GELU."""
     from transformers import BlipTextConfig, BlipVisionConfig
 
     def heads(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -170,26 +173,26 @@ def configs(vision: Mapping[str, int], text: Mapping[str, int]) -> tuple[Any, An
 
 
 def toy_network() -> ImageRewardNetwork:
-    """A network of about a million parameters with fixed random weights."""
+    """Returns a network of about a million parameters with fixed random weights."""
     from transformers import BlipTextModel, BlipVisionModel
 
     width = 2 * HEAD_WIDTH
     small = {"hidden_size": width, "intermediate_size": 128, "num_hidden_layers": 2}
     words = {"vocab_size": len(toy_words()), "max_position_embeddings": 64, "bos_token_id": 2}
     vision, text = configs(small | {"image_size": 32, "patch_size": 8}, small | words | {"encoder_hidden_size": width})
-    vision.initializer_range = text.initializer_range = 0.05  # at the default, 1e-10, the toy would see no picture
+    vision.initializer_range = text.initializer_range = 0.05  # at the default, 1e-10, the image would have no effect
     with fixed_seed():
         return ImageRewardNetwork(BlipVisionModel(vision), BlipTextModel(text, add_pooling_layer=False))
 
 
 def toy_words() -> list[str]:
-    """The toy's vocabulary: BERT's marks and every visible ASCII character, at the start of a word and within."""
+    """Returns the toy's vocabulary: BERT's special tokens and every visible ASCII character, with and without ##."""
     letters = [chr(code) for code in range(33, 127)]
     return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
 
 
 def toy_tokenizer() -> Any:
-    """BERT's tokenizer over the toy's vocabulary."""
+    """Returns BERT's tokenizer over the toy's vocabulary."""
     from transformers import BertTokenizer
 
     return BertTokenizer(vocab={word: i for i, word in enumerate(toy_words())})

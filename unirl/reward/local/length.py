@@ -1,4 +1,4 @@
-"""What becomes of a reward when the response is too long."""
+"""Changes the reward of a response that is too long."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSpec:
-    """What a long response costs."""
+    """The rule for long responses."""
 
     truncated: Literal["zero", "keep", "soft"] = "zero"
-    """zero: a response that was cut off has the reward 0. keep: it keeps its own. soft: DAPO's penalty is added."""
+    """zero: a response that was cut off gets the reward 0. keep: it keeps its reward. soft: DAPO's penalty is added."""
     buffer: int = 4096
-    """soft: the penalty begins so many tokens before the limit."""
+    """soft: number of tokens before the limit at which the penalty begins."""
     factor: float = 1.0
     """soft: the penalty at the limit."""
 
@@ -32,14 +32,14 @@ class LengthSpec:
         if self.buffer < 1:
             raise ValueError(f"LengthSpec.buffer must be >= 1 token, got {self.buffer}")
         if self.factor < 0:
-            raise ValueError(f"LengthSpec.factor must be >= 0, got {self.factor}; it is taken away from the reward")
+            raise ValueError(f"LengthSpec.factor must be >= 0, got {self.factor}; it is subtracted from the reward")
 
 
 class LengthRewardScorer(RewardScorer):
-    """The total of a scorer of texts, shaped by the length of the response; its components stay what they are.
+    """The total of a text scorer, changed by the length of the response. The components are unchanged.
 
-    Further components: `truncated`, 1 for a response that was cut off at its limit; `length_penalty`, what the length
-    changed.
+    Additional components: `truncated`, 1 for a response that was cut off at its limit, and `length_penalty`, the change
+    of the total.
     """
 
     capabilities = Capabilities(modalities=("text",))
@@ -52,19 +52,19 @@ class LengthRewardScorer(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         lengths = request.lengths
         assert lengths is not None
-        answer = response_of(self.scorer, request, name_of(self.scorer))
-        penalty = self._penalty(answer.total, lengths)
+        response = response_of(self.scorer, request, name_of(self.scorer))
+        penalty = self._penalty(response.total, lengths)
         truncated = torch.tensor([float(length.truncated) for length in lengths])
         return RewardResponse(
-            total=answer.total + penalty,
-            components=answer.components | {"truncated": truncated, "length_penalty": penalty},
-            logged_rewards=answer.logged_rewards,
-            failures=answer.failures,
-            answers=answer.answers,
+            total=response.total + penalty,
+            components=response.components | {"truncated": truncated, "length_penalty": penalty},
+            logged_rewards=response.logged_rewards,
+            failures=response.failures,
+            answers=response.answers,
         )
 
     def _penalty(self, total: Tensor, lengths: Sequence[ResponseLength]) -> Tensor:
-        """[B] what is added to `total`."""
+        """Returns the change [B] of `total`."""
         if self.config.truncated == "soft":
             tokens = torch.tensor([length.tokens for length in lengths])
             limits = torch.tensor([length.limit for length in lengths])
@@ -86,13 +86,13 @@ class LengthRewardScorer(RewardScorer):
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, buffer: int, factor: float = 1.0) -> Tensor:
-    """[B] <= 0, to be added to rewards: 0 up to limit - buffer, then linear, -factor from the limit on.
+    """Returns the change [B] <= 0 of rewards: 0 up to limit - buffer, then linear, and -factor from the limit on.
 
     DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
 
     Args:
         lengths: [B] tokens per response.
-        limits: [B] tokens at which each was to stop.
+        limits: [B] tokens at which each response was cut off.
 
     Raises:
         ValueError: the buffer is longer than the longest response.

@@ -1,4 +1,4 @@
-"""Whether a response boxes the right mathematics."""
+"""Compares the boxed answer of a response with the right answer as mathematics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unirl.reward.mathematics.answers import MathScorer, MathSpec, last_boxed
 
 @dataclass(frozen=True, kw_only=True)
 class MathBoxedSpec(MathSpec):
-    """Where the right answer is, and how long a comparison may take."""
+    """The place of the right answer, and the deadline of a comparison."""
 
 
 class MathBoxedRewardScorer(MathScorer):

@@ -1,4 +1,4 @@
-"""Whether a response has the right mathematics as its answer, wherever it stands."""
+"""Compares the answer of a response, wherever it is, with the right answer as mathematics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unirl.reward.mathematics.answers import MathScorer, MathSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerifySpec(MathSpec):
-    """Where the right answer is, and how long a comparison may take."""
+    """The place of the right answer, and the deadline of a comparison."""
 
 
 class MathVerifyRewardScorer(MathScorer):
-    r"""1 if math-verify finds the right answer in the response: boxed, else announced as the answer, else the last."""
+    r"""1 if math-verify reads the right answer: the boxed one, else the announced one, else the last one."""
 
     name = "math_verify"
 

@@ -1,4 +1,4 @@
-"""Whether a response chooses the right one of several choices, which have letters."""
+"""Compares the letter that a response to a multiple-choice question gives with the right one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from unirl.config.errors import RewardError
 from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict, last_boxed
 
 LETTER = re.compile(r"\W*([A-Za-z])\W*")
-SAID = re.compile(r"(?i:answer)\W*(?i:is|:|=)?[\s:*_({\[]*([A-Z])(?![A-Za-z0-9'])")
+ANNOUNCED = re.compile(r"(?i:answer)\W*(?i:is|:|=)?[\s:*_({\[]*([A-Z])(?![A-Za-z0-9'])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MCExactMatchSpec(AnswerSpec):
-    """Where the right choice is."""
+    """The place of the right letter."""
 
 
 class MCExactMatchRewardScorer(AnswerScorer):
-    r"""1 if the chosen letter is the right one, else 0; a response that chooses none scores 0.
+    r"""1 if the chosen letter is the right one, else 0. A response without a choice scores 0.
 
-    The chosen letter is, the first that there is of: the last \boxed{...}, if it holds one letter and nothing else but
-    punctuation; the capital letter after the last "answer", "answer is" or "answer:" that has one; the whole response,
-    if it is one letter with punctuation.
+    The chosen letter is the first of the following that exists: the content of the last \boxed{...}, if that is one
+    letter with punctuation; the capital letter after the last "answer", "answer is" or "answer:" that has one; the
+    whole response, if that is one letter with punctuation.
     """
 
     name = "mc_exact_match"
@@ -42,12 +42,12 @@ class MCExactMatchRewardScorer(AnswerScorer):
 
 
 def chosen(text: str) -> str | None:
-    """The letter that a response chooses, as a capital."""
+    """Returns the letter that a response chooses, as a capital letter."""
     boxed = LETTER.fullmatch(last_boxed(text) or "")
     if boxed:
         return boxed[1].upper()
-    said = SAID.findall(text)
-    if said:
-        return str(said[-1])
+    announced = ANNOUNCED.findall(text)
+    if announced:
+        return str(announced[-1])
     alone = LETTER.fullmatch(text)
     return alone[1].upper() if alone else None

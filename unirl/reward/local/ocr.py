@@ -1,4 +1,4 @@
-"""Text in pictures: how much of a wanted text an OCR engine reads, as in Flow-GRPO (arXiv:2505.05470, section 4.1)."""
+"""Text in images: the share of a target text that an OCR engine reads, as in Flow-GRPO (arXiv:2505.05470, 4.1)."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
-"""Which extra installs an engine."""
+"""The extra that installs each engine."""
 SHIPPED = ("en", "ch")
-"""Languages of the models within rapidocr's wheel."""
+"""Languages of the models in rapidocr's wheel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OCRSpec:
-    """Which engine reads, and what it should find. Everything runs on the CPU."""
+    """The OCR engine and the place of the target text. Everything runs on the CPU."""
 
     engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
-    """rapidocr carries its models in its wheel; PaddleOCR downloads its own on first use."""
+    """The wheel of rapidocr contains its models. PaddleOCR downloads its models on first use."""
     lang: str = "en"
-    """Language of the text, in PaddleOCR's spelling; rapidocr's models read `en` and `ch`."""
+    """Language of the text, in PaddleOCR's spelling. The models of rapidocr read `en` and `ch`."""
     target_key: str | None = None
-    """Metadata key of the wanted text; None: it is the first double-quoted span of the prompt."""
+    """Metadata key of the target text. None: the first double-quoted span of the prompt."""
     detect: bool = True
-    """Look for text in the picture first; False: the whole picture is one line (5 times faster)."""
+    """Detect the places of text first. False: the whole image is one line (5 times faster)."""
     side: int = 256
-    """Text is looked for in the picture enlarged to at least this many pixels along its shorter side."""
+    """Text is detected in the image enlarged to at least this many pixels along its shorter side."""
     text_score: float = 0.5
-    """Lines that the engine is less sure of, in [0, 1], are not read."""
+    """Lines with a confidence below this, in [0, 1], are ignored."""
     num_threads: int = 1
-    """Pictures read at once, each by one thread."""
+    """Number of images that are read at the same time, each by one thread."""
 
     toy: ClassVar[dict[str, object]] = {"side": 64}
 
@@ -56,13 +56,13 @@ class OCRSpec:
             raise ValueError(f"OCRSpec.lang={self.lang!r} needs engine=paddleocr; rapidocr reads {', '.join(SHIPPED)}")
         if self.engine == "paddleocr" and (not self.detect or self.num_threads > 1):
             raise ValueError(
-                "OCRSpec.engine=paddleocr always detects, one picture at a time: leave detect, num_threads"
+                "OCRSpec.engine=paddleocr detects text and reads one image at a time: remove detect, num_threads"
             )
 
 
 @dataclass(frozen=True)
 class Line:
-    """Text that was read at one place; pixels from the top left."""
+    """A line of text and its place, in pixels from the top left."""
 
     text: str
     left: float
@@ -71,25 +71,26 @@ class Line:
 
     @property
     def middle(self) -> float:
-        """Of its height."""
+        """The vertical centre of the line."""
         return (self.top + self.bottom) / 2
 
 
 class OcrEngine(Protocol):
     """An OCR engine."""
 
-    def read(self, picture: Any) -> Sequence[Line]:
-        """The lines in a picture [H, W, 3] of uint8, channels blue, green, red, in any order."""
+    def read(self, image: Any) -> Sequence[Line]:
+        """Returns the lines in an image [H, W, 3] of uint8, channels blue, green, red, in any order."""
         ...
 
 
 class OCRRewardScorer(RewardScorer):
-    """1 - d / n of the wanted text, n characters, and the text that is read in the picture; in [0, 1].
+    """1 - d / n in [0, 1], where d is the distance of the recognised text from the target text of n characters.
 
-    The wanted text is the first double-quoted span of the prompt (straight or curly quotes), or a metadata key. What is
-    read are the lines from top to bottom, pieces at one height from left to right, joined. Both lose all white space
-    and become lower case. d = 0 if the wanted text occurs in what is read; else their Levenshtein distance (insert,
-    delete, replace: 1 each), at most n. A picture without text scores 0; one that the engine fails on has no score.
+    The target text is the first double-quoted span of the prompt (straight or curly quotes), or the value of a metadata
+    key. The recognised lines are joined from top to bottom, and pieces at one height from left to right. White space is
+    removed from both texts, and case is ignored. d is 0 if the target text occurs in the recognised text. Otherwise it
+    is their Levenshtein distance (an insertion, deletion or replacement costs 1), at most n. An image without text
+    scores 0. An image on which the engine fails has no score.
     """
 
     def __init__(self, *, config: OCRSpec = OCRSpec()) -> None:
@@ -98,7 +99,7 @@ class OCRRewardScorer(RewardScorer):
         self.reads = ("images", "metadata" if config.target_key else "prompts")
 
     @cached_property
-    def reader(self) -> OcrEngine:
+    def engine(self) -> OcrEngine:
         """The engine, loaded on first use."""
         return RapidOcrEngine(self.config) if self.config.engine == "rapidocr" else PaddleOcrEngine(self.config)
 
@@ -108,16 +109,16 @@ class OCRRewardScorer(RewardScorer):
         prompts, metadata = request.prompts or [""] * len(request), request.metadata or [{}] * len(request)
 
         def score_row(row: int) -> dict[str, float]:
-            wanted = self.wanted(prompts[row], metadata[row])
-            return {"ocr": similarity(in_order(self.reader.read(images[row])), wanted)}
+            target = self.target(prompts[row], metadata[row])
+            return {"ocr": similarity(in_reading_order(self.engine.read(images[row])), target)}
 
         return score_rows(request, ("ocr",), score_row, self.config.num_threads)
 
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        self.wanted(prompt, metadata)
+        self.target(prompt, metadata)
 
-    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> str:
-        """The text that the picture should show, comparable. Raises RewardError when there is none."""
+    def target(self, prompt: str, metadata: Mapping[str, Any]) -> str:
+        """Returns the comparable text that the image should show. Raises RewardError when there is none."""
         key = self.config.target_key
         if key is not None:
             text, place = metadata.get(key), f"metadata {key!r}"
@@ -126,19 +127,19 @@ class OCRRewardScorer(RewardScorer):
             text, place = quoted and (quoted[1] or quoted[2]), "double quotes"
         if not isinstance(text, str) or not comparable(text):
             raise RewardError(
-                f"no text in {place} that the picture should show (prompt {prompt!r}). "
+                f"no text in {place} that the image should show (prompt {prompt!r}). "
                 'Write it as in: a sign that says "Open", or name its metadata key in target_key'
             )
         return comparable(text)
 
 
 def comparable(text: str) -> str:
-    """Without white space, in lower case."""
+    """Returns a text in lower case without white space."""
     return "".join(text.split()).lower()
 
 
-def in_order(lines: Sequence[Line]) -> str:
-    """The text of lines from top to bottom, pieces whose middle lies within the height of the first from the left."""
+def in_reading_order(lines: Sequence[Line]) -> str:
+    """Returns the text of lines from top to bottom, and from left to right for pieces that overlap in height."""
     rows: list[list[Line]] = []
     for line in sorted(lines, key=lambda line: line.middle):
         if rows and rows[-1][0].top <= line.middle <= rows[-1][0].bottom:
@@ -148,23 +149,23 @@ def in_order(lines: Sequence[Line]) -> str:
     return "".join(line.text for row in rows for line in sorted(row, key=lambda line: line.left))
 
 
-def similarity(read: str, wanted: str) -> float:
-    """1 - d / n in [0, 1]; `wanted` is comparable and not empty."""
+def similarity(recognised: str, target: str) -> float:
+    """Returns 1 - d / n in [0, 1]; `target` is comparable and not empty."""
     from rapidfuzz.distance import Levenshtein
 
-    found = comparable(read)
-    distance = 0 if wanted in found else min(Levenshtein.distance(found, wanted), len(wanted))
-    return 1.0 - distance / len(wanted)
+    text = comparable(recognised)
+    distance = 0 if target in text else min(Levenshtein.distance(text, target), len(target))
+    return 1.0 - distance / len(target)
 
 
 def as_bgr(pixels: Tensor) -> Any:
-    """[B, H, W, 3] uint8 array, channels blue, green, red, of pictures [B, 3, H, W] in [0, 1]."""
+    """Returns images [B, 3, H, W] in [0, 1] as a uint8 array [B, H, W, 3] with channels blue, green, red."""
     levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
     return levels.flip(1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
 class RapidOcrEngine:
-    """PP-OCR by onnxruntime. Text that stands on its head is not turned round."""
+    """PP-OCR by onnxruntime. Text that is upside down is not rotated."""
 
     def __init__(self, config: OCRSpec) -> None:
         from rapidocr import RapidOCR
@@ -182,18 +183,18 @@ class RapidOcrEngine:
             }
         )
 
-    def read(self, picture: Any) -> list[Line]:
-        found = self.engine(picture, use_det=self.config.detect)
-        texts = found.txts or ()
+    def read(self, image: Any) -> list[Line]:
+        result = self.engine(image, use_det=self.config.detect)
+        texts = result.txts or ()
         if self.config.detect:
-            return [_line(text, box) for text, box in zip(texts, found.boxes if texts else (), strict=True)]
-        height = float(len(picture))
-        sure = zip(texts, found.scores or (), strict=True)
-        return [Line(text, 0.0, 0.0, height) for text, score in sure if score >= self.config.text_score]
+            return [_line(text, box) for text, box in zip(texts, result.boxes if texts else (), strict=True)]
+        height = float(len(image))
+        scored = zip(texts, result.scores or (), strict=True)
+        return [Line(text, 0.0, 0.0, height) for text, score in scored if score >= self.config.text_score]
 
 
 class PaddleOcrEngine:
-    """PaddleOCR 3, without its corrections of whole pages."""
+    """PaddleOCR 3 without its corrections of whole pages."""
 
     def __init__(self, config: OCRSpec) -> None:
         from paddleocr import PaddleOCR
@@ -209,12 +210,12 @@ class PaddleOcrEngine:
             use_textline_orientation=False,
         )
 
-    def read(self, picture: Any) -> list[Line]:
-        (page,) = self.engine.predict(picture)
+    def read(self, image: Any) -> list[Line]:
+        (page,) = self.engine.predict(image)
         return [_line(text, box) for text, box in zip(page["rec_texts"], page["rec_polys"], strict=True)]
 
 
 def _line(text: str, corners: Any) -> Line:
-    """A line and its corners [4, 2] of (x, y)."""
+    """Returns a line of text with corners [4, 2] of (x, y)."""
     heights = [float(y) for _, y in corners]
     return Line(text, min(float(x) for x, _ in corners), min(heights), max(heights))

@@ -1,4 +1,4 @@
-"""PickScore: how well a picture fits its prompt, by a CLIP tuned on what people chose.
+"""PickScore: the agreement of an image with its prompt, by a CLIP fine-tuned on human choices.
 
 Kirstain et al. 2023, arXiv:2305.01569.
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 
 SCALE = 26.0
-"""Scores of good pictures come out near 1: PickScore's own logits lie near 20 to 26."""
+"""Divisor that brings the scores of good images near 1. The logits of PickScore are about 20 to 26."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickScoreSpec(ClipSimilaritySpec):
-    """Which CLIP, and how many pictures at a time."""
+    """The CLIP and its batch size."""
 
     path: str = "yuvalkirstain/PickScore_v1"
-    """Hub id or local directory of the model; `toy` is the same class, tiny, with fixed random weights."""
+    """Hub id or local directory of the model; `toy` is a tiny network of the same class with fixed random weights."""
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-    """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
+    """Hub id or local directory of the tokenizer and image processor; `toy` does not read it."""
 
 
 class PickScoreRewardScorer(ClipSimilarityScorer):

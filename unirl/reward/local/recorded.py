@@ -1,4 +1,4 @@
-"""Rewards a recorded picture for what was recorded of it: whether it was the preferred one of a pair."""
+"""Rewards an image of a preference pair by its recorded role: chosen or rejected."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ WORTH: Mapping[str, float] = {"chosen": 1.0, "rejected": 0.0}
 
 
 class RecordedRewardScorer(RewardScorer):
-    """1 for the chosen picture of a pair, 0 for the rejected one. Nobody has judged a drawn picture: `drawn` does."""
+    """1 for the chosen image of a pair, 0 for the rejected one. The scorer `drawn` scores generated images."""
 
     capabilities = Capabilities(recorded=True, modalities=("image",))
 
     def __init__(self, *, drawn: Scorer | None = None) -> None:
         """
         Args:
-            drawn: what scores pictures that were drawn, as evaluations do; absent = they are refused.
+            drawn: the scorer of generated images, which evaluations produce. Without it, they are refused.
         """
         self.drawn = drawn
         self.reads = tuple(sorted({"metadata", *(() if drawn is None else drawn.reads)}))
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.metadata is not None
-        roles: list[Any] = [about.get(RECORDED) for about in request.metadata]
+        roles: list[Any] = [metadata.get(RECORDED) for metadata in request.metadata]
         if self.drawn is not None and not any(roles):
             return response_of(self.drawn, request, name_of(self.drawn))
         for sample_id, role in zip(request.sample_ids, roles, strict=True):
             if role not in WORTH:
                 raise IncompatibleError(
-                    f"sample {sample_id!r} is no recorded picture (its role: {role}), so no preference is known of it. "
-                    "Set evaluation.eval_steps=0, or name in reward.backend.drawn what scores drawn pictures"
+                    f"sample {sample_id!r} is not a recorded image (its role: {role}), so that it has no preference. "
+                    "Set evaluation.eval_steps=0, or set reward.backend.drawn to a scorer of generated images"
                 )
         return single("preference", torch.tensor([WORTH[role] for role in roles]))
 

@@ -1,7 +1,8 @@
-"""Rewards pictures of one coloured shape for showing what was asked, by a detector that reads nothing but the pixels.
+"""Rewards images of one colored shape for showing the requested attributes, by a detector that reads only the pixels.
 
-The largest blob on the dark ground is named by its colour (nearest palette entry), its kind (the silhouette that
-overlaps it best) and its place (the side of the middle that it is on). What cannot be told is None: never right.
+The detector names the color of the largest blob on the dark background (the nearest palette entry), its shape (the
+silhouette with the largest overlap) and its place (the side of the image). An attribute that it cannot name is None,
+which is never right.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PALETTE = {
     "purple": (0.66, 0.22, 0.82),
     "white": (0.94, 0.94, 0.94),
 }
-# Points (u right, v down) that belong to a shape; each fills the square from -1 to 1.
+# Points (u right, v down) that belong to a shape. Each shape fills the square from -1 to 1.
 SHAPES: Mapping[str, Region] = {
     "circle": lambda u, v: u * u + v * v <= 1.0,
     "square": lambda u, v: np.maximum(np.abs(u), np.abs(v)) <= 1.0,
@@ -43,11 +44,16 @@ PLACES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 SUPERSAMPLE = 5
 TEMPLATE_SIZE = 16
 MAX_ASPECT = 1.4
-"""Longest side over shortest, beyond which a silhouette is stretched too far to have a name."""
+"""Largest ratio of the sides of a bounding box at which its shape is named."""
 
 
 def coverage(shape: str, size: int, center: tuple[float, float], half: tuple[float, float]) -> Array:
-    """[size, size] share of each pixel that the shape covers; center (x, y) and half (width, height) in pixels."""
+    """Returns the share of each pixel that the shape covers [size, size].
+
+    Args:
+        center: (x, y) of the shape in pixels.
+        half: half of (width, height) in pixels.
+    """
     at = (np.arange(size * SUPERSAMPLE) + 0.5) / SUPERSAMPLE
     u, v = np.meshgrid((at - center[0]) / half[0], (at - center[1]) / half[1])
     cover = SHAPES[shape](u, v).astype(np.float64)
@@ -56,14 +62,14 @@ def coverage(shape: str, size: int, center: tuple[float, float], half: tuple[flo
 
 @cache
 def template(shape: str) -> Array:
-    """[TEMPLATE_SIZE, TEMPLATE_SIZE] coverage of the shape's own bounding box."""
+    """Returns the coverage of the shape's bounding box [TEMPLATE_SIZE, TEMPLATE_SIZE]."""
     middle = TEMPLATE_SIZE / 2
     return coverage(shape, TEMPLATE_SIZE, (middle, middle), (middle, middle))
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What the detector saw; None where it could not tell."""
+    """The attributes that the detector named; None for an attribute that it could not name."""
 
     color: str | None = None
     shape: str | None = None
@@ -72,26 +78,26 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesSpec:
-    """How sure the detector must be."""
+    """The limits of the detector."""
 
     min_contrast: float = 0.3
-    """Distance from the ground color, in RGB with channels in [0, 1], beyond which a pixel is part of something."""
+    """Distance from the background color, in RGB with channels in [0, 1], from which a pixel belongs to a blob."""
     min_area: float = 0.03
-    """Smallest blob that counts, as a share of the picture."""
+    """Smallest area of a blob, as a share of the image."""
     max_area: float = 0.6
-    """Largest blob that counts: a picture painted over shows no shape."""
+    """Largest area of a blob, as a share of the image."""
     max_color_distance: float = 0.25
-    """Farthest a blob's median color may lie from a palette entry."""
+    """Largest distance of a blob's median color from a palette entry."""
     min_overlap: float = 0.7
-    """Least intersection over union of blob and silhouette."""
+    """Smallest intersection over union of a blob and a silhouette."""
     max_residual: float = 0.04
-    """Largest root mean square of what one flat shape leaves unexplained: texture, specks, a second shape."""
+    """Largest root mean square of the residual of one flat shape, such as texture, specks or a second shape."""
     min_offset: float = 0.1
-    """Least distance of the blob from the middle, as a share of the picture's side, to be on a side."""
+    """Smallest distance of a blob from the image's center, as a share of the image's side, to have a place."""
 
 
 class ShapesRewardScorer(RewardScorer):
-    """The share of what was asked that the picture shows; metadata says what was: any of "color", "shape", "place"."""
+    """The share of the requested attributes that an image shows: "color", "shape" and "place" of the metadata."""
 
     reads = ("images", "metadata")
 
@@ -100,40 +106,40 @@ class ShapesRewardScorer(RewardScorer):
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None and request.metadata is not None
-        pictures = request.images.permute(0, 2, 3, 1).double().cpu().numpy()
+        images = request.images.permute(0, 2, 3, 1).double().cpu().numpy()
         right = [
-            matches(sight(picture, self.config), asked, sample)
-            for picture, asked, sample in zip(pictures, request.metadata, request.sample_ids, strict=True)
+            matches(sight(image, self.config), metadata, sample)
+            for image, metadata, sample in zip(images, request.metadata, request.sample_ids, strict=True)
         ]
         share = torch.tensor([sum(row) / len(row) for row in right])
         exact = torch.tensor([float(all(row)) for row in right])
         return RewardResponse(total=share, components={"share": share, "exact": exact})
 
 
-def matches(seen: Sighting, asked: Mapping[str, Any], sample_id: str) -> list[bool]:
-    """Per attribute asked for, whether it was seen."""
+def matches(sighting: Sighting, metadata: Mapping[str, Any], sample_id: str) -> list[bool]:
+    """Returns True for each requested attribute that was detected. Raises RewardError when none is requested."""
     known = {"color": PALETTE, "shape": SHAPES, "place": PLACES}
-    wanted = {key: asked[key] for key in known if key in asked}
-    for key, value in wanted.items():
+    requested = {key: metadata[key] for key in known if key in metadata}
+    for key, value in requested.items():
         if value not in known[key]:
             raise RewardError(
                 f"sample {sample_id!r} asks for {key} {value!r}: the shapes reward knows {', '.join(known[key])}"
             )
-    if not wanted:
+    if not requested:
         raise RewardError(
-            f"sample {sample_id!r} has metadata {dict(asked)}: the shapes reward needs one of {', '.join(known)}"
+            f"sample {sample_id!r} has metadata {dict(metadata)}: the shapes reward needs one of {', '.join(known)}"
         )
-    return [asdict(seen)[key] == value for key, value in wanted.items()]
+    return [asdict(sighting)[key] == value for key, value in requested.items()]
 
 
-def sight(picture: Array, spec: ShapesSpec = ShapesSpec()) -> Sighting:
-    """What one picture [H, W, 3] in [0, 1] shows."""
-    blob = largest_blob(np.linalg.norm(picture - GROUND, axis=-1) > spec.min_contrast)
+def sight(image: Array, spec: ShapesSpec = ShapesSpec()) -> Sighting:
+    """Returns the attributes of an image [H, W, 3] in [0, 1]."""
+    blob = largest_blob(np.linalg.norm(image - GROUND, axis=-1) > spec.min_contrast)
     if not spec.min_area <= blob.mean() <= spec.max_area:
         return Sighting()
-    paint = np.median(picture[blob], axis=0)
-    cover = flat_cover(picture, blob, paint)
-    residual = picture - GROUND - cover[..., None] * (paint - GROUND)
+    paint = np.median(image[blob], axis=0)
+    cover = flat_cover(image, blob, paint)
+    residual = image - GROUND - cover[..., None] * (paint - GROUND)
     clean = bool(np.sqrt(np.square(residual).mean()) <= spec.max_residual)
     return Sighting(
         color=nearest_color(paint, spec.max_color_distance),
@@ -143,7 +149,7 @@ def sight(picture: Array, spec: ShapesSpec = ShapesSpec()) -> Sighting:
 
 
 def largest_blob(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The largest 4-connected component of the mask, itself a mask."""
+    """Returns the largest 4-connected component of a mask, as a mask."""
     from scipy.ndimage import label
 
     labels, count = label(mask)
@@ -152,17 +158,17 @@ def largest_blob(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.asarray(labels == 1 + np.argmax(np.bincount(labels.ravel())[1:]))
 
 
-def flat_cover(picture: Array, blob: NDArray[np.bool_], paint: Array) -> Array:
-    """[H, W] how much of each pixel is paint rather than ground, in [0, 1]; zero away from the blob."""
+def flat_cover(image: Array, blob: NDArray[np.bool_], paint: Array) -> Array:
+    """Returns the share of paint in each pixel [H, W], in [0, 1]; zero outside of the blob and its border."""
     from scipy.ndimage import binary_dilation
 
     axis = paint - GROUND
-    share = ((picture - GROUND) @ axis / (axis @ axis)).clip(0.0, 1.0)
+    share = ((image - GROUND) @ axis / (axis @ axis)).clip(0.0, 1.0)
     return np.asarray(np.where(binary_dilation(blob, iterations=1), share, 0.0))
 
 
 def nearest_color(paint: Array, max_distance: float) -> str | None:
-    """The palette's name for a color, None when nothing is near."""
+    """Returns the name of the nearest palette entry; None if its distance is above `max_distance`."""
     distance = {name: float(np.linalg.norm(paint - entry)) for name, entry in PALETTE.items()}
     name = min(distance, key=distance.__getitem__)
     return name if distance[name] <= max_distance else None
@@ -170,7 +176,7 @@ def nearest_color(paint: Array, max_distance: float) -> str | None:
 
 @dataclass(frozen=True)
 class Box:
-    """A bounding box in pixels, to a fraction of one."""
+    """A bounding box in pixels, with subpixel precision."""
 
     x: float
     y: float
@@ -179,21 +185,21 @@ class Box:
 
 
 def box(cover: Array) -> Box:
-    """The bounding box of the paint."""
+    """Returns the bounding box of the paint."""
     x, width = extent(cover.max(axis=0))
     y, height = extent(cover.max(axis=1))
     return Box(x, y, width, height)
 
 
 def extent(profile: Array) -> tuple[float, float]:
-    """Where the paint along one axis begins, and its length: a pixel that is a third paint counts a third."""
+    """Returns the start and the length of the paint along one axis. A pixel counts with its share of paint."""
     painted = np.where(profile > 0.15, profile, 0.0)
     first = int(np.flatnonzero(painted)[0])
     return first + 1.0 - float(painted[first]), float(painted.sum())
 
 
 def best_shape(cover: Array, min_overlap: float) -> str | None:
-    """The silhouette that fits the cover best, None when none fits."""
+    """Returns the silhouette with the largest overlap; None if that is below `min_overlap` or the box is too long."""
     b = box(cover)
     if max(b.height, b.width) > MAX_ASPECT * min(b.height, b.width):
         return None
@@ -203,7 +209,7 @@ def best_shape(cover: Array, min_overlap: float) -> str | None:
 
 
 def overlaps(cover: Array, b: Box) -> dict[str, float]:
-    """Each silhouette's intersection over union with the cover in its bounding box b."""
+    """Returns the intersection over union of each silhouette with the cover in its bounding box b."""
     from scipy.ndimage import map_coordinates
 
     at = (np.arange(TEMPLATE_SIZE) + 0.5) / TEMPLATE_SIZE
@@ -213,12 +219,12 @@ def overlaps(cover: Array, b: Box) -> dict[str, float]:
 
 
 def intersection_over_union(one: Array, other: Array) -> float:
-    """Overlap of two soft masks, in [0, 1]."""
+    """Returns the overlap of two soft masks, in [0, 1]."""
     return float(np.minimum(one, other).sum() / np.maximum(one, other).sum())
 
 
 def side(cover: Array, min_offset: float) -> str | None:
-    """The side of the middle that the bounding box's center is farthest on, None near the middle."""
+    """Returns the side of the image on which the bounding box's center is farthest out; None near the middle."""
     b, (height, width) = box(cover), cover.shape
     dx, dy = (b.x + b.width / 2) / width - 0.5, (b.y + b.height / 2) / height - 0.5
     reach = {name: x * dx + y * dy for name, (x, y) in PLACES.items()}

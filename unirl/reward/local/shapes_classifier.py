@@ -1,9 +1,9 @@
-"""Rewards pictures of coloured shapes through a small network, so that the reward has a gradient.
+"""Rewards images of colored shapes by a small network, so that the reward has a gradient.
 
-The detector of `shapes.py` looks at pixels and has none. This network estimates what the detector measures, and its
-reward is the detector's decision with soft limits: it grows towards the limits from afar, and little beyond them. The
-network was trained on pictures that had fooled it, too (`scripts/pretrain_shapes_classifier.py`). The quick start by
-DRTune climbs it; the detector says whether the climb was honest.
+The detector of `shapes.py` has no gradient. This network estimates the measures of the detector, and its reward is the
+detector's decision with soft limits: it increases up to the limits, and little beyond them. The training images include
+adversarial ones (`scripts/pretrain_shapes_classifier.py`). The quick start with DRTune optimises this reward, and is
+evaluated with the detector.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SIZES = (len(COLORS), len(KINDS), 1)
 SPEC = ShapesSpec(max_residual=0.08)
 """The limits of the quick start's detector."""
 SOFTNESS = {"distance": 0.1, "overlap": 0.05, "residual": 0.02}
-"""How far beyond a limit, in the measure's own unit, a decision is still open."""
+"""Width of the soft limit of each measure, in the unit of the measure."""
 
 
 class ShapesClassifier(nn.Module):
-    """Pictures [B, 3, 24, 24] in [0, 1] to what the detector measures of them. Smooth.
+    """Maps images [B, 3, 24, 24] in [0, 1] to estimates of the detector's measures; differentiable.
 
-    They are the paint's distance to each palette entry [B, 6], its overlap with each silhouette [B, 4] and the residual
-    [B, 1], in the units of `ShapesSpec`.
+    The measures are the paint's distance to each palette entry [B, 6], its overlap with each silhouette [B, 4] and the
+    residual [B, 1], in the units of `ShapesSpec`.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class ShapesClassifier(nn.Module):
         self.head = nn.Linear(40, sum(SIZES))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three measures."""
+        """Returns the distances, overlaps and residuals."""
         distance, overlap, residual = self.head(self.features(2 * images - 1)).split(SIZES, dim=1)
         return distance, overlap, residual
 
 
 def log_probs(distance: Tensor, overlap: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the colours [B, 7] and shapes [B, 5], each with "none" last, and of a clean picture [B, 1]."""
+    """Returns log-probs of colors [B, 7] and shapes [B, 5], both with "none" last, and of a clean image [B, 1]."""
     color = nn.functional.pad(-distance, (0, 1), value=-SPEC.max_color_distance) / SOFTNESS["distance"]
     shape = nn.functional.pad(overlap, (0, 1), value=SPEC.min_overlap) / SOFTNESS["overlap"]
     clean = (SPEC.max_residual - residual) / SOFTNESS["residual"]
@@ -66,7 +66,7 @@ def log_probs(distance: Tensor, overlap: Tensor, residual: Tensor) -> tuple[Tens
 
 
 class ShapesClassifierRewardScorer(LocalRewardBackend):
-    """(log p(colour) + log p(shape) + log p(clean)) / 3, colour and shape as the prompt names them; nats, at most 0."""
+    """(log p(color) + log p(shape) + log p(clean)) / 3 in nats, for the color and shape that the prompt names."""
 
     reads = ("images", "prompts")
     capabilities = Capabilities(modalities=("image",), differentiable=True)
@@ -74,7 +74,7 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
     def __init__(self, *, batch_size: int = 256, device: Device = "auto") -> None:
         """
         Args:
-            batch_size: pictures per forward.
+            batch_size: images per forward.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
@@ -102,30 +102,30 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
         return single("log_prob", torch.cat(parts))
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the reward of pictures [B, 3, H, W] in [0, 1], with its gradient.
+        """Returns the differentiable reward [B] of images [B, 3, H, W] in [0, 1].
 
         Raises:
-            RewardError: a prompt does not name one colour and one shape.
+            RewardError: a prompt does not name one color and one shape.
         """
-        wanted = torch.tensor([named(prompt) for prompt in prompts], device=self.device)
-        pictures = nn.functional.interpolate(images.to(self.device).float(), (24, 24), mode="bilinear", antialias=True)
-        return mean_log_prob(self.model(pictures), wanted)
+        requested = torch.tensor([color_and_shape(prompt) for prompt in prompts], device=self.device)
+        small = nn.functional.interpolate(images.to(self.device).float(), (24, 24), mode="bilinear", antialias=True)
+        return mean_log_prob(self.model(small), requested)
 
 
-def mean_log_prob(measures: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> Tensor:
-    """[B] the reward from what the network says; wanted [B, 2] is the colour and the shape asked for."""
+def mean_log_prob(measures: tuple[Tensor, Tensor, Tensor], requested: Tensor) -> Tensor:
+    """Returns the reward [B] for the network's output; `requested` [B, 2] holds the indices of color and shape."""
     color, shape, clean = log_probs(*measures)
-    return (color.gather(1, wanted[:, :1]) + shape.gather(1, wanted[:, 1:]) + clean)[:, 0] / 3
+    return (color.gather(1, requested[:, :1]) + shape.gather(1, requested[:, 1:]) + clean)[:, 0] / 3
 
 
-def named(prompt: str) -> tuple[int, int]:
-    """Which colour and which shape a prompt names. Raises RewardError unless it is one of each."""
+def color_and_shape(prompt: str) -> tuple[int, int]:
+    """Returns the indices of the color and shape in a prompt. Raises RewardError unless it names one of each."""
     words = prompt.lower().replace(",", " ").replace(".", " ").split()
     colors = [i for i, name in enumerate(COLORS) if name in words]
     kinds = [i for i, name in enumerate(KINDS) if name in words]
     if len(colors) != 1 or len(kinds) != 1:
         raise RewardError(
-            f"the prompt {prompt!r} should name one colour ({', '.join(COLORS)}) and one shape ({', '.join(KINDS)}): "
+            f"the prompt {prompt!r} should name one color ({', '.join(COLORS)}) and one shape ({', '.join(KINDS)}): "
             "the shapes classifier knows nothing else"
         )
     return colors[0], kinds[0]

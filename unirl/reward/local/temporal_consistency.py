@@ -1,4 +1,4 @@
-"""How smoothly a clip moves: neither frozen, nor flickering, nor cut."""
+"""Temporal consistency: the smoothness of a video's motion. Frozen, flickering and cut videos score low."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import RewardScorer, single
-from unirl.reward.local.shared.images import clips
+from unirl.reward.local.shared.images import video_frames
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemporalConsistencySpec:
-    """At which scale motion is looked at, and how much of it is asked."""
+    """The scale at which motion is measured, and the least motion for a full score."""
 
     side: int = 32
-    """Frames are averaged down to so many pixels on the shorter side, so that fine texture may move too."""
+    """Frames are downscaled by averaging to this many pixels on the shorter side, which removes fine texture."""
     motion: float = 0.005
-    """Mean change of a pixel per frame, of the whole range, from which a clip counts as moving."""
+    """Mean change of a pixel from frame to frame, in pixel values of [0, 1], from which a video counts as moving."""
 
     def __post_init__(self) -> None:
         if self.side < 1:
@@ -30,7 +30,7 @@ class TemporalConsistencySpec:
 
 
 class TemporalConsistencyRewardScorer(RewardScorer):
-    """How straight a clip moves, in [-1, 1]: `temporal_consistency`. It looks at motion alone, not at what is shown."""
+    """The function `temporal_consistency` of the frames, in [-1, 1]. It measures motion alone, not the content."""
 
     reads = ("videos",)
     capabilities = Capabilities(modalities=("video",))
@@ -41,20 +41,20 @@ class TemporalConsistencyRewardScorer(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         scores = [
             temporal_consistency(averaged_down(frames.float(), self.config.side), self.config.motion)
-            for _, frames in clips(request, at_least=3)
+            for _, frames in video_frames(request, at_least=3)
         ]
         return single("temporal_consistency", torch.stack(scores))
 
 
 def temporal_consistency(frames: Tensor, motion: float) -> Tensor:
-    """[] how straight frames [F, ...] move from each to the next but one; F is at least 3.
+    """Returns how straight the motion of frames [F, ...] is, a scalar; F is at least 3.
 
     mean over t of  (d(x_t, x_{t+2}) - M_t) / max(M_t, motion),  M_t = max(d(x_t, x_{t+1}), d(x_{t+1}, x_{t+2}))
 
-    with d the mean absolute difference. By the triangle inequality d(x_t, x_{t+2}) <= 2 M_t, with equality when every
-    element goes on in its direction, evenly. So steady motion gives 1, and M / motion when it is slower than `motion`;
-    frames that have nothing to do with each other about 0; back and forth -1. A frozen clip gives 0, and so do stills
-    that follow each other by cuts.
+    where d is the mean absolute difference. The triangle inequality gives d(x_t, x_{t+2}) <= 2 M_t, with equality if
+    every element continues in its direction at the same rate. Steady motion therefore gives 1, or M / motion if it is
+    slower than `motion`. Unrelated frames give about 0, and motion back and forth gives -1. A frozen video gives 0, and
+    so does a sequence of still images with cuts.
     """
     steps = (frames[1:] - frames[:-1]).abs().flatten(1).mean(dim=1)
     strides = (frames[2:] - frames[:-2]).abs().flatten(1).mean(dim=1)
@@ -63,7 +63,7 @@ def temporal_consistency(frames: Tensor, motion: float) -> Tensor:
 
 
 def averaged_down(frames: Tensor, side: int) -> Tensor:
-    """[F, 3, h, w] frames [F, 3, H, W] as means over areas, `side` pixels on the shorter side; smaller ones stay."""
+    """Returns frames [F, 3, H, W] averaged down to `side` pixels on the shorter side. Smaller frames are unchanged."""
     height, width = frames.shape[-2:]
     scale = side / min(height, width)
     if scale >= 1:

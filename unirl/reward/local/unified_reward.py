@@ -1,4 +1,4 @@
-"""UnifiedReward: alignment, coherence and style of a picture, by a model tuned to grade. arXiv:2503.05236."""
+"""UnifiedReward: alignment, coherence and style of an image, by a model trained to grade images. arXiv:2503.05236."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Style Score (1-5): Z"""
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedRewardSpec(JudgeSpec):
-    """The judge, and what it is told."""
+    """The judge and its instruction."""
 
     instruction: str = INSTRUCTION
-    """What the judge is asked; {prompt} is filled in. A published model grades best with the words of its training."""
+    """The question for the judge, with {prompt}. A published model grades best with the wording of its training."""
 
 
 class UnifiedRewardRewardScorer(JudgeScorer):
-    """The mean of the three scores, 1 to 5, brought to [0, 1]; the components are the scores themselves."""
+    """The mean of the three scores, scaled from [1, 5] to [0, 1]. The components are the unscaled scores."""
 
     names = ("unified_reward", *LABELS)
     config: UnifiedRewardSpec
@@ -40,8 +40,8 @@ class UnifiedRewardRewardScorer(JudgeScorer):
     def __init__(self, *, config: UnifiedRewardSpec) -> None:
         super().__init__(config)
 
-    def score_image(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
-        reply = self.judge.ask(picture, self.config.instruction.format(prompt=prompt), max_tokens=128)
+    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+        reply = self.judge.ask(image, self.config.instruction.format(prompt=prompt), max_tokens=128)
         scores = read_scores(reply.text, LABELS, LOW, HIGH)
         mean = sum(scores.values()) / len(scores)
         return {"unified_reward": (mean - LOW) / (HIGH - LOW), **scores}

@@ -1,4 +1,4 @@
-"""PickScore of videos: how well the frames of a clip fit its prompt."""
+"""PickScore of videos: the agreement of the frames of a video with its prompt."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
-from unirl.reward.local.shared.images import clips, evenly_spaced
+from unirl.reward.local.shared.images import evenly_spaced, video_frames
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoPickScoreSpec(PickScoreSpec):
-    """Which CLIP, how many frames of a clip, and how many frames at a time."""
+    """The CLIP, its batch size and the number of frames of a video."""
 
     num_frames: int = 8
-    """Frames that are scored: the middles of as many equal parts of the clip, or all frames of a shorter one."""
+    """Number of frames that are scored: the middles of equal parts of the video, or all frames of a shorter one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -27,7 +27,7 @@ class VideoPickScoreSpec(PickScoreSpec):
 
 
 class VideoPickScoreRewardScorer(RewardScorer):
-    """The mean PickScore (`pickscore.py`) of evenly spaced frames with the clip's prompt."""
+    """The mean PickScore (`pickscore.py`) of evenly spaced frames with the video's prompt."""
 
     reads = ("prompts", "videos")
     capabilities = Capabilities(modalities=("video",))
@@ -39,11 +39,11 @@ class VideoPickScoreRewardScorer(RewardScorer):
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.prompts is not None
         scores = []
-        for (sample, frames), prompt in zip(clips(request, at_least=1), request.prompts, strict=True):
+        for (sample, frames), prompt in zip(video_frames(request, at_least=1), request.prompts, strict=True):
             chosen = evenly_spaced(len(frames), self.config.num_frames)
             ids = [f"{sample} frame {number}" for number in chosen]
-            pictures = RewardRequest(sample_ids=ids, prompts=[prompt] * len(ids), images=frames[chosen])
-            scores.append(self.frame_scorer.score(pictures).total.mean())
+            frame_request = RewardRequest(sample_ids=ids, prompts=[prompt] * len(ids), images=frames[chosen])
+            scores.append(self.frame_scorer.score(frame_request).total.mean())
         return single("video_pickscore", torch.stack(scores))
 
     def offload(self) -> None:

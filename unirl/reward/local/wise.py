@@ -1,6 +1,6 @@
-"""WiScore: does a picture show what its prompt implies about the world? By a judge. Niu et al. 2025, arXiv:2503.07265.
+"""WiScore: a judge grades whether an image shows what its prompt implies. Niu et al. 2025, arXiv:2503.07265.
 
-score = (0.7 consistency + 0.2 realism + 0.1 aesthetic quality) / 2, each a whole number from 0 to 2.
+score = (0.7 consistency + 0.2 realism + 0.1 aesthetic quality) / 2, where each grade is 0, 1 or 2.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Aesthetic Quality: <grade>"""
 
 @dataclass(frozen=True, kw_only=True)
 class WiseSpec(JudgeSpec):
-    """The judge, and what it is told."""
+    """The judge and its instruction."""
 
     explanation_key: str | None = None
-    """Metadata key of what the picture has to show, in words that need no knowledge; None: the judge has to know."""
+    """Metadata key of an explicit description of what the image must show. None: the judge gets the prompt alone."""
     instruction: str = INSTRUCTION
-    """What the judge is asked; {prompt} and {explanation} are filled in."""
+    """The question for the judge, with {prompt} and {explanation}."""
 
 
 class WiseRewardScorer(JudgeScorer):
-    """WiScore in [0, 1]; the components are its three grades, 0 to 2. A judge that gives no such grade is a failure."""
+    """WiScore in [0, 1]. The components are its three grades, 0 to 2. A reply without these grades is a failure."""
 
     names = ("wise", *LABELS)
     config: WiseSpec
@@ -52,12 +52,12 @@ class WiseRewardScorer(JudgeScorer):
     def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self._explanation(metadata)
 
-    def score_image(self, picture: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
         question = self.config.instruction.format(prompt=prompt, explanation=self._explanation(metadata))
-        grades = read_scores(self.judge.ask(picture, question, max_tokens=64).text, LABELS, 0, BEST)
-        broken = [name for name, grade in grades.items() if grade != int(grade)]
-        if broken:
-            raise RewardError(f"the judge gave {broken[0]} {grades[broken[0]]:g}, which is not 0, 1 or 2")
+        grades = read_scores(self.judge.ask(image, question, max_tokens=64).text, LABELS, 0, BEST)
+        invalid = [name for name, grade in grades.items() if grade != int(grade)]
+        if invalid:
+            raise RewardError(f"the judge gave {invalid[0]} {grades[invalid[0]]:g}, which is not 0, 1 or 2")
         return {"wise": sum(WEIGHTS[name] * grade for name, grade in grades.items()) / BEST, **grades}
 
     def _explanation(self, metadata: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Rewards of texts that have a right answer: what they share."""
+"""The base classes of rewards for texts with a right answer, in plain text or in mathematics."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSpec:
-    """Where the right answer is."""
+    """The place of the right answer."""
 
     answer_key: str = "answer"
-    """Metadata key of it: a text or a number."""
+    """Metadata key of the right answer, which is a text or a number."""
 
 
 @dataclass(frozen=True)
 class AnswerVerdict:
-    """What a scorer of right answers makes of a response."""
+    """The scores of a response and the answer that it gives."""
 
     scores: Mapping[str, float]
-    """By component; the scorer's own is 1 for the right answer."""
-    said: str
-    """The answer that was read, equal for equal ones; "" = the response gives none."""
+    """By component. The component with the scorer's name is 1 for the right answer."""
+    answer: str
+    """Equal for equal answers; "" if the response gives no answer."""
 
 
 class AnswerScorer(RewardScorer):
-    """1 for the right answer, 0 for another one or none; a prompt whose metadata has no right answer has no score."""
+    """1 for the right answer, 0 for another answer or none. It fails on a sample without a right answer."""
 
     name: ClassVar[str]
-    """The component's name."""
+    """Name of the component."""
     reads = ("texts", "metadata")
     capabilities = Capabilities(modalities=("text",))
     config: AnswerSpec
@@ -55,19 +55,19 @@ class AnswerScorer(RewardScorer):
 
     @abstractmethod
     def judge(self, text: str, answer: str) -> AnswerVerdict:
-        """Of a response, given what `read_answer` made of the right answer."""
+        """Returns the verdict on a response. `answer` is the right answer as `read_answer` returns it."""
 
     def read_answer(self, answer: str) -> str:
-        """The right answer as `judge` takes it. Raises RewardError when it has not the form that it must have."""
+        """Returns the right answer in the form that `judge` needs. Raises RewardError when it cannot be read."""
         return answer
 
     def reference_answer(self, metadata: Mapping[str, Any]) -> str:
-        """The right answer of a prompt. Raises RewardError when there is none."""
-        found = metadata.get(self.config.answer_key)
-        answer = str(found).strip() if isinstance(found, str | int | float) and not isinstance(found, bool) else ""
+        """Returns the right answer of a prompt. Raises RewardError when there is none."""
+        value = metadata.get(self.config.answer_key)
+        answer = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
         if not answer:
             raise RewardError(
-                f"no right answer in metadata {self.config.answer_key!r} (keys: {sorted(metadata)}, value: {found!r}). "
+                f"no right answer in metadata {self.config.answer_key!r} (keys: {sorted(metadata)}, value: {value!r}). "
                 "Write it there as text or as a number, or name its key in answer_key"
             )
         return self.read_answer(answer)
@@ -82,16 +82,16 @@ class AnswerScorer(RewardScorer):
         answers: dict[int, Answer] = {}
 
         def score_row(row: int) -> Mapping[str, float]:
-            judged = self.judge(texts[row], self.reference_answer(metadata[row]))
-            answers[row] = Answer(right=judged.scores[self.name] == 1.0, text=judged.said)
-            return judged.scores
+            verdict = self.judge(texts[row], self.reference_answer(metadata[row]))
+            answers[row] = Answer(right=verdict.scores[self.name] == 1.0, text=verdict.answer)
+            return verdict.scores
 
-        scored = score_rows(request, self.names, score_row, self.threads)
-        return replace(scored, answers=[answers.get(row) for row in range(len(request))])
+        response = score_rows(request, self.names, score_row, self.threads)
+        return replace(response, answers=[answers.get(row) for row in range(len(request))])
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} of a text, braces within it balanced; None when there is no whole one."""
+    r"""Returns the content of the last complete \boxed{...} of a text, with balanced braces; None if there is none."""
     for opening in reversed(list(BOX.finditer(text))):
         content = _balanced(text, opening.end())
         if content is not None:
@@ -100,7 +100,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _balanced(text: str, begin: int) -> str | None:
-    """The text from `begin` to the brace that closes the one before it."""
+    """Returns the text from `begin` to the brace that closes the brace before `begin`; None if no brace closes it."""
     depth = 1
     for at in range(begin, len(text)):
         if text[at] in "{}" and text[at - 1] != "\\":
@@ -112,12 +112,12 @@ def _balanced(text: str, begin: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MathSpec(AnswerSpec):
-    """How answers are compared."""
+    """The place of the right answer, and the deadline and number of comparisons."""
 
     timeout_s: float = 5.0
-    """Seconds for one comparison, by the clock on the wall."""
+    """Deadline of one comparison, in seconds of wall-clock time."""
     num_workers: int = 1
-    """Processes that compare, each a row at a time."""
+    """Number of processes, each of which compares one row at a time."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
@@ -127,12 +127,12 @@ class MathSpec(AnswerSpec):
 
 
 class MathScorer(AnswerScorer):
-    """1 if math-verify finds the response's answer equal to the right one, else 0.
+    """1 if math-verify finds the response's answer equal to the right answer, else 0.
 
-    A response whose answer is missing, or is no mathematics, is wrong: 0. So is one that cannot be compared within
-    `timeout_s` or the memory of a process, while an easy question still can; the component `<name>_undecided` is 1 for
-    it. A right answer that is missing or no LaTeX, and a process that dies or is too slow for easy questions, are
-    failures. A right answer that math-verify cannot calculate with (50\\%) is compared as text.
+    A response without an answer, or with an answer that is not mathematics, scores 0. A response also scores 0 if it
+    cannot be compared within `timeout_s` or within the memory limit while an easy question still can; the component
+    `<name>_undecided` is then 1. A right answer that is missing or is not LaTeX is a failure, and so is a process that
+    dies or is too slow for easy questions. A right answer that math-verify cannot evaluate (50\\%) is compared as text.
     """
 
     config: MathSpec
@@ -147,11 +147,11 @@ class MathScorer(AnswerScorer):
 
     @abstractmethod
     def answer_in(self, text: str) -> str:
-        """What of a response is compared; empty when it gives no answer."""
+        """Returns the part of a response to compare; empty if the response gives no answer."""
 
     @contextmanager
     def _checker(self) -> Iterator[MathChecker]:
-        """A process that nobody else uses meanwhile."""
+        """Reserves a process for the caller."""
         checker = self._idle.get()
         try:
             yield checker
@@ -165,6 +165,6 @@ class MathScorer(AnswerScorer):
 
     def judge(self, text: str, answer: str) -> AnswerVerdict:
         with self._checker() as checker:
-            found = checker.judge(answer, self.answer_in(text))
-        scores = (float(found.verdict == "right"), float(found.verdict == "undecided"))
-        return AnswerVerdict(dict(zip(self.names, scores, strict=True)), found.said)
+            comparison = checker.judge(answer, self.answer_in(text))
+        scores = (float(comparison.verdict == "right"), float(comparison.verdict == "undecided"))
+        return AnswerVerdict(dict(zip(self.names, scores, strict=True)), comparison.answer)

@@ -1,4 +1,4 @@
-"""Whether two answers are the same mathematics, asked of math-verify in a process with a deadline."""
+"""Compares two answers as mathematics, by math-verify in a process with a deadline."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ Verdict = Literal["right", "wrong", "undecided"]
 START_S = 120.0
 """Deadline for a process to import its libraries."""
 PATIENCE = 4.0
-"""The process ends itself after so many deadlines, should nobody be left to end it."""
+"""The process ends itself after this many deadlines, in case its owner has died."""
 
 SHOWN = 2000
-"""Bytes of what a process said last, in which its last line is looked for."""
+"""Number of bytes at the end of the process's error output that are searched for its last line."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What math-verify makes of a response."""
+    """The result of comparing a response with a right answer."""
 
     verdict: Verdict
-    said: str = ""
-    """The answer that it read, without white space; "" = none, or none that it could handle."""
+    answer: str = ""
+    """The answer that was read in the response, without white space; "" if there is none or it cannot be evaluated."""
 
 
 class MathChecker:
-    """One process that is started on first use, lives on, and is killed and started again when it does not answer."""
+    """A process that starts on first use, is killed when it is late, and starts again on the next use."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._noise: IO[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
         self._read = b""
 
     def judge(self, reference: str, response: str) -> Comparison:
-        """Whether the response has the reference's answer; `undecided` when that takes too long or too much memory.
+        """Compares a response with a reference. The verdict is `undecided` when that takes too much time or memory.
 
         Raises:
             RewardError: 6002 when the reference cannot be read, or the process fails.
@@ -54,19 +54,19 @@ class MathChecker:
         return self._ask(reference, response) or self._undecided()
 
     def check_reference(self, reference: str) -> None:
-        """Raises RewardError when the reference is no mathematics that can be read."""
-        found = self._ask(reference, None)
-        if found is None or found.verdict != "right":
+        """Raises RewardError when the reference cannot be read as mathematics."""
+        comparison = self._ask(reference, None)
+        if comparison is None or comparison.verdict != "right":
             raise RewardError(f"the right answer {reference!r} takes too long to be read as mathematics. Simplify it")
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Ends the process, if there is one."""
         if self._process is not None:
             self._finalizer()
             self._process = None
 
     def _undecided(self) -> Comparison:
-        """After a deadline has passed: it was the response, if an easy question is answered in time."""
+        """Returns `undecided` after a passed deadline, if the process still answers an easy question in time."""
         easy = self._ask("1", r"\boxed{1}")
         if easy is None or easy.verdict != "right":
             self.close()
@@ -77,7 +77,7 @@ class MathChecker:
         return Comparison("undecided")
 
     def _ask(self, reference: str, response: str | None) -> Comparison | None:
-        """What it found; None when the deadline passed, after which the process is gone."""
+        """Returns the result, or None when the deadline has passed. The process is then killed."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -91,56 +91,56 @@ class MathChecker:
             return None
         if reply["verdict"] == "unreadable":
             raise RewardError(
-                f"the right answer {reference!r} is no mathematics in LaTeX. Write it like \\frac{{1}}{{2}}"
+                f"the right answer {reference!r} is not mathematics in LaTeX. Write it like \\frac{{1}}{{2}}"
             )
-        return Comparison(reply["verdict"], reply["said"])
+        return Comparison(reply["verdict"], reply["answer"])
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             script = str(Path(__file__).with_name("worker.py"))
-            self._noise, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115 - lives as long as the process
+            self._stderr, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115 - lives as long as the process
             self._process = subprocess.Popen(
-                # -P: the folder of the script is not searched for modules.
+                # -P excludes the folder of the script from the module search path.
                 [sys.executable, "-P", script, str(PATIENCE * self.deadline_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._noise,
+                stderr=self._stderr,
                 env=os.environ | {"PYTHONHASHSEED": "0"},
             )
-            self._finalizer = weakref.finalize(self, _end, self._process, self._noise)
+            self._finalizer = weakref.finalize(self, _end, self._process, self._stderr)
             if self._reply(START_S) is None:
                 self.close()
                 raise RewardError(f"the process of math-verify did not start within {START_S:g} s")
         return self._process
 
     def _reply(self, seconds: float) -> Any:
-        """The next line of the process as JSON, None when there is none in time. Raises RewardError when it died."""
+        """Returns the next line of the process as JSON; None if none comes in time. Raises RewardError if it died."""
         assert self._process is not None and self._process.stdout is not None
         pipe, until = self._process.stdout.fileno(), time.monotonic() + seconds
         while b"\n" not in self._read:
             left = until - time.monotonic()
             if left <= 0 or not select.select([pipe], [], [], left)[0]:
                 return None
-            found = os.read(pipe, 1 << 16)
-            if not found:
+            received = os.read(pipe, 1 << 16)
+            if not received:
                 raise self._died()
-            self._read += found
+            self._read += received
         line, _, self._read = self._read.partition(b"\n")
         return json.loads(line)
 
     def _died(self) -> RewardError:
-        assert self._process is not None and self._noise is not None
+        assert self._process is not None and self._stderr is not None
         status = self._process.wait()
-        self._noise.seek(max(0, self._noise.seek(0, os.SEEK_END) - SHOWN))
-        last = self._noise.read(SHOWN).decode(errors="replace").strip().rpartition("\n")[2]
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - SHOWN))
+        last = self._stderr.read(SHOWN).decode(errors="replace").strip().rpartition("\n")[2]
         self.close()
-        return RewardError(f"the process of math-verify ended (status {status}): {last or 'it said nothing'}")
+        return RewardError(f"the process of math-verify ended (status {status}): {last or 'it wrote no error'}")
 
 
-def _end(process: subprocess.Popen[bytes], noise: IO[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout, noise):
+    for pipe in (process.stdin, process.stdout, stderr):
         assert pipe is not None
-        with suppress(BrokenPipeError):  # a question that was never read
+        with suppress(BrokenPipeError):  # the process did not read its last question
             pipe.close()

@@ -1,6 +1,7 @@
-"""The process in which math-verify works: one JSON object per line in, one out. It is run as a script.
+"""The process that runs math-verify, as a script: it reads one JSON object per line and writes one.
 
-Comparing expressions that a policy wrote may take forever or all memory; here that ends this process and nothing else.
+The comparison of expressions that a policy wrote may take unbounded time or memory. In a process of its own, it can be
+stopped.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import sys
 from typing import Any, TextIO
 
 MEMORY = 2 << 30
-"""Bytes of address space: what grows without end is a MemoryError here, not a machine that swaps."""
+"""Largest address space in bytes. An expression that needs more raises MemoryError here."""
 
 LONGEST = 200
-"""Characters of an answer that are given back."""
+"""Largest number of characters of an answer that is returned."""
 
 
 def main() -> None:
@@ -28,14 +29,14 @@ def main() -> None:
     judge("1", r"\boxed{1}")
     say(answers, {"ready": True})
     for line in sys.stdin:
-        # Nobody may be left to kill this process; the default action of the alarm ends it, in foreign code as well.
+        # The owner may have died. The default action of this alarm ends the process, also inside foreign code.
         signal.setitimer(signal.ITIMER_REAL, deadline_s)
         say(answers, reply_to(json.loads(line)))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def own_stdout() -> TextIO:
-    """Where answers go; what libraries print goes to the standard error output from now on."""
+    """Returns a stream to standard output, and redirects everything that libraries print to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
@@ -47,33 +48,33 @@ def say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def reply_to(question: dict[str, str | None]) -> dict[str, Any]:
-    """`{"verdict": "right" | "wrong" | "undecided" | "unreadable", "said": answer of the response}`.
+    """Returns `{"verdict": "right" | "wrong" | "undecided" | "unreadable", "answer": answer of the response}`.
 
-    What may be unreadable is the reference.
+    `unreadable` refers to the reference.
     """
     try:
-        verdict, said = judge(str(question["reference"]), question["response"])
-        return {"verdict": verdict, "said": said}
+        verdict, answer = judge(str(question["reference"]), question["response"])
+        return {"verdict": verdict, "answer": answer}
     except (MemoryError, RecursionError):
-        return {"verdict": "undecided", "said": ""}
+        return {"verdict": "undecided", "answer": ""}
 
 
 def judge(reference: str, response: str | None) -> tuple[str, str]:
-    """The verdict, and the answer that was read. Without a response: whether the reference can be read."""
+    """Returns the verdict and the answer of the response. Without a response, checks that the reference is readable."""
     from math_verify import parse, verify
 
-    wanted = parse(as_boxed(reference), parsing_timeout=None)
-    if not wanted:
+    expected = parse(as_boxed(reference), parsing_timeout=None)
+    if not expected:
         return "unreadable", ""
     if response is None:
         return "right", ""
-    found = parse(response, parsing_timeout=None)
-    said = "".join(str(found[-1]).split())[:LONGEST] if found else ""  # the last entry is the text that was read
-    return "right" if verify(wanted, found, timeout_seconds=None) else "wrong", said
+    parsed = parse(response, parsing_timeout=None)
+    answer = "".join(str(parsed[-1]).split())[:LONGEST] if parsed else ""  # the last entry is the text that was read
+    return "right" if verify(expected, parsed, timeout_seconds=None) else "wrong", answer
 
 
 def as_boxed(reference: str) -> str:
-    """A reference answer in the form that is read without guessing."""
+    r"""Returns a reference answer within \boxed{}, which math-verify parses without guessing."""
     plain = reference.strip()
     if plain.startswith("$") and plain.endswith("$"):
         plain = plain.strip("$")

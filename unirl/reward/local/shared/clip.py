@@ -1,4 +1,4 @@
-"""Scores that are the nearness of a picture and its prompt in the embedding of a CLIP (arXiv:2103.00020)."""
+"""The base class of scores by the cosine similarity of image and prompt in a CLIP embedding (arXiv:2103.00020)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_TOKENS = 77
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSimilaritySpec(ImageScorerSpec):
-    """Which CLIP, and how many pictures at a time."""
+    """The CLIP and its batch size."""
 
     processor: str
-    """Hub id or local directory of the tokenizer and image processor; not read by `toy`."""
+    """Hub id or local directory of the tokenizer and image processor; `toy` does not read it."""
 
 
 class ClipSimilarityScorer(ImageScorer):
-    """A function of cosine(picture, prompt), in float32. Prompts are cut after 77 tokens."""
+    """A function of cosine(image, prompt), in float32. Prompts are truncated to 77 tokens."""
 
     config: ClipSimilaritySpec
 
@@ -34,7 +34,7 @@ class ClipSimilarityScorer(ImageScorer):
 
     @abstractmethod
     def scaled(self, cosine: Tensor) -> Tensor:
-        """[B] the scores of pairs with these cosines [B]."""
+        """Returns the scores [B] for cosine similarities [B]."""
 
     def load_model(self) -> nn.Module:
         from transformers import CLIPModel
@@ -46,7 +46,7 @@ class ClipSimilarityScorer(ImageScorer):
 
     @property
     def processor(self) -> Any:
-        """Tokenizer and image processor, loaded on first use."""
+        """The tokenizer and image processor, loaded on first use."""
         if self._processor is None:
             self._processor = self._load_processor()
         return self._processor
@@ -71,14 +71,14 @@ class ClipSimilarityScorer(ImageScorer):
         return self.scaled((out.image_embeds * out.text_embeds).sum(dim=-1))
 
     def logits(self, cosine: Tensor) -> Tensor:
-        """[B] exp(logit_scale) * cosine: what the CLIP was trained with."""
+        """Returns exp(logit_scale) * cosine [B], the logits that CLIP was trained with."""
         model: Any = self.model
         logits: Tensor = model.logit_scale.exp() * cosine
         return logits
 
 
 def toy_clip() -> nn.Module:
-    """A CLIPModel of about 30 thousand parameters with fixed random weights; the global generator is left alone."""
+    """Returns a CLIPModel of about 30,000 parameters with fixed random weights. The global generator is not used."""
     from transformers import CLIPModel
 
     with fixed_seed():
@@ -86,7 +86,7 @@ def toy_clip() -> nn.Module:
 
 
 def toy_clip_config() -> Any:
-    """The configuration of the toy: 2 layers, 32 wide; the tokens of `toy_processor`; pictures of 32 pixels."""
+    """Returns the configuration of the toy: 2 layers, width 32, the tokens of `toy_processor`, images of 32 pixels."""
     from transformers import CLIPConfig
 
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -102,7 +102,7 @@ def toy_clip_config() -> Any:
 
 
 def toy_processor() -> Any:
-    """A CLIPProcessor for the toy: a tokenizer of bytes and 32-pixel images."""
+    """Returns the CLIPProcessor of the toy: a tokenizer of bytes and images of 32 pixels."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPProcessor, CLIPTokenizer
 
@@ -115,9 +115,9 @@ def toy_processor() -> Any:
 
 
 def clip_image_processor(side: int) -> Any:
-    """CLIP's preprocessing (openai/CLIP) to `side` pixels: bicubic to the shortest edge, the middle square, normalised.
+    """Returns CLIP's preprocessing (openai/CLIP): a bicubic resize of the shortest edge, a centre crop, normalisation.
 
-    Where an odd number of pixels is cut, torchvision's CenterCrop may lie one pixel beside this one.
+    If an odd number of pixels is cropped, torchvision's CenterCrop may differ by one pixel.
     """
     from transformers import CLIPImageProcessorPil
 

@@ -1,4 +1,4 @@
-"""What scorers of pictures by a network share: the frame, and the pixels that the network is shown."""
+"""The base class of image scorers with a network, and the preprocessing of images and videos that scorers share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 ROWS = 4
-"""Forward batches are multiples of this: on one CPU thread a row's bits then do not depend on the batch. On several,
-the last bit depends on the row's place in it (2e-8 of a CLIP score); the same batch always gives the same bits."""
+"""Batch sizes of forwards are multiples of this. On one CPU thread, a row then has the same bits in every batch; on
+several threads, the last bit depends on the row's place in the batch (2e-8 of a CLIP score)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageScorerSpec:
-    """Which network, and how many pictures at a time."""
+    """The network and its batch size."""
 
     path: str
-    """Where the network is; `toy` is the same class, tiny, with fixed random weights."""
+    """Hub id, local directory or file of the network; `toy` is a tiny network of the same class with fixed random
+    weights."""
     batch_size: int = 8
     device: Device = "auto"
 
@@ -38,10 +39,10 @@ class ImageScorerSpec:
 
 
 class ImageScorer(LocalRewardBackend):
-    """One number per picture and prompt, by a network in float32 that also gives the gradient."""
+    """Scores an image and its prompt by a network in float32, also with a gradient."""
 
     name: ClassVar[str]
-    """The component's name."""
+    """Name of the component."""
     reads: tuple[str, ...] = ("prompts", "images")
     capabilities = Capabilities(modalities=("image",), differentiable=True)
     config: ImageScorerSpec
@@ -53,20 +54,20 @@ class ImageScorer(LocalRewardBackend):
     @property
     @abstractmethod
     def image_processor(self) -> Any:
-        """The image processor of transformers that the network was published with."""
+        """The image processor of transformers that was published with the network."""
 
     def pixels(self, images: Tensor) -> Tensor:
-        """[B, 3, S, S] what the network is shown of images [B, 3, H, W] in [0, 1]."""
+        """Returns the network's input [B, 3, S, S] for images [B, 3, H, W] in [0, 1]."""
         pixels: Tensor = self.image_processor(as_pil(images), return_tensors="pt")["pixel_values"]
         return pixels
 
     def smooth_pixels(self, images: Tensor) -> Tensor:
-        """The same without rounding to levels, with its gradient."""
+        """Returns the same input as `pixels`, differentiable and without rounding to uint8 levels."""
         return clip_pixels(images, self.image_processor)
 
     @abstractmethod
     def judge(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the scores of pictures as `pixels` gives them."""
+        """Returns the scores [B] of images that `pixels` has preprocessed."""
 
     def score(self, request: RewardRequest) -> RewardResponse:
         images, prompts = request.images, request.prompts
@@ -77,17 +78,17 @@ class ImageScorer(LocalRewardBackend):
         for chunk in padded_chunks(len(request), self.config.batch_size, ROWS):
             rows = list(chunk.rows)
             with torch.no_grad():
-                answer = self.judge(self.pixels(images[rows]), [prompts[row] for row in rows]).cpu()
-            scores[rows[: chunk.num_real]] = answer[: chunk.num_real]
+                chunk_scores = self.judge(self.pixels(images[rows]), [prompts[row] for row in rows]).cpu()
+            scores[rows[: chunk.num_real]] = chunk_scores[: chunk.num_real]
         return single(self.name, scores)
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] the score with its gradient; pictures of any size are scaled and cut as the published ones are."""
+        """Returns the differentiable score [B]. Images of any size are scaled and cropped as in `score`."""
         return self.judge(self.smooth_pixels(images.float()), prompts)
 
 
 def as_pil(pixels: Tensor) -> list[Any]:
-    """PIL images of [B, 3, H, W] in [0, 1]."""
+    """Returns images [B, 3, H, W] in [0, 1] as PIL images."""
     from PIL import Image
 
     levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
@@ -95,10 +96,11 @@ def as_pil(pixels: Tensor) -> list[Any]:
 
 
 def clip_pixels(images: Tensor, processor: Any) -> Tensor:
-    """[B, 3, S, S] what CLIP's image processor makes of pictures [B, 3, H, W] in [0, 1], without rounding to levels.
+    """Returns [B, 3, S, S]: the output of CLIP's image processor for images [B, 3, H, W] in [0, 1], without rounding.
 
-    Bicubic with antialiasing to the shortest edge, along rows, then along columns, each cut to [0, 1]; the middle
-    S x S, normalised. The processor rounds to 256 levels after either pass: its pixels differ by up to 1.2 levels.
+    The shortest edge is scaled by bicubic interpolation with antialiasing, first along rows and then along columns,
+    each time clamped to [0, 1]. The centre S x S is cropped and normalised. The processor rounds to 256 levels after
+    each of the two passes, so that its pixels differ by up to 1.2 levels.
     """
     edge, side = processor.size["shortest_edge"], processor.crop_size["height"]
     height, width = images.shape[-2:]
@@ -111,32 +113,32 @@ def clip_pixels(images: Tensor, processor: Any) -> Tensor:
 
 
 def normalised(images: Tensor, processor: Any) -> Tensor:
-    """(pictures - mean) / std per channel, with the constants of an image processor."""
+    """Returns (images - mean) / std per channel, with the constants of an image processor."""
     mean, std = (
         torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std)
     )
     return (images - mean) / std
 
 
-def clips(request: RewardRequest, at_least: int) -> Iterator[tuple[str, Tensor]]:
-    """The sample id and the frames [F, 3, H, W] of every row.
+def video_frames(request: RewardRequest, at_least: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the sample id and the frames [F, 3, H, W] of every row.
 
     Raises:
-        RewardError: 6002 naming the sample with fewer than `at_least` frames.
+        RewardError: 6002 a video has fewer than `at_least` frames; the message names the sample.
     """
     assert request.videos is not None
     bounds: Sequence[int] = request.videos.offsets.tolist()
     for sample, start, stop in zip(request.sample_ids, bounds[:-1], bounds[1:], strict=True):
         if stop - start < at_least:
             raise RewardError(
-                f"sample {sample!r} is a clip of {stop - start} frames, and this reward needs at least {at_least}: "
+                f"sample {sample!r} is a video of {stop - start} frames, and this reward needs at least {at_least}: "
                 "set sampling.num_frames higher, or choose another reward"
             )
         yield sample, request.videos.frames[start:stop]
 
 
 def evenly_spaced(count: int, chosen: int) -> list[int]:
-    """The middles of `chosen` equal parts of 0 .. count - 1; all of them when there are no more than that."""
+    """Returns the middles of `chosen` equal parts of 0 .. count - 1, or all indices if `count` is not larger."""
     if count <= chosen:
         return list(range(count))
     return [(2 * part + 1) * count // (2 * chosen) for part in range(chosen)]

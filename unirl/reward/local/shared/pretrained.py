@@ -1,4 +1,4 @@
-"""Pretrained networks of scorers: of a hub repository, a directory or a file; and tiny ones with fixed weights."""
+"""Loads the networks of scorers from a hub repository, a directory or a file, and seeds those of toy scale."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from unirl.config.errors import NotFoundError
 from unirl.models.loading.hub import HUB_ID, quiet_libraries
 
 DAMAGED = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
-"""What the libraries raise for files that are cut, foreign, or hold more than tensors."""
+"""The errors of the libraries for files that are truncated, have another format or hold more than tensors."""
 WAY_OUT = "Give a local directory, a hub id that can be reached, or `toy`"
 
 
 def load(cls: Any, path: str, key: str) -> Any:
-    """A pretrained object of transformers from a hub id or a local directory; `key` is the recipe's name of the path.
+    """Returns a pretrained object of transformers from a hub id or a local directory. Errors name `key` of the recipe.
 
     Raises:
-        DataError: 4001 when it is not there.
+        DataError: 4001 when there is no such object.
     """
     try:
         with quiet_libraries():
@@ -37,19 +37,21 @@ def load(cls: Any, path: str, key: str) -> Any:
 
 
 def read_weights(path: str, file: str, key: str) -> dict[str, Tensor]:
-    """The tensors of a published checkpoint by name: of the file `path`, or of `file` in a directory or hub repository.
+    """Returns the tensors of a published checkpoint by name.
 
-    A pickled checkpoint is read as weights only, and may hold them under `state_dict` or `model`.
+    The checkpoint is the file `path`, or `file` in the directory or hub repository `path`. A pickled checkpoint is read
+    with `weights_only`, and may hold its weights under `state_dict` or `model`.
 
     Raises:
         DataError: 4001 when there is no such file, or it holds something else.
     """
-    found = _weights_file(path, file, key)
+    checkpoint = _weights_file(path, file, key)
     try:
-        return _tensors_of(found)
+        return _tensors_of(checkpoint)
     except DAMAGED as error:
         raise NotFoundError(
-            f"{key}={path!r}: {found.name} is no checkpoint of weights ({type(error).__name__}). Download it again"
+            f"{key}={path!r}: {checkpoint.name} is not a checkpoint of weights ({type(error).__name__}). Download it "
+            "again"
         ) from error
 
 
@@ -80,33 +82,33 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
     content = torch.load(file, map_location="cpu", weights_only=True)
     weights = content.get("state_dict", content.get("model", content)) if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-        raise ValueError("a checkpoint holds tensors by name")
+        raise ValueError("a checkpoint must hold tensors by name")
     return weights
 
 
 def assemble(
     cls: Any, config: Any, weights: Mapping[str, Tensor], key: str, dtype: torch.dtype, **arguments: Any
 ) -> Any:
-    """A model of transformers from its configuration and exactly its weights; nothing is drawn at random.
+    """Returns a model of transformers from its configuration and exactly these weights. No weight is random.
 
-    `arguments` are those of the class beside its configuration.
+    `arguments` are passed to the class in addition to its configuration.
 
     Raises:
-        DataError: 4001 when a weight is missing, left over or of another shape.
+        DataError: 4001 when a weight is missing, unexpected or of another shape.
     """
-    ways = {"output_loading_info": True, "ignore_mismatched_sizes": True, **arguments}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **arguments}
     with quiet_libraries():
-        model, found = cls.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype, **ways)
-    wrong = {word: sorted(map(str, found[f"{word}_keys"])) for word in ("missing", "unexpected", "mismatched")}
-    _refuse(wrong, cls.__name__, key)
+        model, info = cls.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype, **options)
+    wrong = {word: sorted(map(str, info[f"{word}_keys"])) for word in ("missing", "unexpected", "mismatched")}
+    _refuse_wrong(wrong, cls.__name__, key)
     return model
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
-    """Copy exactly its weights into a module.
+    """Loads exactly these weights into a module.
 
     Raises:
-        DataError: 4001 when a weight is missing, left over or of another shape.
+        DataError: 4001 when a weight is missing, unexpected or of another shape.
     """
     own = module.state_dict()
     wrong = {
@@ -114,26 +116,26 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
         "unexpected": sorted(weights.keys() - own.keys()),
         "mismatched": sorted(n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape),
     }
-    _refuse(wrong, type(module).__name__, key)
+    _refuse_wrong(wrong, type(module).__name__, key)
     module.load_state_dict(weights)
 
 
-def _refuse(wrong: Mapping[str, list[str]], name: str, key: str) -> None:
-    faults = [f"{len(names)} {word} ({', '.join(names[:3])}, ...)" for word, names in wrong.items() if names]
-    if faults:
+def _refuse_wrong(wrong: Mapping[str, list[str]], name: str, key: str) -> None:
+    reasons = [f"{len(names)} {word} ({', '.join(names[:3])}, ...)" for word, names in wrong.items() if names]
+    if reasons:
         raise NotFoundError(
-            f"{key}: the checkpoint does not fit {name}: {'; '.join(faults)}. Give the published file of this model"
+            f"{key}: the checkpoint does not fit {name}: {'; '.join(reasons)}. Give the published file of this model"
         )
 
 
 def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights whose names begin with `prefix`, without it."""
+    """Returns the weights whose names begin with `prefix`, with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 @contextmanager
 def fixed_seed() -> Iterator[None]:
-    """What is built inside gets the same random weights every time; the global generator is left alone."""
+    """Gives networks that are built inside the same random weights every time. The global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

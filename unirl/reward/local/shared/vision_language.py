@@ -1,4 +1,4 @@
-"""What Qwen2-VL with a head is asked about pictures: a published text, the prompt within it, and their patches."""
+"""Prepares the inputs of reward models based on Qwen2-VL: an instruction with the prompt, and image patches."""
 
 from __future__ import annotations
 
@@ -20,75 +20,83 @@ from unirl.reward.local.shared.images import as_pil
 from unirl.reward.local.shared.pretrained import load
 
 REWARD_TOKEN, IMAGE_TOKEN, PROMPT_PLACE = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
-MARK = re.compile(r"<\|\w+\|>")
-"""What Qwen2-VL's tokenizer takes for a mark of the chat."""
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+"""Matches the special tokens of Qwen2-VL's tokenizer."""
 AREA = 256 * 28 * 28
-"""Every picture is scaled to about this many pixels: 256 tokens."""
+"""Every image is scaled to about this many pixels, which are 256 tokens."""
 TOKEN_MULTIPLE = 64
-"""Texts are filled up to a multiple of this, and only texts of one length are batched: none depends on another."""
+"""Texts are padded to a multiple of this, and a batch holds texts of one length, so that no text depends on another."""
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the network is asked about some pictures; the fields are its arguments."""
+    """The inputs of the network; the fields are its arguments."""
 
-    tokens: Tensor  # [B, L]; what fills a text up stands behind all that is read, and attention looks back only
-    patches: Tensor  # [all patches, values of a patch]
+    tokens: Tensor  # [B, L]; padding is on the right, and attention is causal, so that padding changes nothing
+    patches: Tensor  # [patches of all images, values of a patch]
     grids: Tensor  # [B, 3] frames, rows and columns of patches
 
 
 class VisionLanguageProcessor:
-    """Turns prompts and pictures into questions, with the tokenizer and the image processor of Qwen2-VL."""
+    """Turns prompts and images into inputs of the network, with the tokenizer and image processor of Qwen2-VL."""
 
     def __init__(self, tokenizer: Any, image_processor: Any, instruction: str) -> None:
-        """`instruction` holds {text_prompt} and <|Reward|>; the latter is added to the tokenizer."""
+        """
+        Args:
+            instruction: a text with {text_prompt} and <|Reward|>. <|Reward|> is added to the tokenizer.
+        """
         tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.instruction = instruction
         self.reward_id, self.image_id = tokenizer.convert_tokens_to_ids([REWARD_TOKEN, IMAGE_TOKEN])
 
-    def text(self, prompt: str, num_pictures: int = 1) -> list[int]:
-        """The tokens of a question, with one token in place of each picture."""
-        question = {"type": "text", "text": self.instruction.replace(PROMPT_PLACE, prompt)}
-        content = [{"type": "image"}] * num_pictures + [question]
+    def tokenize(self, prompt: str, num_images: int = 1) -> list[int]:
+        """Returns the tokens of the instruction with the prompt. One token stands for each image."""
+        instruction = {"type": "text", "text": self.instruction.replace(PROMPT_PLACE, prompt)}
+        content = [{"type": "image"}] * num_images + [instruction]
         turns = [{"role": "user", "content": content}]
         chat = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         tokens: list[int] = self.tokenizer(chat)["input_ids"]
         return tokens
 
-    def questions(self, texts: Sequence[list[int]], *pictures: Tensor) -> ModelInputs:
-        """Texts of one filled length and, for each of a text's pictures in turn, those [B, 3, H, W] in [0, 1]."""
+    def inputs(self, texts: Sequence[list[int]], *images: Tensor) -> ModelInputs:
+        """Returns the network's inputs for texts that have one padded length.
+
+        Args:
+            texts: B texts as `tokenize` returns them.
+            images: the first image of every text [B, 3, H, W] in [0, 1], then the second one, and so on.
+        """
         size = {"shortest_edge": AREA, "longest_edge": AREA}
-        row_by_row = [image for row in zip(*map(as_pil, pictures), strict=True) for image in row]
-        seen = self.image_processor(row_by_row, size=size, return_tensors="pt")
-        grids = seen["image_grid_thw"]
-        counts = [int(grid.prod()) // self.image_processor.merge_size**2 for grid in grids[: len(pictures)]]
+        row_by_row = [image for row in zip(*map(as_pil, images), strict=True) for image in row]
+        processed = self.image_processor(row_by_row, size=size, return_tensors="pt")
+        grids = processed["image_grid_thw"]
+        counts = [int(grid.prod()) // self.image_processor.merge_size**2 for grid in grids[: len(images)]]
         length = padded_length(texts[0]) + sum(counts) - len(counts)
         tokens = torch.full((len(texts), length), self.tokenizer.pad_token_id)
         for row, text in enumerate(texts):
             widths = iter(counts)
-            whole = [token for token in text for _ in range(next(widths) if token == self.image_id else 1)]
-            tokens[row, : len(whole)] = torch.tensor(whole)
-        return ModelInputs(tokens, seen["pixel_values"], grids)
+            expanded = [token for token in text for _ in range(next(widths) if token == self.image_id else 1)]
+            tokens[row, : len(expanded)] = torch.tensor(expanded)
+        return ModelInputs(tokens, processed["pixel_values"], grids)
 
 
 def padded_length(text: Sequence[int]) -> int:
-    """The number of tokens of a text with the filling."""
+    """Returns the number of tokens of a text with its padding."""
     return round_up(len(text), TOKEN_MULTIPLE)
 
 
-def check_special_tokens(prompt: str, whose: str = "") -> None:
-    """Raises RewardError (6002) when a prompt holds what the model would take for a mark of its own."""
-    if found := MARK.findall(prompt):
+def check_special_tokens(prompt: str, of_sample: str = "") -> None:
+    """Raises RewardError (6002) when a prompt contains a special token of the model."""
+    if tokens := SPECIAL_TOKEN.findall(prompt):
         raise RewardError(
-            f"the prompt {prompt!r}{whose} holds {', '.join(found)}, which the model reads as a mark of the chat and "
-            "not as text: take it out of the data"
+            f"the prompt {prompt!r}{of_sample} contains {', '.join(tokens)}, which the model reads as a special token "
+            "and not as text: remove it from the data"
         )
 
 
 def published_processor(where: str, instruction: str | None) -> VisionLanguageProcessor:
-    """The reader of the hub id or local directory `where` of Qwen2-VL."""
+    """Returns the processor for the hub id or local directory `where` of Qwen2-VL."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer, images = (load(cls, where, "config.processor") for cls in (AutoTokenizer, Qwen2VLImageProcessorPil))
@@ -96,11 +104,11 @@ def published_processor(where: str, instruction: str | None) -> VisionLanguagePr
 
 
 def read_instruction(path: str | None) -> str:
-    """What the model is asked: of a text file or (None) of the authors' package, whose source is read and not run.
+    """Returns the instruction in a text file, or (None) in the authors' package, whose source is parsed and not run.
 
     Raises:
         DependencyError: 3001 when the package is not installed.
-        DataError: 4001 when the file is missing, or lacks the place of the prompt or the reward token.
+        DataError: 4001 when the file is missing, or lacks {text_prompt} or <|Reward|>.
     """
     where = Path(path).expanduser() if path is not None else _published_source()
     try:
@@ -113,8 +121,8 @@ def read_instruction(path: str | None) -> str:
     for place in (PROMPT_PLACE, REWARD_TOKEN):
         if text.count(place) != 1:
             raise NotFoundError(
-                f"config.instruction={path!r}: the text of {where} holds {place} {text.count(place)} times, and needs "
-                "it once"
+                f"config.instruction={path!r}: the text of {where} has {place} {text.count(place)} times, and must "
+                "have it once"
             )
     return text
 
@@ -122,8 +130,8 @@ def read_instruction(path: str | None) -> str:
 def _published_source() -> Path:
     need(
         "hpsv3",
-        by="reward 'hpsv3', for the text that it was trained to answer,",
-        install="pip install --no-deps hpsv3, or give that text in a file as config.instruction",
+        by="reward 'hpsv3', for the instruction that it was trained with,",
+        install="pip install --no-deps hpsv3, or give that instruction in a file as config.instruction",
     )
     package = find_spec("hpsv3")
     assert package is not None and package.submodule_search_locations, "hpsv3 is a package"
@@ -131,12 +139,12 @@ def _published_source() -> Path:
 
 
 def text_constants(source: str) -> dict[str, str]:
-    """The strings that a module's source assigns to names, by name."""
-    found: dict[str, str] = {}
+    """Returns the string constants that the source of a module assigns, by name."""
+    constants: dict[str, str] = {}
     for line in ast.parse(source).body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
-            found |= {ast.unparse(target): line.value.value for target in line.targets}
-    return found
+            constants |= {ast.unparse(target): line.value.value for target in line.targets}
+    return constants
 
 
 TOY_INSTRUCTION = f"How good is this picture of the following: {PROMPT_PLACE}\nAnswer: {REWARD_TOKEN}\n"
@@ -148,32 +156,36 @@ TOY_CHAT = (
 
 
 def toy_processor() -> VisionLanguageProcessor:
-    """The toy's tokenizer, with Qwen2-VL's image processor."""
+    """Returns the toy's tokenizer with Qwen2-VL's image processor."""
     from transformers import Qwen2VLImageProcessorPil
 
     return VisionLanguageProcessor(toy_tokenizer(), Qwen2VLImageProcessorPil(), TOY_INSTRUCTION)
 
 
 def toy_tokenizer() -> Any:
-    """Qwen2's tokenizer over bytes, with the format of its chats."""
+    """Returns Qwen2's tokenizer over bytes with its chat template."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
-    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN]
-    vocabulary = {piece: i for i, piece in enumerate([*sorted(ByteLevel.alphabet()), *marks])}
+    special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN]
+    vocabulary = {piece: i for i, piece in enumerate([*sorted(ByteLevel.alphabet()), *special_tokens])}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], pad_token=marks[0], eos_token=marks[2], extra_special_tokens=marks
+        vocab=vocabulary,
+        merges=[],
+        pad_token=special_tokens[0],
+        eos_token=special_tokens[2],
+        extra_special_tokens=special_tokens,
     )
     tokenizer.chat_template = TOY_CHAT
     return tokenizer
 
 
-def toy_vl_config(kind: Any, reader: VisionLanguageProcessor, **vision: object) -> Any:
-    """A configuration of `kind` (that of Qwen2-VL or Qwen2.5-VL): 2 layers, 32 wide, for the reader's tokens."""
+def toy_vl_config(kind: Any, processor: VisionLanguageProcessor, **vision: object) -> Any:
+    """Returns a configuration of `kind` (Qwen2-VL or Qwen2.5-VL) with 2 layers, width 32 and the processor's tokens."""
     names = {"image": IMAGE_TOKEN, "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    ids = {f"{name}_token_id": reader.tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}
+    ids = {f"{name}_token_id": processor.tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
     text = {
-        "vocab_size": len(reader.tokenizer),
+        "vocab_size": len(processor.tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,

@@ -22,8 +22,7 @@ from tests.models.texts import (
     textbook_logp,
 )
 from unirl.config.errors import DivergenceError
-from unirl.models.language import decoding
-from unirl.models.language import slot_cache as slots_module
+from unirl.models.language import attention, decoding
 from unirl.models.language.stage import ARStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import ARSamplingParams
@@ -187,10 +186,10 @@ def test_drawing_ahead_of_the_driver_changes_no_bit(
     looks: list[int] = []
 
     def ahead(self: decoding.Decoding) -> int:
-        looks.append(min(8, *(40 - len(r.tokens) for r in self.seats if r is not None)))
+        looks.append(min(8, *(40 - len(r.tokens) for r in self.slots if r is not None)))
         return looks[-1]
 
-    monkeypatch.setattr(decoding.Decoding, "_tokens_ahead", ahead)
+    monkeypatch.setattr(decoding.Decoding, "_num_tokens_ahead", ahead)
     assert_same(sampled(stage, conditions, params, slots), whole)
     assert max(looks) == 8
 
@@ -201,8 +200,8 @@ def test_one_kernel_for_slots_of_all_lengths_gives_the_same_response(
     """As on an accelerator, to rounding."""
     conditions = prompts_of_lengths((5, 200, 70, 3))
     apart = sampled(stage, conditions, PARAMS)
-    by_blocks = slots_module._by_blocks
-    monkeypatch.setattr(slots_module, "_by_blocks", lambda lengths: by_blocks([max(lengths)] * len(lengths)))
+    by_blocks = attention._by_blocks
+    monkeypatch.setattr(attention, "_by_blocks", lambda lengths: by_blocks([max(lengths)] * len(lengths)))
     together = sampled(stage, conditions, PARAMS)
     assert torch.equal(together.tokens, apart.tokens) and torch.allclose(together.logp, apart.logp, atol=1e-5)
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.language import attention
-from unirl.models.language.attention import PackedAttention
-from unirl.models.language.slot_cache import BLOCK, KVCache, Prefill, Step
+from unirl.models.language.attention import BLOCK, DecodeAttention, KVCache, PackedAttention, PrefillAttention
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 
@@ -69,7 +68,7 @@ def steps(cache: KVCache, first: list[int], count: int) -> tuple[list[Tensor], l
         fed.append(qkv(len(first), seed=100 + i))
         lengths = [length + i + 1 for length in first]
         cache.reserve(max(lengths))
-        found.append(Step(cache, lengths, torch.device("cpu"))(0, *fed[-1], SCALE))
+        found.append(DecodeAttention(cache, lengths, torch.device("cpu"))(0, *fed[-1], SCALE))
     return found, fed
 
 
@@ -77,7 +76,7 @@ def filled_cache(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> KVCache
     cache = KVCache(len(lengths))
     cache.reserve(max(lengths))
     places = torch.cat([torch.arange(n) + slot * cache.capacity for slot, n in enumerate(lengths)])
-    Prefill(cache, lengths, torch.arange(len(q)), places)(0, q, k, v, SCALE)
+    PrefillAttention(cache, lengths, torch.arange(len(q)), places)(0, q, k, v, SCALE)
     return cache
 
 
@@ -101,9 +100,9 @@ def test_a_slot_has_the_same_bits_whoever_sits_beside_it() -> None:
     for i in range(30):
         fed = qkv(4, seed=i)
         few.reserve(41 + i)
-        a = Step(few, [41 + i, 11 + i, 11 + i, 11 + i], torch.device("cpu"))
+        a = DecodeAttention(few, [41 + i, 11 + i, 11 + i, 11 + i], torch.device("cpu"))
         many.reserve(201 + i)
-        b = Step(many, [41 + i, 201 + i, 61 + i], torch.device("cpu"))
+        b = DecodeAttention(many, [41 + i, 201 + i, 61 + i], torch.device("cpu"))
         assert torch.equal(a(0, *fed, SCALE)[0], b(0, *(t[[0, 2, 3]] for t in fed), SCALE)[0])
 
 
@@ -117,7 +116,7 @@ def test_tokens_one_by_one_have_the_bits_of_their_rows_in_one_go() -> None:
     for done in range(max(lengths)):
         tokens = starts + torch.tensor(lengths).sub(1).clamp(max=done)  # a row at its end says its last token again
         held = [min(done + 1, length) for length in lengths]
-        found[tokens] = Step(cache, held, torch.device("cpu"))(0, q[tokens], k[tokens], v[tokens], SCALE)
+        found[tokens] = DecodeAttention(cache, held, torch.device("cpu"))(0, q[tokens], k[tokens], v[tokens], SCALE)
     assert torch.equal(found, whole)
 
 
@@ -137,8 +136,8 @@ def test_slots_that_are_given_up_leave_the_others_as_they_were() -> None:
     lengths = [6, 9, 4]
     q, k, v = qkv(sum(lengths))
     whole, cut = filled_cache(lengths, q, k, v), filled_cache(lengths, q, k, v)
-    cut.keep([0, 2])
+    cut.select([0, 2])
     fed = qkv(3, seed=9)
-    all_slots = Step(whole, [7, 10, 5], torch.device("cpu"))(0, *fed, SCALE)
-    two_slots = Step(cut, [7, 5], torch.device("cpu"))(0, *(t[[0, 2]] for t in fed), SCALE)
+    all_slots = DecodeAttention(whole, [7, 10, 5], torch.device("cpu"))(0, *fed, SCALE)
+    two_slots = DecodeAttention(cut, [7, 5], torch.device("cpu"))(0, *(t[[0, 2]] for t in fed), SCALE)
     assert torch.equal(all_slots[[0, 2]], two_slots)

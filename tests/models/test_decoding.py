@@ -9,8 +9,7 @@ import torch
 
 from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.responses import Response, ResponseBuilder
-from unirl.models.language.token_sampling import inverse_cdf, sample_tokens, top_k_top_p
+from unirl.models.language.decoding import Response, ResponseBuilder, inverse_cdf, sample_tokens, top_k_top_p
 from unirl.models.language.tools import Calculator
 from unirl.models.qwen3.toy import toy_tokenizer
 from unirl.types.sampling import ARSamplingParams
@@ -56,11 +55,11 @@ CODEC = TextCodec(toy_tokenizer(), (258,))
 
 def written(text: str, params: ARSamplingParams | None = None, tools: Calculator | None = None) -> Response:
     """The response that grows while the model writes `text` wherever it is let."""
-    endings = ResponseBuilder(CODEC, params or ARSamplingParams(), tools)
+    builder = ResponseBuilder(CODEC, params or ARSamplingParams(), tools)
     response, rest = Response(0, "row0"), CODEC.encode(text)
-    while (rest or response.forced) and not response.is_over:
+    while (rest or response.forced) and not response.is_done:
         token = -1 if response.forced else rest.pop(0)
-        endings.extend(response, token, -1.0)
+        builder.append(response, token, -1.0)
     return response
 
 
@@ -87,9 +86,9 @@ def test_a_stop_string_of_several_bytes_to_a_letter_is_found() -> None:
 
 def test_an_end_token_finishes_at_the_longest_length_too() -> None:
     at_limit = written("abc<|im_end|>", ARSamplingParams(max_new_tokens=4))
-    assert (at_limit.finished, at_limit.cut) == (True, False)
+    assert (at_limit.finished, at_limit.truncated) == (True, False)
     beyond = written("abcd<|im_end|>", ARSamplingParams(max_new_tokens=4))
-    assert (beyond.finished, beyond.cut) == (False, True)
+    assert (beyond.finished, beyond.truncated) == (False, True)
 
 
 def test_a_tool_answers_behind_its_call_and_its_words_are_not_sampled() -> None:
@@ -100,7 +99,7 @@ def test_a_tool_answers_behind_its_call_and_its_words_are_not_sampled() -> None:
 
 def test_an_answer_is_cut_at_the_longest_length() -> None:
     response = written("<calculator>1</calculator>", ARSamplingParams(max_new_tokens=30), Calculator())
-    assert len(response.tokens) == 30 and response.cut and spelled(response, sampled=False) == "<res"
+    assert len(response.tokens) == 30 and response.truncated and spelled(response, sampled=False) == "<res"
 
 
 def test_tools_in_a_rollout_leave_other_rows_as_they_are() -> None:

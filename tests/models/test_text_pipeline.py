@@ -61,7 +61,7 @@ def test_a_tokenizer_without_a_template_is_refused_with_the_way_out() -> None:
 
 
 def test_an_instruction_without_a_chat_is_refused(bundle: Qwen3Bundle) -> None:
-    with pytest.raises(ConfigError, match=r"system_instruction belongs to a chat"):
+    with pytest.raises(ConfigError, match=r"system_instruction needs a chat"):
         Qwen3Pipeline(bundle, chat=False, system_instruction="be short")
 
 

@@ -42,7 +42,7 @@ def test_parameters_keep_the_names_of_transformers(pair: tuple[Any, Any]) -> Non
 
 
 def likelihood(**changes: Any) -> NextTokenLogProbs:
-    values = {"at": torch.arange(40), "targets": torch.arange(40), "temperature": 0.7, "vocab_size": 261}
+    values = {"index": torch.arange(40), "targets": torch.arange(40), "temperature": 0.7, "vocab_size": 261}
     return NextTokenLogProbs(**values | changes)
 
 
@@ -87,7 +87,7 @@ def test_the_memory_of_log_probs_is_that_of_one_piece_for_any_length(monkeypatch
     def run(length: int) -> None:
         hidden = torch.zeros(length, width, requires_grad=True)
         ask = NextTokenLogProbs(
-            at=torch.arange(length),
+            index=torch.arange(length),
             targets=torch.zeros(length, dtype=torch.int64),
             temperature=1.0,
             vocab_size=vocab,

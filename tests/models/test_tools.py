@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.models.language.arithmetic import FUNCTIONS, ExpressionError, evaluate, spelled
+from unirl.models.language.arithmetic import FUNCTIONS, ExpressionError, evaluate, format_value
 from unirl.models.language.tools import Calculator, ExpressionEvaluator, Tools
 
 Value = Fraction | None
@@ -50,7 +50,7 @@ def test_values_are_those_of_exact_fractions(expression: tuple[str, Value]) -> N
     [("2 + 3 * 4", "14"), ("-2^2", "-4"), ("2^3^2", "512"), ("2**-1", "0.5"), ("7 % 4", "3"), ("1/3", "0.3333333333")],
 )
 def test_operators_bind_as_in_mathematics(expression: str, value: str) -> None:
-    assert spelled(evaluate(expression)) == value
+    assert format_value(evaluate(expression)) == value
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_calculator_names_what_it_does_not_compute(expression: str, problem:
 @given(st.text(max_size=40))
 def test_any_text_is_answered_or_refused_in_words(text: str) -> None:
     try:
-        assert spelled(evaluate(text, FUNCTIONS))
+        assert format_value(evaluate(text, FUNCTIONS))
     except ExpressionError as error:
         assert str(error)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from unirl.models.language import token_sampling
+from unirl.models.language import decoding
 from unirl.models.language.stage import TokenReplay, ValueGradient
 from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import NoiseSource
@@ -154,7 +154,7 @@ class TableStage:
 
 def truncated(probabilities: Tensor, params: TokenSampling) -> Tensor:
     """[N, V] the distribution that is sampled: the likeliest tokens that top_k and then top_p keep, renormalised."""
-    kept = token_sampling.top_k_top_p(probabilities, params.top_k, params.top_p)
+    kept = decoding.top_k_top_p(probabilities, params.top_k, params.top_p)
     return kept / kept.sum(1, keepdim=True)
 
 

@@ -1,4 +1,7 @@
-"""Expressions in numbers, names and functions, evaluated exactly by a small parser of our own: nothing is executed.
+"""Evaluates expressions of numbers, variables and functions exactly, with a small parser. No code is executed.
+
+Python's own `ast` would accept another language (no 007, no variable named `in`) and describe errors in other words,
+which a policy reads in its responses.
 
 statements = statement (";" statement)*        statement = [name "="] sum
 sum = product (("+" | "-") product)*           product = signed (("*" | "/" | "%") signed)*
@@ -16,25 +19,25 @@ from fractions import Fraction
 MAX_LENGTH = 1000
 MAX_DEPTH = 40
 MAX_BITS = 4096
-"""Of a numerator or denominator: a power tower stops here instead of filling the memory."""
+"""Largest size of a numerator or denominator, so that a tower of powers cannot exhaust the memory."""
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|([A-Za-z_]\w*)|(\*\*|[-+*/%^(),;=]))", re.ASCII)
 
 Function = Callable[..., Fraction]
 
 
 class ExpressionError(ValueError):
-    """What is wrong with an expression, in a few words."""
+    """An expression cannot be evaluated. The message says why in a few words, which the policy reads."""
 
 
 def evaluate(text: str, functions: Mapping[str, Function] | None = None) -> Fraction:
-    """The value of the last statement. Without `functions`, numbers and operators only."""
+    """The value of the last statement. If `functions` is None, only numbers and operators are allowed."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError("too long")
     return _Parser(_tokens(text), functions).statements()
 
 
-def spelled(value: Fraction) -> str:
-    """A whole number, or a decimal of 10 digits."""
+def format_value(value: Fraction) -> str:
+    """`value` as an integer, or as a decimal with 10 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     if max(abs(value.numerator), value.denominator).bit_length() > 1000:
@@ -43,14 +46,14 @@ def spelled(value: Fraction) -> str:
 
 
 def _tokens(text: str) -> list[str]:
-    found, place, text = [], 0, text.rstrip()
+    tokens, place, text = [], 0, text.rstrip()
     while place < len(text):
         match = _TOKEN.match(text, place)
         if match is None:
             raise ExpressionError(f"unknown {text[place:].strip()[0]!r}")
-        found.append(match.group(match.lastindex or 0))
+        tokens.append(match.group(match.lastindex or 0))
         place = match.end()
-    return found
+    return tokens
 
 
 class _Parser:
@@ -62,7 +65,7 @@ class _Parser:
 
     def statements(self) -> Fraction:
         value = self.statement()
-        while self.took(";"):
+        while self.accept(";"):
             if self.tokens:
                 value = self.statement()
         if self.tokens:
@@ -100,13 +103,13 @@ class _Parser:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ExpressionError("too deep")
-        value = -self.signed() if self.took("-") else self.signed() if self.took("+") else self.power()
+        value = -self.signed() if self.accept("-") else self.signed() if self.accept("+") else self.power()
         self.depth -= 1
         return value
 
     def power(self) -> Fraction:
         base = self.atom()
-        return raised(base, self.signed()) if self.took("^") or self.took("**") else base
+        return raised(base, self.signed()) if self.accept("^") or self.accept("**") else base
 
     def atom(self) -> Fraction:
         token = self.next()
@@ -125,7 +128,7 @@ class _Parser:
     def call(self, function: Function) -> Fraction:
         self.expect("(")
         arguments = [self.sum()]
-        while self.took(","):
+        while self.accept(","):
             arguments.append(self.sum())
         self.expect(")")
         try:
@@ -138,26 +141,26 @@ class _Parser:
             raise ExpressionError("incomplete")
         return self.tokens.pop(0)
 
-    def took(self, token: str) -> bool:
-        found = self.tokens[:1] == [token]
-        if found:
+    def accept(self, token: str) -> bool:
+        is_next = self.tokens[:1] == [token]
+        if is_next:
             self.tokens.pop(0)
-        return found
+        return is_next
 
     def expect(self, token: str) -> None:
-        if not self.took(token):
+        if not self.accept(token):
             raise ExpressionError(f"missing {token!r}")
 
 
 def bounded(value: Fraction) -> Fraction:
-    """`value`, if it is of a size to go on with."""
+    """`value`, unless it exceeds MAX_BITS."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ExpressionError("too large")
     return value
 
 
 def raised(base: Fraction, exponent: Fraction) -> Fraction:
-    """base ** exponent, for whole exponents; judged before it is computed."""
+    """base ** exponent for integer exponents. The size of the result is checked before it is computed."""
     if exponent.denominator != 1:
         raise ExpressionError("only whole exponents")
     if base == 0 and exponent < 0:
@@ -168,7 +171,7 @@ def raised(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def root(value: Fraction) -> Fraction:
-    """The square root: exact where it is a fraction, else as a float."""
+    """The square root: exact if it is a fraction, else rounded to a float."""
     if value < 0:
         raise ExpressionError("root of a negative number")
     sides = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))

@@ -1,4 +1,4 @@
-"""Texts to tokens and back: the tokenizer of a checkpoint, its chat template, and what ends a response."""
+"""Converts texts to tokens and back: the tokenizer of a checkpoint, its chat template and its end tokens."""
 
 from __future__ import annotations
 
@@ -9,63 +9,62 @@ from typing import Any
 from unirl.config.errors import IncompatibleError, InvalidValueError
 
 Content = str | list[dict[str, Any]]
-"""What a user says: a text, or pieces of text and images as chat templates know them."""
+"""The content of a user's message: a text, or a list of texts and images in the format of chat templates."""
 
 
 class TextCodec:
-    """Texts to tokens and back."""
+    """Converts texts to tokens and back."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         """
         Args:
-            tokenizer: one of transformers'.
-            ends: the tokens of which each ends a response.
+            tokenizer: a tokenizer of transformers.
+            ends: the tokens that end a response.
         """
         self.tokenizer = tokenizer
         self.ends = tuple(dict.fromkeys(ends))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, none added."""
+        """The tokens of `text`, without added special tokens."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text that a reader sees: special tokens are left out."""
+        """The text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens, special ones spelled out: what stop strings are looked for in."""
+        """The text of tokens with special tokens written out. Stop strings are searched in this text."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a prompt is put before the model."""
+    """Renders a prompt as the text that the model reads."""
 
     codec: TextCodec
     chat: bool = True
-    """False feeds the prompt as it is."""
+    """False passes the prompt unchanged."""
     system_instruction: str | None = None
     enable_thinking: bool = False
-    """Lets models think aloud whose chat template has such a switch."""
+    """Enables the thinking mode of chat templates that have one."""
 
     def __post_init__(self) -> None:
         if not self.chat and self.system_instruction is not None:
             raise InvalidValueError(
-                "pipeline.system_instruction belongs to a chat, and pipeline.chat=false feeds prompts as they are: "
-                "leave it out, or write it into the prompts"
+                "pipeline.system_instruction needs a chat, but pipeline.chat=false passes prompts unchanged: "
+                "remove it, or write it into the prompts"
             )
         if self.chat and not self.codec.tokenizer.chat_template:
             raise IncompatibleError(
-                f"pipeline.chat=true, and the tokenizer of this model ({type(self.codec.tokenizer).__name__}) has no "
-                "chat template: set pipeline.chat=false to feed prompts as they are, or use a model that was made "
-                "for chats"
+                f"pipeline.chat=true, but the tokenizer of this model ({type(self.codec.tokenizer).__name__}) has no "
+                "chat template: set pipeline.chat=false to pass prompts unchanged, or use a chat model"
             )
 
     def text(self, content: Content) -> str:
-        """What the model reads before it answers `content`."""
+        """The text that the model reads before it answers `content`."""
         if not self.chat:
             assert isinstance(content, str)
             return content

@@ -1,10 +1,11 @@
-"""Responses token by token: rows sit in slots, whose keys and values are kept; who is finished makes room.
+"""Batched decoding: samples responses token by token, in a fixed number of slots with a key-value cache.
 
-    waiting rows --prefill, a prompt once for all its rows--> slots --draw--> tokens --one forward--> slots ...
-                                                                |
-                                                          finished rows
+    waiting responses --prefill, one forward per distinct prompt--> slots --sample--> tokens --forward--> slots ...
+                                                                      |
+                                                             finished responses
 
-A forward has one token of every slot. Where nobody waits any more, empty slots are given up.
+Each forward reads one token of every slot. When a response finishes, its slot admits the next waiting response. When no
+response waits any more, the cache is compacted to the active slots.
 """
 
 from __future__ import annotations
@@ -12,98 +13,161 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import DivergenceError
 from unirl.models.chunks import padded_rows, round_up
+from unirl.models.language.attention import DecodeAttention, KVCache, PrefillAttention
+from unirl.models.language.chat import TextCodec
 from unirl.models.language.packing import expand_positions, first_row_with_same_prompt, pack_prompts, prompts_of
 from unirl.models.language.policy import NextTokenLogits, Outputs, TokenInputs, tempered
-from unirl.models.language.responses import Response, ResponseBuilder
-from unirl.models.language.slot_cache import KVCache, Prefill, Step
-from unirl.models.language.token_sampling import sample_tokens
+from unirl.models.language.tools import ToolBox
 from unirl.types.conditions import Conditions
 from unirl.types.sampling import ARSamplingParams
 
 PREFILL_TOKENS = 16384
-"""Tokens of prompts in one forward, or one prompt."""
+"""Largest number of prompt tokens in one prefill forward. A longer prompt gets a forward of its own."""
 TOKENS_AHEAD = 8
-"""On an accelerator, tokens that are drawn before the driver looks at them. What follows an end is thrown away."""
+"""Number of tokens that an accelerator samples before the host reads them. Tokens after an end are discarded."""
 
 Forward = Callable[[TokenInputs], Outputs]
 
 
+@dataclass
+class Response:
+    """One response while it is sampled."""
+
+    row: int
+    id: str
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    """Per token: True if the policy sampled it, False if a tool wrote it."""
+    forced: deque[int] = field(default_factory=deque)
+    """Tokens of a tool's answer that are appended next, in place of sampled tokens."""
+    finished: bool = False
+    """True after an end token or a stop string."""
+    truncated: bool = False
+    """True if it reached `max_new_tokens` without finishing."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished or self.truncated
+
+
+class ResponseBuilder:
+    """Appends tokens to responses, applies the stopping criteria, and lets tools write answers."""
+
+    def __init__(self, codec: TextCodec, params: ARSamplingParams, tools: ToolBox | None) -> None:
+        self.codec = codec
+        self.params = params
+        self.tools = tools
+        self.searched = (*params.stop, *(tools.closings if tools is not None else ()))
+        """Strings that are searched for after every token: stop strings and closing tags of tool calls."""
+        # A token may be only a part of a letter, and special tokens may decode to nothing.
+        self.window = max((len(text.encode()) for text in self.searched), default=0) + 8
+
+    def append(self, response: Response, token: int, logp: float) -> None:
+        """Append the next forced token if there is one, else the sampled `token`."""
+        sampled = not response.forced
+        if response.forced:
+            token = response.forced.popleft()
+        response.tokens.append(token)
+        response.logps.append(logp)
+        response.sampled.append(sampled)
+        length = len(response.tokens)
+        if sampled:
+            completed = self._completed_strings(response.tokens)
+            stopped = length >= self.params.min_new_tokens and any(text in completed for text in self.params.stop)
+            response.finished = stopped or token in self.codec.ends
+            if self.tools is not None and any(text in completed for text in self.tools.closings):
+                answer = self.tools.answer(self.codec.spell(response.tokens))
+                response.forced.extend([] if answer is None else self.codec.encode(answer))
+        response.truncated = not response.finished and length >= self.params.max_new_tokens
+
+    def _completed_strings(self, tokens: list[int]) -> list[str]:
+        """The searched strings that the last token completes."""
+        if not self.searched:
+            return []
+        tail = tokens[-self.window :]
+        now, before = self.codec.spell(tail), self.codec.spell(tail[:-1])
+        return [text for text in self.searched if now.count(text) > before.count(text)]
+
+
 class Decoding:
-    """One rollout of all rows of `conditions`."""
+    """Samples one response per row of `conditions`."""
 
     def __init__(
         self,
         forward: Forward,
         conditions: Conditions,
         params: ARSamplingParams,
-        endings: ResponseBuilder,
+        builder: ResponseBuilder,
         uniforms: Tensor,
         responses: Sequence[Response],
     ) -> None:
         """
         Args:
-            forward: the network.
-            uniforms: [B, max_new_tokens] what each token of each row is drawn by.
-            responses: one per row, to be padded.
+            forward: one forward of the network.
+            uniforms: [B, max_new_tokens] the uniform number that selects each token of each row.
+            responses: one empty response per row; `run` completes them in place.
         """
         self.forward = forward
         self.conditions = conditions
         self.params = params
-        self.endings = endings
+        self.builder = builder
         self.uniforms = uniforms
         self.responses = responses
         self.prompts = prompts_of(conditions)
         self.device = self.prompts.tokens.device
-        self.ends = torch.tensor(endings.codec.ends, dtype=torch.int64, device=self.device)
-        self.first_of_prompt = first_row_with_same_prompt(conditions)
-        self.response_start = (self.prompts.next_position.cpu() - self.prompts.lengths).tolist()
-        """By row: what the position of a response's token is ahead of the number of tokens before it."""
+        self.ends = torch.tensor(builder.codec.ends, dtype=torch.int64, device=self.device)
+        self.prompt_row = first_row_with_same_prompt(conditions)
+        self.position_offset = (self.prompts.next_position.cpu() - self.prompts.lengths).tolist()
+        """Per row: position of a response token minus the number of tokens before it."""
         self.waiting = deque(responses)
 
-    def run(self, slots: int, multiple: int) -> None:
-        """Fill all responses, at most `slots` at a time; forwards have multiples of `multiple` slots and tokens."""
+    def run(self, num_slots: int, multiple: int) -> None:
+        """Complete all responses, at most `num_slots` at a time. Forwards are padded to a multiple of `multiple`."""
         self.multiple = multiple
-        count = round_up(min(slots, len(self.responses)), multiple)
+        count = round_up(min(num_slots, len(self.responses)), multiple)
         self.cache = KVCache(count)
-        self.seats: list[Response | None] = [None] * count
+        self.slots: list[Response | None] = [None] * count
         self.cached = [0] * count
-        """Tokens of each slot whose keys and values are kept."""
+        """Number of cached tokens per slot."""
         self.logits: Tensor | None = None
-        """[S, V] of the token that comes next in each slot."""
-        while self._seat():
-            tokens = self._draw_ahead()
-            if any(self.seats):
-                self._step(tokens)
+        """[S, V] logits of the next token of each slot."""
+        while self._admit_and_compact():
+            tokens = self._sample_ahead()
+            if any(self.slots):
+                self._decode(tokens)
 
-    # Who sits where
+    # Slots
 
-    def _seat(self) -> bool:
-        """Fill empty slots with who waits, or give empty slots up; whether anybody sits."""
+    def _admit_and_compact(self) -> bool:
+        """Admits waiting responses and compacts idle slots. Returns True while any slot is active."""
         if self.waiting:
-            empty = [slot for slot, response in enumerate(self.seats) if response is None]
+            idle = [slot for slot, response in enumerate(self.slots) if response is None]
             prompts: dict[int, list[int]] = {}
-            for slot in empty[: len(self.waiting)]:
+            for slot in idle[: len(self.waiting)]:
                 response = self.waiting.popleft()
-                self.seats[slot] = response
-                prompts.setdefault(self.first_of_prompt[response.row], []).append(slot)
-            for some in _within(prompts, self.prompts.lengths.tolist()):
-                self._prefill({row: prompts[row] for row in some})
-        elif 2 * round_up(sum(map(bool, self.seats)), self.multiple) <= len(self.seats):
-            self._give_up_slots()
-        return any(self.seats)
+                self.slots[slot] = response
+                prompts.setdefault(self.prompt_row[response.row], []).append(slot)
+            for rows in _split_by_tokens(prompts, self.prompts.lengths.tolist()):
+                self._prefill({row: prompts[row] for row in rows})
+        elif 2 * round_up(sum(map(bool, self.slots)), self.multiple) <= len(self.slots):
+            self._compact()
+        return any(self.slots)
 
-    def _give_up_slots(self) -> None:
-        taken = [slot for slot, response in enumerate(self.seats) if response is not None]
-        empty = [slot for slot, response in enumerate(self.seats) if response is None]
-        kept = sorted(taken + empty[: round_up(len(taken), self.multiple) - len(taken)])
-        self.cache.keep(kept)
-        self.seats = [self.seats[slot] for slot in kept]
+    def _compact(self) -> None:
+        """Keep the active slots, and as many idle ones as the multiple needs."""
+        active = [slot for slot, response in enumerate(self.slots) if response is not None]
+        idle = [slot for slot, response in enumerate(self.slots) if response is None]
+        kept = sorted(active + idle[: round_up(len(active), self.multiple) - len(active)])
+        self.cache.select(kept)
+        self.slots = [self.slots[slot] for slot in kept]
         self.cached = [self.cached[slot] for slot in kept]
         assert self.logits is not None
         self.logits = self.logits[kept]
@@ -111,88 +175,88 @@ class Decoding:
     # Forwards
 
     def _prefill(self, prompts: dict[int, list[int]]) -> None:
-        """Read the prompts of some rows, each for all the slots that wait for it."""
+        """Read some prompts, given as {row: slots}. Each is read once and cached in all of its slots."""
         packed = pack_prompts(self.conditions, list(prompts))
         self.cache.reserve(max(packed.lengths))
-        sources, places, start = [], [], 0
+        sources, targets, start = [], [], 0
         for length, slots in zip(packed.lengths, prompts.values(), strict=True):
             for slot in slots:
                 sources.append(torch.arange(start, start + length))
-                places.append(torch.arange(length) + slot * self.cache.capacity)
+                targets.append(torch.arange(length) + slot * self.cache.capacity)
                 self.cached[slot] = length
             start += length
-        lasts = torch.tensor(packed.lengths).cumsum(0) - 1
+        last_tokens = torch.tensor(packed.lengths).cumsum(0) - 1
         padded = packed.padded(self.multiple)
-        attention_fn = Prefill(
-            self.cache, padded.lengths, self._here(torch.cat(sources)), self._here(torch.cat(places))
+        attention_fn = PrefillAttention(
+            self.cache, padded.lengths, self._to_device(torch.cat(sources)), self._to_device(torch.cat(targets))
         )
-        output_fn = NextTokenLogits(self._here(lasts[padded_rows(len(lasts), self.multiple)]))
+        output_fn = NextTokenLogits(self._to_device(last_tokens[padded_rows(len(last_tokens), self.multiple)]))
         logits = self.forward(padded.inputs(attention_fn, output_fn))["logits"]
         if self.logits is None:
-            self.logits = logits.new_zeros(len(self.seats), logits.shape[1])
+            self.logits = logits.new_zeros(len(self.slots), logits.shape[1])
         for i, slots in enumerate(prompts.values()):
             self.logits[slots] = logits[i]
 
-    def _step(self, tokens: Tensor) -> None:
-        """Read one token [S] of every slot; an empty one reads on into nothing."""
-        starts = [0 if r is None else self.response_start[r.row] for r in self.seats]
-        positions = torch.tensor([start + done for start, done in zip(starts, self.cached, strict=True)])
-        lengths = [done + 1 for done in self.cached]
+    def _decode(self, tokens: Tensor) -> None:
+        """Read one token [S] of every slot. Idle slots read a token too, whose output is never used."""
+        offsets = [0 if r is None else self.position_offset[r.row] for r in self.slots]
+        positions = torch.tensor([offset + count for offset, count in zip(offsets, self.cached, strict=True)])
+        lengths = [count + 1 for count in self.cached]
         self.cache.reserve(max(lengths))
         inputs = TokenInputs(
             tokens=tokens,
-            positions=expand_positions(self._here(positions), self.prompts.positions),
-            attention_fn=Step(self.cache, lengths, self.device),
+            positions=expand_positions(self._to_device(positions), self.prompts.positions),
+            attention_fn=DecodeAttention(self.cache, lengths, self.device),
             output_fn=NextTokenLogits(torch.arange(len(tokens), device=self.device)),
         )
         self.logits = self.forward(inputs)["logits"]
-        self.cached = [0 if r is None else n for r, n in zip(self.seats, lengths, strict=True)]
+        self.cached = [0 if r is None else n for r, n in zip(self.slots, lengths, strict=True)]
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
     # Tokens
 
-    def _draw_ahead(self) -> Tensor:
-        """The last of some tokens [S] that were drawn for every slot; who is over leaves."""
-        drawn: list[Tensor] = []
+    def _sample_ahead(self) -> Tensor:
+        """Sample one or several tokens for every slot, record them, and return the last ones [S]."""
+        tokens: list[Tensor] = []
         logps: list[Tensor] = []
-        for i in range(self._tokens_ahead()):
+        for i in range(self._num_tokens_ahead()):
             if i:
-                self._step(drawn[-1])
-            token, logp = self._draw(i)
-            drawn.append(token)
+                self._decode(tokens[-1])
+            token, logp = self._sample_next(i)
+            tokens.append(token)
             logps.append(logp)
-        self._record(torch.stack(drawn, 1).tolist(), torch.stack(logps, 1).tolist())
-        return drawn[-1]
+        self._record(torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist())
+        return tokens[-1]
 
-    def _tokens_ahead(self) -> int:
-        """How many tokens to draw before looking at them; one where text decides, or where looking costs nothing."""
-        if self.device.type == "cpu" or self.endings.watched:
+    def _num_tokens_ahead(self) -> int:
+        """The number of tokens to sample before the host reads them: one on a CPU, or if text decides what follows."""
+        if self.device.type == "cpu" or self.builder.searched:
             return 1
-        left = [self.params.max_new_tokens - len(r.tokens) for r in self.seats if r is not None]
+        left = [self.params.max_new_tokens - len(r.tokens) for r in self.slots if r is not None]
         return min(TOKENS_AHEAD, *left)
 
-    def _draw(self, ahead: int) -> tuple[Tensor, Tensor]:
-        """Tokens [S] and their log-probs [S], `ahead` of those that are recorded."""
+    def _sample_next(self, ahead: int) -> tuple[Tensor, Tensor]:
+        """Sample tokens [S] with log-probs [S]; `ahead` tokens of each slot are sampled but not yet recorded."""
         assert self.logits is not None
-        rows = [0 if r is None else r.row for r in self.seats]
-        counts = [0 if r is None else len(r.tokens) + ahead for r in self.seats]
+        rows = [0 if r is None else r.row for r in self.slots]
+        counts = [0 if r is None else len(r.tokens) + ahead for r in self.slots]
         logps = tempered(self.logits, self.params.temperature)
         allowed = logps
         if self.params.min_new_tokens > min(counts):
-            early = self._here(torch.tensor(counts)) < self.params.min_new_tokens
+            too_short = self._to_device(torch.tensor(counts)) < self.params.min_new_tokens
             allowed = logps.clone()
-            allowed[:, self.ends] = allowed[:, self.ends].masked_fill(early[:, None], -math.inf)
+            allowed[:, self.ends] = allowed[:, self.ends].masked_fill(too_short[:, None], -math.inf)
         tokens = sample_tokens(allowed, self.uniforms[rows, counts], self.params)
-        forced = {slot: r.forced[0] for slot, r in enumerate(self.seats) if r is not None and r.forced}
+        forced = {slot: r.forced[0] for slot, r in enumerate(self.slots) if r is not None and r.forced}
         if forced:
-            tokens[list(forced)] = self._here(torch.tensor(list(forced.values())))
+            tokens[list(forced)] = self._to_device(torch.tensor(list(forced.values())))
         return tokens, logps.gather(1, tokens[:, None])[:, 0]
 
     def _record(self, tokens: list[list[int]], logps: list[list[float]]) -> None:
-        """Extend the responses by tokens [S, A] up to their ends; who is over leaves the slot empty."""
-        for slot, response in enumerate(self.seats):
+        """Append tokens [S, A] to the responses up to their ends, and free the slots of completed responses."""
+        for slot, response in enumerate(self.slots):
             if response is None:
                 continue
             for token, logp in zip(tokens[slot], logps[slot], strict=True):
@@ -202,20 +266,55 @@ class Decoding:
                         "weights or activations are no longer finite. Go back to an earlier checkpoint, or lower the "
                         "learning rate"
                     )
-                self.endings.extend(response, token, logp)
-                if response.is_over:
-                    self.seats[slot], self.cached[slot] = None, 0
+                self.builder.append(response, token, logp)
+                if response.is_done:
+                    self.slots[slot], self.cached[slot] = None, 0
                     break
 
 
-def _within(rows: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
-    """`rows` in parts of at most PREFILL_TOKENS tokens, or of one row."""
-    parts: list[list[int]] = []
+def _split_by_tokens(rows: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
+    """`rows` in groups of at most PREFILL_TOKENS tokens, or of a single row."""
+    groups: list[list[int]] = []
     total = 0
     for row in rows:
         total += lengths[row]
-        if not parts or total > PREFILL_TOKENS:
-            parts.append([])
+        if not groups or total > PREFILL_TOKENS:
+            groups.append([])
             total = lengths[row]
-        parts[-1].append(row)
-    return parts
+        groups[-1].append(row)
+    return groups
+
+
+def sample_tokens(logps: Tensor, uniform: Tensor, params: ARSamplingParams) -> Tensor:
+    """Tokens [S] int64 from log-probs [S, V]: the most likely at temperature 0, else the inverse CDF at uniform [S].
+
+    The CDF runs in vocabulary order over the tokens that top-k and then top-p keep.
+    """
+    if params.temperature == 0:
+        return logps.argmax(1)
+    return inverse_cdf(top_k_top_p(logps.double().exp(), params.top_k, params.top_p), uniform)
+
+
+def top_k_top_p(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    """[S, V] probabilities of the kept tokens, and 0 elsewhere. They are not renormalised.
+
+    Keeps the `top_k` most likely tokens (0 keeps all), and of these the fewest whose share reaches `top_p`.
+    """
+    if top_k == 0 and top_p == 1.0:
+        return probabilities
+    count = min(top_k or probabilities.shape[1], probabilities.shape[1])
+    ranked, order = (tensor[:, :count] for tensor in probabilities.sort(dim=1, descending=True, stable=True))
+    shares = ranked.cumsum(1) / ranked.sum(1, keepdim=True)
+    before = torch.cat([shares.new_zeros(len(shares), 1), shares[:, :-1]], dim=1)
+    return torch.zeros_like(probabilities).scatter(1, order, torch.where(before < top_p, ranked, 0.0))
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """[S] the first index at which the running sum of weights [S, V] float64 exceeds `uniform` [S] times their sum.
+
+    It never selects an index of weight 0. In float64 the sums of 150,000 weights are accurate to 1e-14; in float32 a
+    token of probability 1e-7 could not be distinguished from one of probability 0.
+    """
+    running = weights.cumsum(1)
+    target = uniform.double()[:, None] * running[:, -1:]
+    return torch.searchsorted(running, target, right=True)[:, 0].clamp(max=weights.shape[1] - 1)

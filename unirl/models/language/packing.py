@@ -1,4 +1,4 @@
-"""Rows of tokens laid end to end, as one forward reads them."""
+"""Packs rows of tokens end to end, so that one forward reads them without padding between rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unirl.types.segments import TextSegment
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Rows end to end, and the images whose placeholders stand in them."""
+    """Rows end to end, and the images whose placeholders are among their tokens."""
 
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64, or [N, 3]
@@ -25,12 +25,12 @@ class PackedTokens:
     images: ImagePatches | None
 
     def padded(self, multiple: int) -> PackedTokens:
-        """With one more row behind them, so that N is a multiple: on CPUs a token's bits are then its row's own."""
-        rest = round_up(len(self.tokens), multiple) - len(self.tokens)
+        """The same rows and one padding row, so that N is a multiple. On a CPU, a token's bits then depend on its row alone."""
+        num_padding = round_up(len(self.tokens), multiple) - len(self.tokens)
         return PackedTokens(
-            tokens=torch.cat([self.tokens, self.tokens.new_zeros(rest)]),
-            positions=torch.cat([self.positions, self.positions.new_zeros(rest, *self.positions.shape[1:])]),
-            lengths=[*self.lengths, rest],
+            tokens=torch.cat([self.tokens, self.tokens.new_zeros(num_padding)]),
+            positions=torch.cat([self.positions, self.positions.new_zeros(num_padding, *self.positions.shape[1:])]),
+            lengths=[*self.lengths, num_padding],
             images=self.images,
         )
 
@@ -53,14 +53,14 @@ def prompts_of(conditions: Conditions) -> PromptTokens:
 
 
 def images_of(conditions: Conditions) -> ImagePatches | None:
-    """The images of the prompts; None for text alone."""
+    """The images of the prompts. None if there are only texts."""
     images = conditions.get("images")
     assert images is None or isinstance(images, ImagePatches)
     return images
 
 
 def first_row_with_same_prompt(conditions: Conditions) -> list[int]:
-    """For each row, the first of the neighbours that have the same prompt: siblings of a group stand side by side."""
+    """Per row, the first of the adjacent rows with the same prompt. The samples of a group are adjacent."""
     prompts, images = prompts_of(conditions), images_of(conditions)
     tokens = prompts.tokens.split(prompts.lengths.tolist())
     patches = None if images is None else images.patches.split(images.offsets.diff().tolist())
@@ -76,40 +76,42 @@ def first_row_with_same_prompt(conditions: Conditions) -> list[int]:
 def pack_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
     """The prompts of `rows`."""
     prompts, images = prompts_of(conditions).select(rows), images_of(conditions)
-    seen = None if images is None else images.select(rows)
-    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), seen)
+    selected = None if images is None else images.select(rows)
+    return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), selected)
 
 
 def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Tensor]:
-    """Prompts with their responses, but for the last token, which is read by nobody; and where [sum L] the token
-    before each token of `segment` stands."""
+    """Prompts with their responses, and the index [sum L] of the token before each token of `segment`.
+
+    The last token of a response is left out, since no later token depends on it.
+    """
     prompts = prompts_of(conditions)
     device = prompts.tokens.device
     prompt_lengths, lengths = prompts.lengths, segment.lengths
-    kept = prompt_lengths + (lengths - 1).clamp(min=0)
-    starts = kept.cumsum(0) - kept
-    pieces, before = [], []
+    read_lengths = prompt_lengths + (lengths - 1).clamp(min=0)
+    starts = read_lengths.cumsum(0) - read_lengths
+    parts, previous = [], []
     for row in range(len(prompts)):
         begin, end = int(prompts.offsets[row]), int(prompts.offsets[row + 1])
         first = len(prompts.tokens) + int(segment.offsets[row])
-        count, length = int(kept[row]) - (end - begin), int(lengths[row])
-        pieces += [torch.arange(begin, end), torch.arange(first, first + count)]
+        count, length = int(read_lengths[row]) - (end - begin), int(lengths[row])
+        parts += [torch.arange(begin, end), torch.arange(first, first + count)]
         last = int(starts[row]) + end - begin - 1
-        before.append(torch.arange(last, last + length))
-    index = torch.cat(pieces).to(device)
+        previous.append(torch.arange(last, last + length))
+    index = torch.cat(parts).to(device)
     tokens = torch.cat([prompts.tokens, segment.tokens.to(device)])[index]
     positions = torch.cat([prompts.positions, response_positions(prompts, lengths)])[index]
-    return PackedTokens(tokens, positions, kept.tolist(), images_of(conditions)), torch.cat(before).to(device)
+    return PackedTokens(tokens, positions, read_lengths.tolist(), images_of(conditions)), torch.cat(previous).to(device)
 
 
 def response_positions(prompts: PromptTokens, lengths: Tensor) -> Tensor:
-    """[sum L] or [sum L, 3] where the tokens of responses of `lengths` [B] stand: on from the prompt's end."""
-    place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    """Positions [sum L] or [sum L, 3] of responses of `lengths` [B], continuing after their prompts."""
+    offset = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     device = prompts.tokens.device
     starts = prompts.next_position.to(device)[torch.arange(len(lengths)).repeat_interleave(lengths).to(device)]
-    return expand_positions(starts + place.to(device), prompts.positions)
+    return expand_positions(starts + offset.to(device), prompts.positions)
 
 
 def expand_positions(positions: Tensor, others: Tensor) -> Tensor:
-    """`positions` [N] in all three components if `others` have them."""
+    """`positions` [N], or [N, 3] with equal components if `others` have three components."""
     return positions if others.dim() == 1 else positions[:, None].expand(-1, others.shape[1])

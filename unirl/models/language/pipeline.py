@@ -1,21 +1,24 @@
-"""Prompts in, a rollout out: chat template, tokens, responses, texts, with one language model."""
+"""The pipeline of a language model, from prompts to decoded responses, and the export to transformers and peft."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
 from unirl.models.base import CANARY_PROMPTS
-from unirl.models.language import export as text_export
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.chat import ChatFormat
+from unirl.models.language.packing import prompts_of
+from unirl.models.language.policy import tempered
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
+from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.primitives import Texts
@@ -30,7 +33,7 @@ BundleT = TypeVar("BundleT", bound=LanguageBundle)
 
 
 class TextPipeline(Generic[BundleT]):
-    """Text to text with one bundle. An empty response is a response: the token that ends it, and the text ""."""
+    """Generates texts from texts with one bundle. A response of only an end token is valid; its text is ""."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("text",))
     lora_formats: ClassVar[tuple[str, ...]] = ("peft",)
@@ -47,20 +50,20 @@ class TextPipeline(Generic[BundleT]):
         """A pipeline over `bundle`.
 
         Args:
-            chat: prompts are put into the model's chat template; False feeds them as they are.
-            system_instruction: what stands before every chat.
-            enable_thinking: lets models think aloud whose chat template has such a switch.
-            tools: what answers in the middle of a response, of which a chat is told; absent = nothing does.
+            chat: render prompts with the chat template of the model; False passes them unchanged.
+            system_instruction: the system message of every chat.
+            enable_thinking: enable the thinking mode of chat templates that have one.
+            tools: tools that the model may call; a chat describes them in its system message.
         """
         self.bundle = bundle
         self.facts = bundle.facts
         self.stage = bundle.stage(tools)
-        told = [system_instruction, tools.instruction if chat and tools is not None else None]
-        system = "\n\n".join(text for text in told if text is not None) or None
+        messages = [system_instruction, tools.instruction if chat and tools is not None else None]
+        system = "\n\n".join(text for text in messages if text is not None) or None
         self.format = ChatFormat(bundle.codec, chat, system, enable_thinking)
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
-        """The rollout of a request, `chunk_size` responses in the making at a time."""
+        """Sample one response per row of a request, `chunk_size` of them at a time."""
         name, params = req.only_track(ARSamplingParams)
         conditions = self.encode(req, params)
         noise = NoiseSource(params.seed, req.purpose, req.step)
@@ -78,7 +81,10 @@ class TextPipeline(Generic[BundleT]):
         return RolloutResp({name: track})
 
     def encode(self, req: RolloutReq, params: ARSamplingParams) -> Conditions:
-        """What the network reads: `prompt`, and `images` in families that see. Each distinct prompt is encoded once."""
+        """The conditions of a request: `prompt`, and `images` for models that take images.
+
+        Each distinct prompt is encoded once.
+        """
         texts = req.prompts()
         tokens = {text: self.bundle.codec.encode(self.format.text(text)) for text in dict.fromkeys(texts)}
         for text, id in zip(texts, req.group_ids, strict=True):
@@ -86,7 +92,7 @@ class TextPipeline(Generic[BundleT]):
         return {"prompt": prompt_tokens([tokens[text] for text in texts]).to(self.bundle.device)}
 
     def decode(self, segment: TextSegment) -> list[str]:
-        """The texts of responses, as a reader sees them."""
+        """The texts of responses, without special tokens."""
         rows = segment.tokens.cpu().split(segment.lengths.tolist())
         return [self.bundle.codec.decode(row.tolist()) for row in rows]
 
@@ -102,25 +108,25 @@ class TextPipeline(Generic[BundleT]):
         """Move components of the bundle to its device."""
         self.bundle.onload(names)
 
-    # The way out to transformers
+    # Export to transformers and peft
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """A directory that transformers loads, of the model with `tensors` in place of its own."""
-        return text_export.write_model(self.bundle, tensors, folder)
+        """Write the model, with `tensors` in place of its own, as a directory that transformers loads."""
+        return write_transformers_model(self.bundle, tensors, folder)
 
     def write_lora(self, folder: Path, adapter: Adapter) -> Path:
-        """The folder that peft loads onto the untrained model."""
+        """Write an adapter as a folder that peft loads onto the untrained model."""
         return write_peft_adapter(folder, adapter, self.bundle.path)
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: ARSamplingParams) -> float:
         """Max abs difference between our log-probs of our responses to `texts` and those of the model in `folder`."""
-        return self._difference(text_export.load_model(self.bundle, folder), texts, params)
+        return self._difference(load_transformers_model(self.bundle, folder), texts, params)
 
     def verify_lora(self, folder: Path, texts: Sequence[str], params: ARSamplingParams) -> float:
-        """The same, with the adapter in `folder` on the untrained model."""
-        return self._difference(text_export.load_adapted(self.bundle, folder), texts, params)
+        """The same for the untrained model with the adapter in `folder`."""
+        return self._difference(load_peft_model(self.bundle, folder), texts, params)
 
-    def _difference(self, home: nn.Module, texts: Sequence[str], params: ARSamplingParams) -> float:
+    def _difference(self, exported: nn.Module, texts: Sequence[str], params: ARSamplingParams) -> float:
         ids = [f"verify:{i}" for i in range(len(texts))]
         req = RolloutReq(
             sample_ids=ids,
@@ -136,26 +142,26 @@ class TextPipeline(Generic[BundleT]):
         with torch.no_grad():
             track = self.generate(req, len(texts)).tracks["text"]
             ours = self.stage.replay(track.conditions, track.segment).logp
-            theirs = text_export.plain_logp(home.to(self.bundle.device), track.conditions, track.segment)
+            theirs = transformers_logp(exported.to(self.bundle.device), track.conditions, track.segment)
         return float((ours - theirs).abs().max())
 
 
 def check_prompt_length(count: int, id: str, params: ARSamplingParams) -> None:
-    """Raises DataError when a prompt of `count` tokens is empty, or longer than the recipe allows."""
+    """Raise DataError if a prompt of `count` tokens is empty, or longer than the recipe allows."""
     if not count:
         raise DataError(
-            f"prompt {id} is empty, and a response needs something to follow: remove it from the data, or set "
+            f"prompt {id} is empty, so the model has no token to continue from: remove it from the data, or set "
             "pipeline.chat=true"
         )
     if count > params.max_prompt_tokens:
         raise DataError(
             f"prompt {id} is {count} tokens long, its template included, and sampling.max_prompt_tokens is "
-            f"{params.max_prompt_tokens}: raise that, or remove the prompt from the data. Nothing is cut off"
+            f"{params.max_prompt_tokens}: raise that, or remove the prompt from the data. Prompts are never truncated"
         )
 
 
 def prompt_tokens(rows: Sequence[Sequence[int]]) -> PromptTokens:
-    """Prompts of text alone, whose tokens stand at 0, 1, 2, ..."""
+    """Prompts of text only, whose tokens have the positions 0, 1, 2, ..."""
     lengths = torch.tensor([len(row) for row in rows])
     return PromptTokens(
         tokens=torch.tensor([token for row in rows for token in row]),
@@ -163,3 +169,50 @@ def prompt_tokens(rows: Sequence[Sequence[int]]) -> PromptTokens:
         next_position=lengths,
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
     )
+
+
+# --- the exported model ----------------------------------------------------------------------------------------------
+
+
+def write_transformers_model(bundle: LanguageBundle, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    """Write the model, with `tensors` in place of its own, and its tokenizer by `save_pretrained`."""
+    network: Any = bundle.untrained()
+    unexpected = network.load_state_dict(dict(tensors), strict=False).unexpected_keys
+    if unexpected:
+        raise ValueError(f"the model has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
+    with quiet_libraries():
+        network.save_pretrained(folder)
+        bundle.codec.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load_transformers_model(bundle: LanguageBundle, folder: Path) -> nn.Module:
+    """Load the model in `folder` as transformers' own class."""
+    kind: Any = type(bundle.untrained())
+    with quiet_libraries():
+        network: nn.Module = kind.from_pretrained(folder, dtype=bundle.dtype, local_files_only=True)
+    return network.eval()
+
+
+def load_peft_model(bundle: LanguageBundle, folder: Path) -> nn.Module:
+    """Load the adapter in `folder` onto the untrained model by peft."""
+    from peft import PeftModel
+
+    with quiet_libraries(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+        adapted: nn.Module = PeftModel.from_pretrained(bundle.untrained(), str(folder))
+    return adapted.eval()
+
+
+def transformers_logp(network: nn.Module, conditions: Conditions, segment: TextSegment) -> Tensor:
+    """[sum L] log-probs of recorded tokens by a model of transformers: one row at a time, without packing."""
+    prompts = prompts_of(conditions)
+    rows = zip(
+        prompts.tokens.split(prompts.lengths.tolist()), segment.tokens.split(segment.lengths.tolist()), strict=True
+    )
+    logps = []
+    for prompt, response in rows:
+        tokens = torch.cat([prompt, response])
+        logits = network(input_ids=tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logps.append(tempered(logits, segment.temperature).gather(1, response[:, None])[:, 0])
+    return torch.cat(logps)

@@ -1,9 +1,9 @@
-"""A causal language model of transformers as a policy: one forward over packed tokens, whatever is asked of it.
+"""A causal language model of transformers as a policy: one forward over packed tokens.
 
-    tokens --embed, images--> decoder, told by `attention_fn` who sees whom --> hidden states --head--> what is asked
+    tokens --embed, images--> decoder layers, which call `attention_fn` --> hidden states --output_fn, head--> outputs
 
-All of it runs inside the root module's own call, so that FSDP2, which hooks that call, sees one module with one
-forward; parameters keep transformers' own names, so adapters, checkpoints and exports know them.
+Everything runs inside the call of the root module, so that FSDP2, which hooks that call, sees one module with one
+forward. Parameters keep the names of transformers, so adapters, checkpoints and exports recognise them.
 """
 
 from __future__ import annotations
@@ -22,88 +22,93 @@ from unirl.models.language.attention import ATTENTION, AttentionFn, register_att
 from unirl.types.conditions import ImagePatches
 
 LOGITS_AT_ONCE = 2**25
-"""Logits that exist at one time when log-probs are computed: 128 MiB in fp32, whatever V and L are."""
+"""Number of logits that exist at one time when log-probs are computed: 128 MiB in fp32, for any V and L."""
 
 Outputs = dict[str, Tensor]
-"""What a forward gives back, by name. A dictionary of tensors, since FSDP2 looks for tensors in it."""
+"""The outputs of a forward by name. A dictionary of tensors, because FSDP2 searches it for tensors."""
 LMHead = Callable[[Tensor], Tensor]
-"""The head: [M, V] logits from hidden states [M, D]."""
+"""The language model head: [M, V] logits from hidden states [M, D]."""
 
 
 class OutputFn(Protocol):
-    """What is wanted of the hidden states of one forward."""
+    """Computes the outputs of a forward from its hidden states."""
 
-    def __call__(self, project: LMHead, hidden: Tensor) -> Outputs:
-        """The answers from hidden states [N, D] of all tokens."""
+    def __call__(self, lm_head: LMHead, hidden: Tensor) -> Outputs:
+        """The outputs from hidden states [N, D] of all tokens."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """The input of one forward: rows of tokens laid end to end."""
+    """The input of one forward: rows of tokens laid end to end, and the functions that attend and compute outputs."""
 
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64, or [N, 3] (time, row, column)
     attention_fn: AttentionFn
     output_fn: OutputFn
     images: ImagePatches | None = None
-    """The images whose placeholders stand among the tokens, in their order."""
+    """The images whose placeholders are among the tokens, in the same order."""
 
 
 @dataclass(frozen=True)
 class NextTokenLogits:
-    """logits [M, V] fp32 of the token after each of `at`."""
+    """Output `logits` [M, V] fp32 of the token that follows each token of `index`."""
 
-    at: Tensor  # [M] int64
+    index: Tensor  # [M] int64
 
-    def __call__(self, project: LMHead, hidden: Tensor) -> Outputs:
-        return {"logits": project(hidden[self.at]).float()}
+    def __call__(self, lm_head: LMHead, hidden: Tensor) -> Outputs:
+        return {"logits": lm_head(hidden[self.index]).float()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokenLogProbs:
-    """logp [M] of `targets` after the tokens `at`, nats, fp32; entropy [M] and hidden [M, D] where these are wanted.
+    """Output `logp` [M] fp32, nats, of `targets` after the tokens `index`; on request also `entropy` and `hidden`.
 
-    Where not all logits fit at once, the head runs over some hidden states at a time, and again in the backward pass:
-    [N, V] never exists.
+    If not all logits fit at once, the head runs over a part of the hidden states at a time, and again in the backward
+    pass, so that [N, V] logits never exist.
     """
 
-    at: Tensor  # [M] int64
+    index: Tensor  # [M] int64
     targets: Tensor  # [M] int64
     temperature: float
     vocab_size: int
     entropy: bool = False
+    """Also output `entropy` [M]."""
     hidden: bool = False
+    """Also output `hidden` [M, D]."""
     multiple: int = 1
-    """Hidden states go through the head in numbers that are multiples of this, or all at once."""
+    """Hidden states go through the head in multiples of this number, or all at once."""
 
-    def __call__(self, project: LMHead, hidden: Tensor) -> Outputs:
-        states = hidden[self.at]
+    def __call__(self, lm_head: LMHead, hidden: Tensor) -> Outputs:
+        states = hidden[self.index]
         size = round_up(max(LOGITS_AT_ONCE // self.vocab_size, 1), self.multiple)
-        compute = self._densities if len(states) <= size else self._again_in_backward
-        pieces = [compute(project, s, t) for s, t in zip(states.split(size), self.targets.split(size), strict=True)]
-        found = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        return found | ({"hidden": states} if self.hidden else {})
+        compute = self._log_probs if len(states) <= size else self._recomputed_log_probs
+        parts = [compute(lm_head, s, t) for s, t in zip(states.split(size), self.targets.split(size), strict=True)]
+        outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return outputs | ({"hidden": states} if self.hidden else {})
 
-    def _again_in_backward(self, project: LMHead, states: Tensor, targets: Tensor) -> Outputs:
-        found: Outputs = checkpoint(
-            self._densities, project, states, targets, use_reentrant=False, preserve_rng_state=False
+    def _recomputed_log_probs(self, lm_head: LMHead, states: Tensor, targets: Tensor) -> Outputs:
+        outputs: Outputs = checkpoint(
+            self._log_probs, lm_head, states, targets, use_reentrant=False, preserve_rng_state=False
         )
-        return found
+        return outputs
 
-    def _densities(self, project: LMHead, states: Tensor, targets: Tensor) -> Outputs:
-        logps = tempered(project(states), self.temperature)
+    def _log_probs(self, lm_head: LMHead, states: Tensor, targets: Tensor) -> Outputs:
+        logps = tempered(lm_head(states), self.temperature)
         logp = logps.gather(1, targets[:, None])[:, 0]
         return {"logp": logp} | ({"entropy": -(logps.exp() * logps).sum(1)} if self.entropy else {})
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """[M, V] fp32 log-probs of logits / temperature; greedy decoding (temperature 0) is judged at temperature 1."""
+    """[M, V] fp32 log-probs of logits / temperature. Greedy decoding (temperature 0) is scored at temperature 1."""
     return (logits.float() / (temperature or 1.0)).log_softmax(-1)
 
 
 class TokenPolicy(nn.Module):
-    """What `policy_class` puts before a class of transformers. A family may override `embeds` and `decoder`."""
+    """The mixin that `policy_class` puts before a class of transformers.
+
+    Families may override `embeds` and `decoder`.
+    """
 
     config: Any
     lm_head: nn.Module
@@ -114,7 +119,7 @@ class TokenPolicy(nn.Module):
         config.get_text_config()._attn_implementation = ATTENTION
 
     def forward(self, inputs: TokenInputs) -> Outputs:
-        """What `inputs` asks of its tokens' hidden states."""
+        """The outputs that `inputs.output_fn` computes from the hidden states of the tokens."""
         embeds, extra = self.embeds(inputs.tokens, inputs.images)
         positions = inputs.positions[None] if inputs.positions.dim() == 1 else inputs.positions.T[:, None]
         states = self.decoder()(
@@ -123,7 +128,7 @@ class TokenPolicy(nn.Module):
         return inputs.output_fn(self.lm_head, states.last_hidden_state[0])
 
     def embeds(self, tokens: Tensor, images: ImagePatches | None) -> tuple[Tensor, dict[str, Any]]:
-        """[1, N, D] what the decoder reads for tokens [N], and what else its forward is to be told."""
+        """Embeddings [1, N, D] of tokens [N], and further keyword arguments of the decoder."""
         return self.decoder().embed_tokens(tokens[None]), {}
 
     def decoder(self) -> Any:
@@ -133,10 +138,10 @@ class TokenPolicy(nn.Module):
 
 @cache
 def policy_class(base: type, mixin: type[TokenPolicy] = TokenPolicy) -> type:
-    """A subclass of a causal LM class of transformers whose `forward(inputs)` is that of `TokenPolicy`.
+    """A subclass of a causal LM class of transformers whose `forward` is that of `TokenPolicy`.
 
     Args:
-        mixin: what comes before `base`: a family's own subclass of `TokenPolicy`.
+        mixin: a family's own subclass of `TokenPolicy`, put before `base`.
     """
     # transformers reads the source of the class's module to see that its attention can be replaced.
     return type(f"{base.__name__}Policy", (mixin, base), {"__module__": base.__module__})

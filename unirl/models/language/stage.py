@@ -1,9 +1,9 @@
-"""The policy of every language model, written once: sample a response, replay it under the current weights.
+"""The policy of every language model: samples responses, and replays them under the current weights.
 
-A family adds a network (a `TokenPolicy`): one forward over packed tokens.
+A family adds only a network (a `TokenPolicy`), which runs one forward over packed tokens.
 
-    sample:  prompts --prefill--> slots --draw, one forward a token--> responses      finished rows make room for others
-    replay:  prompts and responses, end to end, one forward --> log-prob, entropy, value of each token
+    sample:  prompts --prefill--> cache --one forward per token--> responses       (no gradients)
+    replay:  prompts and responses, end to end --one forward--> log-prob, entropy, value of each token
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from unirl.models.base import CanaryOutput
 from unirl.models.chunks import padded_rows
 from unirl.models.language.attention import PackedAttention
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.decoding import Decoding
+from unirl.models.language.decoding import Decoding, Response, ResponseBuilder
 from unirl.models.language.packing import pack_prompts, pack_responses
 from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs, Outputs, TokenInputs
-from unirl.models.language.responses import Response, ResponseBuilder
 from unirl.models.language.tools import ToolBox
 from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import NoiseSource
@@ -32,26 +31,26 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
 ValueGradient = Literal["head", "policy"]
-"""How far back values are differentiated: within the value head, or on through the policy that its input is from."""
+"""How far values are differentiated: only the value head, or also the policy that computes the head's input."""
 
 
 @dataclass(frozen=True)
 class TokenReplay:
-    """Recorded tokens under the current weights, packed as their segment is; fp32."""
+    """Recorded tokens under the current weights, fp32, packed in the order of their segment."""
 
-    logp: Tensor  # [sum L] nats, of log_softmax(logits / temperature): tempered, and never truncated
-    entropy: Tensor | None = None  # [sum L] nats, of the same distribution over the vocabulary; only if asked for
-    values: Tensor | None = None  # [sum L] fp32, V of the state before each token; only if asked for
+    logp: Tensor  # [sum L] nats, log_softmax(logits / temperature) before top-k and top-p
+    entropy: Tensor | None = None  # [sum L] nats, of the same distribution over the vocabulary; only if requested
+    values: Tensor | None = None  # [sum L] fp32, V of the state before each token; only if requested
 
 
 class TokenStage(Protocol):
-    """A policy over tokens. A row's values do not depend on its neighbours."""
+    """A policy over tokens. The result of a row does not depend on the other rows of its batch."""
 
     value_head: nn.Module | None
-    """What a loss with a critic asks, [N] from hidden states [N, D]; a train backend's."""
+    """Critic head, [N] from hidden states [N, D], created by the train backend. None unless `Needs.value` is set."""
 
     def build_value_head(self, width: int, seed: int) -> nn.Module:
-        """A fresh `TokenValueHead` for the hidden states of this policy."""
+        """A new `TokenValueHead` for the hidden states of this policy."""
         ...
 
     def replay(
@@ -62,20 +61,20 @@ class TokenStage(Protocol):
         entropy: bool = False,
         values: ValueGradient | None = None,
     ) -> TokenReplay:
-        """Log-probs of all tokens of `segment`, context ones too, in one forward; with gradients if enabled.
+        """Log-probs [sum L] of all tokens of `segment`, tool answers included, in one forward.
 
-        The temperature is the segment's own. top_p and top_k shaped the sample, and no log-prob: an engine that
-        renormalises what it kept reports another policy's log-probs.
+        Gradients flow if they are enabled. The temperature is the segment's own. top_p and top_k shaped the sample
+        but no log-prob: an engine that renormalises after truncation reports the log-probs of another policy.
 
         Args:
-            values: what the value head says of the hidden states that the logits are made of, and how far back the
-                gradient of that goes; absent = the head is not asked.
+            values: compute values from the hidden states that the logits are made of, and differentiate them this
+                far. None computes no values.
         """
         ...
 
 
 class ARStage:
-    """Samples and replays with one network. Rows are independent of their neighbours."""
+    """Samples and replays with one autoregressive network. Rows do not depend on each other."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class ARStage:
     ) -> None:
         """
         Args:
-            network: a `TokenPolicy`, adapted and sharded as it may be.
-            tools: what answers in the middle of a response; absent = nothing does.
+            network: a `TokenPolicy`, possibly with adapters, possibly sharded.
+            tools: tools that the policy may call within a response. None allows no calls.
         """
         self.network = network
         self.facts = facts
@@ -98,24 +97,27 @@ class ARStage:
         self.value_head: nn.Module | None = None
 
     def build_value_head(self, width: int, seed: int) -> TokenValueHead:
-        """A fresh value head for the hidden states of this model."""
+        """A new value head for the hidden states of this model."""
         return TokenValueHead.of(self.facts.hidden_size, width, seed)
 
     @torch.no_grad()
     def sample(
         self, conditions: Conditions, params: ARSamplingParams, noise: NoiseSource, ids: Sequence[str], slots: int
     ) -> TextSegment:
-        """One response per row of `conditions`, `slots` of them in the making at a time.
+        """One response per row of `conditions`, at most `slots` of them at a time.
 
-        Token t of a row is the inverse CDF, in the order of the vocabulary, of the distribution that top_k and top_p
-        leave, at entry t of the draw `tok` of the row's id. At temperature 0, log-probs are those of temperature 1.
+            p_t = softmax(logits_t / temperature), reduced by top_k and then top_p
+            token_t = inverse CDF of p_t, in vocabulary order, at u_t
+
+        u [B, max_new_tokens] are uniform numbers, keyed by each row's id and the name `tok`. Temperature 0 takes the
+        most likely token; its log-prob is then that of temperature 1. Returns packed tokens and log-probs [sum L].
         """
         responses = [Response(row, id) for row, id in enumerate(ids)]
-        endings = ResponseBuilder(self.codec, params, self.tools)
+        builder = ResponseBuilder(self.codec, params, self.tools)
         uniforms = noise.uniform(ids, "tok", (params.max_new_tokens,)).to(self._device())
-        decoding = Decoding(self._forward, self._here(conditions), params, endings, uniforms, responses)
+        decoding = Decoding(self._forward, self._to_device(conditions), params, builder, uniforms, responses)
         decoding.run(slots, self.facts.batch_multiple)
-        return segment_of(responses, params).to(self._device())
+        return text_segment(responses, params).to(self._device())
 
     def replay(
         self,
@@ -125,57 +127,60 @@ class ARStage:
         entropy: bool = False,
         values: ValueGradient | None = None,
     ) -> TokenReplay:
-        """The contract of `TokenStage`."""
-        packed, before = pack_responses(self._here(conditions), segment)
+        """See `TokenStage.replay`. On unchanged weights the log-probs equal those of `sample`, on a CPU bit for bit.
+
+        Prompts and responses are packed to [N] tokens; `previous` [sum L] points to the token before each response
+        token, whose hidden state gives that token's logits.
+        """
+        packed, previous = pack_responses(self._to_device(conditions), segment)
         multiple = self.facts.batch_multiple
-        padded, rows = packed.padded(multiple), padded_rows(len(before), multiple)
+        padded, rows = packed.padded(multiple), padded_rows(len(previous), multiple)
         output_fn = NextTokenLogProbs(
-            at=before[rows],
-            targets=segment.tokens.to(before.device)[rows],
+            index=previous[rows],
+            targets=segment.tokens.to(previous.device)[rows],
             temperature=segment.temperature,
             vocab_size=self.facts.vocab_size,
             entropy=entropy,
             hidden=values is not None,
             multiple=multiple,
         )
-        found = self._forward(padded.inputs(PackedAttention(padded.lengths, self._device()), output_fn))
-        kept = {name: tensor[: len(before)] for name, tensor in found.items()}
-        said = None if values is None else self._values(kept["hidden"], values)
-        return TokenReplay(kept["logp"], kept.get("entropy"), said)
+        outputs = self._forward(padded.inputs(PackedAttention(padded.lengths, self._device()), output_fn))
+        outputs = {name: tensor[: len(previous)] for name, tensor in outputs.items()}
+        token_values = None if values is None else self._values(outputs["hidden"], values)
+        return TokenReplay(outputs["logp"], outputs.get("entropy"), token_values)
 
     @torch.no_grad()
     def canary(self, inputs: PromptTokens) -> CanaryOutput:
-        """The logits [B, V] of what follows each of the prompts `inputs`."""
-        packed = pack_prompts(self._here({"prompt": inputs}), range(len(inputs)))
-        lasts = padded_rows(len(inputs), self.facts.batch_multiple)
-        padded, at = packed.padded(self.facts.batch_multiple), (inputs.offsets[1:] - 1)[lasts]
+        """The logits [B, V] of the token after each of the prompts `inputs`."""
+        packed = pack_prompts(self._to_device({"prompt": inputs}), range(len(inputs)))
+        padded = packed.padded(self.facts.batch_multiple)
+        last_tokens = (inputs.offsets[1:] - 1)[padded_rows(len(inputs), self.facts.batch_multiple)]
         with torch.compiler.set_stance("force_eager"):
             attention_fn = PackedAttention(padded.lengths, self._device())
-            output_fn = NextTokenLogits(at.to(self._device()))
-            found = self._forward(padded.inputs(attention_fn, output_fn))
-        return CanaryOutput(values=found["logits"][: len(inputs)])
+            outputs = self._forward(padded.inputs(attention_fn, NextTokenLogits(last_tokens.to(self._device()))))
+        return CanaryOutput(values=outputs["logits"][: len(inputs)])
 
     def _values(self, hidden: Tensor, gradient: ValueGradient) -> Tensor:
-        """[sum L] what the value head says of the hidden states."""
+        """[sum L] values of the hidden states [sum L, D]."""
         assert self.value_head is not None, "a stack whose loss needs a value head provides it"
-        said: Tensor = self.value_head(hidden if gradient == "policy" else hidden.detach())
-        return said
+        values: Tensor = self.value_head(hidden if gradient == "policy" else hidden.detach())
+        return values
 
     def _forward(self, inputs: TokenInputs) -> Outputs:
         device = inputs.tokens.device.type
         with torch.autocast(device, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
-            found: Outputs = self.network(inputs)
-        return found
+            outputs: Outputs = self.network(inputs)
+        return outputs
 
     def _device(self) -> torch.device:
         return next(self.network.parameters()).device
 
-    def _here(self, conditions: Conditions) -> Conditions:
+    def _to_device(self, conditions: Conditions) -> Conditions:
         return {name: condition.to(self._device()) for name, condition in conditions.items()}
 
 
-def segment_of(responses: Sequence[Response], params: ARSamplingParams) -> TextSegment:
-    """What was sampled, packed, on the CPU."""
+def text_segment(responses: Sequence[Response], params: ARSamplingParams) -> TextSegment:
+    """The sampled responses as a packed segment on the CPU."""
     lengths = torch.tensor([0, *(len(response.tokens) for response in responses)])
     return TextSegment(
         tokens=torch.tensor([token for response in responses for token in response.tokens]),

@@ -1,7 +1,7 @@
-"""What a policy may call while it writes: tools answer in the text, and their words are context, never trained on.
+"""Tools that a policy may call within a response. Their answers are part of the text, and are never trained on.
 
 ... so it costs <calculator>3 * 19</calculator><result>57</result> and ...
-    sampled                                    written by the tool
+    |------------- sampled --------------||- by the tool --|| sampled
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from unirl.models.language.arithmetic import FUNCTIONS, ExpressionError, Function, evaluate, spelled
+from unirl.models.language.arithmetic import FUNCTIONS, ExpressionError, Function, evaluate, format_value
 
 
 class ToolBox(Protocol):
-    """Tools of a rollout. A pure function of the text, so that a response can be drawn again."""
+    """The tools of a rollout. `answer` is a pure function of the text, so that a response can be sampled again."""
 
     closings: tuple[str, ...]
-    """The strings that end a call: the box is asked only where a response ends in one of them."""
+    """The closing tags of calls. `answer` is called only after a response that ends in one of them."""
     instruction: str
-    """What the model is told of them, behind the system instruction."""
+    """The description of the tools that is appended to the system instruction."""
 
     def answer(self, text: str) -> str | None:
-        """What is written behind `text`, a response so far, or None where its end is no call."""
+        """The text to append to the response `text`. None if it does not end in a call."""
         ...
 
 
 class ExpressionTool:
-    """Answers `<name>expression</name>` with `<result>value</result>`; a mistake is named in the result."""
+    """Answers `<name>expression</name>` with `<result>value</result>`; an error is named in the result."""
 
     def __init__(self, name: str, instruction: str, functions: Mapping[str, Function] | None) -> None:
         self.opening, self.closings = f"<{name}>", (f"</{name}>",)
@@ -34,20 +34,20 @@ class ExpressionTool:
         self.functions = functions
 
     def answer(self, text: str) -> str | None:
-        """The contract of `ToolBox`."""
+        """See `ToolBox.answer`."""
         [closing] = self.closings
         body = text.rstrip().removesuffix(closing)
         start = body.rfind(self.opening)
         if body == text.rstrip() or start < 0:
             return None
         try:
-            return f"<result>{spelled(evaluate(body[start + len(self.opening) :], self.functions))}</result>"
+            return f"<result>{format_value(evaluate(body[start + len(self.opening) :], self.functions))}</result>"
         except ExpressionError as error:
             return f"<result>error: {error}</result>"
 
 
 class Calculator(ExpressionTool):
-    """+ - * / % ^ and brackets, exact in fractions."""
+    """Evaluates + - * / % ^ and brackets exactly, as fractions."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -58,7 +58,7 @@ class Calculator(ExpressionTool):
 
 
 class ExpressionEvaluator(ExpressionTool):
-    """The calculator's numbers, with names and functions: `x = 3; sqrt(x^2 + 16)`."""
+    """Evaluates the calculator's expressions with variables and functions: `x = 3; sqrt(x^2 + 16)`."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -70,7 +70,7 @@ class ExpressionEvaluator(ExpressionTool):
 
 
 class Tools:
-    """Several boxes as one."""
+    """Several tool boxes as one."""
 
     def __init__(self, *, boxes: Sequence[ToolBox]) -> None:
         self.boxes = tuple(boxes)
@@ -78,5 +78,5 @@ class Tools:
         self.instruction = "\n".join(box.instruction for box in boxes)
 
     def answer(self, text: str) -> str | None:
-        """The first answer."""
-        return next((said for box in self.boxes if (said := box.answer(text)) is not None), None)
+        """The answer of the first box that has one."""
+        return next((answer for box in self.boxes if (answer := box.answer(text)) is not None), None)

@@ -1,11 +1,9 @@
-"""The policy of every denoising model, written once: sample a trajectory, replay its steps under the current weights.
+"""The policy of every denoising model: samples trajectories, and replays their steps under the current weights.
 
-A family adds a `Denoiser`: one forward of its network. How a step is taken is the kernel's business, how a loss weighs
-it the algorithm's.
+A family adds only a `Denoiser`, one forward of its network. The kernel defines a step; the algorithm weighs it.
 
-    sample:  x_T --v, kernel--> x_{T-1} --> ... --> x_0        store {i, i + 1 for stochastic i} and x_0
-             (gradients through the steps that a mask names, else none)
-    replay:  (x_i, x_{i+1}) of some steps, one forward --> log-prob, mean, velocity of each
+    sample:  x_T --velocity, kernel--> x_{T-1} --> ... --> x_0     stores x_i and x_{i+1} of stochastic steps i, and x_0
+    replay:  (x_i, x_{i+1}) of some steps --one forward--> log-prob, mean, velocity of each
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,44 +29,53 @@ from unirl.types.protocols import TORCH_DTYPES, GuidanceLike, Kernel, Previous
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, stored_positions
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 class Denoiser(Protocol):
-    """What a family writes: its network as a velocity field, without guidance."""
+    """The network of a family as a velocity field, without guidance."""
 
-    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+    def velocity(
+        self, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], conditions: Conditions
+    ) -> Float[Tensor, "B *latent"]:
         """v = eps - x0, [B, *latent] fp32, from x [B, *latent] fp32 and sigma [B] fp32: one forward."""
         ...
 
 
 @runtime_checkable
 class ExpertDenoiser(Denoiser, Protocol):
-    """A network of several experts, of which a forward runs those that its rows' levels belong to."""
+    """A network of several experts. A forward runs only the experts of the noise levels of its rows."""
 
-    def velocity_by_all(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """The same velocity from a forward that runs every expert.
+    def velocity_by_all(
+        self, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], conditions: Conditions
+    ) -> Float[Tensor, "B *latent"]:
+        """The same velocity [B, *latent] from a forward that runs every expert.
 
-        Ranks that share the weights gather them together, so they run the same experts. At levels that they share they
-        do; where each row has a level of its own, they do only if all experts are run.
+        Ranks that shard the weights gather them together, so all ranks must run the same experts. They do at noise
+        levels that all rows share. If each row has its own level, they do only by running all experts.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMask:
-    """Which steps of a sampling run are differentiated, and by which ways a gradient gets to them."""
+    """Selects the sampling steps that are differentiated, and the paths of the gradient between them."""
 
     steps: tuple[int, ...] = ()
-    """Steps whose velocity carries a gradient to the weights; the velocity of the others is a constant."""
+    """Steps whose velocity has a gradient to the weights. The velocity of all other steps is a constant."""
     through_inputs: bool = True
-    """Gradients go on through the network's input to earlier steps; else only along x_{i+1} = a x_i + b v_i."""
+    """Gradients reach earlier steps also through the network's input. If False, only along x_{i+1} = a x_i + b v_i."""
 
-    def velocity(self, step: int, network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`network(x)`. Where it carries a gradient, only x is kept, and the forward run again in the backward pass."""
+    def velocity(
+        self, step: int, network: Callable[[Tensor], Tensor], x: Float[Tensor, "B *latent"]
+    ) -> Float[Tensor, "B *latent"]:
+        """`network(x)`. If it has a gradient, only x is stored, and the backward pass repeats the forward."""
         if step not in self.steps:
             with torch.no_grad():
                 return network(x)
-        inlet = x if self.through_inputs else x.detach()
-        v: Tensor = checkpoint(network, inlet, use_reentrant=False, preserve_rng_state=False)
+        inputs = x if self.through_inputs else x.detach()
+        v: Tensor = checkpoint(network, inputs, use_reentrant=False, preserve_rng_state=False)
         return v
 
 
@@ -77,7 +84,7 @@ NO_GRADIENT = GradientMask()
 
 @dataclass(frozen=True)
 class Replay:
-    """Recorded steps under the current weights; S' = the steps that were asked for, in that order."""
+    """Recorded steps under the current weights; S' is the number of replayed steps, in the requested order."""
 
     logp: Tensor  # [B, S'] nats, mean over latent elements
     mean: Tensor  # [B, S', *latent] fp32
@@ -86,21 +93,27 @@ class Replay:
 
 
 class DiffusionStage:
-    """Samples and replays with one denoiser. Rows are independent: a row's bits do not depend on its neighbours."""
+    """Samples and replays with one denoiser. The bits of a row do not depend on the other rows of its batch."""
 
     def __init__(self, denoiser: Denoiser, facts: LatentFacts, autocast_dtype: torch.dtype = torch.float32) -> None:
         self.denoiser = denoiser
         self.facts = facts
         self.autocast_dtype = autocast_dtype
         self.value_head: ValueHead | None = None
-        """What a loss with a critic asks; a train backend's."""
+        """Critic head created by the train backend. None unless `Needs.value` is set."""
 
     def build_value_head(self, width: int, seed: int) -> ValueHead:
-        """A fresh value head for this model's latents and prompts."""
+        """A new value head for the latents and prompts of this model."""
         return ValueHead.of(self.facts, width, seed)
 
-    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions, guidance: GuidanceLike) -> Tensor:
-        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B], which ranks need not share."""
+    def velocity(
+        self,
+        x: Float[Tensor, "B *latent"],
+        sigma: Float[Tensor, "B"],
+        conditions: Conditions,
+        guidance: GuidanceLike,
+    ) -> Float[Tensor, "B *latent"]:
+        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]. Sigma may differ between rows and ranks."""
         rows = self._rows(len(x))
         feeds = guidance.feeds(select_conditions(conditions, rows))
         denoiser = self.denoiser
@@ -110,48 +123,65 @@ class DiffusionStage:
     def sample(
         self,
         conditions: Conditions,
-        x_T: Tensor,  # noqa: N803
+        x_T: Float[Tensor, "B *latent"],  # noqa: N803
         params: DiffusionSamplingParams,
         noise: NoiseSource,
         ids: Sequence[str],
         gradient: GradientMask = NO_GRADIENT,
         guidance: GuidanceLike | None = None,
     ) -> LatentSegment:
-        """The trajectories that start at x_T [B, *latent] (fp32, on the network's device); `params` is pinned.
+        """Trajectories from x_T [B, *latent], fp32 on the network's device, to x_0.
 
-        Noise of stochastic step i is the draw `s{i}` of each row's id. Stored positions are rounded to the trajectory
-        dtype before anything is computed from them. The latents carry the gradients that `gradient` asks for.
+            for i in 0 ... T - 1:
+                v = guided velocity at (x_i, sigma_i)
+                x_{i+1} = sample of kernel(x_i, v), with its log-prob    if i is a stochastic step
+                          mean of solver(x_i, v)                         otherwise
+
+        The noise of stochastic step i is keyed by each row's id and the name `s{i}`. Stored latents are rounded to the
+        trajectory dtype before anything is computed from them. Returns latents [B, K, *latent] at the K stored
+        positions, and log-probs [B, S] of the S stochastic steps.
 
         Args:
-            guidance: absent = what `params` say of scales and passes.
+            params: pinned, so that `sigmas` [T + 1] and `sde_indices` [S] are known.
+            gradient: the steps that are differentiated; none by default.
+            guidance: None uses the scales and passes of `params`.
         """
         sigmas, sde_indices = pinned_schedule(params)
         rows = self._rows(len(ids))
         guidance = guidance or self.facts.guidance_of(params)
         feeds = guidance.feeds(select_conditions(conditions, rows))
-        steps = _Steps(params, guidance, sigmas.tolist(), stored_positions(sde_indices, params.num_inference_steps))
+        positions = stored_positions(sde_indices, params.num_inference_steps)
+        trajectory = _Trajectory(params, guidance, sigmas.tolist(), positions)
         levels = sigmas.to(x_T.device)[:, None].expand(-1, len(rows))
-        x = steps.keep(0, x_T[rows].float())
-        draws = NoiseAhead(noise, [ids[row] for row in rows], [f"s{i}" for i in sde_indices], x_T.shape[1:])
-        with draws:
+        x = trajectory.store(0, x_T[rows].float())
+        names = [f"s{i}" for i in sde_indices]
+        with NoiseAhead(noise, [ids[row] for row in rows], names, x_T.shape[1:]) as step_noise:
             for i in range(params.num_inference_steps):
                 v = gradient.velocity(i, partial(self._forward, sigma=levels[i], guidance=guidance, feeds=feeds), x)
-                x = steps.stochastic(i, x, v, next(draws)) if i in sde_indices else steps.deterministic(i, x, v)
-        return steps.segment(len(ids), sigmas, sde_indices, noise)
+                if i in sde_indices:
+                    x = trajectory.stochastic(i, x, v, next(step_noise))
+                else:
+                    x = trajectory.deterministic(i, x, v)
+        return trajectory.segment(len(ids), sigmas, sde_indices, noise)
 
-    def record(self, x0: Tensor, params: DiffusionSamplingParams, noise: NoiseSource) -> LatentSegment:
-        """Samples x0 [B, *latent] that came from elsewhere: a trajectory of which nothing but its end is known."""
+    def record(
+        self, x0: Float[Tensor, "B *latent"], params: DiffusionSamplingParams, noise: NoiseSource
+    ) -> LatentSegment:
+        """A segment for samples x0 [B, *latent] that this policy did not generate. Only the last position is stored."""
         sigmas, _ = pinned_schedule(params)
         guidance = self.facts.guidance_of(params)
-        steps = _Steps(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
-        steps.keep(params.num_inference_steps, x0)
-        return steps.segment(len(x0), sigmas, (), noise)
+        trajectory = _Trajectory(params, guidance, sigmas.tolist(), stored_positions((), params.num_inference_steps))
+        trajectory.store(params.num_inference_steps, x0)
+        return trajectory.segment(len(x0), sigmas, (), noise)
 
     def replay(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Replay:
-        """Log-prob, mean and velocity of the recorded stochastic `steps`, all of them in one forward.
+        """Log-prob [B, S'], mean and velocity [B, S', *latent] of the recorded stochastic `steps`, in one forward.
 
-        With gradients if these are enabled. On unchanged weights the log-prob equals `segment.logp`, bit for bit where
-        the family's batch multiple holds.
+            v = guided velocity at (x_i, sigma_i), rows of all steps i in `steps` as one batch [S' B, *latent]
+            logp_i = log N(x_{i+1}; kernel(x_i, v)), mean over latent elements
+
+        Gradients flow if they are enabled. On unchanged weights logp equals `segment.logp`: bit for bit on a CPU, to
+        rounding on a GPU.
         """
         batch = len(segment)
         rows = [row % batch for row in self._rows(batch * len(steps))]
@@ -160,19 +190,21 @@ class DiffusionStage:
         x = torch.cat([segment.latents_at(step) for step in steps]).float()
         sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(batch)
         v = self._padded_forward(x, sigma, guidance, feeds)
-        return _densities(segment, steps, x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch)))
+        return _kernel_densities(
+            segment, steps, x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch))
+        )
 
-    def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Tensor:
-        """[B, S'] fp32 what the value head says of the states before `steps`, all of them in one forward."""
+    def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Float[Tensor, "B S"]:
+        """Values [B, S'] fp32 of the states before `steps`, in one forward of the value head."""
         assert self.value_head is not None, "a stack whose loss needs a value head provides it"
         x = torch.cat([segment.latents_at(step) for step in steps]).float()
         sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(len(segment))
         text = pooled_text(conditions)
-        said = self.value_head(x, sigma, None if text is None else text.repeat(len(steps), 1))
-        return said.unflatten(0, (len(steps), len(segment))).transpose(0, 1)
+        values = self.value_head(x, sigma, None if text is None else text.repeat(len(steps), 1))
+        return values.unflatten(0, (len(steps), len(segment))).transpose(0, 1)
 
     def canary(self, inputs: LatentCanaryInputs) -> CanaryOutput:
-        """The velocity without guidance at `inputs`, which are on the network's device."""
+        """The velocity without guidance at `inputs`, which must be on the network's device."""
         return CanaryOutput(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, self.facts.guidance))
 
     def _rows(self, count: int) -> list[int]:
@@ -186,7 +218,7 @@ class DiffusionStage:
         feeds: tuple[Conditions, ...],
         network: Network | None = None,
     ) -> Tensor:
-        """The velocity of `x`'s rows, run among copies when they are fewer than `feeds` has."""
+        """The velocity at the rows of x, padded with copies to the batch multiple, as `feeds` is."""
         rows = self._rows(len(x))
         if len(rows) == len(x):
             return self._forward(x, sigma, guidance, feeds, network)
@@ -204,8 +236,8 @@ class DiffusionStage:
             return guidance.velocity(network or self.denoiser.velocity, x, sigma, feeds)
 
 
-def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Tensor, tuple[int, ...]]:
-    """Sigmas [T + 1] float32 and stochastic steps of pinned `params`. Raises ValueError when they are not pinned."""
+def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Float[Tensor, "T1"], tuple[int, ...]]:
+    """Sigmas [T + 1] float32 and stochastic steps of `params`. Raises ValueError if they are not pinned."""
     if params.sigmas is None or params.sde_indices is None:
         raise ValueError("sampling needs pinned parameters: call params.pinned(step, sigmas) first")
     without = [i for i in params.sde_indices if not params.kernel.has_density(i, params.num_inference_steps)]
@@ -214,8 +246,8 @@ def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Tensor, tuple[int,
     return torch.tensor(params.sigmas, dtype=torch.float32), tuple(params.sde_indices)
 
 
-class _Steps:
-    """The steps of one sampling run: what they keep, and the history that a multistep solver reads."""
+class _Trajectory:
+    """One sampling run: takes steps, stores latents and log-probs, and keeps the history for multistep solvers."""
 
     def __init__(
         self, params: DiffusionSamplingParams, guidance: GuidanceLike, sigmas: list[float], positions: tuple[int, ...]
@@ -231,31 +263,31 @@ class _Steps:
         self.logp: list[Tensor] = []
 
     def stochastic(self, i: int, x: Tensor, v: Tensor, noise: Tensor) -> Tensor:
-        """The point after step i, drawn from the kernel's Gaussian, and its log-prob kept."""
+        """x_{i+1} [B, *latent], sampled from the kernel's Gaussian; stores its log-prob."""
         step = self.params.kernel.transition(x, v, self.sigmas[i], self.sigmas[i + 1])
-        x_next = self.keep(i + 1, step.sample(noise))
+        x_next = self.store(i + 1, step.sample(noise))
         with torch.no_grad():
             self.logp.append(step.log_prob(x_next))
-        self.previous = None  # a jump breaks the solver's history
+        self.previous = None  # a stochastic step invalidates the history of a multistep solver
         return x_next
 
     def deterministic(self, i: int, x: Tensor, v: Tensor) -> Tensor:
-        """The point after step i of the solver."""
+        """x_{i+1} [B, *latent], the mean of the solver's step."""
         sigma = self.sigmas[i]
         x_next = self.solver.transition(x, v, sigma, self.sigmas[i + 1], self.previous).mean
         if self.solver.multistep:
             self.previous = Previous(sigma, predicted_x0(x, v, sigma))
-        return self.keep(i + 1, x_next)
+        return self.store(i + 1, x_next)
 
-    def keep(self, position: int, x: Tensor) -> Tensor:
-        """`x` in fp32; rounded to the trajectory dtype if this position is stored."""
+    def store(self, position: int, x: Tensor) -> Tensor:
+        """`x` in fp32, stored and rounded to the trajectory dtype if `position` is one of the stored ones."""
         if position not in self.positions:
             return x
         self.latents.append(x.to(self.dtype))
         return self.latents[-1].float()
 
     def segment(self, count: int, sigmas: Tensor, sde_indices: tuple[int, ...], noise: NoiseSource) -> LatentSegment:
-        """What was kept of the first `count` rows."""
+        """The segment of the first `count` rows, without padding rows."""
         latents = torch.stack([x[:count] for x in self.latents], dim=1)
         logp = (
             torch.stack([p[:count] for p in self.logp], dim=1)
@@ -278,8 +310,8 @@ class _Steps:
         )
 
 
-def _densities(segment: LatentSegment, steps: Sequence[int], x: Tensor, v: Tensor) -> Replay:
-    """The kernel's densities at x, v [S', B, *latent]."""
+def _kernel_densities(segment: LatentSegment, steps: Sequence[int], x: Tensor, v: Tensor) -> Replay:
+    """The kernel's mean, std and log-prob at x and v [S', B, *latent]."""
     sigmas = segment.sigmas.tolist()
     logp, means, stds = [], [], []
     for s, i in enumerate(steps):

@@ -25,7 +25,10 @@ class PackedTokens:
     images: ImagePatches | None
 
     def padded(self, multiple: int) -> PackedTokens:
-        """The same rows and one padding row, so that N is a multiple. On a CPU, a token's bits then depend on its row alone."""
+        """The same rows and one padding row, so that N is a multiple of `multiple`.
+
+        On a CPU, the bits of a token then depend on its own row alone.
+        """
         num_padding = round_up(len(self.tokens), multiple) - len(self.tokens)
         return PackedTokens(
             tokens=torch.cat([self.tokens, self.tokens.new_zeros(num_padding)]),

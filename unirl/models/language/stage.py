@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.facts import LanguageFacts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 ValueGradient = Literal["head", "policy"]
 """How far values are differentiated: only the value head, or also the policy that computes the head's input."""
@@ -160,8 +163,8 @@ class ARStage:
             outputs = self._forward(padded.inputs(attention_fn, NextTokenLogits(last_tokens.to(self._device()))))
         return CanaryOutput(values=outputs["logits"][: len(inputs)])
 
-    def _values(self, hidden: Tensor, gradient: ValueGradient) -> Tensor:
-        """[sum L] values of the hidden states [sum L, D]."""
+    def _values(self, hidden: Float[Tensor, "N D"], gradient: ValueGradient) -> Float[Tensor, "N"]:
+        """Values [sum L] of the hidden states [sum L, D]."""
         assert self.value_head is not None, "a stack whose loss needs a value head provides it"
         values: Tensor = self.value_head(hidden if gradient == "policy" else hidden.detach())
         return values

@@ -1,7 +1,7 @@
 """Tools that a policy may call within a response. Their answers are part of the text, and are never trained on.
 
 ... so it costs <calculator>3 * 19</calculator><result>57</result> and ...
-    |------------- sampled --------------||- by the tool --|| sampled
+                sampled                           written by the tool
 """
 
 from __future__ import annotations

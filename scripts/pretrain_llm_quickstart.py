@@ -29,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.pretrain_quickstart import merged
-from unirl.models.qwen3.toy import END, END_OF_TEXT, SPECIALS, byte_letters
+from unirl.models.loading.toy_tokenizers import END, END_OF_TEXT, TEXT_SPECIALS, byte_letters
 
 WORDINGS = {
     "+": ("What is {a} + {b}?", "Compute {a} + {b}.", "{a} + {b} = ?"),
@@ -149,9 +149,9 @@ def build_tokenizer() -> Any:
             merges.append((parts[0], parts[1]))
             pieces.append(parts[0] + parts[1])
             parts = merged(parts, merges)
-    vocab = {piece: i for i, piece in enumerate((*pieces, *SPECIALS))}
+    vocab = {piece: i for i, piece in enumerate((*pieces, *TEXT_SPECIALS))}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=merges, pad_token=END_OF_TEXT, eos_token=END, extra_special_tokens=list(SPECIALS)
+        vocab=vocab, merges=merges, pad_token=END_OF_TEXT, eos_token=END, extra_special_tokens=list(TEXT_SPECIALS)
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.model_max_length = CONTEXT

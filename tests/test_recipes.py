@@ -290,8 +290,8 @@ PUBLISHED = {
     "diffusion/qwen_image_edit_trainside": QWEN_IMAGE
     | FIRST_HALF
     | {"sampling.height": 512, "sampling.width": 512, "bundle.path": "Qwen/Qwen-Image-Edit"}
-    | {"bundle._target_": "unirl.models.qwen_image_edit.bundle.QwenImageEditBundle"}
-    | {"pipeline._target_": "unirl.models.qwen_image_edit.pipeline.QwenImageEditPipeline"},
+    | {"bundle._target_": "unirl.models.qwen_image_edit.family.QwenImageEditBundle"}
+    | {"pipeline._target_": "unirl.models.qwen_image_edit.family.QwenImageEditPipeline"},
     "diffusion/z_image_trainside": Z_IMAGE,
     "diffusion/hunyuan_video_t2v_trainside": HUNYUAN_VIDEO,
     "diffusion/hunyuan_video15_t2v_dancegrpo_trainside": HUNYUAN_VIDEO_15,

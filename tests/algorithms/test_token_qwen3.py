@@ -21,7 +21,7 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.mismatch import SequenceTIS
 from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.distributed import current
-from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, ValueConfig

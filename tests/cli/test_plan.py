@@ -145,7 +145,7 @@ def test_a_ray_that_does_not_answer_has_the_exit_status_of_a_missing_part(capsys
 
 @pytest.mark.parametrize(
     ("bundle", "path"),
-    [("unirl.models.qwen3.bundle.Qwen3Bundle", "toy"), ("unirl.models.qwen_vl.bundle.QwenVLBundle", "toy")],
+    [("unirl.models.qwen3.family.Qwen3Bundle", "toy"), ("unirl.models.qwen_vl.family.QwenVLBundle", "toy")],
 )
 def test_a_language_model_is_counted_as_it_would_be_loaded(bundle, path):
     module, _, name = bundle.rpartition(".")

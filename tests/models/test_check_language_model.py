@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.testing.language import check_language_model
 
 

@@ -11,7 +11,7 @@ from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.decoding import Response, ResponseBuilder, inverse_cdf, sample_tokens, top_k_top_p
 from unirl.models.language.tools import Calculator
-from unirl.models.qwen3.toy import toy_tokenizer
+from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
 from unirl.types.sampling import ARSamplingParams
 
 # Drawing
@@ -50,7 +50,7 @@ def test_temperature_zero_takes_the_likeliest_whatever_is_drawn() -> None:
 
 # ResponseBuilder
 
-CODEC = TextCodec(toy_tokenizer(), (258,))
+CODEC = TextCodec(qwen3_tokenizer(), (258,))
 
 
 def written(text: str, params: ARSamplingParams | None = None, tools: Calculator | None = None) -> Response:

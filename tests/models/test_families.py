@@ -26,35 +26,35 @@ def settings(case: FamilyCase, size: int = 0, scale: int = -1) -> DiffusionSampl
 
 
 @each_family
-def test_the_promises_of_every_model_hold(case: FamilyCase) -> None:
+def test_every_toy_passes_check_bundle(case: FamilyCase) -> None:
     height, width, frames = case.sizes[0]
     check_bundle(built(case), height, width, case.scales[-1], num_frames=frames)
 
 
 @each_family
-def test_our_levels_are_those_that_diffusers_walks_down(case: FamilyCase) -> None:
+def test_the_sigmas_are_those_of_diffusers(case: FamilyCase) -> None:
     family.check_levels(built(case), settings(case, size=1))
 
 
 @each_family
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("scale", [0, -1])
-def test_our_sampler_draws_what_diffusers_draws(case: FamilyCase, size: int, scale: int) -> None:
+def test_the_samples_are_those_of_diffusers(case: FamilyCase, size: int, scale: int) -> None:
     family.check_samples(built(case), settings(case, size, scale))
 
 
 @each_family
-def test_weights_texts_and_guidance_matter(case: FamilyCase) -> None:
+def test_weights_texts_and_guidance_change_the_samples(case: FamilyCase) -> None:
     family.check_sensitivity(built(case), settings(case))
 
 
 @each_family
-def test_diffusers_draws_the_same_with_the_exported_adapter(case: FamilyCase, tmp_path: Path) -> None:
+def test_diffusers_gives_the_same_samples_with_the_exported_adapter(case: FamilyCase, tmp_path: Path) -> None:
     family.check_lora_export(case.build(), settings(case), tmp_path)
 
 
 @each_family
-def test_diffusers_loads_the_exported_model_and_so_do_we(case: FamilyCase, tmp_path: Path) -> None:
+def test_diffusers_and_the_bundle_load_the_exported_model(case: FamilyCase, tmp_path: Path) -> None:
     family.check_model_export(case.build(), settings(case), tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_every_weight_that_the_output_depends_on_gets_a_gradient(case: FamilyCas
 
 
 @pytest.mark.parametrize("claim", ["levels", "samples", "adapter", "model"])
-def test_the_check_sees_a_family_that_is_wrong(claim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_a_family_that_is_wrong(claim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[0]
     pipeline, params = case.build(), settings(case)
     if claim == "levels":

@@ -75,7 +75,7 @@ def test_final_latents_are_those_of_diffusers(toy: Flux1Pipeline) -> None:
     assert (latents_of(tokens, 2, 3) - ours.latents).abs().max() < 1e-5
 
 
-def test_a_model_without_a_guidance_input_draws_what_diffusers_draws_and_takes_no_scale(
+def test_a_model_without_a_guidance_input_matches_diffusers_and_refuses_a_scale(
     schnell: Flux1Pipeline,
 ) -> None:
     params = dataclasses.replace(PARAMS, guidance_scale=1.0)
@@ -91,7 +91,7 @@ def test_a_side_must_hold_whole_tokens(toy: Flux1Pipeline) -> None:
         toy.facts.check(dataclasses.replace(PARAMS, height=40))
 
 
-def test_a_model_that_reads_more_than_the_sample_is_refused() -> None:
+def test_a_transformer_with_further_inputs_is_refused() -> None:
     """FLUX.1-Fill and the control models."""
     fill = changed(FLUX1.toys["toy"], "transformer", in_channels=96)
     with pytest.raises(DataError, match=r"reads tokens of 96 numbers, .* reads 16 .* Fill") as refused:

@@ -13,10 +13,7 @@ from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import difference, plain_pipeline, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.flux2_klein.bundle import Flux2KleinBundle
-from unirl.models.flux2_klein.family import FLUX2_KLEIN, facts
-from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
-from unirl.models.flux2_klein.text import stacked_layers
+from unirl.models.flux2_klein.family import FLUX2_KLEIN, Flux2KleinBundle, Flux2KleinPipeline, facts, text_layers
 from unirl.sde.guidance import NoGuidance
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -57,7 +54,7 @@ def test_embeddings_are_those_of_diffusers(toy: Flux2KleinPipeline, length: int)
     plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
     with torch.no_grad():
         embeds, _ = plain.encode_prompt(
-            list(PROMPTS), max_sequence_length=length, text_encoder_out_layers=stacked_layers(4)
+            list(PROMPTS), max_sequence_length=length, text_encoder_out_layers=text_layers(4)
         )
         ours = toy.bundle.text_encoder().encode(PROMPTS, length)
     assert (ours.embeds - embeds).abs().max() < 1e-5
@@ -66,7 +63,7 @@ def test_embeddings_are_those_of_diffusers(toy: Flux2KleinPipeline, length: int)
 
 
 def test_the_layers_of_the_published_encoders_are_those_of_diffusers() -> None:
-    assert stacked_layers(36) == (9, 18, 27)
+    assert text_layers(36) == (9, 18, 27)
 
 
 @torch.no_grad()
@@ -79,7 +76,7 @@ def test_a_text_does_not_depend_on_its_neighbours(toy: Flux2KleinPipeline) -> No
 
 
 @torch.no_grad()
-def test_latents_of_pictures_are_those_of_diffusers(toy: Flux2KleinPipeline) -> None:
+def test_latents_of_images_are_those_of_diffusers(toy: Flux2KleinPipeline) -> None:
     plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
     pixels = pictures_of(PARAMS, 1)[0].pixels
     theirs = plain._encode_vae_image(pixels * 2 - 1, None)
@@ -99,7 +96,7 @@ def test_our_sampler_edits_as_diffusers_does(toy: Flux2KleinPipeline, width: int
 
 
 @torch.no_grad()
-def test_the_comparison_sees_which_pictures_come_in_which_order(toy: Flux2KleinPipeline) -> None:
+def test_the_comparison_detects_other_images_and_another_order(toy: Flux2KleinPipeline) -> None:
     shown = pictures_of(PARAMS, 2)
     turned = [ConditionImages.of(pictures.pixels.flip(0)) for pictures in shown]
     others = [None, shown, turned, pictures_of(PARAMS, 2, seed=5)]
@@ -109,7 +106,7 @@ def test_the_comparison_sees_which_pictures_come_in_which_order(toy: Flux2KleinP
 
 
 @torch.no_grad()
-def test_with_pictures_replay_equals_sampling_and_a_row_stands_for_itself(toy: Flux2KleinPipeline) -> None:
+def test_with_images_replay_equals_sampling_and_rows_are_independent(toy: Flux2KleinPipeline) -> None:
     params = dataclasses.replace(PARAMS, kernel=FlowSDEStrategy())
     params = params.pinned(0, tuple(toy.sigmas(params).tolist()))
     conditions, noise, ids = toy.encode(PROMPTS, params, pictures_of(params, 2)), NoiseSource(0, "r", 0), list("abc")
@@ -119,7 +116,7 @@ def test_with_pictures_replay_equals_sampling_and_a_row_stands_for_itself(toy: F
     assert torch.equal(toy.stage.sample(one, last, params, noise, ["c"]).final, segment.final[2:])
 
 
-def test_a_distilled_model_draws_what_diffusers_draws_and_takes_no_scale(distilled: Flux2KleinPipeline) -> None:
+def test_a_distilled_model_matches_diffusers_and_refuses_a_scale(distilled: Flux2KleinPipeline) -> None:
     params = dataclasses.replace(PARAMS, guidance_scale=1.0)
     plain = plain_pipeline(distilled.bundle, distilled.bundle.untrained())
     assert difference(distilled, plain, PROMPTS, params, own_schedule=True) < TOLERANCE
@@ -127,7 +124,7 @@ def test_a_distilled_model_draws_what_diffusers_draws_and_takes_no_scale(distill
         distilled.facts.check(PARAMS)
 
 
-def test_an_exported_distilled_model_is_one_again(distilled: Flux2KleinPipeline, tmp_path: Path) -> None:
+def test_an_exported_distilled_model_is_read_as_distilled(distilled: Flux2KleinPipeline, tmp_path: Path) -> None:
     folder = distilled.write_model({}, tmp_path / "model")
     assert Flux2KleinBundle.facts_of(str(folder)).guidance == NoGuidance()
 
@@ -146,7 +143,7 @@ def test_a_side_must_hold_whole_tokens(toy: Flux2KleinPipeline) -> None:
         ("text_encoder", {"hidden_size": 64}, "has joint_attention_dim=96, .* has 192"),
     ],
 )
-def test_an_unknown_layout_is_refused(component: str, values: dict[str, object], said: str) -> None:
+def test_components_that_do_not_fit_together_are_refused(component: str, values: dict[str, object], said: str) -> None:
     with pytest.raises(DataError, match=said) as refused:
         facts(changed(FLUX2_KLEIN.toys["toy"], component, **values), 1)
     assert refused.value.code == 4001

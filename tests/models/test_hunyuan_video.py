@@ -14,15 +14,18 @@ from torch import Tensor
 from tests.models.family_cases import changed
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import sample_with_euler
-from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
-from unirl.models.hunyuan_video.family import HUNYUAN_VIDEO
-from unirl.models.hunyuan_video.pipeline import HunyuanVideoPipeline
-from unirl.models.hunyuan_video.text import CROP_START as CROP_START_1
-from unirl.models.hunyuan_video.text import TEMPLATE
-from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
-from unirl.models.hunyuan_video15.family import HUNYUAN_VIDEO_15
-from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
-from unirl.models.hunyuan_video15.text import CROP_START, GLYPH_TOKENS, SYSTEM_MESSAGE, glyph_text, glyph_tokens
+from unirl.models.hunyuan_video.family import CROP_START as CROP_START_1
+from unirl.models.hunyuan_video.family import HUNYUAN_VIDEO, TEMPLATE, HunyuanVideoBundle, HunyuanVideoPipeline
+from unirl.models.hunyuan_video15.family import (
+    CROP_START,
+    GLYPH_TOKENS,
+    HUNYUAN_VIDEO_15,
+    SYSTEM_MESSAGE,
+    HunyuanVideo15Bundle,
+    HunyuanVideo15Pipeline,
+    glyph_text,
+    glyph_tokens,
+)
 from unirl.models.loading.toy_tokenizers import byt5_tokenizer
 from unirl.testing import family
 from unirl.types.conditions import TextEmbedCondition
@@ -84,14 +87,14 @@ def test_prompts_of_1_5_are_embedded_as_diffusers_embeds_each_alone(
     assert apart(ours.mask_2, glyph_mask) == 0
 
 
-def test_quoted_text_is_found_as_diffusers_finds_it() -> None:
+def test_quoted_text_is_extracted_as_in_diffusers() -> None:
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     for text in (*RAGGED, *QUOTING, '"a', '"a" "b" \u201ca\u201d', '"two\nlines"', "it's", '"a""b"'):
         assert glyph_text(text) == extract_glyph_texts(text)
 
 
-def test_the_templates_are_those_of_diffusers_and_as_long_as_what_is_cut_off(
+def test_the_templates_are_those_of_diffusers_with_the_cropped_number_of_tokens(
     first: HunyuanVideoPipeline, second: HunyuanVideo15Pipeline
 ) -> None:
     """The toys' tokenizers make as many tokens of them as the real ones do."""
@@ -111,7 +114,7 @@ def test_the_templates_are_those_of_diffusers_and_as_long_as_what_is_cut_off(
 # Samples
 
 
-def test_a_prompt_draws_the_same_beside_others_as_diffusers_draws_it_alone(second: HunyuanVideo15Pipeline) -> None:
+def test_a_prompt_in_a_batch_gives_the_sample_that_diffusers_draws_for_it_alone(second: HunyuanVideo15Pipeline) -> None:
     plain, params = family.untrained(second), params_of(6.0)
     pinned = params.pinned(0, tuple(second.sigmas(params).tolist()))
     drawn = sample_with_euler(second, QUOTING, params)
@@ -120,7 +123,7 @@ def test_a_prompt_draws_the_same_beside_others_as_diffusers_draws_it_alone(secon
         assert apart(second.decoder.decode(drawn.latents[i : i + 1]), frames) < family.TOLERANCE
 
 
-def test_quoted_text_and_its_encoder_matter(second: HunyuanVideo15Pipeline) -> None:
+def test_quoted_text_and_its_encoder_change_the_sample(second: HunyuanVideo15Pipeline) -> None:
     condition = second.embed(QUOTING, LENGTH)
     assert condition.mask_2 is not None and condition.mask_2.any(1).tolist() == [True, False, True, True]
     v = velocity(second, condition)
@@ -136,7 +139,7 @@ def velocity(pipeline: HunyuanVideo15Pipeline, text: TextEmbedCondition) -> Tens
 
 
 @torch.no_grad()
-def test_one_place_for_an_absent_picture_does_what_729_do(second: HunyuanVideo15Pipeline) -> None:
+def test_one_token_for_an_absent_image_has_the_effect_of_729(second: HunyuanVideo15Pipeline) -> None:
     text, x, sigma = second.embed(RAGGED, LENGTH), torch.randn(4, 4, 2, 2, 2), torch.full((4,), 0.7)
     zeros = torch.zeros_like(x)
     theirs = second.bundle.trainable()(
@@ -167,7 +170,7 @@ def test_an_undistilled_model_is_guided_by_two_branches() -> None:
     assert set(pipeline.encode(RAGGED, params)) == {"text", "negative_text"}
 
 
-def test_an_embedded_scale_is_fed_in_thousandths_and_rounded_as_diffusers_rounds_it(
+def test_an_embedded_scale_is_multiplied_by_1000_and_rounded_as_in_diffusers(
     first: HunyuanVideoPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed: list[Tensor] = []

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.pretrain_llm_quickstart import WORDS, Sum, build_tokenizer, chat, worked_out, write_prompts
 from tests.source_tree import ROOT
-from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.family import Qwen3Bundle
 
 DATA = ROOT / "datasets/columns"
 

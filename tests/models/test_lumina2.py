@@ -53,7 +53,7 @@ def test_the_real_template_is_that_of_the_pipeline(toy: Lumina2Pipeline) -> None
     assert plain_pipeline(toy.bundle, toy.bundle.trainable()).system_prompt + " <Prompt Start> " == TEMPLATE
 
 
-def test_a_row_does_not_depend_on_how_long_its_neighbours_prompt_is(toy: Lumina2Pipeline) -> None:
+def test_a_row_does_not_depend_on_the_length_of_another_prompt(toy: Lumina2Pipeline) -> None:
     """diffusers pads the tokens of a batch to its longest prompt."""
     x = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.7, 0.7])
@@ -66,7 +66,7 @@ def test_a_row_does_not_depend_on_how_long_its_neighbours_prompt_is(toy: Lumina2
     assert not torch.equal(beside_short[1], beside_long[1])
 
 
-def test_more_text_than_there_are_positions_for_is_refused(toy: Lumina2Pipeline) -> None:
+def test_a_prompt_longer_than_the_positions_is_refused(toy: Lumina2Pipeline) -> None:
     toy.encode(PROMPTS, dataclasses.replace(PARAMS, max_sequence_length=63))
     with pytest.raises(ConfigError, match=r"max_sequence_length=64: .* positions for 63 text tokens\. Use 63 or fewer"):
         toy.encode(PROMPTS, dataclasses.replace(PARAMS, max_sequence_length=64))

@@ -23,7 +23,7 @@ def ramps(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([columns, rows, rows * 0], axis=-1).astype(np.uint8))
 
 
-def test_a_picture_of_the_size_stays_as_it_is() -> None:
+def test_an_image_of_the_size_stays_as_it_is() -> None:
     picture = noise(17, 11)
     found = fit_image(picture, 11, 17)
     assert found.shape == (3, 11, 17) and found.dtype == torch.float32 and found.is_contiguous()
@@ -48,14 +48,14 @@ def test_nothing_is_stretched_and_the_middle_is_kept(height, width) -> None:
 
 
 @given(seed=st.integers(0, 5), height=st.integers(3, 20), width=st.integers(3, 20))
-def test_a_mirrored_picture_gives_the_mirrored_one(seed, height, width) -> None:
+def test_a_mirrored_image_gives_the_mirrored_one(seed, height, width) -> None:
     picture = noise(23, 15, seed)
     for flip, side in ((Image.Transpose.FLIP_LEFT_RIGHT, 2), (Image.Transpose.FLIP_TOP_BOTTOM, 1)):
         other = fit_image(picture.transpose(flip), height, width).flip(side)
         assert (other - fit_image(picture, height, width)).abs().max() <= 1.01 / 255
 
 
-def test_a_square_of_a_wide_picture_is_its_middle() -> None:
+def test_a_square_of_a_wide_image_is_its_middle() -> None:
     picture = noise(30, 10)
     expected = torch.from_numpy(np.array(picture)[:, 10:20])
     assert torch.equal((fit_image(picture, 10, 10) * 255).round().byte().permute(1, 2, 0), expected)

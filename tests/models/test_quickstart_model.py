@@ -58,7 +58,7 @@ def test_captions_that_differ_have_different_tokens(model):
 
 
 @pytest.mark.parametrize("model", SD3.shipped)
-def test_the_model_paints_pictures_of_the_size_that_the_recipe_asks_for(model):
+def test_the_model_makes_images_of_the_size_in_the_recipe(model):
     config = json.loads((SD3.shipped[model] / "transformer/config.json").read_text())
     assert (config["sample_size"], config["in_channels"]) == (SIZE, 3)
 
@@ -99,7 +99,7 @@ def scores(reader: OCRRewardScorer, prompts: list[str], pictures: torch.Tensor) 
     return reader.score(RewardRequest(sample_ids=ids, prompts=prompts, images=pictures)).total
 
 
-def test_the_reader_reads_what_the_letters_model_learned_from(reader):
+def test_the_ocr_reward_reads_the_training_images_of_the_letters_model(reader):
     """Each letter in both places."""
     rng = np.random.default_rng(0)
     drawings = [(first, LETTERS[i - 1]) for i, first in enumerate(LETTERS)] * 3
@@ -108,7 +108,7 @@ def test_the_reader_reads_what_the_letters_model_learned_from(reader):
     assert read.mean() >= 0.98 and (read == 1).float().mean() >= 0.96
 
 
-def test_the_letters_model_writes_legibly_and_obeys_less_than_half(reader):
+def test_the_letters_model_writes_legibly_and_ignores_half_of_its_prompts(reader):
     """What reinforcement learning begins with: pictures that can be read, and room above."""
     pipeline = SD3Pipeline(SD3Bundle(path="quickstart_letters", dtype="fp32"))
     asked = [TWO_LETTERS.caption(drawing) for drawing in sorted(TWO_LETTERS.held_out)]

@@ -14,9 +14,8 @@ from tests.models.texts import TEXTS, networks, rollout
 from unirl.config.errors import DataError
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.models.loading.lora import LoraSpec, inject_lora
-from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.qwen3.pipeline import Qwen3Pipeline
-from unirl.models.qwen3.toy import TOY, toy_tokenizer
+from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
+from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.types.facts import LanguageFacts
 from unirl.types.sampling import ARSamplingParams
 
@@ -30,7 +29,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     _, plain = networks(seed=5, tie_word_embeddings=request.param)
     plain.generation_config.eos_token_id = [258, 256]
     plain.save_pretrained(folder)
-    toy_tokenizer().save_pretrained(folder)
+    qwen3_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -98,7 +97,7 @@ def broken(directory: Path, folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def test_a_path_that_is_nothing_is_named() -> None:
+def test_a_path_that_does_not_exist_is_refused_by_name() -> None:
     with pytest.raises(DataError, match=r"bundle\.path='/nowhere/at/all': no such directory"):
         Qwen3Bundle(path="/nowhere/at/all")
 
@@ -121,7 +120,7 @@ def test_a_sliding_window_is_refused(directory: Path, tmp_path: Path) -> None:
 def test_a_vocabulary_that_does_not_match_is_refused(tmp_path: Path) -> None:
     _, plain = networks(vocab_size=259)
     plain.save_pretrained(tmp_path)
-    toy_tokenizer().save_pretrained(tmp_path)
+    qwen3_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"its tokenizer has token 260, and the network embeds 259"):
         Qwen3Bundle(path=str(tmp_path), dtype="fp32")
 
@@ -167,7 +166,7 @@ def perturbed(pipeline: Qwen3Pipeline) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trained.items()}
 
 
-def test_an_exported_model_is_loaded_by_transformers_and_says_the_same(directory: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_exported_model_with_equal_outputs(directory: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pipeline = Qwen3Pipeline(Qwen3Bundle(path=str(directory), dtype="fp32"))
@@ -181,14 +180,14 @@ def test_an_exported_model_is_loaded_by_transformers_and_says_the_same(directory
     assert torch.equal(rollout(again, PARAMS).segment.tokens, rollout(pipeline, PARAMS).segment.tokens)
 
 
-def test_the_check_of_an_export_sees_a_weight_that_differs(directory: Path, tmp_path: Path) -> None:
+def test_the_check_of_an_export_detects_another_weight(directory: Path, tmp_path: Path) -> None:
     pipeline = Qwen3Pipeline(Qwen3Bundle(path=str(directory), dtype="fp32"))
     tensors = perturbed(pipeline)
     tensors["model.layers.0.self_attn.q_proj.weight"][0] += 1.0
     assert pipeline.verify_model(pipeline.write_model(tensors, tmp_path), TEXTS, PARAMS) > 1e-3
 
 
-def test_an_exported_adapter_is_loaded_by_peft_and_says_the_same(directory: Path, tmp_path: Path) -> None:
+def test_peft_loads_the_exported_adapter_with_equal_outputs(directory: Path, tmp_path: Path) -> None:
     pipeline = Qwen3Pipeline(Qwen3Bundle(path=str(directory), dtype="fp32"))
     spec = LoraSpec(rank=4, alpha=8.0, targets=pipeline.facts.lora_targets)
     inject_lora(pipeline.bundle.trainable(), spec, seed=0)
@@ -206,11 +205,11 @@ def test_unknown_names_are_not_written(tmp_path: Path) -> None:
         pipeline.write_model({"model.nothing": torch.zeros(1)}, tmp_path)
 
 
-def test_the_toy_configuration_is_a_published_ones_shape() -> None:
+def test_the_toy_configuration_has_the_structure_of_a_published_one() -> None:
     from transformers import Qwen3Config
 
-    config = Qwen3Config(**TOY)
-    assert set(config.layer_types) == {"full_attention"} and config.vocab_size == len(toy_tokenizer())
+    config = Qwen3Config(**Qwen3Bundle.toys["toy"])
+    assert set(config.layer_types) == {"full_attention"} and config.vocab_size == len(qwen3_tokenizer())
 
 
 @pytest.mark.parametrize(

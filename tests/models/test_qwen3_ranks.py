@@ -11,7 +11,7 @@ import torch
 from tests.models.texts import prompts_of_lengths, sampled, segment_of_lengths
 from tests.train.ranks import run_ranks
 from unirl.distributed import current
-from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig
@@ -50,7 +50,7 @@ def run(lora: bool, meta_init: bool) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_two_ranks_do_what_one_does(lora: bool) -> None:
+def test_two_ranks_give_the_results_of_one(lora: bool) -> None:
     [alone] = run_ranks(1, run, lora, False)
     for found in run_ranks(2, run, lora, False):
         assert np.array_equal(found[0], alone[0]), "tokens"

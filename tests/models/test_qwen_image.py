@@ -11,13 +11,17 @@ from torch import Tensor
 
 from tests.models.family_cases import CASES, built, changed
 from unirl.config.errors import DataError
-from unirl.models.qwen_image.bundle import QwenImageBundle
-from unirl.models.qwen_image.denoiser import packed, unpacked
-from unirl.models.qwen_image.family import QWEN_IMAGE
-from unirl.models.qwen_image.pipeline import QwenImagePipeline
-from unirl.models.qwen_image.templates import DRAW, written
-from unirl.models.qwen_image.toy import toy_tokenizers
-from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
+from unirl.models.qwen_image.family import (
+    QWEN_IMAGE,
+    TEMPLATE,
+    QwenImageBundle,
+    QwenImagePipeline,
+    nonempty,
+    packed,
+    toy_tokenizers,
+    unpacked,
+)
+from unirl.models.qwen_image_edit.family import QwenImageEditBundle
 from unirl.testing.family import euler, untrained
 
 RAGGED = ("a red circle", "two blue squares on the left of a green one", "", " ")
@@ -36,15 +40,15 @@ def expect_equal(embeds: Tensor, mask: Tensor, theirs: Tensor, their_mask: Tenso
     assert (embeds[:, :length] - theirs).abs().max() < 1e-5 and not embeds[:, length:].any()
 
 
-def test_the_opening_is_as_many_tokens_for_the_toy_as_diffusers_drops() -> None:
-    assert len(toy_tokenizers()["tokenizer"](DRAW.opening).input_ids) == DRAW.num_dropped
+def test_the_opening_has_as_many_toy_tokens_as_diffusers_drops() -> None:
+    assert len(toy_tokenizers()["tokenizer"](TEMPLATE.opening).input_ids) == TEMPLATE.num_dropped
 
 
 @pytest.mark.parametrize("length", [16, 60])
 def test_embeddings_are_those_of_diffusers_however_long_the_prompts(toy: QwenImagePipeline, length: int) -> None:
     with torch.no_grad():
         ours = toy.bundle.text_encoder().encode(RAGGED, length)
-        theirs = untrained(toy).encode_prompt([written(text) for text in RAGGED], max_sequence_length=length)
+        theirs = untrained(toy).encode_prompt([nonempty(text) for text in RAGGED], max_sequence_length=length)
     assert ours.embeds.shape[1] == length and ours.mask is not None
     expect_equal(ours.embeds, ours.mask, *theirs)
 
@@ -69,22 +73,20 @@ def test_the_public_checkpoints_are_known_without_a_connection() -> None:
 
 
 @pytest.mark.parametrize("switch", ["guidance_embeds", "use_layer3d_rope", "use_additional_t_cond"])
-def test_a_transformer_that_reads_more_is_refused(switch: str) -> None:
+def test_a_transformer_with_further_inputs_is_refused(switch: str) -> None:
     configs = changed(QWEN_IMAGE.toys["toy"], "transformer", **{switch: True})
     with pytest.raises(DataError, match=f"{switch}=True: that is another model") as caught:
         QWEN_IMAGE.facts(configs, 1)
     assert caught.value.code == 4001
 
 
-def test_a_checkpoint_that_draws_is_refused_where_one_that_edits_is_read(
-    toy: QwenImagePipeline, tmp_path: Path
-) -> None:
+def test_the_editing_bundle_refuses_a_text_to_image_checkpoint(toy: QwenImagePipeline, tmp_path: Path) -> None:
     toy.write_model({}, tmp_path)
     assert QwenImageBundle.facts_of(str(tmp_path)) == toy.facts
     with pytest.raises(
         DataError,
         match=r"names QwenImagePipeline, but this bundle \(qwen_image_edit\) reads .* of QwenImageEditPipeline\. "
-        r"Use unirl\.models\.qwen_image\.bundle\.QwenImageBundle and .*\.QwenImagePipeline$",
+        r"Use unirl\.models\.qwen_image\.family\.QwenImageBundle and .*\.QwenImagePipeline$",
     ) as caught:
         QwenImageEditBundle.facts_of(str(tmp_path))
     assert caught.value.code == 4001

@@ -16,15 +16,18 @@ from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import difference, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.images import to_pil
-from unirl.models.qwen_image.bundle import QwenImageBundle
-from unirl.models.qwen_image.templates import written
-from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle
-from unirl.models.qwen_image_edit.denoiser import IMAGE
-from unirl.models.qwen_image_edit.family import QWEN_IMAGE_EDIT
-from unirl.models.qwen_image_edit.pipeline import QwenImageEditPipeline, places_known
-from unirl.models.qwen_image_edit.templates import TEMPLATES
-from unirl.models.qwen_image_edit.text import QwenImageEditTextEncoder, size_of_area
-from unirl.models.qwen_image_edit.toy import toy_tokenizers
+from unirl.models.qwen_image.family import QwenImageBundle, nonempty
+from unirl.models.qwen_image_edit.family import (
+    IMAGE,
+    QWEN_IMAGE_EDIT,
+    TEMPLATES,
+    QwenImageEditBundle,
+    QwenImageEditPipeline,
+    QwenImageEditTextEncoder,
+    image_token_types,
+    size_of_area,
+    toy_tokenizers,
+)
 from unirl.sde.noise import NoiseSource
 from unirl.testing.family import SEEN, TOLERANCE, check_family, euler, untrained
 from unirl.types.conditions import LatentCondition
@@ -50,7 +53,7 @@ def plus() -> QwenImageEditPipeline:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_openings_are_as_many_tokens_for_the_toy_as_diffusers_drops() -> None:
+def test_the_openings_have_as_many_toy_tokens_as_diffusers_drops() -> None:
     tokenizer = toy_tokenizers()["tokenizer"]
     for template in TEMPLATES.values():
         assert len(tokenizer(template.opening).input_ids) == template.num_dropped
@@ -64,11 +67,11 @@ def seen_by_diffusers(
     return found
 
 
-def test_the_encoder_sees_pictures_as_in_diffusers_with_positions_in_them(edit: QwenImageEditPipeline) -> None:
+def test_the_encoder_reads_images_with_their_positions_as_in_diffusers(edit: QwenImageEditPipeline) -> None:
     pictures = shown(len(RAGGED))
-    texts, images = [written(text) for text in RAGGED], [to_pil(row.pixels[0]) for row in pictures]
+    texts, images = [nonempty(text) for text in RAGGED], [to_pil(row.pixels[0]) for row in pictures]
     plain, ours = untrained(edit), edit.embed(RAGGED, 60, pictures)
-    with torch.no_grad(), places_known(plain):
+    with torch.no_grad(), image_token_types(plain):
         theirs = plain.encode_prompt(texts, images)
     assert ours.mask is not None
     expect_equal(ours.embeds, ours.mask, *theirs)
@@ -77,7 +80,7 @@ def test_the_encoder_sees_pictures_as_in_diffusers_with_positions_in_them(edit: 
     assert (flat - theirs[0]).abs().max() > 1e-2
 
 
-def test_a_prompt_is_read_with_its_own_picture_and_alone_without(edit: QwenImageEditPipeline) -> None:
+def test_a_prompt_is_encoded_with_its_own_images_or_without_any(edit: QwenImageEditPipeline) -> None:
     first, second = shown(2)
     together = edit.embed(["x", "x"], 16, [first, second])
     assert (together.embeds[0] - together.embeds[1]).abs().max() > 1e-3
@@ -86,19 +89,19 @@ def test_a_prompt_is_read_with_its_own_picture_and_alone_without(edit: QwenImage
     assert edit.embed(["x"], 16).embeds.shape[1] == 16
 
 
-def test_a_prompt_that_spells_the_mark_of_a_picture_is_refused(edit: QwenImageEditPipeline) -> None:
+def test_a_prompt_that_contains_the_image_token_is_refused(edit: QwenImageEditPipeline) -> None:
     encoder = edit.bundle.text_encoder()
     assert isinstance(encoder, QwenImageEditTextEncoder)
-    with pytest.raises(ValueError, match=r"spells <\|image_pad\|>, the model's own mark of an image. Take it out"):
+    with pytest.raises(ValueError, match=r"contains <\|image_pad\|>, which is the model's own image token. Remove it"):
         encoder.encode_with_images(["an <|image_pad|>"], 60, shown(1)[0].pixels[None])
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 9 / 16, 2.39])
-def test_the_size_that_the_encoder_sees_is_that_of_diffusers(ratio: float) -> None:
+def test_the_image_size_of_the_encoder_is_that_of_diffusers(ratio: float) -> None:
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 
     size = size_of_area(384 * 384, ratio)
-    assert (size.width, size.height) == calculate_dimensions(384 * 384, ratio)
+    assert size == calculate_dimensions(384 * 384, ratio)
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def test_references_are_the_latents_of_diffusers(edit: QwenImageEditPipeline) ->
     assert (image.latents[:, 0] - theirs).abs().max() < 1e-5
 
 
-def test_two_pictures_are_combined_as_in_diffusers(plus: QwenImageEditPipeline) -> None:
+def test_two_images_are_combined_as_in_diffusers(plus: QwenImageEditPipeline) -> None:
     texts, pictures = RAGGED[:3], shown(3, per_prompt=2)
     assert difference(plus, untrained(plus), texts, GUIDED, pictures, own_schedule=True) < TOLERANCE
     drawn = sample_with_euler(plus, texts, GUIDED, pictures).latents
@@ -132,7 +135,7 @@ def test_diffusers_is_given_long_prompts_truncated_as_ours_are(
     assert difference(pipeline, untrained(pipeline), RAGGED[:3], short, shown(3)) < TOLERANCE / 10
 
 
-def test_the_picture_reaches_the_sample_through_latents_and_through_the_encoder(edit: QwenImageEditPipeline) -> None:
+def test_an_image_affects_the_sample_through_latents_and_through_the_encoder(edit: QwenImageEditPipeline) -> None:
     here, there = (edit.encode(["x"], GUIDED, shown(1, name=name)) for name in "pq")
     x, sigma = torch.zeros(1, 4, 4, 6), torch.tensor([0.5])
     with torch.no_grad():
@@ -144,7 +147,7 @@ def test_the_picture_reaches_the_sample_through_latents_and_through_the_encoder(
 
 
 @pytest.mark.slow
-def test_the_claims_of_every_family_hold_of_combining_pictures() -> None:
+def test_the_checks_of_every_family_hold_with_several_images() -> None:
     check_family(QwenImageEditPipeline(QwenImageEditBundle(path="toy-plus", dtype="fp32")), max_sequence_length=40)
 
 
@@ -166,7 +169,7 @@ def test_the_public_checkpoints_are_known_without_a_connection(edition: str, mos
 
 
 @pytest.mark.parametrize("switch", ["guidance_embeds", "use_layer3d_rope", "use_additional_t_cond"])
-def test_a_transformer_that_reads_more_is_refused(switch: str) -> None:
+def test_a_transformer_with_further_inputs_is_refused(switch: str) -> None:
     configs = changed(QWEN_IMAGE_EDIT.toys["toy"], "transformer", **{switch: True})
     with pytest.raises(DataError, match=f"{switch}=True: that is another model") as caught:
         QWEN_IMAGE_EDIT.facts(configs, 1)
@@ -174,7 +177,7 @@ def test_a_transformer_that_reads_more_is_refused(switch: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["edit", "plus"])
-def test_a_checkpoint_that_edits_is_refused_where_one_that_draws_is_read(
+def test_the_text_to_image_bundle_refuses_an_editing_checkpoint(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     pipeline: QwenImageEditPipeline = request.getfixturevalue(name)
@@ -183,7 +186,7 @@ def test_a_checkpoint_that_edits_is_refused_where_one_that_draws_is_read(
     with pytest.raises(
         DataError,
         match=r"names QwenImageEdit(Plus)?Pipeline, but this bundle \(qwen_image\) reads .* of QwenImagePipeline\. "
-        r"Use unirl\.models\.qwen_image_edit\.bundle\.QwenImageEditBundle and .*\.QwenImageEditPipeline$",
+        r"Use unirl\.models\.qwen_image_edit\.family\.QwenImageEditBundle and .*\.QwenImageEditPipeline$",
     ) as caught:
         QwenImageBundle.facts_of(str(tmp_path))
     assert caught.value.code == 4001

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from unirl.config.errors import ConfigError, DataError
 from unirl.models.loading.lora import LoraSpec, adapter_names, choose_targets, inject_lora
-from unirl.models.qwen_vl.bundle import QwenVLBundle
-from unirl.models.qwen_vl.pipeline import QwenVLPipeline
-from unirl.models.qwen_vl.policy import PICTURE, pictures_of
+from unirl.models.qwen_vl.family import QwenVLBundle, QwenVLPipeline
+from unirl.models.qwen_vl.vision import IMAGE_TOKEN, split_images
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions
 from unirl.types.primitives import MediaRef, PromptImages, Texts
@@ -143,7 +142,7 @@ def test_tokens_patches_and_positions_are_those_of_the_real_processor(pipeline, 
     for i, row in enumerate(ROWS):
         inputs = processed(pipeline, path, pictures, row)
         ids = inputs["input_ids"][0]
-        assert torch.equal(tokens[i].masked_fill(tokens[i] == PICTURE, pipeline.bundle.picture_token), ids)
+        assert torch.equal(tokens[i].masked_fill(tokens[i] == IMAGE_TOKEN, pipeline.bundle.image_token), ids)
         places, deltas = plain.model.get_rope_index(
             inputs["input_ids"], inputs["mm_token_type_ids"], inputs.get("image_grid_thw")
         )
@@ -151,21 +150,21 @@ def test_tokens_patches_and_positions_are_those_of_the_real_processor(pipeline, 
         assert prompts.next_position[i] == len(ids) + deltas[0, 0]
         if row[1]:
             assert [list(grid) for grid in images.grids[i]] == inputs["image_grid_thw"].tolist()
-            torch.testing.assert_close(network.levels(patches[i], 2), inputs["pixel_values"], rtol=0, atol=2e-6)
+            torch.testing.assert_close(network.normalizer(patches[i], 2), inputs["pixel_values"], rtol=0, atol=2e-6)
     assert patches[0].shape == (0, 48) and images.patches.dtype == torch.uint8
 
 
 def test_equal_prompts_are_encoded_once(pipeline, pictures, monkeypatch) -> None:
     opened = []
-    read = pipeline.cutter.cut
-    monkeypatch.setattr(pipeline.cutter, "cut", lambda file: opened.append(file) or read(file))
+    read = pipeline.patcher.read
+    monkeypatch.setattr(pipeline.patcher, "read", lambda file: opened.append(file) or read(file))
     conditions = encoded(pipeline, pictures, [ROWS[1]] * 3 + [ROWS[2]])
     assert len(opened) == 3
     patches = rows_of(conditions["images"].patches, conditions["images"].offsets)
     assert torch.equal(patches[0], patches[2])
 
 
-def test_pixel_bounds_scale_pictures(path, pipeline, pictures) -> None:
+def test_pixel_bounds_scale_images(path, pipeline, pictures) -> None:
     small = QwenVLPipeline(pipeline.bundle, min_pixels=64, max_pixels=256)
     grids = [encoded(p, pictures, [ROWS[1]])["images"].grids[0][0] for p in (pipeline, small)]
     assert [4 * 4 * rows * columns for _, rows, columns in grids] == [24 * 32, 8 * 16]
@@ -174,17 +173,17 @@ def test_pixel_bounds_scale_pictures(path, pipeline, pictures) -> None:
             QwenVLPipeline(pipeline.bundle, **bounds)
 
 
-def test_prompts_without_a_chat_hold_their_pictures(pipeline, pictures) -> None:
+def test_prompts_without_a_chat_hold_their_images(pipeline, pictures) -> None:
     bare = QwenVLPipeline(pipeline.bundle, chat=False)
     tokens = encoded(bare, pictures, [("a<image>b", (0,))])["prompt"].tokens
-    spelled = pipeline.bundle.codec.spell(tokens[tokens != PICTURE].tolist())
-    assert spelled == "a<|vision_start|><|vision_end|>b" and int((tokens == PICTURE).sum()) == 12
+    spelled = pipeline.bundle.codec.spell(tokens[tokens != IMAGE_TOKEN].tolist())
+    assert spelled == "a<|vision_start|><|vision_end|>b" and int((tokens == IMAGE_TOKEN).sum()) == 12
 
 
 # Log-probs
 
 
-def test_replay_is_transformers_forward_on_the_processors_inputs(pipeline, path, plain, pictures) -> None:
+def test_replay_equals_the_forward_of_transformers_on_its_processors_inputs(pipeline, path, plain, pictures) -> None:
     conditions, segment = sampled(pipeline, pictures)
     ours = pipeline.stage.replay(conditions, segment).logp
     responses = rows_of(segment.tokens, segment.offsets)
@@ -219,9 +218,9 @@ def test_greedy_responses_are_those_of_generate(pipeline, path, plain, pictures)
         assert torch.equal(out[0, inputs["input_ids"].shape[1] :][: len(ours)], ours), row
 
 
-def test_a_placeholder_that_is_said_is_a_word(pipeline, path, plain, pictures) -> None:
+def test_a_sampled_placeholder_is_an_ordinary_token(pipeline, path, plain, pictures) -> None:
     conditions = encoded(pipeline, pictures, [ROWS[1]])
-    said = torch.tensor([65, pipeline.bundle.picture_token, pipeline.bundle.picture_token, 66])
+    said = torch.tensor([65, pipeline.bundle.image_token, pipeline.bundle.image_token, 66])
     segment = TextSegment(
         tokens=said,
         logp=torch.zeros(4),
@@ -255,35 +254,35 @@ def test_a_placeholder_that_is_said_is_a_word(pipeline, path, plain, pictures) -
 # The vision tower
 
 
-def test_a_picture_is_seen_alone_whatever_stands_beside_it(pipeline, plain, pictures) -> None:
+def test_an_image_is_encoded_alone_whatever_other_images_there_are(pipeline, plain, pictures) -> None:
     network = pipeline.bundle.trainable()
     images = encoded(pipeline, pictures)["images"]
-    found = pictures_of(images)
+    found = split_images(images)
     assert len(found) == 6
     with torch.no_grad():
-        ours = network._look(found)
-        alone = torch.cat([network.look(*picture).features for picture in found])
-        pixels = torch.cat([network.levels(patches, 2) for patches, _ in found])
+        ours = network._encode_images(found)
+        alone = torch.cat([network.encode_image(*picture).features for picture in found])
+        pixels = torch.cat([network.normalizer(patches, 2) for patches, _ in found])
         theirs = plain.model.get_image_features(pixels, torch.tensor([grid for _, grid in found]), return_dict=True)
     assert torch.equal(ours.features, alone)
     torch.testing.assert_close(ours.features, torch.cat(list(theirs.pooler_output)), rtol=0, atol=1e-5)
     deep = getattr(theirs, "deepstack_features", [])
-    assert len(ours.deep) == len(deep) == (1 if network.config.model_type == "qwen3_vl" else 0)
-    for layer, expected in zip(ours.deep, deep, strict=True):
+    assert len(ours.deepstack) == len(deep) == (1 if network.config.model_type == "qwen3_vl" else 0)
+    for layer, expected in zip(ours.deepstack, deep, strict=True):
         torch.testing.assert_close(layer, torch.cat(list(expected)), rtol=0, atol=1e-5)
 
 
-def test_pictures_that_are_the_same_run_through_the_tower_once(pipeline, pictures, monkeypatch) -> None:
+def test_equal_images_run_through_the_tower_once(pipeline, pictures, monkeypatch) -> None:
     network = pipeline.bundle.trainable()
     images = encoded(pipeline, pictures, [ROWS[1]] * 4 + [ROWS[3]])["images"]
     calls = []
-    look = network.look
-    monkeypatch.setattr(network, "look", lambda *picture: calls.append(picture) or look(*picture))
-    network._look(pictures_of(images))
+    encode_image = network.encode_image
+    monkeypatch.setattr(network, "encode_image", lambda *image: calls.append(image) or encode_image(*image))
+    network._encode_images(split_images(images))
     assert len(calls) == 2
 
 
-def test_what_a_picture_shows_reaches_the_response(pipeline, pictures) -> None:
+def test_the_content_of_an_image_affects_the_response(pipeline, pictures) -> None:
     _, segment = sampled(pipeline, pictures)
     conditions = encoded(pipeline, pictures)
     for name, changed in (("same", 0), ("other", 255)):
@@ -307,7 +306,7 @@ def gradients(bundle: QwenVLBundle, pictures: list[Path], rows=ROWS) -> dict[str
     return {name: parameter.grad for name, parameter in bundle.trainable().named_parameters()}
 
 
-def test_a_frozen_tower_gets_no_gradient_and_a_free_one_that_of_transformers(path, pictures, plain) -> None:
+def test_a_frozen_tower_gets_no_gradient_and_a_trained_one_that_of_transformers(path, pictures, plain) -> None:
     frozen = gradients(QwenVLBundle(path=path, dtype="fp32"), pictures)
     assert {name.startswith("model.visual.") for name, grad in frozen.items() if grad is None} == {True}
     free_bundle = QwenVLBundle(path=path, dtype="fp32", freeze_vision_tower=False)
@@ -324,7 +323,7 @@ def test_a_frozen_tower_gets_no_gradient_and_a_free_one_that_of_transformers(pat
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_a_free_tower_that_saw_nothing_gets_gradients_of_zero(path, pictures) -> None:
+def test_a_trained_tower_without_images_gets_gradients_of_zero(path, pictures) -> None:
     found = gradients(QwenVLBundle(path=path, dtype="fp32", freeze_vision_tower=False), pictures, ROWS[:1])
     tower = {name: grad for name, grad in found.items() if name.startswith("model.visual.")}
     assert tower and all(grad is not None and not grad.any() for grad in tower.values())
@@ -341,9 +340,7 @@ def test_adapters_are_on_the_language_model_alone(path) -> None:
 # Checkpoints
 
 
-def test_a_directory_is_the_model_that_was_saved_and_its_files_fill_an_empty_one(
-    path, pipeline, plain, pictures, tmp_path
-) -> None:
+def test_a_saved_model_is_loaded_again_with_and_without_meta_init(path, pipeline, plain, pictures, tmp_path) -> None:
     plain.save_pretrained(tmp_path)
     pipeline.bundle.codec.tokenizer.save_pretrained(tmp_path)
     pipeline.bundle.image_processor.save_pretrained(tmp_path)
@@ -397,8 +394,8 @@ def test_files_of_another_kind_are_refused_by_name(path, pipeline, plain, tmp_pa
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (("say <|image_pad|>", (0,)), "2 placeholders for 1 pictures: the text itself spells"),
-        (("say <|image_pad|>", ()), "1 placeholders for 0 pictures"),
+        (("say <|image_pad|>", (0,)), "2 image placeholders for 1 images: the text itself contains"),
+        (("say <|image_pad|>", ()), "1 image placeholders for 0 images"),
         (("<image><image>", (0,)), "2 marks <image> and the prompt brings 1 images"),
         (("long" * 60, (0,)), "tokens long, its template included, and sampling.max_prompt_tokens is 200"),
     ],
@@ -409,7 +406,7 @@ def test_bad_prompt_is_refused_by_name(row, why, pipeline, pictures) -> None:
     assert f"prompt {row[0]}:1" in str(caught.value)
 
 
-def test_picture_that_is_gone_is_refused_by_prompt_and_file(pipeline, tmp_path) -> None:
+def test_a_missing_image_is_refused_by_prompt_and_file(pipeline, tmp_path) -> None:
     with pytest.raises(DataError, match=r"prompt what:0: image .*gone\.png is no file of this machine"):
         encoded(pipeline, [tmp_path / "gone.png"], [("what", (0,))])
 

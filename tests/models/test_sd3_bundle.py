@@ -33,7 +33,7 @@ def test_the_toy_is_the_same_whenever_it_is_built(toy: SD3Pipeline) -> None:
         assert all(torch.equal(value, theirs[key]) for key, value in module.state_dict().items())
 
 
-def test_dtype_is_that_of_transformer_and_encoders_and_the_vae_is_fp32() -> None:
+def test_dtype_applies_to_transformer_and_encoders_and_the_vae_is_fp32() -> None:
     modules = SD3Bundle(path="toy", dtype="bf16").modules
     found = {name: next(module.parameters()).dtype for name, module in modules.items()}
     assert found.pop("vae") == torch.float32
@@ -72,7 +72,7 @@ def test_the_public_checkpoints_are_known_without_a_connection() -> None:
     )
 
 
-def test_a_pixel_model_has_a_picture_for_a_latent(pixel: SD3Pipeline) -> None:
+def test_the_latents_of_a_pixel_model_are_an_image(pixel: SD3Pipeline) -> None:
     assert pixel.facts.vae_scale == 1 and pixel.facts.latent_shape(of_side(16)) == (3, 16, 16)
     assert set(pixel.bundle.modules) == {"transformer", "text_encoder"}
     latents = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0]).view(1, 1, 1, 5).expand(1, 3, 1, 5)
@@ -95,20 +95,20 @@ def refused(path: str, match: str, revision: str | None = None) -> None:
     assert caught.value.code == 4001 and caught.value.exit_status == 4
 
 
-def test_a_missing_directory_is_named_with_what_would_do() -> None:
+def test_a_missing_directory_is_named_with_valid_alternatives() -> None:
     refused("/no/such/model", "'/no/such/model': no such directory. Give a directory in the diffusers layout, a hub id")
 
 
-def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     refused(str(tmp_path), "has no model_index.json: it is not a diffusers model directory")
 
 
-def test_another_family_is_named(tmp_path: Path) -> None:
+def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", "FluxTransformer2DModel"]}))
     refused(str(tmp_path), "its transformer is FluxTransformer2DModel, but this bundle .sd3. reads SD3")
 
 
-def test_damaged_files_are_named(pixel_directory: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_by_name(pixel_directory: Path, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     shutil.copytree(pixel_directory, broken)
     weights = next((broken / "transformer").glob("*.safetensors"))
@@ -121,7 +121,7 @@ def test_damaged_files_are_named(pixel_directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gated", "absent", "revision", "offline"])
-def test_what_is_wrong_at_the_hub_is_told_with_the_way_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_are_reported_with_a_remedy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
     from huggingface_hub import errors
 
@@ -143,7 +143,7 @@ def test_what_is_wrong_at_the_hub_is_told_with_the_way_out(kind: str, monkeypatc
     refused("someone/some-sd3", f"model 'someone/some-sd3' {match}", "v9" if kind == "revision" else None)
 
 
-def test_loading_is_silent_and_leaves_the_libraries_as_they_were(
+def test_loading_prints_nothing_and_restores_the_logging_of_the_libraries(
     pixel_directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import diffusers.utils.logging as of_diffusers
@@ -156,7 +156,7 @@ def test_loading_is_silent_and_leaves_the_libraries_as_they_were(
     assert after == before
 
 
-def test_a_class_without_its_library_is_named_with_the_way_out() -> None:
+def test_a_class_path_without_its_library_is_refused_with_a_remedy() -> None:
     family = dataclasses.replace(SD3, classes={**SD3.classes, "vae": "AutoencoderKL"})
     with pytest.raises(ValueError, match=r"reads its vae by 'AutoencoderKL'\. Write the library before the class"):
         family.class_of("vae")

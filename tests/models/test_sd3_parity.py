@@ -23,7 +23,7 @@ def test_embeddings_are_those_of_diffusers(toy: SD3Pipeline, length: int) -> Non
     assert torch.equal(ours.pooled, pooled)
 
 
-def test_a_model_without_t5_gets_zeros_in_its_place_as_in_diffusers(toy: SD3Pipeline) -> None:
+def test_a_model_without_t5_gets_zeros_instead_as_in_diffusers(toy: SD3Pipeline) -> None:
     from unirl.models.sd3.family import SD3TextEncoder
 
     plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
@@ -36,7 +36,7 @@ def test_a_model_without_t5_gets_zeros_in_its_place_as_in_diffusers(toy: SD3Pipe
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
-def test_pictures_are_those_of_diffusers_on_the_same_noise(toy: SD3Pipeline, guidance_scale: float) -> None:
+def test_images_are_those_of_diffusers_on_the_same_noise(toy: SD3Pipeline, guidance_scale: float) -> None:
     assert difference(toy, _fresh(toy), PROMPTS, sampling(toy, guidance_scale=guidance_scale)) < 1e-5
 
 
@@ -46,7 +46,7 @@ def test_latents_of_a_pixel_model_are_those_of_diffusers(pixel: SD3Pipeline, gui
     assert difference(pixel, _fresh(pixel), PROMPTS, params) < 1e-5
 
 
-def test_the_comparison_sees_a_change_of_one_weight(toy: SD3Pipeline) -> None:
+def test_the_comparison_detects_a_change_of_one_weight(toy: SD3Pipeline) -> None:
     transformer = toy.bundle.untrained()
     with torch.no_grad():
         transformer.proj_out.bias += 0.1

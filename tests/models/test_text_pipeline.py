@@ -11,8 +11,7 @@ import torch
 from tests.models.texts import TEXTS, request, rollout
 from unirl.config.errors import ConfigError, DataError
 from unirl.models.language.tools import Calculator
-from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.types.sampling import ARSamplingParams
 
 PARAMS = ARSamplingParams(max_new_tokens=12)

@@ -21,10 +21,8 @@ from unirl.distributed import current
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.packing import prompts_of
 from unirl.models.language.pipeline import TextPipeline
-from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.qwen3.pipeline import Qwen3Pipeline
-from unirl.models.qwen_vl.bundle import QwenVLBundle
-from unirl.models.qwen_vl.pipeline import QwenVLPipeline
+from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
+from unirl.models.qwen_vl.family import QwenVLBundle, QwenVLPipeline
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig

@@ -9,9 +9,8 @@ import torch
 
 from tests.source_tree import ROOT
 from unirl.models.images import read_image
-from unirl.models.qwen_vl.bundle import QwenVLBundle
-from unirl.models.qwen_vl.pipeline import QwenVLPipeline
-from unirl.models.qwen_vl.policy import PICTURE
+from unirl.models.qwen_vl.family import QwenVLBundle, QwenVLPipeline
+from unirl.models.qwen_vl.vision import IMAGE_TOKEN
 from unirl.sde.noise import NoiseSource
 from unirl.types.primitives import MediaRef, PromptImages, Texts
 from unirl.types.rollout_req import RolloutReq
@@ -59,10 +58,10 @@ def test_every_word_of_the_short_questions_and_answers_is_one_token(pipeline) ->
         assert len(codec.encode(row["metadata"]["answer"])) == len(row["metadata"]["answer"].split())
 
 
-def test_a_picture_is_nine_tokens_and_is_not_scaled(pipeline) -> None:
+def test_an_image_is_nine_tokens_and_is_not_scaled(pipeline) -> None:
     found = rows("test_short")[:1]
     conditions = pipeline.encode(asked(found), ARSamplingParams(max_prompt_tokens=128))
-    assert int((conditions["prompt"].tokens == PICTURE).sum()) == 9
+    assert int((conditions["prompt"].tokens == IMAGE_TOKEN).sum()) == 9
     assert read_image(str(DATA / found[0]["media_refs"][0]["uri"])).size == (96, 96)
     assert conditions["images"].grids == [((1, 6, 6),)]
 

@@ -12,10 +12,7 @@ from tests.models.family_cases import CASES, built, changed
 from unirl.config.errors import ConfigError, DataError
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, plain_pipeline
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
-from unirl.models.wan21.bundle import Wan21Bundle
-from unirl.models.wan21.family import WAN21, facts
-from unirl.models.wan21.pipeline import Wan21Pipeline
-from unirl.models.wan21.toy import TOY, TOY_I2V
+from unirl.models.wan21.family import WAN21, Wan21Bundle, Wan21Pipeline, facts
 from unirl.sde.kernels import EulerODE
 from unirl.types.sampling import DiffusionSamplingParams
 
@@ -23,6 +20,8 @@ TEXTS = ["a red circle", "  two &amp;amp; three\n\tsquares  ", "x" * 40, ""]
 PARAMS = DiffusionSamplingParams(
     kernel=EulerODE(), num_inference_steps=2, height=32, width=48, num_frames=9, max_sequence_length=16
 )
+
+TOY, TOY_I2V = WAN21.toys["toy"], WAN21.toys["toy-i2v"]
 BILLIONS_UMT5, BILLIONS_CLIP, BILLIONS_VAE = 5.68, 0.631, 0.127
 
 
@@ -47,7 +46,7 @@ def test_texts_are_embedded_as_diffusers_embeds_them() -> None:
         assert not ours.embeds[~ours.mask].any() and ours.embeds[ours.mask].any(-1).all()
 
 
-def test_text_beside_clip_has_the_length_that_tells_it_from_pictures() -> None:
+def test_text_with_clip_tokens_has_the_fixed_length_of_the_transformer() -> None:
     pipeline = of("wan21-i2v")
     short, usual = pipeline.embed(TEXTS, 16), of("wan21").embed(TEXTS, 16)
     assert short.embeds.shape[1] == 512 and not short.embeds[:, 16:].any()
@@ -79,7 +78,7 @@ def test_a_first_frame_gives_the_tensors_of_diffusers(frames: int) -> None:
 # The VAE
 
 
-def test_a_picture_is_encoded_as_a_video_of_one_frame() -> None:
+def test_an_image_is_encoded_as_a_video_of_one_frame() -> None:
     pipeline = of("wan21")
     pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
     encoder = pipeline.bundle.encoder()
@@ -101,7 +100,7 @@ def test_a_vae_that_works_on_one_row_at_a_time_draws_the_same() -> None:
     assert (sliced.decode(latents).stacked() - whole.stacked()).abs().max() <= 1 / 255  # type: ignore[union-attr]
 
 
-def test_a_model_on_pixels_has_no_vae_to_cut() -> None:
+def test_a_model_on_pixels_has_no_vae_to_slice() -> None:
     with pytest.raises(ConfigError, match=r"pipeline.vae_tiling=true: sd3 decodes by no VAE, which has no tiling"):
         SD3Pipeline(SD3Bundle(path="quickstart", dtype="fp32"), vae_tiling=True)
 
@@ -136,17 +135,17 @@ def test_the_public_checkpoints_are_known_without_a_connection(
 # Bad input
 
 
-def test_layouts_of_other_models_are_refused_by_what_they_are() -> None:
+def test_checkpoints_of_other_models_are_refused_by_name() -> None:
     for configs, match in (
         (
             changed(TOY, "transformer", in_channels=7),
-            r"in_channels=7 beside a VAE of 4 channels: text to video has 4, image .* 12",
+            r"in_channels=7 and its VAE 4 channels: text to video has in_channels=4, image .* 12",
         ),
         (
             changed(TOY_I2V, "transformer", pos_embed_seq_len=10),
             r"a first and a last frame \(pos_embed_seq_len is set\)",
         ),
-        (replace(TOY, settings={"boundary_ratio": 0.9}), r"a Wan 2.2 checkpoint .*unirl.models.wan22.bundle"),
+        (replace(TOY, settings={"boundary_ratio": 0.9}), r"a Wan 2.2 checkpoint .*unirl.models.wan22.family"),
         (replace(TOY, settings={"expand_timesteps": True}), r"a Wan 2.2 checkpoint"),
     ):
         with pytest.raises(DataError, match=match) as caught:
@@ -163,12 +162,12 @@ def test_layouts_of_other_models_are_refused_by_what_they_are() -> None:
         ({"guidance_scale_2": 3.0}, r"guidance_scale_2=3 is for models of two experts"),
     ],
 )
-def test_what_the_model_cannot_draw_is_refused_with_what_it_can(changes: dict[str, Any], match: str) -> None:
+def test_impossible_settings_are_refused_with_possible_ones(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         facts(TOY, 1).check(replace(PARAMS, **changes))
 
 
-def test_every_toy_is_a_checkpoint_of_its_family() -> None:
+def test_every_toy_has_its_number_of_condition_images() -> None:
     assert {name: WAN21.facts(toy, 4).condition_images for name, toy in WAN21.toys.items()} == {
         "toy": (0, 0),
         "toy-i2v": (1, 1),

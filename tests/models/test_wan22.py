@@ -16,10 +16,7 @@ from unirl.config.errors import DataError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, difference, plain_pipeline, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.wan22.bundle import Wan22Bundle
-from unirl.models.wan22.family import facts
-from unirl.models.wan22.pipeline import FILES, Wan22Pipeline
-from unirl.models.wan22.toy import TOY, TOY_TI2V
+from unirl.models.wan22.family import LORA_FILES, WAN22, Wan22Bundle, Wan22Pipeline, facts
 from unirl.sde.guidance import ExpertGuidance
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
@@ -40,6 +37,8 @@ PARAMS = DiffusionSamplingParams(
     max_sequence_length=16,
     guidance_scale=4.0,
 )
+
+TOY, TOY_TI2V = WAN22.toys["toy"], WAN22.toys["toy-ti2v"]
 LEVELS = torch.tensor([0.95, 0.2, 0.875, 0.874, 0.5, 1.0, 0.9, 0.1])
 HIGH = LEVELS >= 0.875
 
@@ -104,7 +103,7 @@ def runs_of(module: Any, act: Callable[[], object]) -> dict[str, list[int]]:
     return found
 
 
-def test_levels_that_are_shared_run_one_expert_and_own_levels_run_both(rows: dict[str, Any]) -> None:
+def test_one_sigma_for_all_rows_runs_one_expert_and_several_run_both(rows: dict[str, Any]) -> None:
     pipeline = rows["pipeline"]
     module, off = pipeline.bundle.trainable(), pipeline.facts.guidance
     track = rollout_of(pipeline, replace(PARAMS, kernel=FlowSDEStrategy(), guidance_scale=1.0))
@@ -119,7 +118,7 @@ def test_levels_that_are_shared_run_one_expert_and_own_levels_run_both(rows: dic
     assert own == {"transformer": [4], "transformer_2": [8]}
 
 
-def test_an_expert_without_rows_gets_a_gradient_of_zero_where_all_are_run(rows: dict[str, Any]) -> None:
+def test_an_expert_without_rows_gets_a_gradient_of_zero_with_run_all(rows: dict[str, Any]) -> None:
     module = rows["pipeline"].bundle.trainable()
     denoiser = rows["pipeline"].stage.denoiser
     high, low = (list(module.get_submodule(name).parameters()) for name in ("transformer", "transformer_2"))
@@ -162,7 +161,7 @@ def test_adapters_are_written_as_two_files_that_diffusers_reads(tmp_path: Path) 
     difference_to_ours = exporter.verify(str(tmp_path), "diffusers-lora", TEXTS, params)
     assert difference_to_ours is not None and difference_to_ours < 1e-4
     assert apart(pipeline, params) > 1e-3
-    files = [load_file(tmp_path / name) for name in FILES.values()]
+    files = [load_file(tmp_path / name) for name in LORA_FILES.values()]
     assert files[0].keys() == files[1].keys() and len(files[0]) == len(backend.trainable) // 2
     assert all(name.startswith("transformer.blocks.") for name in files[0])
 
@@ -178,13 +177,13 @@ def pictures(params: DiffusionSamplingParams) -> list[ConditionImages]:
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("size", [(32, 64, 5), (64, 32, 9)])
-def test_a_video_that_begins_with_a_frame_is_the_one_of_diffusers(scale: float, size: tuple[int, int, int]) -> None:
+def test_a_video_with_a_first_frame_is_that_of_diffusers(scale: float, size: tuple[int, int, int]) -> None:
     height, width, frames = size
     params = replace(PARAMS, height=height, width=width, num_frames=frames, guidance_scale=scale)
     assert apart(of("wan22-ti2v"), params, pictures(params)) < 1e-4
 
 
-def test_the_sample_begins_with_the_frame_whatever_the_steps_were() -> None:
+def test_the_sample_begins_with_the_first_frame_for_any_steps() -> None:
     pipeline = of("wan22-ti2v")
     shown = pictures(PARAMS)
     conditions: Any = pipeline.encode(TEXTS, PARAMS, shown)
@@ -203,7 +202,7 @@ def test_the_sample_begins_with_the_frame_whatever_the_steps_were() -> None:
     assert (segment.final - free.final)[:, :, 1:].abs().max() > 0.1
 
 
-def test_a_forward_process_has_no_error_at_the_frame_that_is_shown() -> None:
+def test_a_forward_process_loss_is_zero_at_the_first_frame() -> None:
     pipeline = of("wan22-ti2v")
     conditions: Any = pipeline.encode(TEXTS, PARAMS, pictures(PARAMS))
     shape = pipeline.facts.latent_shape(PARAMS)
@@ -246,12 +245,12 @@ def test_the_public_experts_have_twice_the_blocks_of_one() -> None:
     assert {name.partition(".")[0] for name in estimate.linears} == {"transformer", "transformer_2"}
 
 
-def test_what_is_no_wan22_is_refused_by_what_it_is() -> None:
+def test_checkpoints_that_are_not_wan22_are_refused_by_name() -> None:
     without = {name: config for name, config in TOY.components.items() if name != "transformer_2"}
     for configs, match in (
         (replace(TOY, components=without), r"boundary_ratio=0.875 and no transformer_2: two experts need both"),
         (replace(TOY, settings={"boundary_ratio": None}), r"boundary_ratio=None and a transformer_2"),
-        (replace(TOY_TI2V, settings={}), r"a Wan 2.1 checkpoint .*Use unirl.models.wan21.bundle.Wan21Bundle"),
+        (replace(TOY_TI2V, settings={}), r"a Wan 2.1 checkpoint .*Use unirl.models.wan21.family.Wan21Bundle"),
     ):
         with pytest.raises(DataError, match=match):
             facts(configs, 1)

@@ -14,8 +14,7 @@ from torch import Tensor
 from tests.train.ranks import run_ranks
 from unirl.distributed import current
 from unirl.models.chunks import select_conditions
-from unirl.models.wan22.bundle import Wan22Bundle
-from unirl.models.wan22.pipeline import Wan22Pipeline
+from unirl.models.wan22.family import Wan22Bundle, Wan22Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.testing.bundle import rollout_of
@@ -128,7 +127,7 @@ def assert_equal(alone: list[Any], shared: list[Any]) -> None:
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("passes", [APART, APART[:1], APART[::-1]], ids=["both", "apart", "reversed"])
-def test_ranks_at_levels_of_their_own_have_the_gradient_of_one(lora: bool, passes: Sequence[Sequence[float]]) -> None:
+def test_ranks_with_different_sigmas_have_the_gradient_of_one(lora: bool, passes: Sequence[Sequence[float]]) -> None:
     [alone] = run_ranks(1, at_own_levels, lora, passes)
     for shared in run_ranks(2, at_own_levels, lora, passes):
         assert_equal(alone, shared)
@@ -136,7 +135,7 @@ def test_ranks_at_levels_of_their_own_have_the_gradient_of_one(lora: bool, passe
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("parts", [((0,), (2,)), ((2, 1), (0,)), ((0, 1, 2),)], ids=["fall", "rise", "mixed"])
-def test_parts_that_run_one_expert_lose_no_gradient_of_the_other(lora: bool, parts: Sequence[Sequence[int]]) -> None:
+def test_parts_that_run_one_expert_keep_the_gradient_of_the_other(lora: bool, parts: Sequence[Sequence[int]]) -> None:
     [alone] = run_ranks(1, at_shared_levels, lora, parts)
     for shared in run_ranks(2, at_shared_levels, lora, parts):
         assert_equal(alone, shared)

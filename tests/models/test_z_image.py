@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_beside_shorter_and_longer_ones(pipeline: ZImage
         assert torch.equal(velocity(rows), together[rows])
 
 
-def test_every_row_is_as_long_as_the_longest_prompt_could_make_it(pipeline: ZImagePipeline) -> None:
+def test_every_row_is_padded_to_the_longest_possible_prompt(pipeline: ZImagePipeline) -> None:
     """Whatever it stands beside: kernels of accelerators are chosen by length and mask."""
     module, seen = pipeline.bundle.trainable(), []
 
@@ -82,7 +82,7 @@ def test_every_row_is_as_long_as_the_longest_prompt_could_make_it(pipeline: ZIma
     assert seen == [(128, [64, 96, 64, 128]), (128, [64]), (128, [128, 128])]
 
 
-def test_all_denoisers_of_one_network_pad_alike(pipeline: ZImagePipeline) -> None:
+def test_all_denoisers_of_one_network_share_its_padding(pipeline: ZImagePipeline) -> None:
     params = params_of(1.0)
     before = sample_with_euler(pipeline, RAGGED, params).latents
     pipeline.bundle.stage()
@@ -138,7 +138,7 @@ def test_the_two_published_models_have_their_own_shift() -> None:
     assert [round(float(level), 6) for level in shifts] == [round(6 / 7, 6), 0.75]
 
 
-def test_a_model_that_sees_pictures_is_refused() -> None:
+def test_a_transformer_that_reads_images_is_refused() -> None:
     configs = changed(Z_IMAGE.toys["toy"], "transformer", siglip_feat_dim=8)
     with pytest.raises(DataError, match="siglip_feat_dim=8"):
         Z_IMAGE.facts(configs, 1)

@@ -14,8 +14,8 @@ from unirl.models.language.pipeline import TextPipeline, prompt_tokens
 from unirl.models.language.policy import policy_class
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
-from unirl.models.qwen3.bundle import QWEN3
-from unirl.models.qwen3.toy import TOY, toy_tokenizer
+from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
+from unirl.models.qwen3.family import QWEN3, Qwen3Bundle
 from unirl.sde.noise import NoiseSource
 from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.primitives import Texts
@@ -34,7 +34,7 @@ def networks(seed: int = 0, **changes: Any) -> tuple[Any, Any]:
     """A policy and transformers' own network with the same random weights."""
     import transformers
 
-    config = TOY | changes
+    config = Qwen3Bundle.toys["toy"] | changes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
@@ -45,8 +45,8 @@ def networks(seed: int = 0, **changes: Any) -> tuple[Any, Any]:
 
 def stage_of(network: nn.Module, tools: ToolBox | None = None, **changes: Any) -> ARStage:
     """A stage over a small network on the CPU."""
-    facts = language_facts(QWEN3, TOY | changes)
-    return ARStage(network, facts, TextCodec(toy_tokenizer(), ENDS), tools=tools)
+    facts = language_facts(QWEN3, Qwen3Bundle.toys["toy"] | changes)
+    return ARStage(network, facts, TextCodec(qwen3_tokenizer(), ENDS), tools=tools)
 
 
 def prompts_of_lengths(lengths: Sequence[int], seed: int = 0) -> Conditions:

@@ -5,8 +5,7 @@ import torch
 
 from tests.sync_ends import LORA, Ends, ends
 from unirl.config.errors import SyncError
-from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.testing.text import text_request
 from unirl.types.rollout_req import RolloutReq

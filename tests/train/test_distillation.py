@@ -13,8 +13,8 @@ from tests.source_tree import ROOT
 from unirl.cli.main import main
 from unirl.config.errors import ConfigError, NotFoundError
 from unirl.config.load import load
-from unirl.models.qwen3.bundle import Qwen3Bundle
-from unirl.models.qwen3.toy import toy_tokenizer
+from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
+from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.plan.preflight import preflight
 
 RECIPE = str(ROOT / "tests/trainer/text_loop.yaml")
@@ -36,7 +36,7 @@ def teacher(tmp_path_factory) -> Path:
         for parameter in network.parameters():
             parameter.add_(torch.empty(parameter.shape).normal_(std=0.08, generator=generator))
     network.save_pretrained(folder)
-    toy_tokenizer().save_pretrained(folder)
+    qwen3_tokenizer().save_pretrained(folder)
     return folder
 
 

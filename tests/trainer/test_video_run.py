@@ -18,8 +18,8 @@ from unirl.tracking.videos import STRIP_GAP, VideoMedia, can_write_mp4
 pytestmark = pytest.mark.slow
 
 WAN = (
-    "bundle._target_=unirl.models.wan21.bundle.Wan21Bundle",
-    "pipeline._target_=unirl.models.wan21.pipeline.Wan21Pipeline",
+    "bundle._target_=unirl.models.wan21.family.Wan21Bundle",
+    "pipeline._target_=unirl.models.wan21.family.Wan21Pipeline",
     "reward.backend._target_=unirl.reward.local.video_pickscore.VideoPickScoreRewardScorer",
     "sampling.num_frames=5",
     "num_rollouts=1",

@@ -37,37 +37,6 @@ class KLEncoder:
         return (mean - config.shift_factor) * config.scaling_factor
 
 
-def kl_config(scaling_factor: float, shift_factor: float) -> dict[str, Any]:
-    """The configuration of the public AutoencoderKLs of 16 channels, which differ in the scale of their latents."""
-    return _kl_config(1024, 16, (128, 256, 512, 512), 2, 32) | {
-        "scaling_factor": scaling_factor,
-        "shift_factor": shift_factor,
-    }
-
-
-def toy_kl_config(scaling_factor: float, shift_factor: float) -> dict[str, Any]:
-    """The same, tiny: 4 channels."""
-    return _kl_config(32, 4, (8, 8, 16, 16), 1, 4) | {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
-
-
-def _kl_config(
-    sample_size: int, latent_channels: int, widths: tuple[int, ...], layers_per_block: int, norm_num_groups: int
-) -> dict[str, Any]:
-    return {
-        "sample_size": sample_size,
-        "in_channels": 3,
-        "out_channels": 3,
-        "latent_channels": latent_channels,
-        "block_out_channels": widths,
-        "layers_per_block": layers_per_block,
-        "norm_num_groups": norm_num_groups,
-        "down_block_types": ("DownEncoderBlock2D",) * len(widths),
-        "up_block_types": ("UpDecoderBlock2D",) * len(widths),
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    }
-
-
 def to_unit(pixels: Tensor) -> Tensor:
     """[-1, 1] to [0, 1], clamped."""
     return (pixels / 2 + 0.5).clamp(0, 1)

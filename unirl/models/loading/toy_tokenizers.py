@@ -1,4 +1,4 @@
-"""Tokenizers of toy models: the real classes over single characters and bytes, made without files."""
+"""Tokenizers of toy models: the real classes over single characters or bytes, built without files."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 PRINTABLE = range(33, 127)
-CLIP_VOCABULARY = 514
-T5_VOCABULARY = 98
 GEMMA_SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
-GEMMA_VOCABULARY = len(GEMMA_SPECIALS) + 1 + len(PRINTABLE)
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEXT_SPECIALS = (END_OF_TEXT, START, END)
+QWEN_SPECIALS = (*TEXT_SPECIALS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 THINK = ("<think>", "</think>")
-QWEN_SPECIALS = (END_OF_TEXT, START, END, *VISION)
-QWEN_VOCABULARY = 256 + len(QWEN_SPECIALS) + len(THINK)
-QWEN_CHAT = (
+
+# Chat templates, in Jinja.
+_TEXT_MESSAGES = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+)
+_IMAGE_MESSAGES = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+_ANSWER = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+_NO_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+_END = "{% endif %}"
 
 
 def clip_tokenizer() -> Any:
-    """CLIP's, of 514 letters: ids 512 and 513 begin and end a text."""
+    """A CLIP tokenizer with 514 tokens. Ids 512 and 513 begin and end a text."""
     from transformers import CLIPTokenizer
 
     letters = sorted(byte_letters())
@@ -36,7 +38,7 @@ def clip_tokenizer() -> Any:
 
 
 def t5_tokenizer() -> Any:
-    """T5's and UMT5's, of 98 letters."""
+    """A T5 or UMT5 tokenizer with 98 tokens."""
     from transformers import T5Tokenizer
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
@@ -44,7 +46,7 @@ def t5_tokenizer() -> Any:
 
 
 def gemma_tokenizer() -> Any:
-    """Gemma's, of 100 letters; every text begins with <bos>."""
+    """A Gemma tokenizer with 100 tokens. Every text begins with <bos>."""
     from transformers import GemmaTokenizer
 
     pieces = [*GEMMA_SPECIALS, "\u2581", *map(chr, PRINTABLE)]
@@ -52,17 +54,32 @@ def gemma_tokenizer() -> Any:
 
 
 def byt5_tokenizer() -> Any:
-    """ByT5's, which needs no files: 384 ids."""
+    """The ByT5 tokenizer with 384 tokens, which needs no files."""
     from transformers import ByT5Tokenizer
 
     return ByT5Tokenizer()
 
 
-def qwen_tokenizer(chat_template: str = QWEN_CHAT, specials: Sequence[str] = QWEN_SPECIALS) -> Any:
-    """Qwen's, one token per byte, with its own special tokens and chat."""
+def qwen_tokenizer() -> Any:
+    """A Qwen tokenizer with 265 tokens, for the text encoders of image and video models."""
+    return _qwen(QWEN_SPECIALS, THINK, _IMAGE_MESSAGES + _ANSWER + _NO_THINKING + _END)
+
+
+def qwen3_tokenizer() -> Any:
+    """A Qwen3 tokenizer with 261 tokens."""
+    return _qwen(TEXT_SPECIALS, THINK, _TEXT_MESSAGES + _ANSWER + _NO_THINKING + _END)
+
+
+def qwen_vl_tokenizer() -> Any:
+    """A Qwen-VL tokenizer with 263 tokens."""
+    return _qwen(QWEN_SPECIALS, (), _IMAGE_MESSAGES + _ANSWER + _END)
+
+
+def _qwen(specials: Sequence[str], further: Sequence[str], chat_template: str) -> Any:
+    """A Qwen tokenizer with one token per byte, special token and further token."""
     from transformers import Qwen2Tokenizer
 
-    pieces = [*byte_letters(), *specials, *THINK]
+    pieces = [*byte_letters(), *specials, *further]
     tokenizer = Qwen2Tokenizer(
         vocab={piece: i for i, piece in enumerate(pieces)},
         merges=[],
@@ -70,13 +87,13 @@ def qwen_tokenizer(chat_template: str = QWEN_CHAT, specials: Sequence[str] = QWE
         eos_token=END,
         extra_special_tokens=list(specials),
     )
-    tokenizer.add_tokens(list(THINK))
+    tokenizer.add_tokens(list(further))
     tokenizer.chat_template = chat_template
     return tokenizer
 
 
 def with_pieces(tokenizer: Any, text: str, count: int) -> Any:
-    """The same tokenizer, to which `text` is `count` tokens: what a long prompt template is to the real one."""
+    """`tokenizer` with more tokens, so that `text` is `count` tokens. Toys use it for long prompt templates."""
     size = len(text) // count  # all but the last are equally long, so that no other piece is the longest match
     starts = [i * size for i in range(count)]
     tokenizer.add_tokens([text[start : start + size] for start in starts[:-1]] + [text[starts[-1] :]])
@@ -84,7 +101,7 @@ def with_pieces(tokenizer: Any, text: str, count: int) -> Any:
 
 
 def byte_letters() -> list[str]:
-    """The letters that byte-level BPE spells the bytes 0 to 255 with: printable ones as they are, others above 255."""
+    """The letters of byte-level BPE for bytes 0 to 255: printable ones are themselves, others are above 255."""
     printable = {*PRINTABLE, *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,44 +1,340 @@
-"""What a Qwen-Image-Edit checkpoint is made of: the networks of Qwen-Image, and a processor of images."""
+"""Qwen-Image-Edit: the networks of Qwen-Image, which also read images to be edited or combined.
+
+Qwen2.5-VL reads the images in the chat, before the prompt:
+
+    chat    [opening | images | prompt | closing | padding]  --Qwen2.5-VL-->  [B, num_dropped + P + L, D]
+    tokens  [B, P + L, D] without the opening, zero at padding;  P = tokens of the images and of the text around them
+
+These tensors equal those of diffusers' `encode_prompt`, except that all prompts have the same length: diffusers never
+truncates a prompt, and here `max_sequence_length` does. The transformer reads the VAE latents of each image as tokens
+after those of the sample.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
-from unirl.models.qwen_image.family import CLASSES, EDIT, EDIT_PLUS, PIPELINE, SEED
-from unirl.models.qwen_image.family import facts as facts_of_drawing
-from unirl.models.qwen_image_edit.published import PUBLISHED
-from unirl.models.qwen_image_edit.toy import TOY, TOY_PLUS, toy_tokenizers
+import torch
+from torch import Tensor
+
+from unirl.models.denoising.bundle import ConditionImageEncoder, Encoder, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.denoising.stage import Denoiser
+from unirl.models.images import to_pil
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.qwen_image.family import (
+    COMPONENT_CLASSES,
+    EDIT_PIPELINE,
+    EDIT_PLUS_PIPELINE,
+    PIPELINE,
+    TOY_SEED,
+    QwenImageBundle,
+    QwenImageDenoiser,
+    QwenImageTextEncoder,
+    Template,
+    call_diffusers,
+    chat_opening,
+    toy_tokenizer,
+)
+from unirl.models.qwen_image.family import facts as qwen_image_facts
+from unirl.models.qwen_vl.vision import image_text_processor, toy_image_processor
+from unirl.types.conditions import Conditions, LatentCondition, TextEmbedCondition
 from unirl.types.facts import LatentFacts
+from unirl.types.sampling import DiffusionSamplingParams
 
+FOLDER = Path(__file__).parent
 PROCESSOR = "processor"
-MAX_CONDITION_IMAGES = {"": 1, EDIT_PLUS: 3}
-"""To be edited or combined, by the pipeline that a checkpoint names; at least one."""
+MAX_CONDITION_IMAGES = {"": 1, EDIT_PLUS_PIPELINE: 3}
+"""Most condition images, by the pipeline that a checkpoint names. At least one is required."""
+IMAGE = "image"
+"""Name of the condition that holds the latents of the images."""
+REFERENCE_PIXELS = 1024 * 1024
+"""diffusers resizes the images for the VAE to this area."""
+SIDE_MULTIPLE = 32
 
 
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
-    """What the rest of the system needs to know: Qwen-Image's facts, and the images."""
+    """The facts of a checkpoint: those of Qwen-Image, and the number of condition images."""
     return replace(
-        facts_of_drawing(configs, batch_multiple),
+        qwen_image_facts(configs, batch_multiple),
         family="qwen_image_edit",
         condition_images=(1, MAX_CONDITION_IMAGES[configs.pipeline]),
         reference_tokens=True,
     )
 
 
+# The chat around a prompt
+
+IMAGE_PAD = "<|image_pad|>"
+VISION = f"<|vision_start|>{IMAGE_PAD}<|vision_end|>"
+
+
+@dataclass(frozen=True)
+class EditTemplate(Template):
+    """A chat with images before the prompt."""
+
+    image: str
+    """The text of one image; {} is replaced by its number."""
+    encoder_pixels: int | None = None
+    """The area to which images are resized for Qwen2.5-VL. None: they are not resized."""
+
+    def images(self, count: int) -> str:
+        """The text of all images of a prompt, in order."""
+        return "".join(self.image.format(i + 1) for i in range(count))
+
+
+OPENING = chat_opening(
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
+    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate."
+)
+TEMPLATES: Mapping[str, EditTemplate] = {
+    "": EditTemplate(OPENING, 64, VISION),
+    EDIT_PLUS_PIPELINE: EditTemplate(OPENING, 64, f"Picture {{}}: {VISION}", 384 * 384),
+}
+"""Template by the pipeline that a checkpoint names."""
+
+
+def toy_tokenizers() -> Mapping[str, Any]:
+    """The tokenizer of Qwen2.5-VL, and the processor of images and texts."""
+    tokenizer = toy_tokenizer(OPENING)
+    return {"tokenizer": tokenizer, PROCESSOR: image_text_processor(toy_image_processor(), tokenizer)}
+
+
 QWEN_IMAGE_EDIT = DiffusersFamily(
     name="qwen_image_edit",
-    pipeline=EDIT,
-    further_pipelines=(EDIT_PLUS,),
+    pipeline=EDIT_PIPELINE,
+    further_pipelines=(EDIT_PLUS_PIPELINE,),
     foreign_pipelines={
-        PIPELINE: "unirl.models.qwen_image.bundle.QwenImageBundle and "
-        "unirl.models.qwen_image.pipeline.QwenImagePipeline"
+        PIPELINE: "unirl.models.qwen_image.family.QwenImageBundle and unirl.models.qwen_image.family.QwenImagePipeline"
     },
-    classes=CLASSES,
+    classes=COMPONENT_CLASSES,
     tokenizers=("tokenizer", PROCESSOR),
     facts=facts,
-    toys={"toy": TOY, "toy-plus": TOY_PLUS},
+    toys=read_configs(FOLDER / "toy.json"),
     toy_tokenizers=toy_tokenizers,
-    published=PUBLISHED,
-    seed=SEED,
+    published=read_configs(FOLDER / "published.json"),
+    seed=TOY_SEED,
 )
+
+
+class QwenImageEditDenoiser(QwenImageDenoiser):
+    """The transformer as a velocity field. The tokens of condition images follow the sample's."""
+
+    def references(self, conditions: Conditions) -> Sequence[Tensor]:
+        """Latents [B, C, H, W] of each image in the condition `image`."""
+        image = conditions.get(IMAGE)
+        if image is None:
+            return ()
+        assert isinstance(image, LatentCondition)
+        return image.latents.unbind(1)
+
+
+class QwenImageEditTextEncoder(QwenImageTextEncoder):
+    """The frozen Qwen2.5-VL, which reads text and images."""
+
+    template: EditTemplate
+
+    def __init__(self, encoder: Any, tokenizer: Any, template: EditTemplate, image_processor: Any) -> None:
+        """
+        Args:
+            image_processor: a `Qwen2VLImageProcessorPil`.
+        """
+        super().__init__(encoder, tokenizer, template)
+        self.image_processor = image_processor
+
+    def encode_with_images(self, texts: Sequence[str], max_sequence_length: int, images: Tensor) -> TextEmbedCondition:
+        """The condition of `texts`, each with its images [B, N, 3, H, W] in [0, 1]."""
+        patches = self.image_processor(images=[self._resized(i) for i in images.flatten(0, 1)], return_tensors="pt")
+        counts = patches["image_grid_thw"].prod(1) // self.image_processor.merge_size**2
+        num_images = images.shape[1]
+        texts_around = self.template.images(num_images).split(IMAGE_PAD)
+        # All images of a call have one size, and so the same number of tokens.
+        placeholders = [IMAGE_PAD * count for count in counts[:num_images].tolist()]
+        image_text = "".join(part for pair in zip(texts_around, [*placeholders, ""], strict=True) for part in pair)
+        tokens = self._tokens(texts, self.template.opening + image_text, max_sequence_length)
+        vision = {name: patches[name] for name in ("pixel_values", "image_grid_thw")}
+        vision["mm_token_type_ids"] = self._image_mask(tokens["input_ids"], image_text.count(IMAGE_PAD))
+        return self._states({**tokens, **vision})
+
+    def _image_mask(self, ids: Tensor, count: int) -> Tensor:
+        """[B, L] 1 at image tokens. Raises ValueError if a prompt contains the text of one."""
+        mask = ids == self.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+        if bool((mask.sum(1) != count).any()):
+            raise ValueError(
+                f"a prompt contains {IMAGE_PAD}, which is the model's own image token. Remove it from the data"
+            )
+        return mask.int()
+
+    def _resized(self, pixels: Tensor) -> Any:
+        """The image [3, H, W] for the image processor, resized to the area that the template requires."""
+        from PIL import Image
+
+        image = to_pil(pixels)
+        if self.template.encoder_pixels is None:
+            return image
+        size = size_of_area(self.template.encoder_pixels, image.width / image.height)
+        return image.resize(size, Image.Resampling.LANCZOS)
+
+
+def size_of_area(pixels: int, ratio: float) -> tuple[int, int]:
+    """(width, height) of about `pixels` in area with width / height = ratio, in multiples of 32."""
+    exact_width = math.sqrt(pixels * ratio)
+    width, height = (round(side / SIDE_MULTIPLE) * SIDE_MULTIPLE for side in (exact_width, exact_width / ratio))
+    return width, height
+
+
+class ReferenceEncoder:
+    """Condition images as VAE latents, at the size of the sample.
+
+    diffusers resizes condition images to an area of 1024 x 1024 pixels at their own aspect ratio, whatever the size of
+    the sample; for a sample of that size both are the same. Here they shrink with a smaller sample, and so does their
+    number of tokens.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.components = encoder.components
+
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """`image`: latents [B, N, C, H / 8, W / 8] of images [B, N, 3, H, W] in [0, 1]."""
+        latents = self.encoder.encode(images.flatten(0, 1)).unflatten(0, images.shape[:2])
+        return {IMAGE: LatentCondition(latents=latents)}
+
+
+class QwenImageEditBundle(QwenImageBundle):
+    """Transformer, Qwen2.5-VL and VAE, all of which read the condition images."""
+
+    family: ClassVar[DiffusersFamily] = QWEN_IMAGE_EDIT
+
+    def denoiser(self) -> Denoiser:
+        """The transformer as a velocity field."""
+        return QwenImageEditDenoiser(self.trainable(), self.facts.patch_size)
+
+    def text_encoder(self) -> TextEncoder:
+        """Qwen2.5-VL, which reads text and images."""
+        self.require(("text_encoder",), "encode text")
+        return QwenImageEditTextEncoder(
+            self.modules["text_encoder"],
+            self.tokenizers["tokenizer"],
+            TEMPLATES[self.configs.pipeline],
+            self.tokenizers[PROCESSOR].image_processor,
+        )
+
+    def condition_image_encoder(self) -> ConditionImageEncoder:
+        """The VAE."""
+        return ReferenceEncoder(self.encoder())
+
+    def _load_tokenizers(self) -> dict[str, Any]:
+        """The tokenizer and the processor. transformers' own way to load the processor needs torchvision."""
+        if self.family.is_toy(self.path):
+            return super()._load_tokenizers()
+        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+        root = self.family.directory(self.path, self.revision)
+        tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(root / PROCESSOR, local_files_only=True)
+        return {"tokenizer": tokenizer, PROCESSOR: image_text_processor(image_processor, tokenizer)}
+
+
+class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
+    """Image editing with Qwen-Image-Edit."""
+
+    def extra_components(self) -> Mapping[str, object]:
+        """The processor, which diffusers can load only with torchvision."""
+        return {name: part for name, part in self.bundle.tokenizers.items() if name == PROCESSOR}
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Writes the model, with the checkpoint's own processor files: ours lacks the part for videos."""
+        written, family, path = super().write_model(tensors, folder), self.bundle.family, self.bundle.path
+        if self.extra_components() and not family.is_toy(path):
+            root = family.directory(path, self.bundle.revision)
+            shutil.copytree(root / PROCESSOR, written / PROCESSOR, dirs_exist_ok=True)
+        return written
+
+    def sample_with_diffusers(
+        self,
+        plain: PlainPipeline,
+        texts: Sequence[str],
+        x_T: Tensor,  # noqa: N803
+        params: DiffusionSamplingParams,
+        images: Sequence[ConditionImages] | None = None,
+    ) -> Tensor:
+        """Uses references of the sample's size and the image positions that the encoder was trained on."""
+        assert images is not None  # facts.condition_images: at least one
+        rows = [[to_pil(pixels) for pixels in row.pixels] for row in images]
+        num_tokens = self.embed(texts, params.max_sequence_length, images).embeds.shape[1]
+        with references_of_sample_size(plain, params), image_token_types(plain), prompts_truncated(plain, num_tokens):
+            if self.facts.condition_images == (1, 1):  # one image per prompt
+                return call_diffusers(plain, texts, x_T, params, image=[row[0] for row in rows])
+            # Any number of images per prompt, so one prompt per call.
+            return torch.cat(
+                [
+                    call_diffusers(plain, [text], x_T[i : i + 1], params, image=row)
+                    for i, (text, row) in enumerate(zip(texts, rows, strict=True))
+                ]
+            )
+
+
+@contextmanager
+def references_of_sample_size(plain: PlainPipeline, params: DiffusionSamplingParams) -> Iterator[None]:
+    """Makes diffusers resize references to the size of the sample instead of an area of 1024 x 1024 pixels."""
+    module: Any = sys.modules[type(plain).__module__]
+    original = module.calculate_dimensions
+
+    def sized(pixels: int, ratio: float) -> tuple[object, ...]:
+        dimensions: tuple[object, ...] = original(pixels, ratio)
+        return (params.width, params.height, *dimensions[2:]) if pixels == REFERENCE_PIXELS else dimensions
+
+    module.calculate_dimensions = sized
+    try:
+        yield
+    finally:
+        module.calculate_dimensions = original
+
+
+@contextmanager
+def prompts_truncated(plain: PlainPipeline, num_tokens: int) -> Iterator[None]:
+    """Truncates the prompt embeddings of diffusers to `num_tokens`, the length that our encoder gives them.
+
+    The editing pipelines of diffusers check `max_sequence_length` and then ignore it. Attention is causal, so cutting
+    the embeddings equals cutting the tokens.
+    """
+    encode_prompt = plain.encode_prompt
+
+    def truncated(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        embeds, mask = encode_prompt(*arguments, **named)
+        return embeds[:, :num_tokens], None if mask is None else mask[:, :num_tokens]
+
+    plain.encode_prompt = truncated
+    try:
+        yield
+    finally:
+        plain.encode_prompt = encode_prompt
+
+
+@contextmanager
+def image_token_types(plain: PlainPipeline) -> Iterator[None]:
+    """Tells Qwen2.5-VL which tokens belong to images.
+
+    transformers 5 gives these tokens their two-dimensional positions only then. diffusers does not pass this argument,
+    so its encoder gets positions that it was not trained on (https://github.com/huggingface/diffusers/issues/14194).
+    """
+    image_token = plain.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+
+    def add_token_types(module: object, arguments: tuple[object, ...], named: dict[str, Any]) -> Any:
+        return arguments, {**named, "mm_token_type_ids": (named["input_ids"] == image_token).int()}
+
+    handle = plain.text_encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,34 +1,68 @@
-"""What a Wan 2.1 checkpoint is made of: text to video, or image to video. Wan 2025 (arXiv:2503.20314)."""
+"""Wan 2.1, text to video and image to video. Wan 2025 (arXiv:2503.20314). Wan 2.2 shares most of it.
+
+The transformer reads
+
+    text    [B, L, D]           UMT5 states of the cleaned prompt, then zeros up to max_sequence_length
+    image   [B, 4 + C, F, h, w] image to video: mask (1 at the first latent frame) ++ VAE(first frame, then grey frames)
+    vision  [B, L, D]           image to video of Wan 2.1: CLIP-vision states before the last layer
+
+The tensors equal those of diffusers' `WanPipeline` and `WanImageToVideoPipeline`. The transformer attends to the zeros
+of the text: there is no mask. With CLIP tokens, it takes the last 512 tokens for text, so the zeros reach that length.
+"""
 
 from __future__ import annotations
 
-from unirl.config.errors import NotFoundError
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs
-from unirl.models.wan21.published import I2V, PUBLISHED
-from unirl.models.wan21.toy import TOY, TOY_I2V, toy_tokenizers
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unirl.config.errors import InvalidValueError, NotFoundError
+from unirl.models.denoising.bundle import ConditionImageEncoder, Decoder, DiffusersBundle, Encoder, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.denoising.pipeline import VIDEO
+from unirl.models.denoising.stage import Denoiser
+from unirl.models.denoising.vae import from_unit, to_unit
+from unirl.models.images import to_pil
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.loading.toy_tokenizers import t5_tokenizer
 from unirl.sde.guidance import Guidance
 from unirl.sde.schedule import SigmaSchedule
+from unirl.types.conditions import Conditions, LatentCondition, TextEmbedCondition, VisionCondition
 from unirl.types.facts import LatentFacts
-from unirl.types.protocols import GuidanceLike
+from unirl.types.protocols import Capabilities, GuidanceLike
+from unirl.types.sampling import DiffusionSamplingParams
 
+FOLDER = Path(__file__).parent
 PIPELINE = "WanPipeline"
-FURTHER_PIPELINES = (I2V,)
+FURTHER_PIPELINES = ("WanImageToVideoPipeline",)
 CLASSES = {
     "transformer": "diffusers.WanTransformer3DModel",
     "text_encoder": "transformers.UMT5EncoderModel",
     "image_encoder": "transformers.CLIPVisionModel",
     "vae": "diffusers.AutoencoderKLWan",
 }
+CLIP, CLIP_PROCESSOR = "image_encoder", "image_processor"
+FIRST_FRAME, VISION = "image", "vision"
+"""Names of the conditions that a first frame gives."""
 LORA_TARGETS = tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
-ADDED_LORA_TARGETS = ("attn2.add_k_proj", "attn2.add_v_proj")
+CLIP_LORA_TARGETS = ("attn2.add_k_proj", "attn2.add_v_proj")
+TEXT_LENGTH_WITH_CLIP = 512
+"""The text length that diffusers' WanTransformer3DModel assumes to separate text tokens from CLIP tokens."""
+TOY_CLIP_SIDE = 28
+"""Image side of the toy CLIP, in pixels."""
 
 
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
-    """What the rest of the system needs to know; a Wan 2.2 checkpoint is refused."""
+    """The facts of a checkpoint. Raises NotFoundError (4001) for a Wan 2.2 checkpoint."""
     if any(configs.settings.get(name) for name in ("boundary_ratio", "expand_timesteps")):
         raise NotFoundError(
             "this is a Wan 2.2 checkpoint (model_index.json sets boundary_ratio or expand_timesteps). "
-            "Use unirl.models.wan22.bundle.Wan22Bundle and unirl.models.wan22.pipeline.Wan22Pipeline"
+            "Use unirl.models.wan22.family.Wan22Bundle and unirl.models.wan22.family.Wan22Pipeline"
         )
     return wan_facts("wan21", configs, batch_multiple, Guidance())
 
@@ -40,24 +74,23 @@ def wan_facts(
     guidance: GuidanceLike,
     condition_images: tuple[int, int] | None = None,
 ) -> LatentFacts:
-    """Facts that Wan 2.1 and 2.2 share.
+    """The facts that Wan 2.1 and 2.2 share.
 
     Args:
-        condition_images: absent = one where the transformer has channels for a first frame, else none.
+        condition_images: fewest and most first frames. If absent, it depends on the channels of the transformer.
     """
     transformer, vae = configs.components["transformer"], configs.components["vae"]
     frame_scale = vae.get("scale_factor_temporal", 4)
-    is_shown = shown_a_frame(transformer["in_channels"], vae["z_dim"], frame_scale)
+    has_first_frame = reads_first_frame(transformer["in_channels"], vae["z_dim"], frame_scale)
     if transformer.get("pos_embed_seq_len") is not None:
         raise NotFoundError(
             f"this {family} checkpoint reads a first and a last frame (pos_embed_seq_len is set), which is not "
             "supported. Use one of text to video or image to video"
         )
-    added = ADDED_LORA_TARGETS if transformer.get("added_kv_proj_dim") else ()
     return LatentFacts(
         family=family,
         block_class_names=("WanTransformerBlock",),
-        lora_targets=LORA_TARGETS + added,
+        lora_targets=LORA_TARGETS + (CLIP_LORA_TARGETS if transformer.get("added_kv_proj_dim") else ()),
         latent_channels=vae["z_dim"],
         vae_scale=vae.get("scale_factor_spatial", 8),
         patch_size=transformer["patch_size"][-1],
@@ -67,22 +100,31 @@ def wan_facts(
         guidance=guidance,
         batch_multiple=batch_multiple,
         text_width=transformer["text_dim"],
-        condition_images=condition_images or ((1, 1) if is_shown else (0, 0)),
+        condition_images=condition_images or ((1, 1) if has_first_frame else (0, 0)),
     )
 
 
-def shown_a_frame(in_channels: int, latent_channels: int, frame_scale: int) -> bool:
-    """Whether a transformer reads a mask and the latents of a first frame beside the video's latents.
+def reads_first_frame(in_channels: int, latent_channels: int, frame_scale: int) -> bool:
+    """True if a transformer reads a mask and the latents of a first frame in addition to the video's latents.
 
-    Raises DataError (4001) where its number of channels means neither.
+    Raises NotFoundError (4001) if its number of channels fits neither case.
     """
-    plain, shown = latent_channels, 2 * latent_channels + frame_scale
-    if in_channels not in (plain, shown):
+    text_to_video, image_to_video = latent_channels, 2 * latent_channels + frame_scale
+    if in_channels not in (text_to_video, image_to_video):
         raise NotFoundError(
-            f"a Wan transformer with in_channels={in_channels} beside a VAE of {latent_channels} channels: text to "
-            f"video has {plain}, image to video {shown}. Use a checkpoint of one of these"
+            f"a Wan transformer has in_channels={in_channels} and its VAE {latent_channels} channels: text to "
+            f"video has in_channels={text_to_video}, image to video {image_to_video}. Use a checkpoint of one of these"
         )
-    return in_channels == shown
+    return in_channels == image_to_video
+
+
+def toy_tokenizers() -> dict[str, Any]:
+    """A character-level tokenizer, and an image processor for the toy CLIP."""
+    from transformers import CLIPImageProcessorPil
+
+    side = TOY_CLIP_SIDE
+    processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    return {"tokenizer": t5_tokenizer(), CLIP_PROCESSOR: processor}
 
 
 WAN21 = DiffusersFamily(
@@ -90,10 +132,258 @@ WAN21 = DiffusersFamily(
     pipeline=PIPELINE,
     further_pipelines=FURTHER_PIPELINES,
     classes=CLASSES,
-    tokenizers=("tokenizer", "image_processor"),
-    optional=("image_encoder",),
+    tokenizers=("tokenizer", CLIP_PROCESSOR),
+    optional=(CLIP,),
     facts=facts,
-    toys={"toy": TOY, "toy-i2v": TOY_I2V},
+    toys=read_configs(FOLDER / "toy.json"),
     toy_tokenizers=toy_tokenizers,
-    published=PUBLISHED,
+    published=read_configs(FOLDER / "published.json"),
 )
+
+
+class WanDenoiser:
+    """The transformer as a velocity field.
+
+    Its timestep is 1000 sigma in fp32. diffusers' UniPC scheduler truncates that to an integer; its Euler scheduler
+    does not.
+    """
+
+    def __init__(self, transformer: Any, timestep_scale: float) -> None:
+        self.transformer = transformer  # diffusers' WanTransformer3DModel, which has no types
+        self.timestep_scale = timestep_scale
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """v [B, C, F, H, W] fp32 at x [B, C, F, H, W] and sigma [B], given `text` and the first frame's conditions."""
+        v: Tensor = self.transformer(**self.inputs(x, sigma, conditions), return_dict=False)[0]
+        return v.float()
+
+    def inputs(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> dict[str, Tensor | None]:
+        """The arguments of the transformer's forward."""
+        text, first_frame, vision = (conditions.get(name) for name in ("text", FIRST_FRAME, VISION))
+        assert isinstance(text, TextEmbedCondition)
+        if isinstance(first_frame, LatentCondition):
+            x = torch.cat([x, first_frame.latents.to(x)], dim=1)
+        dtype = self.dtype
+        return {
+            "hidden_states": x.to(dtype),
+            "timestep": self.timestep_scale * sigma,
+            "encoder_hidden_states": text.embeds.to(dtype),
+            "encoder_hidden_states_image": vision.embeds.to(dtype) if isinstance(vision, VisionCondition) else None,
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrices. Norms and tables may be wider."""
+        dtype: torch.dtype = self.transformer.patch_embedding.weight.dtype
+        return dtype
+
+
+class WanTextEncoder:
+    """The frozen UMT5."""
+
+    components: tuple[str, ...] = ("text_encoder",)
+
+    def __init__(self, encoder: Any, tokenizer: Any, fixed_length: int | None = None) -> None:
+        """
+        Args:
+            fixed_length: number of tokens that the transformer requires. If absent, any number is possible.
+        """
+        self.encoder = encoder  # transformers' UMT5EncoderModel
+        self.tokenizer = tokenizer
+        self.fixed_length = fixed_length
+
+    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
+        """The condition of `texts`, each truncated or padded to `max_sequence_length` tokens."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        tokens = self.tokenizer(
+            [prompt_clean(text) for text in texts],
+            padding="max_length",
+            max_length=max_sequence_length,
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(self.encoder.device)
+        states = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        mask = tokens.attention_mask > 0
+        embeds = torch.where(mask[..., None], states, 0.0)
+        missing = 0 if self.fixed_length is None else self.fixed_length - max_sequence_length
+        if missing < 0:
+            raise InvalidValueError(
+                f"sampling.max_sequence_length={max_sequence_length}: this transformer reads {self.fixed_length} "
+                f"tokens of text. Use at most {self.fixed_length}"
+            )
+        return TextEmbedCondition(embeds=pad(embeds, (0, 0, 0, missing)), mask=pad(mask, (0, missing)))
+
+
+class WanVAE:
+    """diffusers' AutoencoderKLWan (fp32), with latents of mean 0 and variance 1 per channel.
+
+    It is causal: a latent frame covers 4 frames, and the first latent frame covers the first frame alone.
+    """
+
+    components: tuple[str, ...] = ("vae",)
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels [B, 3, 4 F - 3, H, W] in [0, 1] of latents [B, C, F, h, w]."""
+        mean, std = self._channel_statistics(latents)
+        return to_unit(self.vae.decode(latents * std + mean, return_dict=False)[0])
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [B, C, F, h, w] of pixels [B, 3, 4 F - 3, H, W], or of images [B, 3, H, W], in [0, 1]."""
+        return self.encode_frames(from_unit(pixels if pixels.dim() == 5 else pixels[:, :, None]))
+
+    def encode_frames(self, frames: Tensor) -> Tensor:
+        """Latents [B, C, F, h, w] of frames [B, 3, 4 F - 3, H, W] in [-1, 1]: the mean of the encoder's Gaussian."""
+        latents: Tensor = self.vae.encode(frames.to(self.vae.dtype)).latent_dist.mode()
+        mean, std = self._channel_statistics(latents)
+        return (latents - mean) / std
+
+    def _channel_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, which broadcast over [B, C, F, h, w]."""
+        mean, std = (torch.tensor(self.vae.config[name]).to(like) for name in ("latents_mean", "latents_std"))
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+
+class FirstFrameEncoder:
+    """The conditions of a first frame, by the VAE and, if the checkpoint has it, CLIP-vision."""
+
+    def __init__(self, vae: WanVAE, frame_scale: int, image_encoder: Any = None, processor: Any = None) -> None:
+        self.vae = vae
+        self.frame_scale = frame_scale
+        self.image_encoder = image_encoder  # transformers' CLIPVisionModel
+        self.processor = processor
+        self.components = vae.components if image_encoder is None else (*vae.components, CLIP)
+
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """`image` and `vision` of images [B, 1, 3, H, W] in [0, 1]."""
+        first = from_unit(images[:, 0])
+        grey = first.new_zeros(*first.shape[:2], params.num_frames - 1, *first.shape[2:])
+        latents = self.vae.encode_frames(torch.cat([first[:, :, None], grey], dim=2))
+        mask = latents.new_zeros(len(latents), self.frame_scale, *latents.shape[2:])
+        mask[:, :, 0] = 1.0
+        conditions: Conditions = {FIRST_FRAME: LatentCondition(latents=torch.cat([mask, latents], dim=1))}
+        if self.image_encoder is not None:
+            conditions[VISION] = self._vision(images[:, 0])
+        return conditions
+
+    def _vision(self, images: Tensor) -> VisionCondition:
+        inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
+        pixels = inputs.pixel_values.to(images.device)
+        states = self.image_encoder(pixel_values=pixels, output_hidden_states=True).hidden_states
+        return VisionCondition(embeds=states[-2])
+
+
+class WanBundle(DiffusersBundle):
+    """Base of the bundles of Wan 2.1 and 2.2: transformer, UMT5, VAE, and CLIP-vision if the checkpoint has it."""
+
+    def denoiser(self) -> Denoiser:
+        """The transformer as a velocity field."""
+        return WanDenoiser(self.trainable(), self.facts.timestep_scale)
+
+    def text_encoder(self) -> TextEncoder:
+        """UMT5."""
+        self.require(("text_encoder",), "encode text")
+        fixed_length = TEXT_LENGTH_WITH_CLIP if CLIP in self.configs else None
+        return WanTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], fixed_length)
+
+    def vae(self) -> WanVAE:
+        """The VAE, encoder and decoder."""
+        self.require(("vae",), "encode or decode videos")
+        return WanVAE(self.modules["vae"])
+
+    def decoder(self) -> Decoder:
+        """The VAE."""
+        return self.vae()
+
+    def encoder(self) -> Encoder:
+        """The VAE. An image is a video of one frame."""
+        return self.vae()
+
+    def condition_image_encoder(self) -> ConditionImageEncoder | None:
+        """The encoder of a first frame, for checkpoints of image to video."""
+        if not self.facts.condition_images[1]:
+            return None
+        return self.first_frame_encoder()
+
+    def first_frame_encoder(self) -> ConditionImageEncoder:
+        """The VAE and, if the checkpoint has it, CLIP-vision."""
+        assert self.facts.frame_scale is not None
+        if CLIP not in self.configs:
+            return FirstFrameEncoder(self.vae(), self.facts.frame_scale)
+        self.require((CLIP,), "encode condition images")
+        return FirstFrameEncoder(
+            self.vae(), self.facts.frame_scale, self.modules[CLIP], self.tokenizers[CLIP_PROCESSOR]
+        )
+
+    def _load_tokenizers(self) -> dict[str, Any]:
+        tokenizers = super()._load_tokenizers()
+        return {name: t for name, t in tokenizers.items() if name != CLIP_PROCESSOR or CLIP in self.configs}
+
+
+class Wan21Bundle(WanBundle):
+    """Wan 2.1."""
+
+    family: ClassVar[DiffusersFamily] = WAN21
+
+
+class Wan21ImageBundle(Wan21Bundle):
+    """Wan 2.1, with a toy of image to video."""
+
+    toy: ClassVar[Mapping[str, object]] = {**Wan21Bundle.toy, "path": "toy-i2v"}
+
+
+WanBundleT = TypeVar("WanBundleT", bound=WanBundle)
+
+
+class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
+    """Base of the pipelines of Wan 2.1 and 2.2: videos from text, or from text and a first frame."""
+
+    capabilities: ClassVar[Capabilities] = VIDEO
+
+    def sample_with_diffusers(
+        self,
+        plain: PlainPipeline,
+        texts: Sequence[str],
+        x_T: Tensor,  # noqa: N803
+        params: DiffusionSamplingParams,
+        images: Sequence[ConditionImages] | None = None,
+    ) -> Tensor:
+        """Pixels [B, 3, F, H, W].
+
+        diffusers takes one first frame per call, so rows with a first frame are sampled one by one. It gets our
+        embeddings, because its image pipeline cleans texts with ftfy without checking that ftfy is installed.
+        """
+        settings = self.settings(params)
+        if images is None:
+            negatives = [params.negative_prompt] * len(texts)
+            frames = plain(prompt=list(texts), negative_prompt=negatives, latents=x_T, **settings).frames
+        else:
+            *embeds, negative = self.embed([*texts, params.negative_prompt], params.max_sequence_length).embeds.split(1)
+            settings = {**settings, "negative_prompt_embeds": negative}
+            rows = [
+                plain(image=to_pil(row.pixels[0]), prompt_embeds=text, latents=x, **settings).frames
+                for text, x, row in zip(embeds, x_T.split(1), images, strict=True)
+            ]
+            frames = torch.cat(rows)
+        videos: Tensor = frames.transpose(1, 2)
+        return videos
+
+    def settings(self, params: DiffusionSamplingParams) -> Mapping[str, Any]:
+        """The arguments of diffusers that are the same in every call."""
+        return {
+            "height": params.height,
+            "width": params.width,
+            "num_frames": params.num_frames,
+            "num_inference_steps": params.num_inference_steps,
+            "guidance_scale": params.guidance_scale,
+            "max_sequence_length": params.max_sequence_length,
+            "output_type": "pt",
+        }
+
+
+class Wan21Pipeline(WanVideoPipeline[Wan21Bundle]):
+    """Videos with Wan 2.1."""

@@ -1,4 +1,4 @@
-"""Two transformers that are trained as one module: each row is run by the expert of its noise level.
+"""Two transformers that are trained as one module. Each row runs through the expert of its sigma.
 
 rows of one forward   a b c d e        sigma >= boundary: a c d   below: b e
 high noise            a c d + a copy   --transformer-->    v
@@ -17,7 +17,7 @@ from unirl.models.chunks import padded_rows
 
 
 class WanExperts(nn.Module):
-    """diffusers' `transformer` and `transformer_2`, which give their parameters their names."""
+    """diffusers' `transformer` and `transformer_2`. Parameter names begin with these names."""
 
     def __init__(self, transformer: Any, transformer_2: Any, boundary: float) -> None:
         super().__init__()
@@ -28,36 +28,36 @@ class WanExperts(nn.Module):
     def forward(
         self, sigma: Tensor, inputs: dict[str, Tensor | None], *, multiple: int, run_all: bool = False
     ) -> Tensor:
-        """v [B, C, F, H, W] of rows at levels sigma [B].
+        """v [B, C, F, H, W] of rows at sigma [B].
 
         Args:
-            inputs: of the transformers, one row each.
-            multiple: each expert's rows are filled to a multiple of this by copies, so that a row's bits do not
-                depend on the levels of its neighbours.
-            run_all: an expert without rows runs on copies that nothing depends on: its gradient is 0, not absent.
+            inputs: arguments of the transformers, one row each.
+            multiple: each expert's rows are padded to a multiple of this with copies, so that a row's bits do not
+                depend on the sigmas of its neighbours.
+            run_all: an expert without rows runs on copies whose result is unused, so its gradient is 0, not absent.
         """
         high = (sigma >= self.boundary).tolist()
-        parts: list[Tensor] = []
-        places = [0] * len(high)
+        results: list[Tensor] = []
+        positions = [0] * len(high)
         for expert, is_high in ((self.transformer, True), (self.transformer_2, False)):
             rows = [row for row, level in enumerate(high) if level == is_high]
-            start = sum(len(part) for part in parts)
+            start = sum(len(result) for result in results)
             for i, row in enumerate(rows):
-                places[row] = start + i
+                positions[row] = start + i
             if rows or run_all:
-                parts.append(_run(expert, inputs, _filled(rows or [0], multiple), len(high)))
-        if len(parts) == 1 and len(parts[0]) == len(high):
-            return parts[0]
-        return torch.cat(parts)[places]
+                results.append(_run(expert, inputs, _padded(rows or [0], multiple), len(high)))
+        if len(results) == 1 and len(results[0]) == len(high):
+            return results[0]
+        return torch.cat(results)[positions]
 
 
-def _filled(rows: list[int], multiple: int) -> list[int]:
-    """`rows`, then copies of the first up to a multiple."""
+def _padded(rows: list[int], multiple: int) -> list[int]:
+    """`rows`, then copies of the first of them up to a multiple."""
     return [rows[i] for i in padded_rows(len(rows), multiple)]
 
 
 def _run(expert: Any, inputs: dict[str, Tensor | None], rows: list[int], count: int) -> Tensor:
-    """The expert's velocity at `rows` of the `count` that there are."""
+    """The expert's velocity at `rows`, out of `count` rows in total."""
     if rows != list(range(count)):
         inputs = {name: None if value is None else value[rows] for name, value in inputs.items()}
     v: Tensor = expert(**inputs, return_dict=False)[0]

@@ -1,0 +1,214 @@
+"""Qwen2.5-VL and Qwen3-VL: text and images to text, from transformers classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unirl.config.errors import DataError, NotFoundError
+from unirl.models.images import split_at_images
+from unirl.models.language.bundle import CPU, LanguageBundle, LanguageFamily
+from unirl.models.language.pipeline import TextPipeline, check_prompt_length
+from unirl.models.language.tools import ToolBox
+from unirl.models.loading.checkpoint import read_entries
+from unirl.models.loading.toy_tokenizers import qwen_vl_tokenizer
+from unirl.models.qwen_vl.vision import (
+    DeepstackPolicy,
+    ImagePatcher,
+    PatchedImage,
+    QwenVLPolicy,
+    VisionTokens,
+    expand_images,
+    pack_images,
+    pack_prompts,
+    rope_positions,
+    toy_image_processor,
+)
+from unirl.types.conditions import Conditions
+from unirl.types.primitives import MediaRef, PromptImages
+from unirl.types.protocols import DtypeName
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.sampling import ARSamplingParams
+
+FOLDER = Path(__file__).parent
+PROCESSOR = "preprocessor_config.json"
+IMAGES = "images"
+
+
+def _nested_name(name: str) -> str:
+    """Qwen2.5-VL was published before its language model and its vision tower moved below one module."""
+    if name.startswith(("model.language_model.", "model.visual.", "lm_head.")):
+        return name
+    return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
+
+
+QWEN2_5_VL = LanguageFamily(
+    name="qwen2_5_vl",
+    model_class="Qwen2_5_VLForConditionalGeneration",
+    config_class="Qwen2_5_VLConfig",
+    block="Qwen2_5_VLDecoderLayer",
+    policy=QwenVLPolicy,
+    parameter_name=_nested_name,
+    sees=True,
+)
+QWEN3_VL = LanguageFamily(
+    name="qwen3_vl",
+    model_class="Qwen3VLForConditionalGeneration",
+    config_class="Qwen3VLConfig",
+    block="Qwen3VLTextDecoderLayer",
+    policy=DeepstackPolicy,
+    sees=True,
+)
+
+
+class QwenVLBundle(LanguageBundle):
+    """The dense models of both generations. The vision tower is a part of the network."""
+
+    families = {family.name: family for family in (QWEN2_5_VL, QWEN3_VL)}  # noqa: RUF012
+    toys = read_entries(FOLDER / "toy.json")
+    published = read_entries(FOLDER / "published.json")
+    seed = 20252
+    shipped = FOLDER / "quickstart"
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        components: Sequence[str] | None = None,
+        *,
+        path: str,
+        revision: str | None = None,
+        dtype: DtypeName = "bf16",
+        freeze_vision_tower: bool = True,
+        meta_init: bool = False,
+    ) -> None:
+        """
+        Args:
+            components: must be absent or name the network, which is the only component.
+            path: a hub id, a directory of transformers, `toy` or `toy-qwen2.5` (tiny, random), or `quickstart`
+                (shipped).
+            revision: branch, tag or commit of a hub id.
+            dtype: the compute dtype of the network.
+            freeze_vision_tower: train only the language model. Adapters are never put into the tower.
+            meta_init: leave the network without storage; the backend that trains it reads its own shards.
+        """
+        super().__init__(device, components, path=path, revision=revision, dtype=dtype, meta_init=meta_init)
+        self.image_processor = self._load_image_processor()
+        network = self.trainable()
+        assert isinstance(network, QwenVLPolicy)
+        network.normalizer = ImagePatcher(self.image_processor).normalizer
+        network.tower().requires_grad_(not freeze_vision_tower)
+
+    @staticmethod
+    def toy_tokenizer() -> Any:
+        return qwen_vl_tokenizer()
+
+    @property
+    def image_token(self) -> int:
+        """The token that the chat template puts in place of one image."""
+        return int(self.config["image_token_id"])
+
+    def _load_image_processor(self) -> Any:
+        if self.path in self.toys:
+            return toy_image_processor()
+        from transformers import Qwen2VLImageProcessorPil
+
+        root = self.directory_of(self.path, self.revision)
+        if not (root / PROCESSOR).is_file():
+            raise NotFoundError(f"{root} has no {PROCESSOR}, which says how images are cut. Download the model again")
+        return Qwen2VLImageProcessorPil.from_pretrained(root, local_files_only=True)
+
+
+@dataclass(frozen=True)
+class _EncodedPrompt:
+    tokens: list[int]
+    positions: Tensor  # [P, 3]
+    images: list[PatchedImage]
+
+
+class QwenVLPipeline(TextPipeline[QwenVLBundle]):
+    """Text and images to text. Images are scaled into bounds and cut into patches, whose tokens go into the prompt."""
+
+    toy: ClassVar[Mapping[str, object]] = {"min_pixels": None, "max_pixels": None}
+
+    def __init__(
+        self,
+        bundle: QwenVLBundle,
+        *,
+        chat: bool = True,
+        system_instruction: str | None = None,
+        enable_thinking: bool = False,
+        tools: ToolBox | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        """A pipeline over `bundle`.
+
+        Args:
+            chat: put prompts into the model's chat template; False uses them unchanged.
+            system_instruction: system message at the start of every chat.
+            enable_thinking: let models think aloud, if their chat template has such a switch.
+            tools: tools that answer in the middle of a response; absent = none.
+            min_pixels: smaller images are scaled up to about this many pixels; absent = the checkpoint's own bound.
+            max_pixels: larger images are scaled down to about this many; absent = the checkpoint's own bound.
+        """
+        super().__init__(
+            bundle,
+            chat=chat,
+            system_instruction=system_instruction,
+            enable_thinking=enable_thinking,
+            tools=tools,
+        )
+        self.patcher = ImagePatcher(bundle.image_processor, min_pixels, max_pixels)
+        self.vision = VisionTokens(bundle.image_token)
+
+    def encode(self, req: RolloutReq, params: ARSamplingParams) -> Conditions:
+        """`prompt`, and `images` if the request has any. Each distinct prompt is encoded once."""
+        images = req.primitives.get(IMAGES)
+        assert images is None or isinstance(images, PromptImages)
+        refs: list[tuple[MediaRef, ...]] = [()] * len(req) if images is None else images.per_prompt
+        keys = list(zip(req.prompts(), refs, strict=True))
+        encoded: dict[tuple[str, tuple[MediaRef, ...]], _EncodedPrompt] = {}
+        for key, id in zip(keys, req.group_ids, strict=True):
+            if key not in encoded:
+                encoded[key] = self._encoded(*key, id, params)
+        rows = [encoded[key] for key in keys]
+        device = self.bundle.device
+        conditions: Conditions = {"prompt": pack_prompts([(row.tokens, row.positions) for row in rows]).to(device)}
+        if images is not None:
+            conditions[IMAGES] = pack_images([row.images for row in rows], self.patcher.patch_width).to(device)
+        return conditions
+
+    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Writes a directory that transformers loads, with the image processor."""
+        written = super().write_model(tensors, folder)
+        self.bundle.image_processor.save_pretrained(written)
+        return written
+
+    def _encoded(self, text: str, refs: tuple[MediaRef, ...], id: str, params: ARSamplingParams) -> _EncodedPrompt:
+        """Encodes one prompt. Raises DataError, which names the prompt `id`."""
+        images = self.patcher.read_all(refs, id)
+        counts = [self.patcher.num_tokens(image) for image in images]
+        try:
+            tokens = self.bundle.codec.encode(self._formatted(text, len(refs)))
+            tokens = expand_images(tokens, self.vision.image, counts)
+        except ValueError as error:
+            raise DataError(f"prompt {id}: {error}") from error
+        check_prompt_length(len(tokens), id, params)
+        grids = [image.grid for image in images]
+        return _EncodedPrompt(tokens, rope_positions(self.bundle.trainable(), tokens, grids, self.vision.image), images)
+
+    def _formatted(self, text: str, num_images: int) -> str:
+        """The text that the model reads, with one placeholder per image."""
+        parts = split_at_images(text, num_images)
+        if not self.format.chat:
+            return "".join(self.vision.text() if part is None else part for part in parts)
+        if not num_images:
+            return self.format.text(text)
+        return self.format.text(
+            [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+        )

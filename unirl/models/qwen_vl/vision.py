@@ -1,0 +1,296 @@
+"""How Qwen-VL reads images: an image becomes patches, patches become features of the vision tower, and each feature
+replaces the embedding of one image token.
+
+Patches stay uint8 until they are on the device, and the copies of a still image as several frames are not stored: an
+eighth of the memory of the processor's output, with the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unirl.config.errors import DataError, InvalidValueError
+from unirl.models.images import read_image
+from unirl.models.language.policy import TokenPolicy
+from unirl.types.conditions import Grid, ImagePatches, PromptTokens
+from unirl.types.primitives import MediaRef
+
+IMAGE_TOKEN = -1
+"""Stands in prompts for each token of an image. An image placeholder that the policy itself samples is not an image."""
+CHANNELS = 3
+
+
+# Images to patches
+
+
+@dataclass(frozen=True)
+class PixelNormalizer:
+    """Turns uint8 patches into the input of the vision tower: (level / 255 - mean) / std for red, green and blue."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __call__(self, patches: Tensor, frames: int) -> Tensor:
+        """[N, 3 * frames * p * p] fp32 from the patches [N, 3 * p * p] of an image, repeated for each frame."""
+        levels = patches.view(len(patches), CHANNELS, -1).float() / 255
+        mean, std = (torch.tensor(v, device=patches.device)[:, None] for v in (self.mean, self.std))
+        values = (levels - mean) / std
+        return values[:, :, None].expand(-1, -1, frames, -1).reshape(len(patches), -1)
+
+
+@dataclass(frozen=True)
+class PatchedImage:
+    """The patches of one image."""
+
+    patches: Tensor  # [N, 3 * p * p] uint8
+    grid: Grid
+
+
+class ImagePatcher:
+    """Turns image files into patches with the image processor of a checkpoint."""
+
+    def __init__(self, processor: Any, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+        """
+        Args:
+            processor: a `Qwen2VLImageProcessorPil`.
+            min_pixels: smaller images are scaled up to about this many pixels; absent = the checkpoint's own bound.
+            max_pixels: larger images are scaled down to about this many; absent = the checkpoint's own bound.
+        """
+        self.processor = processor
+        self.min_pixels = processor.size["shortest_edge"] if min_pixels is None else min_pixels
+        self.max_pixels = processor.size["longest_edge"] if max_pixels is None else max_pixels
+        self.normalizer = PixelNormalizer(tuple(processor.image_mean), tuple(processor.image_std))
+        token = (processor.patch_size * processor.merge_size) ** 2
+        if not token <= self.min_pixels <= self.max_pixels:
+            raise InvalidValueError(
+                f"pipeline.min_pixels={self.min_pixels} and max_pixels={self.max_pixels}: a token of this model is "
+                f"{token} pixels, and {token} <= min_pixels <= max_pixels must hold"
+            )
+
+    def read(self, path: str) -> PatchedImage:
+        """The patches of the image in a file. Raises DataError (4003) if it cannot be read."""
+        batch = self.processor(
+            images=[read_image(path)],
+            size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            do_rescale=False,
+            do_normalize=False,
+            return_tensors="pt",
+        )
+        frames, rows, columns = batch["image_grid_thw"][0].tolist()
+        values = batch["pixel_values"]
+        patches = values.view(len(values), CHANNELS, self.processor.temporal_patch_size, -1)[:, :, 0]
+        return PatchedImage(patches.flatten(1).to(torch.uint8), (frames, rows, columns))
+
+    def read_all(self, refs: Sequence[MediaRef], id: str) -> list[PatchedImage]:
+        """The images of one prompt. Raises DataError, which names the prompt `id`."""
+        try:
+            return [self.read(ref.uri) for ref in refs]
+        except DataError as error:
+            raise type(error)(f"prompt {id}: {error}") from error
+
+    @property
+    def patch_width(self) -> int:
+        """Number of values in a patch."""
+        return CHANNELS * int(self.processor.patch_size) ** 2
+
+    def num_tokens(self, image: PatchedImage) -> int:
+        """Number of tokens of an image in the language model."""
+        frames, rows, columns = image.grid
+        return int(frames * rows * columns // self.processor.merge_size**2)
+
+
+def image_text_processor(image_processor: Any, tokenizer: Any) -> Any:
+    """Qwen's own processor of images and texts, without the part for videos, which needs torchvision.
+
+    Its class has the name of Qwen's own, so that other libraries can load a model that is saved with it.
+    """
+    from transformers import Qwen2VLProcessor
+
+    class ImageTextProcessor(Qwen2VLProcessor):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            """The names of its components."""
+            return ["image_processor", "tokenizer"]
+
+    ImageTextProcessor.__name__ = Qwen2VLProcessor.__name__
+    ImageTextProcessor.__module__ = Qwen2VLProcessor.__module__
+    return ImageTextProcessor(image_processor, tokenizer)
+
+
+def toy_image_processor() -> Any:
+    """Qwen's own image processor, for toy images of 16 x 16 to 32 x 32 pixels, which are 4 to 16 tokens."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
+    )
+
+
+# Prompts with images
+
+
+@dataclass(frozen=True)
+class VisionTokens:
+    """The special tokens of a model for images."""
+
+    image: int
+    """The token that the chat template puts in place of one image."""
+    start: str = "<|vision_start|>"
+    pad: str = "<|image_pad|>"
+    end: str = "<|vision_end|>"
+
+    def text(self) -> str:
+        """One image in a text without a chat template."""
+        return f"{self.start}{self.pad}{self.end}"
+
+
+def expand_images(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
+    """`tokens` with each image's token replaced by as many `IMAGE_TOKEN` as the image has tokens. Raises ValueError."""
+    num_placeholders = sum(token == image_token for token in tokens)
+    if num_placeholders != len(counts):
+        raise ValueError(
+            f"the tokens hold {num_placeholders} image placeholders for {len(counts)} images: the text itself contains "
+            "the model's placeholder, or its chat template leaves images out"
+        )
+    remaining = iter(counts)
+    return [new for token in tokens for new in ([IMAGE_TOKEN] * next(remaining) if token == image_token else [token])]
+
+
+def rope_positions(network: Any, tokens: Sequence[int], grids: Sequence[Grid], image_token: int) -> Tensor:
+    """[P, 3] (time, row, column) of a prompt's tokens, by the network's own rule."""
+    ids = torch.tensor([tokens])
+    is_image = ids == IMAGE_TOKEN
+    positions, _ = network.get_submodule("model").get_rope_index(
+        ids.where(~is_image, image_token),
+        mm_token_type_ids=is_image.int(),
+        image_grid_thw=torch.tensor(grids) if grids else None,
+    )
+    return positions[:, 0].T.contiguous()
+
+
+def pack_prompts(rows: Sequence[tuple[Sequence[int], Tensor]]) -> PromptTokens:
+    """Prompts, given as (tokens, positions)."""
+    lengths = torch.tensor([len(tokens) for tokens, _ in rows])
+    return PromptTokens(
+        tokens=torch.tensor([token for tokens, _ in rows for token in tokens]),
+        positions=torch.cat([positions for _, positions in rows]),
+        next_position=torch.stack([positions.max() + 1 for _, positions in rows]),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+    )
+
+
+def pack_images(rows: Sequence[Sequence[PatchedImage]], width: int) -> ImagePatches:
+    """The images of all rows. `width` is the number of values in a patch, which is needed if there is no image."""
+    patches = [image.patches for row in rows for image in row]
+    sizes = torch.tensor([sum(len(image.patches) for image in row) for row in rows], dtype=torch.int64)
+    return ImagePatches(
+        patches=torch.cat(patches) if patches else torch.zeros(0, width, dtype=torch.uint8),
+        grids=[tuple(image.grid for image in row) for row in rows],
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
+    )
+
+
+def split_images(images: ImagePatches) -> list[tuple[Tensor, Grid]]:
+    """The patches and the grid of each image, in the order of the rows."""
+    grids = [grid for row in images.grids for grid in row]
+    sizes = [frames * rows * columns for frames, rows, columns in grids]
+    return list(zip(images.patches.split(sizes), grids, strict=True))
+
+
+# The network
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """The output of the vision tower for one or more images, in order."""
+
+    features: Tensor  # [M, D]
+    deepstack: tuple[Tensor, ...] = ()  # [M, D] each, added after the first layers of the decoder (DeepStack)
+
+    @staticmethod
+    def concat(parts: Sequence[ImageFeatures]) -> ImageFeatures:
+        """The features of all images of `parts`, in order."""
+        deepstack = tuple(torch.cat(layer) for layer in zip(*(part.deepstack for part in parts), strict=True))
+        return ImageFeatures(torch.cat([part.features for part in parts]), deepstack)
+
+
+class QwenVLPolicy(TokenPolicy):
+    """Qwen2.5-VL. Each image runs through the vision tower alone, and equal images run once."""
+
+    normalizer: PixelNormalizer
+    """Set by the bundle, from the checkpoint's image processor."""
+
+    def decoder(self) -> Any:
+        return self.get_submodule("model.language_model")
+
+    def tower(self) -> nn.Module:
+        """The vision tower."""
+        return self.get_submodule("model.visual")
+
+    def embeds(self, tokens: Tensor, images: ImagePatches | None) -> tuple[Tensor, dict[str, Any]]:
+        embeds = self.decoder().embed_tokens(tokens.clamp(min=0)[None])
+        all_images = [] if images is None else split_images(images)
+        if not all_images:
+            return embeds + self._zero_gradient(tokens), {}
+        features = self._encode_images(all_images)
+        is_image = (tokens == IMAGE_TOKEN)[None]
+        assert int(is_image.sum()) == len(features.features), "as many image tokens as features"
+        embeds = embeds.masked_scatter(is_image[..., None], features.features.to(embeds.dtype))
+        return embeds, self.decoder_inputs(is_image, features)
+
+    def decoder_inputs(self, is_image: Tensor, features: ImageFeatures) -> dict[str, Any]:
+        """Further arguments of the decoder, for images at `is_image` [1, N]."""
+        return {}
+
+    def encode_image(self, patches: Tensor, grid: Grid) -> ImageFeatures:
+        """Runs one image through the vision tower."""
+        tower, config = self.tower(), self.config.vision_config
+        pixels = self.normalizer(patches, config.temporal_patch_size)
+        out = tower(
+            pixels.to(next(tower.parameters()).dtype),
+            grid_thw=torch.tensor([grid], device=patches.device),
+            return_dict=True,
+        )
+        return self.features_of(out)
+
+    def features_of(self, out: Any) -> ImageFeatures:
+        """The features in the tower's output."""
+        return ImageFeatures(out.pooler_output)
+
+    def _encode_images(self, images: Sequence[tuple[Tensor, Grid]]) -> ImageFeatures:
+        distinct: list[tuple[Tensor, Grid, ImageFeatures]] = []
+        parts = []
+        for patches, grid in images:
+            known = next((f for p, g, f in distinct if g == grid and torch.equal(p, patches)), None)
+            parts.append(known or self.encode_image(patches, grid))
+            if known is None:
+                distinct.append((patches, grid, parts[-1]))
+        return ImageFeatures.concat(parts)
+
+    def _zero_gradient(self, tokens: Tensor) -> Tensor | float:
+        """0. If the tower is trained, with a gradient of 0 to it, so that all ranks reduce the same gradients."""
+        if not (torch.is_grad_enabled() and next(self.tower().parameters()).requires_grad):
+            return 0.0
+        config = self.config.vision_config
+        side = config.spatial_merge_size
+        blank = torch.zeros(side * side, CHANNELS * config.patch_size**2, device=tokens.device)
+        features = self.encode_image(blank, (1, side, side))
+        return 0.0 * (features.features.sum() + sum(layer.sum() for layer in features.deepstack))
+
+
+class DeepstackPolicy(QwenVLPolicy):
+    """Qwen3-VL. The first layers of the decoder also read middle layers of the tower (arXiv:2406.04334)."""
+
+    def decoder_inputs(self, is_image: Tensor, features: ImageFeatures) -> dict[str, Any]:
+        return {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features.deepstack)}
+
+    def features_of(self, out: Any) -> ImageFeatures:
+        return ImageFeatures(out.pooler_output, tuple(out.deepstack_features))

@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: its files are written out of the page, checked and run."""
+"""The examples of docs/extending.md work: the test writes them to files, checks them and runs them."""
 
 import os
 import re
@@ -8,23 +8,28 @@ import sys
 import pytest
 
 from tests.source_tree import ROOT
+from unirl.rollout.engine.base import DedicatedEngine
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 
 
 def block(language: str, number: int = 0) -> str:
-    """The page's code blocks of a language, in order."""
+    """The code block with this number among those of a language on the page."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[number]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A folder with the page's package and recipe."""
+    """A folder with the package and the recipe of the page."""
     folder = tmp_path_factory.mktemp("project")
     for name, text in {
         "leash/__init__.py": "",
         "leash/losses.py": block("python", 0),
         "check.py": block("python", 1),
+        "leash/kernels.py": block("python", 2),
+        "check_kernel.py": block("python", 3),
+        "leash/rewards.py": block("python", 4),
+        "check_reward.py": block("python", 5),
         "examples/diffusion/sd3_leash.yaml": block("yaml"),
     }.items():
         path = folder / name
@@ -40,11 +45,12 @@ def run(project, *words: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_algorithm_passes_the_public_check(project) -> None:
-    run(project, "check.py")
+@pytest.mark.parametrize("script", ["check.py", "check_kernel.py", "check_reward.py"])
+def test_the_examples_pass_their_public_checks(project, script: str) -> None:
+    run(project, script)
 
 
-def test_the_check_of_the_page_finds_a_mean_where_a_sum_belongs(project) -> None:
+def test_the_check_refuses_a_loss_that_returns_a_mean(project) -> None:
     source = project / "leash" / "losses.py"
     text = source.read_text()
     source.write_text(text.replace("weighted_sum(losses, weights)", "weighted_sum(losses, weights) / len(losses)"))
@@ -54,25 +60,30 @@ def test_the_check_of_the_page_finds_a_mean_where_a_sum_belongs(project) -> None
         source.write_text(text)
 
 
-def test_the_recipe_trains(project) -> None:
+def test_the_recipe_of_the_page_trains(project) -> None:
     command = block("bash").splitlines()[1].split()[1:]
     run(project, *command, f"run.dir={project / 'run'}", "evaluation.eval_steps=0", "tracking.sample_steps=0")
     assert len((project / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_wrong_key_is_answered_as_the_page_shows(project) -> None:
-    said = run(project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", "algorithm.widht=1", status=2)
-    assert block("text").strip() in said
+def test_a_wrong_key_gives_the_message_of_the_page(project) -> None:
+    output = run(project, "-m", "unirl.cli", "check", "diffusion/sd3_leash", "algorithm.widht=1", status=2)
+    assert block("text").strip() in output
 
 
-def test_every_name_that_the_page_imports_is_there() -> None:
+def test_every_import_of_the_page_works() -> None:
     imports = re.findall(r"^(from unirl\.\S+ import .+)$", PAGE, re.MULTILINE)
     assert len(imports) >= 20
     for line in imports:
         exec(line, {})
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
+def test_the_page_lists_every_abstract_method_of_an_engine() -> None:
+    rows = re.findall(r"^\| `(\w+)\([\w, ]*\)` \|", PAGE, re.MULTILINE)
+    assert sorted(rows) == sorted(DedicatedEngine.__abstractmethods__)
+
+
+def test_every_file_that_the_page_names_exists() -> None:
     paths = re.findall(r"`((?:unirl|tests|examples)/[^`]*)`", PAGE)
     missing = [path for path in paths if not (ROOT / path).exists() and "sd3_leash" not in path]
     assert paths and missing == []

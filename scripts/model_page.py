@@ -1,6 +1,6 @@
-"""Writes docs/models.md: every family of image and video models, from its own facts and configurations.
+"""Writes docs/models.md, a page about every family of image and video models, from its facts and configurations.
 
-python scripts/model_page.py            about half a minute; reads no weights and needs no connection
+python scripts/model_page.py            # about half a minute; reads no weights and needs no connection
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from unirl.types.facts import LatentFacts
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 OPENING = """\
-<!-- Written by a script, not by hand: .venv/bin/python scripts/model_page.py -->
+<!-- This page is generated. To change it, run: .venv/bin/python scripts/model_page.py -->
 # Image and video models
 
-Each family is a thin adapter over the one denoising loop, held on a toy of the same classes against its own pipeline of
-diffusers ([what runs](support.md), [how to add one](extending.md)). The sizes below are counted on the public
-configurations; **published weights were never loaded here**, and nothing ran on a GPU yet.
+Each family adapts one model of diffusers to the denoising loop that all families share. Tests compare a toy of the same
+classes with diffusers' own pipeline ([what runs](support.md), [how to add a family](extending.md)). The sizes below are
+counted from the public configurations. **Published weights were never loaded here, and nothing ran on a GPU yet.**
 
-A recipe names `bundle.path`: one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale`
-always means w in v_uncond + w (v_cond - v_uncond), 1 = off; a distilled model that reads its scale is told it. Sides
-are in pixels; a wrong one is refused with the nearest that works."""
+`bundle.path` in a recipe is one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale`
+always means w in v_uncond + w (v_cond - v_uncond), and 1 means off; a distilled model with embedded guidance reads the
+scale as an input. Sides are in pixels. A side that does not fit is refused with the nearest ones that do."""
 GUIDANCE: Mapping[type, str] = {
     Guidance: "classic",
     NormCorrectedGuidance: "norm-corrected",
-    LineNormGuidance: "normed by lines",
+    LineNormGuidance: "norm-rescaled per line",
     EmbeddedGuidance: "embedded",
     ExpertGuidance: "per expert",
     NoGuidance: "none (distilled)",
@@ -45,16 +45,16 @@ GUIDANCE: Mapping[type, str] = {
 
 
 def families() -> list[DiffusersFamily]:
-    """Those of the folders that have a `family.py`, by name."""
-    found: dict[str, DiffusersFamily] = {}
+    """The families in the folders with a `family.py`, by name."""
+    families_by_name: dict[str, DiffusersFamily] = {}
     for path in sorted((ROOT / "unirl" / "models").glob("*/family.py")):
         module = importlib.import_module(f"unirl.models.{path.parent.name}.family")
-        found |= {value.name: value for value in vars(module).values() if isinstance(value, DiffusersFamily)}
-    return list(found.values())
+        families_by_name |= {value.name: value for value in vars(module).values() if isinstance(value, DiffusersFamily)}
+    return list(families_by_name.values())
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the page."""
     parts = [OPENING]
     for family in families():
         parts.append(f"## {family.name}\n\n" + "\n".join(_table(family)))
@@ -63,14 +63,14 @@ def page() -> str:
 
 
 def _table(family: DiffusersFamily) -> Iterator[str]:
-    yield "| checkpoint | trained | encoders and VAE | sides | latents | frames | guidance | condition pictures |"
+    yield "| checkpoint | trained | encoders and VAE | sides | latents | frames | guidance | condition images |"
     yield "|---|---|---|---|---|---|---|---|"
     for path in family.published:
         estimate = family.estimate(path)
         facts = estimate.facts
         assert isinstance(facts, LatentFacts)
         guidance = GUIDANCE[type(facts.guidance)]
-        cells = [f"`{path}`", *_sizes(estimate), *_shape(facts), guidance, _pictures(facts)]
+        cells = [f"`{path}`", *_sizes(estimate), *_shape(facts), guidance, _condition_images(facts)]
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -87,7 +87,7 @@ def _shape(facts: LatentFacts) -> tuple[str, str, str]:
     return f"multiples of {scale * patch}", f"{facts.latent_channels}{latent_frames} x H/{scale} x W/{scale}", frames
 
 
-def _pictures(facts: LatentFacts) -> str:
+def _condition_images(facts: LatentFacts) -> str:
     fewest, most = facts.condition_images
     return "none" if not most else str(most) if fewest == most else f"{fewest} to {most}"
 
@@ -95,9 +95,9 @@ def _pictures(facts: LatentFacts) -> str:
 def _notes(family: DiffusersFamily) -> Iterator[str]:
     facts = family.facts(family.toys[TOY], 1)
     pipelines = _quoted((family.pipeline, *family.further_pipelines))
-    yield f"- diffusers: {pipelines}; toys: {_quoted(tuple(family.toys))}"
-    yield f"- LoRA by default on: {_quoted(facts.lora_targets)}"
-    yield f"- wrapped, checkpointed and compiled one by one: {_quoted(facts.block_class_names)}"
+    yield f"- pipelines of diffusers: {pipelines}; toys: {_quoted(tuple(family.toys))}"
+    yield f"- default LoRA targets: {_quoted(facts.lora_targets)}"
+    yield f"- blocks that are sharded, checkpointed and compiled one by one: {_quoted(facts.block_class_names)}"
 
 
 def _quoted(names: Sequence[str]) -> str:

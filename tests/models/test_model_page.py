@@ -1,4 +1,4 @@
-"""docs/models.md says what the families' own facts and configurations say."""
+"""docs/models.md agrees with the facts and configurations of the families."""
 
 import pytest
 
@@ -6,5 +6,5 @@ from scripts.model_page import PAGE, page
 
 
 @pytest.mark.slow  # counts the parameters of every public checkpoint
-def test_the_page_of_models_is_what_the_families_say() -> None:
+def test_the_page_of_models_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run scripts/model_page.py"

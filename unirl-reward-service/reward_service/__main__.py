@@ -1,4 +1,4 @@
-"""python -m reward_service CONFIG.yaml"""
+"""The command `python -m reward_service CONFIG.yaml`, which runs the service."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from reward_service.frames import end_with_parent
 from unirl.config.errors import AddressError, DependencyError, UniRLError, report
 
 
-def impatient(header_s: float) -> type[H11Protocol]:
-    """uvicorn's protocol, which has no such limit, closing a connection `header_s` after it began to wait for headers.
+def protocol_with_header_timeout(header_s: float) -> type[H11Protocol]:
+    """Returns uvicorn's HTTP protocol with a timeout for headers, after which the connection is closed.
 
-    Their size is bounded by h11 (64 KiB).
+    h11 limits the size of headers to 64 KiB.
     """
 
-    class Impatient(H11Protocol):
+    class HeaderTimeoutProtocol(H11Protocol):
         _late: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -54,22 +54,22 @@ def impatient(header_s: float) -> type[H11Protocol]:
                 self._late.cancel()
                 self._late = None
 
-    return Impatient
+    return HeaderTimeoutProtocol
 
 
 GRACE_S = 10
-"""What is being scored when the service is asked to stop may take so long."""
+"""Seconds that requests in progress may take after a signal to stop."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until stopped; the exit status of the process."""
-    parser = argparse.ArgumentParser(prog="unirl-reward-service", description="Score media over HTTP.")
-    parser.add_argument("config", help="the YAML file: server, rewards, plugins")
-    parser.add_argument("--host", help="instead of server.host")
-    parser.add_argument("--port", type=int, help="instead of server.port")
-    parser.add_argument("--token-file", help="instead of server.token_file")
-    parser.add_argument("--toy", action="store_true", help="the scorers' own small values: no downloads")
-    parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
+    """Runs the service until it is stopped. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="unirl-reward-service", description="Score samples over HTTP.")
+    parser.add_argument("config", help="the YAML file with the blocks server, rewards and plugins")
+    parser.add_argument("--host", help="overrides server.host")
+    parser.add_argument("--port", type=int, help="overrides server.port")
+    parser.add_argument("--token-file", help="overrides server.token_file")
+    parser.add_argument("--toy", action="store_true", help="use tiny random networks: no downloads")
+    parser.add_argument("--with-parent", action="store_true", help="stop when standard input closes")
     given = parser.parse_args(arguments)
     if given.with_parent:
         end_with_parent()
@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: ServiceConfig) -> None:
-    """Load every scorer, then answer until SIGINT or SIGTERM.
+    """Loads every scorer, then serves until SIGINT or SIGTERM.
 
     Raises:
-        UniRLError: it may not listen there, the port is taken, or a scorer cannot be loaded.
+        UniRLError: the address is not allowed or in use, or a scorer cannot be loaded.
     """
     server, limits = config.server, config.server.limits
     token = read_token(server)
@@ -104,7 +104,7 @@ async def serve(config: ServiceConfig) -> None:
         print(f"serving {', '.join(service.rewards)} at http://{shown}:{port}", flush=True)
         settings = uvicorn.Config(
             make_app(service, token),
-            http=impatient(limits.header_s),
+            http=protocol_with_header_timeout(limits.header_s),
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -120,7 +120,7 @@ async def serve(config: ServiceConfig) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends its process as a success when it is asked to stop, after what is still to be closed."""
+    """A server whose process ends with status 0 after SIGINT or SIGTERM, when everything is closed."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises DependencyError (3003) when the address is taken or unknown."""
+    """Returns a bound socket. Raises DependencyError (3003) when the address is in use or unknown."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, proto)

@@ -1,4 +1,4 @@
-"""The HTTP side: who may ask, how much, in which form; every refusal is typed."""
+"""The HTTP routes of the service: authentication, limits, typed refusals and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unirl.reward.client.wire import JSON, MSGPACK, Health, Refusal, ScoreReques
 
 
 class Service:
-    """The parts that live as long as the service runs."""
+    """The parts of the service that exist as long as it runs."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
@@ -36,11 +36,11 @@ class Service:
         self.budget = MemoryBudget(config.server.limits.pending_mb, self.metrics.pending)
 
     async def start(self) -> None:
-        """Wait until every worker has loaded its scorer. Raises UniRLError."""
+        """Waits until every worker has loaded its scorer. Raises UniRLError."""
         await asyncio.gather(self.decoder.start(), *(reward.start() for reward in self.rewards.values()))
 
     async def close(self) -> None:
-        """End every process."""
+        """Ends all processes."""
         await asyncio.gather(self.decoder.close(), *(reward.close() for reward in self.rewards.values()))
 
     def health(self) -> Health:
@@ -49,7 +49,7 @@ class Service:
 
 
 def make_app(service: Service, token: str | None) -> FastAPI:
-    """The routes. The service is started and closed by whoever made it."""
+    """Returns the application. The caller starts and closes the service."""
     app = FastAPI(title="UniRL reward service", version="1", docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _http_error)
 
@@ -68,7 +68,7 @@ def make_app(service: Service, token: str | None) -> FastAPI:
 
     @app.get("/health", openapi_extra=HEALTH_DOC)
     async def health() -> Response:
-        """Which replicas of which reward can score."""
+        """The readiness of each replica of each reward."""
         return _json(service.health())
 
     @app.get("/metrics", openapi_extra=METRICS_DOC)
@@ -82,7 +82,7 @@ def make_app(service: Service, token: str | None) -> FastAPI:
 
 
 class Gate:
-    """Lets only requests with the token through, and counts the answers."""
+    """Refuses requests without the token, and counts the responses."""
 
     def __init__(self, app: ASGIApp, token: str | None, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -116,17 +116,17 @@ async def _score(request: Request, service: Service) -> Response:
         share.take(length_of(request, service))
         body = await read_body(request, service)
         try:
-            asked = decode(ScoreRequest, body, content_type)
+            score_request = decode(ScoreRequest, body, content_type)
         except msgspec.ValidationError as error:
             raise RequestRefused(422, "schema", str(error)) from error
         except msgspec.DecodeError as error:
             raise RequestRefused(400, "malformed", str(error)) from error
-        answer = await service.scoring.answer(asked, share)
-    return Response(encode(answer, content_type), media_type=content_type)
+        response = await service.scoring.answer(score_request, share)
+    return Response(encode(response, content_type), media_type=content_type)
 
 
 def length_of(request: Request, service: Service) -> int:
-    """The bytes that the body will have: as many as a body may have when the client does not say."""
+    """Returns the declared number of bytes of the body, or the largest allowed number without a declaration."""
     limit = service.config.server.limits.body_bytes
     given = request.headers.get("content-length", str(limit))
     return min(int(given), limit) if given.isdecimal() else limit
@@ -145,16 +145,16 @@ async def read_body(request: Request, service: Service) -> bytes | memoryview:
         raise RequestRefused(415, "unsupported_type", f"content-encoding {encoding!r}: send gzip or none")
     try:
         async with asyncio.timeout(limits.body_s):
-            body = await collected(request.stream(), length_of(request, service), limits.body_mb)
+            body = await collect(request.stream(), length_of(request, service), limits.body_mb)
     except TimeoutError as error:
         raise RequestRefused(408, "too_slow", f"the body did not come within {limits.body_s:g} s") from error
     except ClientDisconnect as error:
         raise RequestRefused(400, "malformed", "the body ended before its length") from error
-    return unpacked(body, limits.body_mb) if encoding == "gzip" else body
+    return decompress(body, limits.body_mb) if encoding == "gzip" else body
 
 
-async def collected(pieces: AsyncIterator[bytes], expected: int, limit_mb: float) -> memoryview:
-    """The pieces as one. OutcomeCache is taken once, for `expected` bytes. Raises RequestRefused: 413."""
+async def collect(pieces: AsyncIterator[bytes], expected: int, limit_mb: float) -> memoryview:
+    """Joins the pieces of a body in memory that is allocated once for `expected` bytes. Raises RequestRefused: 413."""
     body, length = bytearray(expected), 0
     async for piece in pieces:
         if length + len(piece) > limit_mb * 2**20:
@@ -168,13 +168,13 @@ def too_large(limit_mb: float) -> RequestRefused:
     return RequestRefused(413, "too_large", f"the body is larger than {limit_mb:g} MiB: send fewer items at once")
 
 
-def unpacked(body: memoryview, limit_mb: float) -> bytes:
-    """A gzip body, which may not grow beyond the limit."""
+def decompress(body: memoryview, limit_mb: float) -> bytes:
+    """Returns the content of a gzip body. Raises RequestRefused: 413 it exceeds the limit, 400 it is damaged."""
     unpacker = zlib.decompressobj(wbits=31)
     try:
         plain = unpacker.decompress(body, int(limit_mb * 2**20) + 1)
     except zlib.error as error:
-        raise RequestRefused(400, "malformed", f"no gzip: {error}") from error
+        raise RequestRefused(400, "malformed", f"not gzip: {error}") from error
     if len(plain) > limit_mb * 2**20:
         raise too_large(limit_mb)
     if not unpacker.eof:
@@ -183,13 +183,13 @@ def unpacked(body: memoryview, limit_mb: float) -> bytes:
 
 
 def refusal(status: int, kind: str, detail: str, retry_after_s: int | None = None) -> Response:
-    """A typed answer that is no success."""
+    """Returns a typed response that is not a success."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return Response(encode(Refusal(kind=kind, detail=detail), JSON), status, headers, JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the framework refuses itself: no such route, no such method."""
+    """Returns the response to an unknown route or method, which the framework refuses."""
     assert isinstance(error, HTTPException)
     answer = refusal(error.status_code, "no_such_route", f"{request.method} {request.url.path}: {error.detail}")
     answer.headers.update(error.headers or {})
@@ -208,22 +208,22 @@ _refs, _schemas = msgspec.json.schema_components(
 _request, _response, _health, _refusal = _refs
 
 REFUSALS = {
-    "400": "Not JSON or msgpack, an unknown reward, or a medium that cannot be read.",
+    "400": "Not JSON or msgpack, an unknown reward, or an image or video that cannot be read.",
     "401": "The token is missing or wrong.",
-    "408": "The body did not come in time.",
+    "408": "The body did not arrive in time.",
     "409": "A request_id that was used for another item.",
-    "413": "A body, a list or a medium beyond the limits.",
-    "415": "A content type or encoding that is not read.",
-    "422": "Another form than the schema; the detail says where.",
-    "429": "The queue is full; Retry-After says when to come back.",
-    "503": "Too much is being worked on; Retry-After says when to come back.",
+    "413": "A body, a list, an image or a video beyond the limits.",
+    "415": "A content type or encoding that is not supported.",
+    "422": "The body does not match the schema; the detail names the place.",
+    "429": "The queue is full; Retry-After says when to try again.",
+    "503": "Too many requests are in progress; Retry-After says when to try again.",
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 
 
 def _refused(status: str) -> Json:
-    found: Json = {"description": REFUSALS[status], "content": {JSON: {"schema": _refusal}}}
-    return found | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
+    response: Json = {"description": REFUSALS[status], "content": {JSON: {"schema": _refusal}}}
+    return response | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
 
 
 def _answer(description: str, content: Json, refusals: list[str]) -> Json:
@@ -243,7 +243,7 @@ METRICS_DOC = _answer("Prometheus' text format.", {"text/plain": {"schema": {"ty
 
 
 def describe(app: FastAPI, rewards: Sequence[str]) -> Json:
-    """The OpenAPI document, made once; it names the rewards that this service has."""
+    """Returns the OpenAPI document, which is made once and names the rewards of this service."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = deepcopy(_schemas)

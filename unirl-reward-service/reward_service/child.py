@@ -1,4 +1,4 @@
-"""A child process that answers messages one at a time, from the service's side of its socket."""
+"""The service's end of the socket to a child process, which answers one message at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import msgspec
 from reward_service.frames import LENGTH, Message, PeerGone, frame_length, pack, unpack
 
 BUFFER = 2**21
-"""Bytes of a message that the system keeps for a receiver that has not read them yet."""
+"""Size of the socket's send buffer in bytes."""
 
 
 class Child:
-    """A started process. Whoever starts it also kills it: an answer that is late leaves it in an unknown state."""
+    """A started process. Its owner must kill it after a late answer, since its state is then unknown."""
 
     def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
         self._process, self._socket = process, ours
@@ -26,7 +26,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
-        """Start `command`, to whose arguments the number of its end of the socket is appended.
+        """Starts `command` with the descriptor of its end of the socket as an additional last argument.
 
         Its standard input stays open as long as this process lives. Raises FileNotFoundError or PermissionError.
         """
@@ -54,10 +54,10 @@ class Child:
         return self._process.pid
 
     async def ask(self, message: Message, timeout_s: float) -> Message:
-        """The answer to `message`.
+        """Returns the answer to `message`.
 
         Raises:
-            TimeoutError: it took longer; kill the child.
+            TimeoutError: the answer took longer than `timeout_s`. The caller must kill the child.
             PeerGone: the child ended, or its answer cannot be read.
         """
         async with asyncio.timeout(timeout_s):
@@ -79,14 +79,14 @@ class Child:
         return buffer
 
     async def kill(self) -> None:
-        """End the process at once, and wait until it is gone."""
+        """Kills the process and waits until it has ended."""
         with suppress(ProcessLookupError):
             self._process.kill()
         self._socket.close()
         await self.ended
 
-    async def death(self) -> str:
-        """How it ended, for a message; waits a moment for the system to tell."""
+    async def describe_end(self) -> str:
+        """Returns how the process ended, for a message. Waits up to 1 s for its exit status."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.ended), 1.0)
         if not self.ended.done():

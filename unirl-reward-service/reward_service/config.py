@@ -1,4 +1,4 @@
-"""What the service's YAML file may say, and the file as a checked object."""
+"""The settings of the service, read from a YAML file and checked."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """What one request may cost, and all of them together."""
+    """The limits of one request and of all requests together."""
 
     body_mb: float = 64.0
-    """MiB of one body, compressed or not."""
+    """Largest body, compressed or not, in MiB."""
     pending_mb: float = 512.0
-    """MiB of all bodies being worked on and of what their files unpack to; one more is answered 503."""
+    """Largest size in MiB of all bodies in progress and their decoded files. Beyond it, requests are answered 503."""
     connections: int = 1024
-    """Open connections; one more is answered 503."""
+    """Largest number of open connections. Beyond it, requests are answered 503."""
     items: int = 256
-    """Items of one request."""
+    """Largest number of items in a request."""
     turns: int = 8
-    """Turns of one item."""
+    """Largest number of turns in an item."""
     side: int = 4096
-    """Pixels along a side."""
+    """Largest side of an image or frame, in pixels."""
     pixels: int = 4096 * 4096
-    """Pixels of a picture."""
+    """Largest number of pixels in an image or frame."""
     frames: int = 256
-    """Frames of a video."""
+    """Largest number of frames in a video."""
     video_pixels: int = 4 * 4096 * 4096
-    """Pixels of all frames of a video."""
+    """Largest number of pixels in all frames of a video."""
     file_mb: float = 48.0
-    """MiB of one encoded medium."""
+    """Largest encoded image or video, in MiB."""
     video_s: float = 60.0
-    """Seconds that a video may last."""
+    """Longest video, in seconds."""
     header_s: float = 5.0
-    """Seconds that a client may take to send its headers."""
+    """Timeout in seconds for a client to send its headers."""
     body_s: float = 30.0
-    """Seconds that a client may take to send its body."""
+    """Timeout in seconds for a client to send its body."""
     decode_s: float = 1.5
-    """Seconds of CPU time to decode one picture; its decoder is ended then. A video has ten times as many."""
+    """CPU time in seconds to decode an image, after which its decoder is ended. A video has ten times as much."""
     decoder_mb: float = 1024.0
-    """MiB of address space of a decoder; the pixels of a video need most of it."""
+    """Address space of a decoder, in MiB. The pixels of a video need most of it."""
     num_decoders: int = 2
     remembered: int = 50_000
-    """Scores that are remembered by request id."""
+    """Number of scores that are kept by request id."""
     media_roots: tuple[str, ...] = ()
-    """Directories below which `video_path` may lie; none: no path is read."""
+    """Directories below which `video_path` may lie. Empty: no path is read."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -68,7 +68,7 @@ class LimitsConfig:
             )
         for root in self.media_roots:
             if not Path(root).is_dir():
-                raise ValueError(f"LimitsConfig.media_roots names {root!r}, which is no directory")
+                raise ValueError(f"LimitsConfig.media_roots names {root!r}, which is not a directory")
 
     @property
     def body_bytes(self) -> int:
@@ -77,19 +77,19 @@ class LimitsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where the service listens, who may ask, and how long an answer may take."""
+    """The address of the service, its timeouts and its token."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one, which is printed."""
+    """0 selects a free port, which is printed."""
     score_timeout_s: float = 120.0
-    """Seconds that a worker may take for a batch; it is killed then, and replaced."""
+    """Timeout in seconds of a worker for a batch, after which it is killed and replaced."""
     load_timeout_s: float = 1800.0
-    """Seconds that a worker may take to load its scorer, downloads included."""
+    """Timeout in seconds of a worker to load its scorer, including downloads."""
     queue_timeout_s: float = 300.0
-    """Seconds that an item may wait for a worker, one that is being replaced included."""
+    """Timeout in seconds of an item that waits for a worker, including a worker that is being replaced."""
     token_file: str | None = None
-    """A file with the token that every request must carry (`Authorization: Bearer ...`). Needed beyond loopback."""
+    """A file with the token that every request must contain (`Authorization: Bearer ...`). Required beyond loopback."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
@@ -102,25 +102,25 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """One reward: a scorer in processes of its own."""
+    """One reward: a scorer in its own processes."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     scorer: str
-    """A scorer of `unirl.reward.local` (`unirl reward ls`), or the dotted class of one in `plugins`."""
+    """A scorer of `unirl.reward.local` (`unirl reward ls`), or the dotted name of a class in one of the `plugins`."""
     params: dict[str, Any] = field(default_factory=dict)
-    """The fields of the scorer's spec; keyword arguments of one without a spec."""
+    """Fields of the scorer's spec, or keyword arguments of a scorer without a spec."""
     python: str | None = None
-    """The interpreter of the scorer's environment; None: the one that runs the service."""
+    """The interpreter of the scorer's environment. None: the interpreter of the service."""
     num_replicas: int = 1
     device: str = "auto"
-    """`cpu`, `auto`, `cuda`, or GPUs by number as in `cuda:0,1`: replica i takes the i-th, and again from the first."""
+    """`cpu`, `auto`, `cuda`, or GPUs by number such as `cuda:0,1`, which are assigned to the replicas in turn."""
     num_threads: int | None = None
-    """CPU threads of a replica; None: its libraries decide."""
+    """Number of CPU threads of a replica. None: its libraries decide."""
     batch_size: int = 32
-    """Items that are scored at once, of any clients."""
+    """Largest number of items, of any clients, that are scored together."""
     max_queue: int = 1024
-    """Items that may wait; a request with more is answered 429."""
+    """Largest number of waiting items. Beyond it, requests are answered 429."""
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "batch_size", "max_queue"):
@@ -132,7 +132,7 @@ class RewardConfig:
             raise ValueError(f"RewardConfig.device must be auto, cpu, cuda or cuda:0,1,..., got {self.device!r}")
 
     def environment(self, replica: int) -> dict[str, str]:
-        """Which devices a replica sees, and how many threads it takes."""
+        """Returns the environment variables that set the devices and threads of a replica."""
         visible = {"cpu": {"CUDA_VISIBLE_DEVICES": ""}}.get(self.device, {})
         gpus = self.device.partition(":")[2].split(",")
         if gpus != [""]:
@@ -142,14 +142,14 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """The whole file."""
+    """The settings of the service."""
 
     rewards: tuple[RewardConfig, ...]
     server: ServerConfig = field(default_factory=ServerConfig)
     plugins: tuple[str, ...] = ()
-    """Packages besides unirl whose scorers may be named."""
+    """Packages other than unirl whose scorers may be named."""
     toy: bool = False
-    """Take the scorers' own small values where `params` says nothing: no downloads, seconds on a CPU."""
+    """Use the scorers' toy values for settings that `params` does not name: no downloads, seconds on a CPU."""
 
     def __post_init__(self) -> None:
         names = [reward.name for reward in self.rewards]
@@ -167,39 +167,39 @@ class ServiceConfig:
 
 
 def read_config(path: Path | str, **typed: Any) -> ServiceConfig:
-    """The service of a YAML file; `typed` are keys of its server that the command line sets.
+    """Returns the settings in a YAML file; `typed` are keys of its server that the command line sets.
 
     Raises:
-        ConfigError: it cannot be read, or says something unknown or out of range.
+        ConfigError: the file cannot be read, or a key is unknown or out of range.
     """
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Give the service's YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict) or not isinstance(tree.setdefault("server", {}), dict):
         raise ConfigError(f"{path} must hold the blocks `server` and `rewards`")
     return config_of({**tree, "server": {**tree["server"], **typed}})
 
 
 def config_of(tree: Mapping[str, Any]) -> ServiceConfig:
-    """The service of YAML data. Raises ConfigError."""
+    """Returns the settings in YAML data. Raises ConfigError."""
     config: ServiceConfig = build(check_node(tree, ServiceConfig))
     return config
 
 
 def read_token(server: ServerConfig) -> str | None:
-    """The token that requests must carry; None when whoever reaches the service may use it.
+    """Returns the token that requests must contain; None on loopback without a token file.
 
     Raises:
-        UsageError: 2040 when the service would listen beyond this machine without a token, or the file has none.
+        UsageError: 2040 the service would listen beyond this machine without a token, or the file has no token.
     """
     if server.token_file is None:
         if not is_loopback(server.host):
             raise ExposedServerError(
-                f"server.host={server.host} is reachable from other machines, and anyone there could score and fill "
-                "memory. Set server.token_file to a file with a long random token, or server.host to 127.0.0.1"
+                f"server.host={server.host} is reachable from other machines, where anyone could use the service. "
+                "Set server.token_file to a file with a long random token, or server.host to 127.0.0.1"
             )
         return None
     try:
@@ -208,13 +208,13 @@ def read_token(server: ServerConfig) -> str | None:
         raise UsageError(f"server.token_file={server.token_file} cannot be read: {error}") from error
     if len(token) < 16 or not token.isprintable() or " " in token:
         raise ExposedServerError(
-            f"server.token_file={server.token_file} holds no token: at least 16 letters and digits on one line"
+            f"server.token_file={server.token_file} has no token: write at least 16 letters and digits on one line"
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Returns True if only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,9 +1,9 @@
-"""The process that turns pictures and videos of strangers into raw pixels.
+"""The process that decodes untrusted images and videos into raw pixels.
 
     python -m reward_service.decoder LIMITS SOCKET
 
-It loads neither torch nor transformers, the system caps its memory and ends it when a medium takes too much of its
-time, and it reads no file but those below the media roots. It answers with pixels or with a problem.
+It loads neither torch nor transformers. The system limits its memory and ends it when decoding takes too long. It reads
+only files below the media roots. It answers with pixels or with an error message.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from unirl.reward.client.wire import MediaPayload
 
 PLAIN_MODES = ("RGB", "L", "P", "1")
 READERS = {"PNG": PngImagePlugin, "JPEG": JpegImagePlugin, "WEBP": WebPImagePlugin}
-"""The only formats that are read; loaded now, so that the first picture takes no longer than the next."""
+"""The only formats that are read. They are imported here, so that the first image does not take longer than others."""
 ORIENTATION = 0x0112
-"""The EXIF tag that asks a viewer to turn the picture."""
+"""The EXIF tag for rotation and mirroring."""
 VIDEO_TIME = 10
-"""A video may take this many times as long as a picture."""
+"""A video may take this many times as long as an image."""
 CONTAINERS = {"mp4": "mov", "webm": "matroska"}
-"""Format to the one demuxer of FFmpeg that may read it: playlists and lists of files, which open others, are none."""
+"""The only FFmpeg demuxer allowed for each format. Demuxers of playlists, which open other files, are not allowed."""
 
 
 class DecodeLimits(Struct):
-    """What a medium may be."""
+    """The limits of an image or video."""
 
     side: int
     pixels: int
@@ -54,45 +54,45 @@ class DecodeLimits(Struct):
 
 
 class UnreadableMedia(ValueError):
-    """The medium is not what it should be; the message says why."""
+    """The image or video cannot be read; the message gives the reason."""
 
 
-def decode(asked: DecodeMedia, limits: DecodeLimits) -> MediaPayload:
-    """The raw pixels that were asked for. Raises UnreadableMedia, and whatever a library raises on damaged data."""
-    format, data = _encoded(asked, limits)
+def decode(message: DecodeMedia, limits: DecodeLimits) -> MediaPayload:
+    """Returns the requested raw pixels. Raises UnreadableMedia and any error of a library on damaged data."""
+    format, data = _encoded(message, limits)
     if len(data) > limits.file_bytes:
-        raise UnreadableMedia(f"a file of {len(data)} bytes: at most {limits.file_bytes} are read")
-    return decode_video(data, format, limits) if asked.modality == "video" else decode_image(data, format, limits)
+        raise UnreadableMedia(f"the file has {len(data)} bytes: at most {limits.file_bytes} are read")
+    return decode_video(data, format, limits) if message.modality == "video" else decode_image(data, format, limits)
 
 
-def _encoded(asked: DecodeMedia, limits: DecodeLimits) -> tuple[str | None, bytes]:
-    """The declared format, if any, and the bytes of the file."""
-    if asked.medium is not None:
-        return asked.medium.format, asked.medium.data
-    if asked.base64 is not None:
+def _encoded(message: DecodeMedia, limits: DecodeLimits) -> tuple[str | None, bytes]:
+    """Returns the declared format, if any, and the bytes of the file."""
+    if message.medium is not None:
+        return message.medium.format, message.medium.data
+    if message.base64 is not None:
         try:
-            return None, base64.b64decode(asked.base64, validate=True)
+            return None, base64.b64decode(message.base64, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise UnreadableMedia(f"no base64: {error}") from error
-    return None, read_below(asked.path or "", limits)
+            raise UnreadableMedia(f"not base64: {error}") from error
+    return None, read_below(message.path or "", limits)
 
 
 def decode_image(data: bytes, format: str | None, limits: DecodeLimits) -> MediaPayload:
-    """[H, W, 3] of a PNG, JPEG or WebP file; of the declared format if there is one."""
+    """Returns the pixels [H, W, 3] of a PNG, JPEG or WebP file, which must have the declared format if there is one."""
     formats = [format.upper()] if format else list(READERS)
     try:
         image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError as error:
-        raise UnreadableMedia(f"it does not begin as a {' or '.join(formats)} file does") from error
+        raise UnreadableMedia(f"it does not begin as a {' or '.join(formats)} file") from error
     except Image.DecompressionBombError as error:
         raise UnreadableMedia(f"too many pixels: {error}") from error
     with image:
         _check_size(image.width, image.height, limits)
         frames = getattr(image, "n_frames", 1)
         if frames != 1:
-            raise UnreadableMedia(f"an animation of {frames} frames: send one picture")
+            raise UnreadableMedia(f"an animation of {frames} frames: send one image")
         if image.getexif().get(ORIENTATION, 1) != 1:
-            raise UnreadableMedia("its EXIF orientation turns the picture: save it upright")
+            raise UnreadableMedia("its EXIF orientation rotates the image: save it upright")
         return _raw(_rgb(image))
 
 
@@ -104,12 +104,12 @@ def _check_size(width: int, height: int, limits: DecodeLimits) -> None:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB, if that loses nothing."""
+    """Returns the image in RGB. Raises UnreadableMedia when the conversion is not lossless."""
     if image.mode in PLAIN_MODES and "transparency" not in image.info:
         return image.convert("RGB")
     if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
-    raise UnreadableMedia(f"mode {image.mode} with transparency or other than 8-bit colors: save the picture as RGB")
+    raise UnreadableMedia(f"mode {image.mode} has transparency or other than 8-bit colors: save the image as RGB")
 
 
 def _raw(image: Image.Image) -> MediaPayload:
@@ -117,8 +117,8 @@ def _raw(image: Image.Image) -> MediaPayload:
 
 
 def decode_video(data: bytes, format: str | None, limits: DecodeLimits) -> MediaPayload:
-    """[F, H, W, 3] of every frame of an MP4 or WebM file."""
-    container = CONTAINERS[format or sniffed(data)]
+    """Returns the pixels [F, H, W, 3] of every frame of an MP4 or WebM file."""
+    container = CONTAINERS[format or detect_format(data)]
     pixels, count, size = bytearray(), 0, (0, 0)
     for frame in _frames(data, container, limits):
         count += 1
@@ -135,8 +135,8 @@ def decode_video(data: bytes, format: str | None, limits: DecodeLimits) -> Media
     return MediaPayload(format="raw", data=bytes(pixels), shape=(count, *size, 3))
 
 
-def sniffed(data: bytes) -> str:
-    """Which container the first bytes say it is."""
+def detect_format(data: bytes) -> str:
+    """Returns the container format that the first bytes indicate."""
     if data[4:8] == b"ftyp":
         return "mp4"
     if data[:4] == b"\x1a\x45\xdf\xa3":
@@ -145,7 +145,7 @@ def sniffed(data: bytes) -> str:
 
 
 def _frames(data: bytes, container: str, limits: DecodeLimits) -> Iterator[Any]:
-    """The frames of the one video stream, as PyAV gives them."""
+    """Yields the frames of the only video stream as PyAV objects."""
     try:
         import av
     except ModuleNotFoundError as error:
@@ -165,7 +165,7 @@ def _frames(data: bytes, container: str, limits: DecodeLimits) -> Iterator[Any]:
 
 
 def _rgb_rows(frame: Any) -> bytes:
-    """The pixels of a frame without the padding at the ends of its rows."""
+    """Returns the pixels of a frame without the padding at the ends of its rows."""
     plane = frame.reformat(format="rgb24").planes[0]
     width, stride = frame.width * 3, plane.line_size
     rows = bytes(plane)
@@ -173,7 +173,7 @@ def _rgb_rows(frame: Any) -> bytes:
 
 
 def read_below(path: str, limits: DecodeLimits) -> bytes:
-    """The file at a path below one of the media roots; every refusal reads alike, so that none tells what exists."""
+    """Returns the file at a path below one of the media roots. All refusals have one text, which reveals no path."""
     refused = UnreadableMedia("video_path names no file below the service's media roots that may be read")
     if "\0" in path:
         raise refused
@@ -183,7 +183,7 @@ def read_below(path: str, limits: DecodeLimits) -> bytes:
         if os.path.commonpath([base, real]) != base:
             continue
         with suppress(OSError):
-            # A fifo or a device must not block, and nothing may be a link by now.
+            # Opening a FIFO or a device must not block, and the resolved path must not be a link.
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             with open(descriptor, "rb") as file:
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -191,20 +191,20 @@ def read_below(path: str, limits: DecodeLimits) -> bytes:
     raise refused
 
 
-def answer(asked: DecodeMedia, limits: DecodeLimits) -> DecodedMedia:
-    """Pixels, or the problem. Ends the process (SIGPROF) when it takes more CPU time than a medium may.
+def answer(message: DecodeMedia, limits: DecodeLimits) -> DecodedMedia:
+    """Returns the pixels or an error. The process ends by SIGPROF when decoding takes more CPU time than allowed.
 
-    CPU time, so that no medium is refused because the machine is busy.
+    The limit is CPU time and not wall-clock time, so that a busy machine does not refuse valid media.
     """
-    signal.setitimer(signal.ITIMER_PROF, limits.decode_s * (VIDEO_TIME if asked.modality == "video" else 1))
+    signal.setitimer(signal.ITIMER_PROF, limits.decode_s * (VIDEO_TIME if message.modality == "video" else 1))
     try:
-        return DecodedMedia(medium=decode(asked, limits))
-    except UnreadableMedia as refused:
-        return DecodedMedia(problem=str(refused))
+        return DecodedMedia(medium=decode(message, limits))
+    except UnreadableMedia as error:
+        return DecodedMedia(error=str(error))
     except MemoryError:
-        return DecodedMedia(problem=f"it needs more than the {limits.address_space} bytes that a decoder may use")
+        return DecodedMedia(error=f"it needs more than the {limits.address_space} bytes that a decoder may use")
     except Exception as error:  # decoders of images and videos raise almost anything on damaged data
-        return DecodedMedia(problem=f"cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
+        return DecodedMedia(error=f"cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
@@ -215,13 +215,13 @@ def main() -> None:
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (limits.address_space, limits.address_space))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Pillow warns of large pictures; their size is checked here before any pixel is read.
+    # Pillow warns about large images. Their size is checked here before any pixel is read.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     with suppress(PeerGone):
         while True:
-            asked = channel.receive()
-            assert isinstance(asked, DecodeMedia)
-            channel.send(answer(asked, limits))
+            message = channel.receive()
+            assert isinstance(message, DecodeMedia)
+            channel.send(answer(message, limits))
 
 
 if __name__ == "__main__":

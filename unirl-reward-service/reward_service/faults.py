@@ -1,4 +1,4 @@
-"""A proxy that spoils a share of what passes, to show what a client makes of it.
+"""Fault injection for tests: damaged media files, and a proxy that spoils a share of the requests.
 
 with FaultProxy("http://127.0.0.1:8000", rate=0.2, seed=0) as proxy:
     RewardClient(proxy.url).score(items)
@@ -26,10 +26,11 @@ from PIL import Image
 from unirl.reward.client.wire import ScoreResponse, decode, encode
 
 EXTREMES = (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\xff\xff", bytes(4))
+"""Values that make a size field extreme."""
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """A file with up to 12 changes: bytes changed, sizes made extreme, pieces cut out, doubled, or cut off."""
+    """Returns a file with up to 12 random changes: other bytes, extreme sizes, and removed or repeated pieces."""
     body = bytearray(data)
     for _ in range(rng.randint(1, 12)):
         at = rng.randrange(len(body) or 1)
@@ -37,9 +38,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             case 0:
                 body[at : at + 1] = bytes([rng.randrange(256)])
             case 1:
-                body[at : at + 4] = rng.choice(
-                    [b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\xff\xff", bytes(4)]
-                )
+                body[at : at + 4] = rng.choice(EXTREMES)
             case 2:
                 del body[at : at + rng.randrange(64)]
             case 3:
@@ -52,8 +51,8 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def media(side: int = 32) -> list[tuple[str, bytes]]:
-    """(`image` or `video`, file) of every format that the service reads."""
-    picture = noise((side, side + 8, 3))
+    """Returns a file of every format that the service reads, each with its modality `image` or `video`."""
+    pixels = noise((side, side + 8, 3))
     images: Sequence[tuple[str, dict[str, Any]]] = [
         ("png", {}),
         ("jpeg", {}),
@@ -61,7 +60,7 @@ def media(side: int = 32) -> list[tuple[str, bytes]]:
         ("webp", {}),
         ("webp", {"lossless": True}),
     ]
-    files = [("image", image_file(picture, format, **options)) for format, options in images]
+    files = [("image", image_file(pixels, format, **options)) for format, options in images]
     frames = noise((5, side, side + 2, 3))
     return [*files, ("video", video_file(frames)), ("video", video_file(frames, "webm", "libvpx-vp9"))]
 
@@ -70,15 +69,15 @@ def noise(shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, np.dtype[np.
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def image_file(picture: np.ndarray[Any, Any], format: str, **options: Any) -> bytes:
-    """[H, W, 3] uint8 as a file."""
+def image_file(pixels: np.ndarray[Any, Any], format: str, **options: Any) -> bytes:
+    """Returns uint8 pixels [H, W, 3] as a file."""
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, format=format, **options)
+    Image.fromarray(pixels).save(file, format=format, **options)
     return file.getvalue()
 
 
 def video_file(frames: np.ndarray[Any, Any], format: str = "mp4", codec: str = "libx264rgb", fps: int = 8) -> bytes:
-    """[F, H, W, 3] uint8 as a file; without loss by the codec libx264rgb."""
+    """Returns uint8 pixels [F, H, W, 3] as a file. The codec libx264rgb is lossless."""
     import av
 
     file = io.BytesIO()
@@ -93,14 +92,15 @@ def video_file(frames: np.ndarray[Any, Any], format: str = "mp4", codec: str = "
 
 
 FAULTS = ("drop", "lose", "error", "late_error", "delay", "nan", "truncate", "garble")
-"""Closed before the service sees the request, or after; a 500 before, or after; an answer later than the client waits,
-with NaN, cut off on the way, or cut off where HTTP does not tell."""
+"""drop, lose: the connection is closed before or after the service gets the request. error, late_error: a response 500
+before or after scoring. delay: a response after the client's timeout. nan: a score is NaN. truncate: the response is
+cut off. garble: the body is cut off, and Content-Length agrees with it."""
 MAX_HEAD, MAX_BODY = 2**16, 2**27
 LIMIT = 2**20
 
 
 class FaultProxy:
-    """Listens on loopback in a thread of its own, and passes requests on one by one."""
+    """Listens on loopback in its own thread and forwards requests one by one."""
 
     def __init__(
         self, upstream: str, *, rate: float, seed: int, delay_s: float = 5.0, faults: Sequence[str] = FAULTS
@@ -108,8 +108,8 @@ class FaultProxy:
         """
         Args:
             upstream: the service's URL.
-            rate: share of the requests that are spoiled.
-            delay_s: how long an answer is held back; longer than the client waits, it is a time-out.
+            rate: share of the requests with a fault.
+            delay_s: delay of a late response in seconds; a delay above the client's timeout causes a timeout.
         """
         self.rate, self.counts = rate, Counter[str]()
         self._address = urlsplit(upstream)
@@ -148,7 +148,7 @@ class FaultProxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            # A client that goes away, or a service that is down, ends the connection.
+            # A client that disconnects, or a service that is down, ends the connection.
             with suppress(OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
                 while await self._one(reader, writer):
                     pass
@@ -157,7 +157,7 @@ class FaultProxy:
             writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Pass one request on; whether the connection stays open."""
+        """Forwards one request. Returns True if the connection stays open."""
         request = await message(reader)
         fault = self._random.choice(self._faults) if self._random.random() < self.rate else "none"
         self.counts[fault] += 1
@@ -193,16 +193,16 @@ class FaultProxy:
 
 
 async def message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Head and body of one HTTP message that says its length. Raises EOFError at the end of the stream."""
+    """Returns head and body of one HTTP message with a Content-Length. Raises EOFError at the end of the stream."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(header(head, b"content-length") or 0)
     if len(head) > MAX_HEAD or length > MAX_BODY:
-        raise EOFError("larger than the proxy passes on")
+        raise EOFError("larger than the proxy forwards")
     return head, await reader.readexactly(length)
 
 
 def header(head: bytes, name: bytes) -> bytes | None:
-    """The value of a header."""
+    """Returns the value of a header."""
     for line in head.split(b"\r\n"):
         key, _, value = line.partition(b":")
         if key.strip().lower() == name:
@@ -211,18 +211,18 @@ def header(head: bytes, name: bytes) -> bytes | None:
 
 
 def rebuilt(head: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """The same head over another body."""
+    """Returns the head, with a new Content-Length, and the body."""
     lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
     return b"\r\n".join([lines[0], b"content-length: %d" % len(body), *lines[1:]]), body
 
 
 def plain(status: int) -> bytes:
-    """An answer of a machine in between."""
+    """Returns the plain response of a proxy."""
     return b"HTTP/1.1 %d Spoiled\r\ncontent-type: text/plain\r\ncontent-length: 7\r\n\r\nspoiled" % status
 
 
 def with_nan(response: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """A score response whose first score is not a number; any other response as it is."""
+    """Returns a score response whose first score is NaN; any other response unchanged."""
     head, body = response
     content_type = (header(head, b"content-type") or b"").decode()
     try:

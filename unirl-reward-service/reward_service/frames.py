@@ -1,6 +1,6 @@
 """Typed messages between the service and its child processes: 8 bytes of length, then msgpack.
 
-Loads neither torch nor an image library: the process that decodes media imports it too.
+This module loads neither torch nor an image library, since the decoder process imports it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_FRAME = 2**32
 
 
 class PeerGone(ConnectionError):
-    """The other side of a connection is gone."""
+    """The process at the other end of a connection has ended."""
 
 
 class DecodeMedia(Struct, tag=True):
-    """Asks a decoder for raw pixels; one of the three is given."""
+    """Requests raw pixels from a decoder. Exactly one of `medium`, `base64` and `path` is set."""
 
     modality: str
     medium: MediaPayload | None = None
@@ -35,14 +35,14 @@ class DecodeMedia(Struct, tag=True):
 
 
 class DecodedMedia(Struct, tag=True):
-    """Raw pixels, or why there are none."""
+    """The raw pixels, or the reason why there are none."""
 
     medium: MediaPayload | None = None
-    problem: str | None = None
+    error: str | None = None
 
 
 class LoadScorer(Struct, tag=True):
-    """Asks a worker for its scorer."""
+    """Requests that a worker loads its scorer."""
 
     reward: str
     scorer: str
@@ -53,13 +53,13 @@ class LoadScorer(Struct, tag=True):
 
 
 class ScorerLoaded(Struct, tag=True):
-    """The scorer is loaded, and which columns it reads."""
+    """The scorer is loaded; `reads` are its columns."""
 
     reads: list[str]
 
 
 class ScorerNotLoaded(Struct, tag=True):
-    """The scorer cannot be loaded: a UniRLError's message, code and exit status."""
+    """The scorer cannot be loaded. The fields are those of a UniRLError."""
 
     message: str
     code: int
@@ -67,7 +67,7 @@ class ScorerNotLoaded(Struct, tag=True):
 
 
 class ScorerRow(Struct):
-    """One item as its scorer needs it; media are raw."""
+    """One item as its scorer needs it, with raw media."""
 
     id: str
     prompt: str | None = None
@@ -76,30 +76,30 @@ class ScorerRow(Struct):
     video: MediaPayload | None = None
     metadata: dict[str, Any] | None = None
     sources: list[MediaPayload] = []
-    """The pictures of the turns before: what was edited."""
+    """The images of earlier turns: the sources of an edited image."""
 
 
 class ScoreBatch(Struct, tag=True):
-    """Asks a worker for scores."""
+    """Requests scores from a worker."""
 
     rows: list[ScorerRow]
 
 
 @dataclass(frozen=True)
 class ItemScores:
-    """What one reward makes of one item."""
+    """The scores of one item by one reward."""
 
     parts: dict[str, float]
-    """`total` comes first."""
-    said: TextAnswer | None = None
+    """The part `total` comes first."""
+    answer: TextAnswer | None = None
 
 
 ItemOutcome = ItemScores | ItemError
-"""ItemScores, or why there are none."""
+"""The scores, or the reason why there are none."""
 
 
 class BatchOutcomes(Struct, tag=True):
-    """One outcome per row."""
+    """One outcome per row of a batch."""
 
     outcomes: list[ItemOutcome]
 
@@ -111,33 +111,33 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def pack(message: Message) -> list[bytes]:
-    """The buffers to send, in order."""
+    """Returns the buffers to send, in order."""
     body = _encoder.encode(message)
     return [len(body).to_bytes(LENGTH, "big"), body]
 
 
 def unpack(body: bytes | bytearray) -> Message:
-    """The message of a frame. Raises msgspec.DecodeError."""
+    """Returns the message in a frame. Raises msgspec.DecodeError."""
     message: Message = _decoder.decode(body)
     return message
 
 
 def frame_length(head: bytes | bytearray) -> int:
-    """How many bytes follow. Raises PeerGone when no frame is that long."""
+    """Returns the number of bytes that follow. Raises PeerGone when it exceeds the largest frame."""
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME:
-        raise PeerGone(f"a frame of {length} bytes: at most {MAX_FRAME} are sent")
+        raise PeerGone(f"a frame has {length} bytes, and the limit is {MAX_FRAME}")
     return length
 
 
 class Channel:
-    """The child's side: blocking, one message at a time."""
+    """The child's end of the socket: blocking, one message at a time."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
 
     def receive(self) -> Message:
-        """The next message. Raises PeerGone when the service is gone."""
+        """Returns the next message. Raises PeerGone when the service has ended."""
         return unpack(self._read(frame_length(self._read(LENGTH))))
 
     def _read(self, count: int) -> bytearray:
@@ -146,7 +146,7 @@ class Channel:
         while done < count:
             received = self._socket.recv_into(view[done:])
             if not received:
-                raise PeerGone("the service is gone")
+                raise PeerGone("the service has ended")
             done += received
         return buffer
 
@@ -156,7 +156,7 @@ class Channel:
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its standard input closes, which the service holds open, whatever it is doing."""
+    """Ends this process, whatever it is doing, as soon as its standard input closes. The service holds it open."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):

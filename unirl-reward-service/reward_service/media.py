@@ -1,4 +1,4 @@
-"""From what clients send to raw pixels, by processes that can be lost."""
+"""The pool of decoder processes, which turn the images and videos of clients into raw pixels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from reward_service.metrics import Metrics
 from unirl.reward.client.wire import MediaPayload, Turn
 
 PATIENCE = 10
-"""A decoder is given this many times the CPU time of its medium before it counts as stuck."""
+"""A decoder counts as stuck after this many times the allowed CPU time, in wall-clock time."""
 
 
 class BadMedia(ValueError):
-    """A medium cannot be had; the message says why."""
+    """An image or video cannot be decoded; the message gives the reason."""
 
 
 class MediaDecoder:
-    """A few decoder processes; one that is lost or late is replaced before the next medium."""
+    """A few decoder processes. A process that dies or is late is replaced before the next use."""
 
     def __init__(self, limits: LimitsConfig, metrics: Metrics) -> None:
         self._limits, self._metrics = limits, metrics
@@ -38,10 +38,10 @@ class MediaDecoder:
         return [child.pid for child in self._children]
 
     async def raw(self, turn: Turn) -> tuple[MediaPayload | None, MediaPayload | None]:
-        """The image and the video of a turn, raw.
+        """Returns the raw image and the raw video of a turn.
 
         Raises:
-            BadMedia: it is damaged, too large, or may not be read.
+            BadMedia: it is damaged or too large, or may not be read.
         """
         if turn.has_image:
             return await self._raw("image", turn.image, turn.image_b64, None), None
@@ -57,59 +57,59 @@ class MediaDecoder:
             return medium
         return await self._decoded(DecodeMedia(modality, medium, base64, path))
 
-    async def _decoded(self, asked: DecodeMedia) -> MediaPayload:
-        seconds = self._limits.decode_s * (VIDEO_TIME if asked.modality == "video" else 1)
+    async def _decoded(self, message: DecodeMedia) -> MediaPayload:
+        seconds = self._limits.decode_s * (VIDEO_TIME if message.modality == "video" else 1)
         child = await self._idle.get()
         answered = False
         try:
             child = child or await self._start()
-            answer = await child.ask(asked, seconds * PATIENCE)
+            answer = await child.ask(message, seconds * PATIENCE)
             answered = True
         except (TimeoutError, PeerGone) as error:
             assert child is not None
             raise BadMedia(await self._why(child, error, seconds)) from error
         finally:
-            # One that has not answered, because its request was cancelled too, is asked no more.
+            # A process that has not answered, also after a cancelled request, is not used again.
             self._idle.put_nowait(child if answered else None)
             if child is not None and not answered:
                 await self._end(child)
         assert isinstance(answer, DecodedMedia)
         if answer.medium is None:
-            raise BadMedia(answer.problem or "cannot be decoded")
+            raise BadMedia(answer.error or "cannot be decoded")
         check_raw(answer.medium, self._limits)
         return answer.medium
 
     async def _why(self, child: Child, error: Exception, seconds: float) -> str:
         if isinstance(error, TimeoutError):
             return f"cannot be decoded: its decoder did not answer within {seconds * PATIENCE:g} s"
-        death = await child.death()
+        death = await child.describe_end()
         return f"takes more than {seconds:g} s to decode" if "SIGPROF" in death else f"its decoder {death}"
 
     async def _end(self, child: Child) -> None:
-        """End a decoder; the next medium starts another."""
+        """Ends a decoder. The next use starts another one."""
         self._metrics.restarts.labels("decoder", "died").inc()
         self._children.discard(child)
         await child.kill()
 
     async def start(self) -> None:
-        """Have every decoder ready before the first medium comes."""
+        """Starts all decoders."""
         for _ in range(self._idle.qsize()):
             self._idle.put_nowait(self._idle.get_nowait() or await self._start())
 
     async def _start(self) -> Child:
         command = [sys.executable, "-m", "reward_service.decoder", decode_limits(self._limits)]
-        # A library that decodes must not bring threads whose stacks fill the address space.
+        # The stacks of library threads would take up the limited address space.
         child = await Child.start(command, {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
         self._children.add(child)
         return child
 
     async def close(self) -> None:
-        """End every decoder."""
+        """Ends all decoders."""
         await asyncio.gather(*(child.kill() for child in self._children))
 
 
 def decode_limits(limits: LimitsConfig) -> str:
-    """The limits as a decoder's command line takes them."""
+    """Returns the limits as a decoder's command line argument."""
     return msgspec.json.encode(
         DecodeLimits(
             side=limits.side,
@@ -126,7 +126,7 @@ def decode_limits(limits: LimitsConfig) -> str:
 
 
 def check_raw(medium: MediaPayload, limits: LimitsConfig) -> None:
-    """Raises BadMedia when a raw medium is larger than the limits."""
+    """Raises BadMedia when raw pixels exceed the limits."""
     shape: Sequence[int] = medium.shape or ()
     frames, height, width = shape[0] if len(shape) == 4 else 1, shape[-3], shape[-2]
     if max(height, width) > limits.side or height * width > limits.pixels:

@@ -1,4 +1,4 @@
-"""What `/metrics` shows, in Prometheus' text format."""
+"""The metrics of the service in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """The figures of one service; two in one process do not mix."""
+    """The metrics of one service. Several services in one process have separate metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

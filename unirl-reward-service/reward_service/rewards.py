@@ -1,4 +1,4 @@
-"""One reward: a bounded queue, and worker processes that take from it as many items as they score at once."""
+"""The queue of one reward, and the worker processes that take batches from it."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ log = logging.getLogger("reward_service")
 
 MAX_RETRY_AFTER_S = 30
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
-"""Between two attempts to bring a worker back that does not start."""
+"""Seconds between attempts to restart a worker; the pause doubles from the first value to the last."""
 STOPS = ItemError("unavailable", "the service stops")
 MAX_TRIES = 2
-"""An item is scored again, alone, when its worker dies with it; then it is the one that kills workers."""
+"""An item whose worker dies is scored once more, alone. If the worker dies again, this item is the cause."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One item that one reward is to score."""
+    """One item to be scored by one reward."""
 
     row: ScorerRow
     outcome: asyncio.Future[ItemOutcome]
@@ -56,7 +56,7 @@ class Job:
 
 
 class RewardQueue:
-    """Takes jobs, and sets the outcome of each: scores, or why there are none."""
+    """Takes jobs and sets the outcome of each: scores or an error."""
 
     def __init__(self, config: RewardConfig, service: ServiceConfig, metrics: Metrics) -> None:
         self.config = config
@@ -69,22 +69,22 @@ class RewardQueue:
         self._per_item_s = 0.01
 
     async def start(self) -> None:
-        """Wait until every replica has loaded the scorer, and go on in the background.
+        """Waits until every replica has loaded the scorer. Scoring continues in the background.
 
         Raises:
-            UniRLError: a replica cannot load it.
+            UniRLError: a replica cannot load the scorer.
         """
         await asyncio.gather(*(replica.start() for replica in self._replicas))
 
     async def close(self) -> None:
-        """End every replica; what waits is answered as unavailable."""
+        """Ends every replica. Waiting jobs get the error `unavailable`."""
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         self.settle(self._queue, STOPS)
         self._queue.clear()
 
     @property
     def readiness(self) -> list[bool | str]:
-        """Whether each replica can score."""
+        """The readiness of each replica."""
         return [replica.ready for replica in self._replicas]
 
     @property
@@ -99,7 +99,7 @@ class RewardQueue:
         return len(self._queue) + count <= self.config.max_queue
 
     def retry_after_s(self) -> int:
-        """In how many seconds the queue will be about half empty."""
+        """Returns the estimated number of seconds until the queue is half empty."""
         ready = max(1, self.num_ready)
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(len(self._queue) * self._per_item_s / ready / 2)))
 
@@ -108,7 +108,7 @@ class RewardQueue:
         self._changed()
 
     def submit_again(self, jobs: Sequence[Job]) -> None:
-        """Put jobs first whose worker died, to be scored one by one."""
+        """Puts the jobs of a worker that died at the front of the queue, to be scored one by one."""
         for job in jobs:
             job.tries += 1
         spent = [job for job in jobs if job.tries >= MAX_TRIES]
@@ -119,14 +119,14 @@ class RewardQueue:
         self._changed()
 
     def expire(self, outcomes: Set[asyncio.Future[ItemOutcome]]) -> None:
-        """Give up those that no worker has begun."""
+        """Fails the jobs of these outcomes that no worker has started."""
         late = [job for job in self._queue if job.outcome in outcomes]
         self._queue = deque(job for job in self._queue if job.outcome not in outcomes)
         self._changed()
         self.settle(late, ItemError("timeout", f"waited {self._service.server.queue_timeout_s:g} s for a worker"))
 
     async def take(self) -> list[Job]:
-        """The next batch; a job that was tried before comes alone."""
+        """Returns the next batch. A job that was tried before is a batch of its own."""
         while not self._queue:
             self._filled.clear()
             await self._filled.wait()
@@ -137,7 +137,7 @@ class RewardQueue:
         return batch
 
     def settle(self, jobs: Iterable[Job], outcome: ItemOutcome) -> None:
-        """One outcome for all."""
+        """Sets one outcome for all jobs."""
         for job in jobs:
             self.settle_one(job, outcome)
 
@@ -148,7 +148,7 @@ class RewardQueue:
             self._metrics.items.labels(self.name, kind).inc()
 
     def observe(self, jobs: Sequence[Job], begun: float) -> None:
-        """Count a batch that was scored from `begun` until now."""
+        """Records the metrics of a batch that was scored from `begun` until now."""
         now, metrics = time.monotonic(), self._metrics
         self._per_item_s += 0.2 * ((now - begun) / len(jobs) - self._per_item_s)
         metrics.batch.labels(self.name).observe(len(jobs))
@@ -167,7 +167,7 @@ class RewardQueue:
             self._filled.set()
 
     def build_message(self) -> LoadScorer:
-        """What a worker is told first."""
+        """Returns the first message to a worker."""
         config = self.config
         return LoadScorer(
             reward=config.name,
@@ -188,7 +188,7 @@ class RewardQueue:
 
 
 class Replica:
-    """One worker process, replaced whenever it dies or does not answer in time."""
+    """One worker process. It is replaced whenever it dies or does not answer in time."""
 
     def __init__(self, reward: RewardQueue, number: int) -> None:
         self._reward, self._number = reward, number
@@ -209,7 +209,7 @@ class Replica:
             await self.child.kill()
 
     async def _worker(self) -> Child:
-        """A worker that has loaded its scorer. Raises UniRLError."""
+        """Starts a worker and waits until it has loaded its scorer. Raises UniRLError."""
         config = self._reward.config
         command = [config.python or sys.executable, "-m", "reward_service.worker", config.name]
         try:
@@ -223,16 +223,16 @@ class Replica:
             seconds = self._reward.load_timeout_s
             raise StallError(
                 f"the scorer of reward {config.name!r} was not loaded within {seconds:g} s: "
-                "raise server.load_timeout_s, or fetch its files before"
+                "raise server.load_timeout_s, or download its files first"
             ) from error
         except PeerGone as error:
-            how = await child.death()
+            how = await child.describe_end()
             raise RewardError(
-                f"the worker of reward {config.name!r} {how} while it loaded; what it wrote stands above"
+                f"the worker of reward {config.name!r} {how} while it loaded its scorer; its output is above"
             ) from error
         if isinstance(answer, ScorerNotLoaded):
             await child.kill()
-            raise _as_said(answer)
+            raise error_of(answer)
         assert isinstance(answer, ScorerLoaded)
         self._reward.reads = answer.reads
         self.ready = True
@@ -255,11 +255,11 @@ class Replica:
                     pause = min(2 * pause, LAST_PAUSE_S)
 
     async def _serve(self, child: Child) -> str:
-        """Score batch after batch until the worker is lost; the cause of that."""
+        """Scores batch after batch until the worker dies or is late. Returns the cause."""
         while True:
             batch = await self._next(child)
             if batch is None:
-                log.error("a worker of reward %r %s while it waited", self._reward.name, await child.death())
+                log.error("a worker of reward %r %s while it waited", self._reward.name, await child.describe_end())
                 return "died"
             begun = time.monotonic()
             try:
@@ -268,7 +268,8 @@ class Replica:
                 self._reward.settle(batch, STOPS)
                 raise
             except PeerGone:
-                log.error("a worker of reward %r %s over %d items", self._reward.name, await child.death(), len(batch))
+                end = await child.describe_end()
+                log.error("a worker of reward %r %s while it scored %d items", self._reward.name, end, len(batch))
                 self._reward.submit_again(batch)
                 return "died"
             except TimeoutError:
@@ -284,7 +285,7 @@ class Replica:
                 self._reward.settle_one(job, outcome)
 
     async def _next(self, child: Child) -> list[Job] | None:
-        """The next batch; None when the worker ends first."""
+        """Returns the next batch, or None if the worker ends first."""
         taking = asyncio.ensure_future(self._reward.take())
         try:
             await asyncio.wait([taking, child.ended], return_when=asyncio.FIRST_COMPLETED)
@@ -294,7 +295,7 @@ class Replica:
         return None if taking.cancelled() or not taking.done() else taking.result()
 
 
-def _as_said(answer: ScorerNotLoaded) -> UniRLError:
-    """The error of a worker as one of this process."""
+def error_of(answer: ScorerNotLoaded) -> UniRLError:
+    """Returns the error that a worker has reported."""
     kinds = {kind.exit_status: kind for kind in (UsageError, DependencyError, DataError, ResourceError)}
     return kinds.get(answer.exit_status, RewardError).of_code(answer.code)(answer.message)

@@ -1,4 +1,4 @@
-"""A service in a process of its own, for tests, notebooks and toys; it can be killed and started again."""
+"""A service in its own process, for tests, notebooks and toy scale. It can be killed and started again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVING = b"serving "
 
 
 class RunningService:
-    """`python -m reward_service` with a config, in a `with` block; it ends with this process, however that ends."""
+    """Runs `python -m reward_service` with a config in a `with` block. The service ends when this process ends."""
 
     def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
         self._config = {**config, "server": {"port": 0, **config.get("server", {})}}
@@ -33,10 +33,10 @@ class RunningService:
         self.url = ""
 
     def start(self, within_s: float = 120.0) -> RunningService:
-        """Wait until every scorer is loaded; a second start takes the same port.
+        """Waits until every scorer is loaded. A second start uses the same port.
 
         Raises:
-            RewardError: it ended, or took too long; the message has what it wrote last.
+            RewardError: the service ended or took too long; the message contains the end of its log.
         """
         file = Path(self._folder.name, "service.yaml")
         file.write_text(yaml.safe_dump(self._config))
@@ -71,7 +71,7 @@ class RunningService:
 
     @property
     def log(self) -> Path:
-        """What it wrote to standard error."""
+        """The file with its standard error output."""
         return Path(self._folder.name, "log")
 
     @property
@@ -80,11 +80,11 @@ class RunningService:
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL, as a machine that is lost."""
+        """Ends the service by SIGKILL, as when a machine fails."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Ends the service by SIGTERM. Returns its exit status."""
         return self._end(signal.SIGTERM)
 
     def _end(self, how: signal.Signals) -> int:

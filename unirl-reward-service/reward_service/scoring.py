@@ -1,4 +1,4 @@
-"""From a request to its answer: what was asked before is remembered, the rest is decoded, queued and waited for."""
+"""Answers score requests: looks up repeated items, decodes and queues the others, and waits for their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from unirl.reward.client.wire import (
 
 
 class RequestRefused(ValueError):
-    """The request as a whole cannot be answered."""
+    """The service refuses a request as a whole."""
 
     def __init__(self, status: int, kind: str, detail: str, retry_after_s: int | None = None) -> None:
         super().__init__(detail)
@@ -39,7 +39,7 @@ class RequestRefused(ValueError):
 
 
 class MemoryBudget:
-    """The bytes that all requests together may hold: bodies, and what their files unpack to."""
+    """The memory that all requests together may hold: their bodies and their decoded files."""
 
     def __init__(self, limit_mb: float, gauge: Gauge) -> None:
         self.limit_mb, self._gauge = limit_mb, gauge
@@ -47,7 +47,7 @@ class MemoryBudget:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """What one request holds; given back at its end."""
+        """Opens the share of one request. Its memory is released at the end of the block."""
         share = MemoryShare(self)
         try:
             yield share
@@ -60,21 +60,21 @@ class MemoryBudget:
 
 
 class MemoryShare:
-    """The part of one request."""
+    """The memory of one request."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self.held = 0
 
     def take(self, count: int) -> None:
-        """Hold so many bytes more. Raises RequestRefused: 413 too many for one request, 503 too many for now."""
+        """Reserves `count` more bytes. Raises RequestRefused: 413 too many for one request, 503 too many at present."""
         limit_mb = self._budget.limit_mb
         if self.held + count > limit_mb * 2**20:
             raise RequestRefused(
-                413, "too_large", f"the request unpacks to more than {limit_mb:g} MiB: send fewer items at once"
+                413, "too_large", f"the decoded request has more than {limit_mb:g} MiB: send fewer items at once"
             )
         if self._budget.used + count > limit_mb * 2**20:
-            raise RequestRefused(503, "busy", f"{limit_mb:g} MiB of requests are being worked on", 1)
+            raise RequestRefused(503, "busy", f"requests with {limit_mb:g} MiB are in progress", 1)
         self.held += count
         self._budget.add(count)
 
@@ -84,29 +84,29 @@ Key = tuple[str, str]
 
 
 PendingOutcome = asyncio.Future[ItemOutcome]
-"""What one reward will say about one item."""
+"""The future outcome of one item for one reward."""
 
 
 class OutcomeCache:
-    """Which items were scored, or are being scored, by request id: a repeated request gets the same scores."""
+    """Finished and pending outcomes by request id, so that a repeated request gets the same scores."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: OrderedDict[Key, tuple[bytes, PendingOutcome]] = OrderedDict()
 
     def lookup(self, reward: str, item: ScoreItem, digest: bytes) -> PendingOutcome | None:
-        """The answer for this very item. Raises RequestRefused when its id was used for another one."""
-        before, answer = self._known.get((reward, item.request_id or ""), (digest, None))
-        if before != digest:
+        """Returns the outcome for an identical item. Raises RequestRefused when its id was used for another item."""
+        known_digest, outcome = self._known.get((reward, item.request_id or ""), (digest, None))
+        if known_digest != digest:
             raise RequestRefused(
                 409, "conflict", f"request_id {item.request_id!r} was used for another item: each needs its own"
             )
-        return None if answer is None or (answer.done() and is_retryable(answer.result())) else answer
+        return None if outcome is None or (outcome.done() and is_retryable(outcome.result())) else outcome
 
-    def keep(self, reward: str, item: ScoreItem, digest: bytes, answer: PendingOutcome) -> None:
-        """Remember an answer; the oldest is forgotten."""
+    def store(self, reward: str, item: ScoreItem, digest: bytes, outcome: PendingOutcome) -> None:
+        """Stores an outcome, and removes the oldest one if there are too many."""
         if item.request_id is not None:
-            self._known[reward, item.request_id] = (digest, answer)
+            self._known[reward, item.request_id] = (digest, outcome)
             if len(self._known) > self._size:
                 self._known.popitem(last=False)
 
@@ -117,19 +117,19 @@ def is_retryable(outcome: ItemOutcome) -> bool:
 
 @dataclass
 class AcceptedItem:
-    """One item of a request on its way."""
+    """One item of a request in progress."""
 
     item: ScoreItem
     digest: bytes
-    answers: dict[str, PendingOutcome]
-    """Of the rewards that were asked before, later of all."""
+    outcomes: dict[str, PendingOutcome]
+    """By reward: at first those that the cache has, later those of all rewards."""
     row: ScorerRow | None = None
-    """With raw media; None when every answer is known."""
+    """The item with raw media; None if the cache has all its outcomes."""
 
     @property
     def open(self) -> list[str]:
-        """The rewards without an answer."""
-        return [name for name in self.item.required_rewards if name not in self.answers]
+        """The rewards that have no outcome yet."""
+        return [name for name in self.item.required_rewards if name not in self.outcomes]
 
 
 class Scoring:
@@ -140,92 +140,92 @@ class Scoring:
     ) -> None:
         self._rewards, self._decoder, self._metrics = rewards, decoder, metrics
         self._limits, self._patience_s = server.limits, server.queue_timeout_s
-        self._memory = OutcomeCache(server.limits.remembered)
+        self._cache = OutcomeCache(server.limits.remembered)
 
     async def answer(self, request: ScoreRequest, share: MemoryShare) -> ScoreResponse:
-        """The outcome of every item and reward. Raises RequestRefused."""
+        """Returns the outcomes of all items. Raises RequestRefused."""
         self._check(request)
         digests = await asyncio.to_thread(lambda: [digest_of(item) for item in request.requests])
-        entries = [self._entry(item, digest) for item, digest in zip(request.requests, digests, strict=True)]
-        self._check_room(Counter(name for entry in entries for name in entry.open))
-        for place, entry in enumerate(entries):
-            if entry.open:
-                compared = any("sources" in self._rewards[name].reads for name in entry.open)
-                entry.row = await self._row(place, entry.item, share, compared=compared)
-        self._queue(entries)
-        await self._wait({answer for entry in entries for answer in entry.answers.values()})
-        return response_of(entries)
+        accepted = [self._accept(item, digest) for item, digest in zip(request.requests, digests, strict=True)]
+        self._check_room(Counter(name for pending in accepted for name in pending.open))
+        for index, pending in enumerate(accepted):
+            if pending.open:
+                compared = any("sources" in self._rewards[name].reads for name in pending.open)
+                pending.row = await self._row(index, pending.item, share, compared=compared)
+        self._queue(accepted)
+        await self._wait({outcome for pending in accepted for outcome in pending.outcomes.values()})
+        return response_of(accepted)
 
     def _check(self, request: ScoreRequest) -> None:
-        """Raises RequestRefused: 400 an unknown reward, 409 one id for two items, 413 too many items or turns."""
+        """Raises RequestRefused: 400 an unknown reward, 409 two items with one id, 413 too many items or turns."""
         items, limits = request.requests, self._limits
         if len(items) > limits.items:
             raise RequestRefused(413, "too_large", f"{len(items)} requests: at most {limits.items} at once")
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             if len(item.history) > limits.turns:
-                raise RequestRefused(413, "too_large", f"requests[{place}].history is longer than {limits.turns} turns")
+                raise RequestRefused(413, "too_large", f"requests[{index}].history is longer than {limits.turns} turns")
             for name in item.required_rewards:
                 if name not in self._rewards:
                     known = f"{did_you_mean(name, self._rewards)} There are {', '.join(self._rewards)}"
-                    raise RequestRefused(400, "unknown_reward", f"requests[{place}] requires {name!r}.{known}")
+                    raise RequestRefused(400, "unknown_reward", f"requests[{index}] requires {name!r}.{known}")
         ids = Counter(item.request_id for item in items if item.request_id is not None)
         twice = [name for name, count in ids.items() if count > 1]
         if twice:
-            raise RequestRefused(409, "conflict", f"request_id {twice[0]!r} stands at two items: each needs its own")
+            raise RequestRefused(409, "conflict", f"two items have request_id {twice[0]!r}: each needs its own")
 
-    def _entry(self, item: ScoreItem, digest: bytes) -> AcceptedItem:
-        found = {name: self._memory.lookup(name, item, digest) for name in item.required_rewards}
-        known = {name: answer for name, answer in found.items() if answer is not None}
+    def _accept(self, item: ScoreItem, digest: bytes) -> AcceptedItem:
+        cached = {name: self._cache.lookup(name, item, digest) for name in item.required_rewards}
+        known = {name: outcome for name, outcome in cached.items() if outcome is not None}
         for name in known:
             self._metrics.repeated.labels(name).inc()
         return AcceptedItem(item, digest, known)
 
-    async def _row(self, place: int, item: ScoreItem, share: MemoryShare, *, compared: bool) -> ScorerRow:
-        """With raw media; of the turns before the last only where it is `compared` with them."""
-        image, video = await self._raw(place, item, len(item.history) - 1, share)
+    async def _row(self, index: int, item: ScoreItem, share: MemoryShare, *, compared: bool) -> ScorerRow:
+        """Returns the item with raw media. The images of earlier turns are decoded only if a reward reads `sources`."""
+        image, video = await self._raw(index, item, len(item.history) - 1, share)
         before = [turn for turn in range(len(item.history) - 1) if compared and item.history[turn].has_image]
-        pictures = [(await self._raw(place, item, turn, share))[0] for turn in before]
-        sources = [picture for picture in pictures if picture is not None]
+        images = [(await self._raw(index, item, turn, share))[0] for turn in before]
+        sources = [image for image in images if image is not None]
         return ScorerRow(
-            item.request_id or f"item {place}", item.prompt, item.text, image, video, item.metadata, sources
+            item.request_id or f"item {index}", item.prompt, item.text, image, video, item.metadata, sources
         )
 
     async def _raw(
-        self, place: int, item: ScoreItem, turn: int, share: MemoryShare
+        self, index: int, item: ScoreItem, turn: int, share: MemoryShare
     ) -> tuple[MediaPayload | None, MediaPayload | None]:
-        """Picture and video of a turn."""
-        said = item.history[turn]
+        """Returns the raw image and video of a turn."""
+        content = item.history[turn]
         try:
-            image, video = await self._decoder.raw(said)
-            for medium, sent in ((image, said.image), (video, said.video)):
-                if medium is not None and medium is not sent:
-                    share.take(len(medium.data))
+            image, video = await self._decoder.raw(content)
+            for decoded, sent in ((image, content.image), (video, content.video)):
+                if decoded is not None and decoded is not sent:
+                    share.take(len(decoded.data))
         except BadMedia as error:
-            raise RequestRefused(400, "bad_media", f"requests[{place}].history[{turn}]: {error}") from error
+            raise RequestRefused(400, "bad_media", f"requests[{index}].history[{turn}]: {error}") from error
         return image, video
 
-    def _queue(self, entries: Sequence[AcceptedItem]) -> None:
-        """Give every open reward of every item to its queue: all of them, or (429) none."""
+    def _queue(self, accepted: Sequence[AcceptedItem]) -> None:
+        """Queues every open reward of every item. Queues none of them, with 429, if one queue lacks room."""
         loop = asyncio.get_running_loop()
         new: dict[str, list[tuple[AcceptedItem, Job]]] = {}
-        for entry in entries:
-            for name in entry.open:
-                assert entry.row is not None
-                lacks = lacking(entry.row, self._rewards[name])
-                # Another request may have brought the same item while this one was decoded.
-                answer = self._memory.lookup(name, entry.item, entry.digest)
-                if answer is None:
-                    answer = loop.create_future()
+        for pending in accepted:
+            for name in pending.open:
+                assert pending.row is not None
+                lacks = lacking(pending.row, self._rewards[name])
+                # Another request may have queued the same item while this one was decoded.
+                outcome = self._cache.lookup(name, pending.item, pending.digest)
+                if outcome is None:
+                    outcome = loop.create_future()
                     if lacks is None:
-                        new.setdefault(name, []).append((entry, Job(entry.row, answer)))
+                        new.setdefault(name, []).append((pending, Job(pending.row, outcome)))
                     else:
-                        answer.set_result(lacks)
-                entry.answers[name] = answer
+                        outcome.set_result(lacks)
+                pending.outcomes[name] = outcome
         self._check_room({name: len(jobs) for name, jobs in new.items()})
         for name, jobs in new.items():
             self._rewards[name].submit([job for _, job in jobs])
-            for entry, job in jobs:
-                self._memory.keep(name, entry.item, entry.digest, job.outcome)
+            for pending, job in jobs:
+                self._cache.store(name, pending.item, pending.digest, job.outcome)
 
     def _check_room(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
@@ -235,9 +235,9 @@ class Scoring:
                     429, "busy", f"the queue of {name!r} has no room for {count} items", reward.retry_after_s()
                 )
 
-    async def _wait(self, answers: Set[PendingOutcome]) -> None:
-        """Until every answer is there. What no worker has begun in time is given up."""
-        open = {answer for answer in answers if not answer.done()}
+    async def _wait(self, outcomes: Set[PendingOutcome]) -> None:
+        """Waits for all outcomes. Jobs that no worker has started in time fail."""
+        open = {outcome for outcome in outcomes if not outcome.done()}
         if not open:
             return
         _, late = await asyncio.wait(open, timeout=self._patience_s)
@@ -248,7 +248,7 @@ class Scoring:
 
 
 def digest_of(item: ScoreItem) -> bytes:
-    """What tells one item from another, apart from its id; b"" without an id."""
+    """Returns a digest of the item's content without its id; b"" for an item without an id."""
     if item.request_id is None:
         return b""
     digest = sha256()
@@ -262,7 +262,7 @@ def digest_of(item: ScoreItem) -> bytes:
 
 
 def lacking(row: ScorerRow, reward: RewardQueue) -> ItemError | None:
-    """What the reward reads and the item does not have."""
+    """Returns an error if the item lacks a column that the reward reads."""
     have = {
         "prompts": row.prompt is not None,
         "texts": row.text is not None,
@@ -277,15 +277,15 @@ def lacking(row: ScorerRow, reward: RewardQueue) -> ItemError | None:
     return ItemError("invalid", f"reward {reward.name!r} reads {', '.join(reward.reads)}; this item has no {lacks[0]}")
 
 
-def response_of(entries: Sequence[AcceptedItem]) -> ScoreResponse:
-    """The answers as the wire has them."""
+def response_of(accepted: Sequence[AcceptedItem]) -> ScoreResponse:
+    """Returns the outcomes as a message of the wire."""
     results: list[dict[str, dict[str, Score]]] = []
     errors: list[dict[str, str]] = []
     answers: list[dict[str, TextAnswer]] = []
-    for entry in entries:
-        outcomes = {name: entry.answers[name].result() for name in entry.item.required_rewards}
-        scored = {name: found for name, found in outcomes.items() if isinstance(found, ItemScores)}
-        results.append({name: dict(found.parts) for name, found in scored.items()})
-        errors.append({name: str(found) for name, found in outcomes.items() if isinstance(found, ItemError)})
-        answers.append({name: found.said for name, found in scored.items() if found.said is not None})
+    for pending in accepted:
+        outcomes = {name: pending.outcomes[name].result() for name in pending.item.required_rewards}
+        scored = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, ItemScores)}
+        results.append({name: dict(scores.parts) for name, scores in scored.items()})
+        errors.append({name: str(outcome) for name, outcome in outcomes.items() if isinstance(outcome, ItemError)})
+        answers.append({name: scores.answer for name, scores in scored.items() if scores.answer is not None})
     return ScoreResponse(results=results, errors=errors, answers=answers if any(answers) else None)

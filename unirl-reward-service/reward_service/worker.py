@@ -2,8 +2,8 @@
 
     python -m reward_service.worker REWARD SOCKET
 
-The name is for those who list processes. It runs in the scorer's own environment, which needs this package and `unirl`
-beside the scorer's libraries.
+REWARD is the reward's name, shown in process lists. The process runs in the scorer's own environment, which needs this
+package and `unirl` in addition to the scorer's libraries.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ COLUMNS = ("prompts", "images", "videos", "texts", "sources", "metadata")
 TOTAL = "total"
 
 
-def built(asked: LoadScorer) -> Scorer:
-    """The scorer with its weights loaded. Raises UniRLError, and what its libraries raise."""
-    if asked.needs_cuda and not torch.cuda.is_available():
-        raise DependencyError(f"reward {asked.reward!r} asks for a CUDA device and there is none: device: cpu")
-    scorer = make_scorer(asked.scorer, asked.params, toy=asked.toy, plugins=asked.plugins)
+def load(message: LoadScorer) -> Scorer:
+    """Returns the scorer with its weights loaded. Raises UniRLError and the errors of the scorer's libraries."""
+    if message.needs_cuda and not torch.cuda.is_available():
+        raise DependencyError(
+            f"reward {message.reward!r} needs a CUDA device, and this machine has none: write device: cpu"
+        )
+    scorer = make_scorer(message.scorer, message.params, toy=message.toy, plugins=message.plugins)
     for column in scorer.reads:
         if column not in COLUMNS:
             raise ConfigError(
-                f"reward {asked.reward!r} reads {column}, which does not travel ({', '.join(COLUMNS)} do): "
+                f"reward {message.reward!r} reads {column}, which clients do not send ({', '.join(COLUMNS)} are sent): "
                 "score it in the process of the run"
             )
     if isinstance(scorer, LocalRewardBackend):
@@ -72,48 +74,48 @@ def built(asked: LoadScorer) -> Scorer:
 
 
 def outcomes(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
-    """One outcome per row, in their order; rows whose media have one size are scored together."""
-    found: dict[int, ItemOutcome] = {}
-    for places in alike(rows):
-        for place, outcome in zip(places, _scored(scorer, [rows[i] for i in places], name), strict=True):
-            found[place] = outcome
-    return [found[place] for place in range(len(rows))]
+    """Returns one outcome per row, in their order. Rows with images or frames of the same size are scored together."""
+    by_row: dict[int, ItemOutcome] = {}
+    for group in same_size_groups(rows):
+        for index, outcome in zip(group, _score(scorer, [rows[i] for i in group], name), strict=True):
+            by_row[index] = outcome
+    return [by_row[index] for index in range(len(rows))]
 
 
-def alike(rows: Sequence[ScorerRow]) -> list[list[int]]:
-    """The places of rows that can be one request: their pictures, and the frames of their videos, have one size."""
+def same_size_groups(rows: Sequence[ScorerRow]) -> list[list[int]]:
+    """Returns the indices of rows in groups whose images, or frames of videos, have the same size."""
     groups: dict[object, list[int]] = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         media = row.image or row.video
-        groups.setdefault(media and media.shape and media.shape[-3:], []).append(place)
+        groups.setdefault(media and media.shape and media.shape[-3:], []).append(index)
     return list(groups.values())
 
 
-def _scored(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
+def _score(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
     request = request_of(rows, scorer.reads)
     try:
-        answer = score_by_halves(scorer, request, name)
-    except RewardError as error:  # what the scorer itself asks cannot be reached
+        response = score_by_halves(scorer, request, name)
+    except RewardError as error:  # the server that the scorer depends on cannot be reached
         return [ItemError(KINDS[error.code], str(error))] * len(rows)
-    lost = set(answer.lost())
-    return [_failure(answer, row) if row in lost else _scores(answer, row) for row in range(len(rows))]
+    failed = set(response.lost())
+    return [_failure(response, row) if row in failed else _scores(response, row) for row in range(len(rows))]
 
 
-def _failure(answer: RewardResponse, row: int) -> ItemError:
-    failure = answer.failures[row][0]
+def _failure(response: RewardResponse, row: int) -> ItemError:
+    failure = response.failures[row][0]
     return ItemError(KINDS[failure.code], failure.why)
 
 
-def _scores(answer: RewardResponse, row: int) -> ItemScores:
-    """The total, and the components unless the total is the only one."""
-    parts = {part: float(scores[row]) for part, scores in answer.components.items() if part != TOTAL}
-    said = None if answer.answers is None else answer.answers[row]
-    told = None if said is None else TextAnswer(right=said.right, text=said.text)
-    return ItemScores({TOTAL: float(answer.total[row])} | parts, told)
+def _scores(response: RewardResponse, row: int) -> ItemScores:
+    """Returns the total and the components of a row."""
+    parts = {part: float(scores[row]) for part, scores in response.components.items() if part != TOTAL}
+    answer = None if response.answers is None else response.answers[row]
+    sent = None if answer is None else TextAnswer(right=answer.right, text=answer.text)
+    return ItemScores({TOTAL: float(response.total[row])} | parts, sent)
 
 
 def request_of(rows: Sequence[ScorerRow], reads: Sequence[str]) -> RewardRequest:
-    """The rows as the columns that the scorer reads; the service has checked that they have them."""
+    """Returns the columns that the scorer reads. The service has checked that the rows have them."""
     return RewardRequest(
         sample_ids=[row.id for row in rows],
         prompts=[row.prompt or "" for row in rows] if "prompts" in reads else None,
@@ -125,41 +127,41 @@ def request_of(rows: Sequence[ScorerRow], reads: Sequence[str]) -> RewardRequest
     )
 
 
-def pixels(medium: MediaPayload | None) -> Tensor:
-    """[3, H, W] or [F, 3, H, W] in [0, 1]: the very values that a rollout's own rounding gives."""
-    assert medium is not None and medium.shape is not None
-    levels = np.moveaxis(np.frombuffer(medium.data, np.uint8).reshape(medium.shape), -1, -3)
+def pixels(payload: MediaPayload | None) -> Tensor:
+    """Returns [3, H, W] or [F, 3, H, W] in [0, 1], with exactly the values of a rollout's rounded pixels."""
+    assert payload is not None and payload.shape is not None
+    levels = np.moveaxis(np.frombuffer(payload.data, np.uint8).reshape(payload.shape), -1, -3)
     return torch.from_numpy(levels.astype(np.float32, order="C")).div_(255)
 
 
 def videos(media: Sequence[MediaPayload | None]) -> Videos:
-    """Their frames end to end."""
-    frames = [pixels(medium) for medium in media]
+    """Returns the videos with their frames concatenated."""
+    frames = [pixels(payload) for payload in media]
     offsets = torch.tensor([0, *(len(each) for each in frames)]).cumsum(0)
     return Videos(frames=torch.cat(frames), offsets=offsets)
 
 
 def serve(channel: Channel) -> None:
-    """LoadScorer the scorer that the first message asks for, then score until the service is gone."""
-    asked = channel.receive()
-    assert isinstance(asked, LoadScorer)
+    """Loads the scorer that the first message names, then scores batches until the service ends."""
+    message = channel.receive()
+    assert isinstance(message, LoadScorer)
     try:
-        scorer = built(asked)
+        scorer = load(message)
     except UniRLError as error:
         channel.send(ScorerNotLoaded(str(error), error.code, error.exit_status))
         return
-    except Exception as error:  # libraries of scorers raise anything while they load; the service reports it
-        channel.send(ScorerNotLoaded(f"reward {asked.reward!r}: {type(error).__name__}: {error}", 3001, 3))
+    except Exception as error:  # the libraries of scorers may raise any error, and the service reports it
+        channel.send(ScorerNotLoaded(f"reward {message.reward!r}: {type(error).__name__}: {error}", 3001, 3))
         return
     channel.send(ScorerLoaded(list(scorer.reads)))
     while True:
         batch = channel.receive()
         assert isinstance(batch, ScoreBatch)
-        channel.send(BatchOutcomes(outcomes(scorer, batch.rows, asked.reward)))
+        channel.send(BatchOutcomes(outcomes(scorer, batch.rows, message.reward)))
 
 
 def main() -> None:
-    # What libraries print must not be lost, and standard output belongs to the service.
+    # Standard output belongs to the service, so that prints of libraries go to standard error.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     channel = Channel(int(sys.argv[-1]))
     end_with_parent()

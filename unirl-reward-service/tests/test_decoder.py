@@ -1,4 +1,4 @@
-"""The decoder gives the pixels of good media and a problem for all others, and nothing makes it large."""
+"""The decoder returns the pixels of valid media and an error for all others, within its memory limit."""
 
 from __future__ import annotations
 

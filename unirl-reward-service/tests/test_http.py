@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from reward_service.__main__ import main
-from reward_service.app import Service, make_app, unpacked
+from reward_service.app import Service, decompress, make_app
 from reward_service.config import config_of, read_token
 from reward_service.faults import image_file
 from reward_service.rewards import Job
@@ -114,7 +114,7 @@ def test_a_gzip_bomb_takes_no_more_memory_than_a_body_may():
     bomb = memoryview(gzip.compress(bytes(10**8)))
     tracemalloc.start()
     with pytest.raises(RequestRefused, match="larger than 1 MiB"):
-        unpacked(bomb, 1.0)
+        decompress(bomb, 1.0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * 2**20
@@ -249,7 +249,7 @@ ONE = {"name": "a", "scorer": "b"}
         ({"rewards": [{**ONE, "num_replicas": 0}]}, "must be >= 1"),
         ({"rewards": [{**ONE, "device": "gpu"}]}, "must be auto, cpu, cuda"),
         ({"rewards": [{**ONE, "max_queue": 5}]}, "would never fit"),
-        ({"rewards": [ONE], "server": {"limits": {"media_roots": ["/no/such/folder"]}}}, "no directory"),
+        ({"rewards": [ONE], "server": {"limits": {"media_roots": ["/no/such/folder"]}}}, "not a directory"),
         ({"rewards": [ONE], "server": {"port": "x"}}, "server.port"),
         ({"rewards": [ONE], "server": {"limits": {"body_mb": 600}}}, "is more than pending_mb=512"),
         ({"rewards": [ONE], "server": {"load_timeout_s": 0}}, "must be > 0"),

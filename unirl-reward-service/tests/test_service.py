@@ -190,7 +190,7 @@ def test_the_sdk_scores_and_names_the_item_that_cannot_be(service):
         assert client.score([plain] * 3) == [{"odd": {"total": 10.0, "length": 10.0}}] * 3
         assert client.health().status == "ok"
         bad = {**plain, "history": [{"text": "raise"}, {"text": ""}]}
-        with pytest.raises(RewardError, match="'odd' has no score of item 1: failed"):
+        with pytest.raises(RewardError, match="'odd' has no score for item 1: failed"):
             client.score([plain, bad])
 
 

@@ -8,7 +8,7 @@ import torch
 from faulty_scorers import Obedient
 from reward_service.faults import noise
 from reward_service.frames import ItemScores, LoadScorer, ScorerRow
-from reward_service.worker import built, outcomes, pixels
+from reward_service.worker import load, outcomes, pixels
 
 from unirl.config.errors import ConfigError, DependencyError
 from unirl.reward.base import RewardScorer, single
@@ -83,7 +83,7 @@ def build(**changes) -> LoadScorer:
 
 
 def test_a_scorer_is_built_with_its_weights():
-    assert built(build()).reads == ("prompts", "images")
+    assert load(build()).reads == ("prompts", "images")
 
 
 class ReadsLengths(Obedient):
@@ -93,11 +93,11 @@ class ReadsLengths(Obedient):
 def test_a_scorer_that_reads_what_does_not_travel_is_refused(monkeypatch):
     monkeypatch.setattr("faulty_scorers.ReadsLengths", ReadsLengths, raising=False)
     ReadsLengths.__module__ = "faulty_scorers"
-    with pytest.raises(ConfigError, match="reads lengths, which does not travel"):
-        built(build(scorer="faulty_scorers.ReadsLengths", plugins=["faulty_scorers"]))
+    with pytest.raises(ConfigError, match="reads lengths, which clients do not send"):
+        load(build(scorer="faulty_scorers.ReadsLengths", plugins=["faulty_scorers"]))
 
 
 def test_a_device_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DependencyError, match="asks for a CUDA device"):
-        built(build(needs_cuda=True))
+    with pytest.raises(DependencyError, match="needs a CUDA device"):
+        load(build(needs_cuda=True))

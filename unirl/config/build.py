@@ -25,7 +25,7 @@ from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig
 from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
 from unirl.config.targets import find_target
-from unirl.config.values import Place, read, show
+from unirl.config.values import ReadContext, read, show
 
 SPECIAL = "_target_"
 
@@ -47,7 +47,7 @@ def check_node(
     Raises:
         ConfigError: 2003 unknown or missing key, 2004 type or range, 2005 scalar for a block, 2030 unsafe target.
     """
-    return _read_node(tree, expected, Place(path, where, plugins, _read_node))
+    return _read_node(tree, expected, ReadContext(path, where, plugins, _read_node))
 
 
 def build(node: Node, **wired: Any) -> Any:
@@ -100,25 +100,25 @@ def _located(message: str, node: Node) -> tuple[str, str]:
     return node.path, f"{node.path}: {message}" if node.path else message
 
 
-def _read_node(value: Any, expected: Any, place: Place) -> Node:
+def _read_node(value: Any, expected: Any, context: ReadContext) -> Node:
     if not isinstance(value, dict):
-        raise place.error(
-            f"{place.path} is a block of keys, got {show(value)}", BlockValueError, _keys_of(value, expected, place)
+        raise context.error(
+            f"{context.path} is a block of keys, got {show(value)}", BlockValueError, _keys_of(value, expected, context)
         )
-    schema = _schema(value, expected, place)
-    _refuse_special(value, place)
-    _refuse_unknown(value, schema, place)
-    values = {key.name: _read_key(key, value, place) for key in schema.keys.values()}
-    node = Node(place.path, schema, values, frozenset(value) - {SPECIAL}, typed=schema.target is expected)
+    schema = _schema(value, expected, context)
+    _refuse_special(value, context)
+    _refuse_unknown(value, schema, context)
+    values = {key.name: _read_key(key, value, context) for key in schema.keys.values()}
+    node = Node(context.path, schema, values, frozenset(value) - {SPECIAL}, typed=schema.target is expected)
     if schema.is_value:
-        _try(node, place)
+        _try(node, context)
     return node
 
 
-def _try(node: Node, place: Place) -> None:
+def _try(node: Node, context: ReadContext) -> None:
     """Make the dataclass once, for its own range rules, unless a node below waits for the trainer."""
     if not _waits(node):
-        _call(node, _arguments(node, {}), place.where)
+        _call(node, _arguments(node, {}), context.where)
 
 
 def _waits(value: Any) -> bool:
@@ -129,19 +129,19 @@ def _waits(value: Any) -> bool:
     return any(_waits(item) for item in items)
 
 
-def _schema(tree: Mapping[str, Any], expected: Any, place: Place) -> Schema:
+def _schema(tree: Mapping[str, Any], expected: Any, context: ReadContext) -> Schema:
     """The schema of the class that the node names, or else of the config dataclass that is expected."""
     if SPECIAL not in tree:
         if is_config(expected) and expected is not Node:
             return schema_of(expected)
-        raise place.error(f"{place.path} needs a _target_: the class to make")
-    target = find_target(tree[SPECIAL], place.path, place.plugins)
+        raise context.error(f"{context.path} needs a _target_: the class to make")
+    target = find_target(tree[SPECIAL], context.path, context.plugins)
     schema = schema_of(target)
-    _check_fits(schema, expected, place)
+    _check_fits(schema, expected, context)
     return schema
 
 
-def _check_fits(schema: Schema, expected: Any, place: Place) -> None:
+def _check_fits(schema: Schema, expected: Any, context: ReadContext) -> None:
     """A class must be, or offer the methods of, what its parameter is annotated with."""
     if expected is Node or not inspect.isclass(expected):
         return
@@ -150,8 +150,8 @@ def _check_fits(schema: Schema, expected: Any, place: Place) -> None:
     else:
         lacks = [] if issubclass(schema.owner, expected) else [f"base {expected.__name__}"]
     if lacks:
-        raise place.error(
-            f"{place.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}",
+        raise context.error(
+            f"{context.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}",
             InvalidValueError,
         )
 
@@ -163,73 +163,73 @@ def _methods(protocol: type) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def _read_key(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
-    below = place.below(key.name)
+def _read_key(key: Key, tree: Mapping[str, Any], context: ReadContext) -> Any:
+    below = context.below(key.name)
     if key.default_target is not None:
         return _read_default_node(key, tree, below)
     if key.name in tree and tree[key.name] != "???":
         return read(tree[key.name], key.annotation, below)
     if key.default is REQUIRED:
-        raise place.error(f"{below.path} is required and not set", way_out=f" Write {below.path}=...")
+        raise context.error(f"{below.path} is required and not set", way_out=f" Write {below.path}=...")
     return _default(key, below)
 
 
-def _read_default_node(key: Key, tree: Mapping[str, Any], place: Place) -> Any:
+def _read_default_node(key: Key, tree: Mapping[str, Any], context: ReadContext) -> Any:
     value = tree.get(key.name)
     if value is None and key.name not in tree:
         value = {}
     target = {SPECIAL: key.default_target}
-    return read(target | value if isinstance(value, dict) else value, key.annotation, place)
+    return read(target | value if isinstance(value, dict) else value, key.annotation, context)
 
 
-def _default(key: Key, place: Place) -> Any:
+def _default(key: Key, context: ReadContext) -> Any:
     """The default; one that is a config dataclass becomes a node, so that its keys are listed and filled in."""
     kind: Any = type(key.default)
     if not is_config(kind):
         return key.default
     schema = schema_of(kind)
     keys = [Key(sub.name, sub.annotation, getattr(key.default, sub.name)) for sub in schema.keys.values()]
-    below = {sub.name: _default(sub, place.below(sub.name)) for sub in keys}
-    return Node(place.path, schema, below, frozenset(), typed=kind is key.annotation)
+    below = {sub.name: _default(sub, context.below(sub.name)) for sub in keys}
+    return Node(context.path, schema, below, frozenset(), typed=kind is key.annotation)
 
 
-def _keys_of(value: Any, expected: Any, place: Place) -> str:
+def _keys_of(value: Any, expected: Any, context: ReadContext) -> str:
     """What to set instead of a whole block."""
     known = is_config(expected) and expected is not Node
     keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
-    return f"{keys} Set one of them: {place.path}.<key>={show(value)}"
+    return f"{keys} Set one of them: {context.path}.<key>={show(value)}"
 
 
-def _refuse_special(tree: Mapping[str, Any], place: Place) -> None:
+def _refuse_special(tree: Mapping[str, Any], context: ReadContext) -> None:
     for name in tree:
         if not isinstance(name, str):
-            raise place.error(f"{place.path}: the key {name!r} must be text")
+            raise context.error(f"{context.path}: the key {name!r} must be text")
         if name.startswith("_") and name != SPECIAL:
-            raise place.error(f"{_join(place.path, name)}: the only special key is _target_", way_out=" Remove it")
+            raise context.error(f"{_join(context.path, name)}: the only special key is _target_", way_out=" Remove it")
 
 
-def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, place: Place) -> None:
+def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, context: ReadContext) -> None:
     for name in tree:
         if name != SPECIAL and name not in schema.keys:
-            path = _join(place.path, name)
-            hint = _instead(name, schema, place)
-            message = f"unknown key '{path}'{place.where(path)}.{hint}"
-            raise UnknownKeyError(message if hint else f"{message} {_known(schema, place)}", path, bool(hint))
+            path = _join(context.path, name)
+            hint = _instead(name, schema, context)
+            message = f"unknown key '{path}'{context.where(path)}.{hint}"
+            raise UnknownKeyError(message if hint else f"{message} {_known(schema, context)}", path, bool(hint))
 
 
-def _instead(name: str, schema: Schema, place: Place) -> str:
+def _instead(name: str, schema: Schema, context: ReadContext) -> str:
     """The nearest key of the class, or what to write for a word of another system."""
     if name in schema.wired:
         return f" {schema.owner.__name__} gets '{name}' from the trainer, not from the recipe. Remove it"
     if name in WRITE_INSTEAD:
         return f" Write {WRITE_INSTEAD[name]}"
     best = did_you_mean(name, schema.keys)
-    return best.replace("'", f"'{place.path}.", 1) if best and place.path else best
+    return best.replace("'", f"'{context.path}.", 1) if best and context.path else best
 
 
-def _known(schema: Schema, place: Place) -> str:
+def _known(schema: Schema, context: ReadContext) -> str:
     keys = ", ".join(schema.keys) or "none"
-    return f"Keys of {place.path} ({schema.owner.__name__}): {keys}" if place.path else f"Keys of a recipe: {keys}"
+    return f"Keys of {context.path} ({schema.owner.__name__}): {keys}" if context.path else f"Keys of a recipe: {keys}"
 
 
 def _join(path: str, key: str) -> str:

@@ -20,7 +20,7 @@ from unirl.config.recipe_files import RecipeFile, search_path
 from unirl.config.schema import schema_of
 from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
-from unirl.config.values import Place, read
+from unirl.config.values import ReadContext, read
 
 DATA_KEYS = ("data_source.data_path", "evaluation.data_path")
 
@@ -113,8 +113,8 @@ def data_layer(tree: Tree, recipe: Path) -> Layer:
 
 
 def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
-    place = Place("plugins", composed.where, (), lambda value, expected, place: value)
-    plugins: tuple[str, ...] = read(tree.get("plugins", []), tuple[str, ...], place)
+    context = ReadContext("plugins", composed.where, (), lambda value, expected, context: value)
+    plugins: tuple[str, ...] = read(tree.get("plugins", []), tuple[str, ...], context)
     check_plugins(plugins)
     return plugins
 

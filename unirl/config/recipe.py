@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from unirl.config.node import Node
 
@@ -16,47 +17,38 @@ Where = str | int | tuple[int, ...]
 MAX_DEVICES = 2**16
 
 
-def _check_at_least(low: int, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < low:
-            raise ValueError(f"{name} must be >= {low}, got {value}")
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """The loop without a learner, on held-out prompts with fixed noise."""
 
-    eval_steps: int = 0
+    eval_steps: NonNegative = 0
     """Evaluate before the first step, every this many steps, and after the last; 0 = never."""
     data_path: str | None = None
     """Held-out prompts; absent = the training file, unshuffled."""
-    max_prompts: int = 32
+    max_prompts: Positive = 32
     """The first this many prompts of the file."""
-    samples_per_prompt: int = 1
-    num_inference_steps: int | None = None
+    samples_per_prompt: Positive = 1
+    num_inference_steps: Positive | None = None
     """T of denoising; absent = that of `sampling`."""
-    guidance_scale: float | None = None
+    guidance_scale: NonNegativeFloat | None = None
     """Of denoising; absent = that of `sampling`."""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """Of text, 0 = the likeliest token always; absent = that of `sampling`."""
-    top_p: float | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Of text; absent = that of `sampling`."""
-    top_k: int | None = None
+    top_k: NonNegative | None = None
     """Of text; absent = that of `sampling`."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Positive | None = None
     """Of text; absent = that of `sampling`."""
     seed: int = 42
     """Seeds the noise of evaluation, which is the same at every evaluation."""
     weights: Literal["live", "ema"] = "live"
     """Which weights are evaluated."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(0, eval_steps=self.eval_steps)
-        _check_at_least(1, max_prompts=self.max_prompts, samples_per_prompt=self.samples_per_prompt)
-        _check_at_least(1, num_inference_steps=self.num_inference_steps, max_new_tokens=self.max_new_tokens)
-        _check_at_least(0, guidance_scale=self.guidance_scale, temperature=self.temperature, top_k=self.top_k)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p:g}; 1 keeps every token")
 
     @property
     def enabled(self) -> bool:
@@ -91,14 +83,10 @@ class TrackingConfig:
     """The W&B team or user."""
     offline: bool = False
     """Mirrors write locally and never use the network."""
-    sample_steps: int = 10
+    sample_steps: NonNegative = 10
     """Keep samples every this many steps; 0 = never."""
-    max_samples: int = 16
+    max_samples: Positive = 16
     """Samples kept each time."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(0, sample_steps=self.sample_steps)
-        _check_at_least(1, max_samples=self.max_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +97,12 @@ class ParityConfig:
     before anything was learned. Low precision alone may give a fraction of it, wrong weights give hundreds.
     """
 
-    warn: float = 0.5
+    warn: NonNegativeFloat = 0.5
     """From here on the run warns; 0 = never."""
-    stop: float = 10.0
+    stop: NonNegativeFloat = 10.0
     """From here on the run stops; 0 = never. With both 0 nothing is measured."""
 
     def __post_init__(self) -> None:
-        _check_at_least(0, warn=self.warn, stop=self.stop)
         if 0 < self.stop < self.warn:
             raise ValueError(f"stop must be >= warn ({self.warn:g}) or 0, got {self.stop:g}")
 
@@ -173,29 +160,29 @@ class RecipeConfig:
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    batch_size: int
+    batch_size: Positive
     """P, prompts per step; a step draws P x sampling.samples_per_prompt samples."""
-    num_rollouts: int = 100
+    num_rollouts: Positive = 100
     """Steps of the loop."""
-    num_devices: int = 1
+    num_devices: Annotated[int, Meta(ge=1), Meta(le=MAX_DEVICES)] = 1
     """Devices of the pool: GPUs, or CPU processes where there is none."""
-    devices_per_node: int | None = None
+    devices_per_node: Positive | None = None
     """Devices that each machine gives; absent = one machine gives all."""
     runtime: Literal["local", "ray"] | None = None
     """local = every role in this process; ray = one worker per device; absent = local for one device, else ray."""
     placement: dict[str, Where] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
-    stall_timeout_s: float = 1800.0
+    stall_timeout_s: Annotated[float, Meta(gt=0), Meta(le=1e9)] = 1800.0
     """A call that takes longer has stalled: the run ends and shows where every worker stands."""
     row_transport: Literal["object_store", "collective"] = "object_store"
     """How latents, conditions and pixels go from worker to worker: Ray's object store, or gloo and NCCL messages."""
-    reward_parts: int = 1
+    reward_parts: Positive = 1
     """Parts of a step that are scored while the next is drawn; more than 1 needs a placement of its own for reward."""
-    weight_sync_interval: int = 1
+    weight_sync_interval: Positive = 1
     """Send weights to an engine of its own every this many steps."""
-    save_interval: int = 50
+    save_interval: NonNegative = 50
     """Checkpoint every this many steps and after the last; 0 = only after the last."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: NonNegative = 3
     """Older ones are deleted after a new one is published; 0 = keep all."""
     resume: str = "auto"
     """auto = continue what the run directory holds, else start; latest; none; or a checkpoint's path."""
@@ -203,16 +190,6 @@ class RecipeConfig:
     """toy = the same run with small values, on a CPU in seconds."""
     plugins: tuple[str, ...] = ()
     """Packages beside unirl whose classes a `_target_` may name."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(1, batch_size=self.batch_size, num_rollouts=self.num_rollouts, num_devices=self.num_devices)
-        _check_at_least(0, save_interval=self.save_interval, keep_checkpoints=self.keep_checkpoints)
-        _check_at_least(1, weight_sync_interval=self.weight_sync_interval, devices_per_node=self.devices_per_node)
-        _check_at_least(1, reward_parts=self.reward_parts)
-        if self.num_devices > MAX_DEVICES:
-            raise ValueError(f"num_devices must be <= {MAX_DEVICES}, got {self.num_devices}")
-        if not 0 < self.stall_timeout_s < math.inf:
-            raise ValueError(f"stall_timeout_s must be > 0, got {self.stall_timeout_s:g}")
 
     @property
     def runtime_in_use(self) -> Literal["local", "ray"]:

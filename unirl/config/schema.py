@@ -142,6 +142,8 @@ def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
     if annotation is inspect.Parameter.empty:
         return Any
     try:
-        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), names)["it"]
+        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), names, include_extras=True)[
+            "it"
+        ]
     except NameError:
         return annotation

@@ -173,7 +173,7 @@ def test_the_error_for_a_replaced_block_says_what_to_write(examples):
 
 def test_one_item_of_a_list_cannot_be_set(examples):
     error = refused(examples, "base", "sampling.sde_indices=[1,2]", "sampling.sde_indices.0=3")
-    assert "write it whole" in str(error)
+    assert "write the whole list" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Recipes: composed, checked against the classes they name, and built."""
+"""Recipes: composing them, checking them against the classes that they name, and building objects from them."""

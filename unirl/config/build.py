@@ -1,6 +1,7 @@
-"""A recipe checked against the classes it names, and objects made from what was checked.
+"""Checks a recipe against the classes that it names, and builds objects from the checked nodes.
 
-`check_node` imports the classes (which stay light) and makes nothing but config dataclasses; `build` makes the rest.
+`check_node` imports the classes, whose modules import quickly, and builds config dataclasses only. `build` builds all
+other objects.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def check_node(
     plugins: tuple[str, ...] = (),
     where: Callable[[str], str] = lambda path: "",
 ) -> Node:
-    """The node that `tree` describes: every key known, typed, in range; defaults filled in.
+    """The node that `tree` describes, with all keys checked and defaults filled in.
 
     Args:
         tree: YAML data, interpolations resolved.
-        expected: the class that must be there; `Node` for any. A config dataclass needs no `_target_`.
-        where: key path to the place that wrote it, for messages.
+        expected: the class that the node must have; `Node` for any class. A config dataclass needs no `_target_`.
+        where: key path to the file and line that set it, for messages.
 
     Raises:
         ConfigError: 2003 unknown or missing key, 2004 type or range, 2005 scalar for a block, 2030 unsafe target.
@@ -51,7 +52,7 @@ def check_node(
 
 
 def build(node: Node, **wired: Any) -> Any:
-    """The object of a node. `wired` offers parameters by name; every class below takes those that it asks for."""
+    """The object of a node. The node's class and every class below it get the `wired` parameters that they name."""
     missing = [name for name, needed in node.schema.wired.items() if needed and name not in wired]
     if missing:
         raise IncompatibleError(
@@ -79,7 +80,7 @@ def _make(value: Any, wired: Mapping[str, Any]) -> Any:
 
 
 def _call(node: Node, arguments: Mapping[str, Any], where: Callable[[str], str] = lambda path: "") -> Any:
-    """The target called; what it refuses about its own keys becomes a ConfigError that names the key path."""
+    """Calls the target. A ValueError about one of its keys becomes a ConfigError that names the key path."""
     try:
         return node.schema.target(**arguments)
     except ValueError as error:
@@ -92,7 +93,10 @@ def _call(node: Node, arguments: Mapping[str, Any], where: Callable[[str], str] 
 
 
 def _located(message: str, node: Node) -> tuple[str, str]:
-    """The key path that a message is about, and the message with it: `LoraConfig.rank` -> `backend.lora_cfg.rank`."""
+    """The key path of a message, and the message with this path: `LoraConfig.rank` -> `backend.lora_cfg.rank`.
+
+    The key is read from the text, since classes of `types` and `sde` raise plain ValueErrors.
+    """
     spelled = re.match(r"(?:[\w.]+\.)?(\w+)(?=[ =])", message)
     if spelled and spelled[1] in node.values:
         path = _join(node.path, spelled[1])
@@ -111,30 +115,30 @@ def _read_node(value: Any, expected: Any, context: ReadContext) -> Node:
     values = {key.name: _read_key(key, value, context) for key in schema.keys.values()}
     node = Node(context.path, schema, values, frozenset(value) - {SPECIAL}, typed=schema.target is expected)
     if schema.is_value:
-        _try(node, context)
+        _check_rules(node, context)
     return node
 
 
-def _try(node: Node, context: ReadContext) -> None:
-    """Make the dataclass once, for its own range rules, unless a node below waits for the trainer."""
-    if not _waits(node):
+def _check_rules(node: Node, context: ReadContext) -> None:
+    """Builds the dataclass once, so that its `__post_init__` runs, unless a node below needs the trainer."""
+    if not _needs_trainer(node):
         _call(node, _arguments(node, {}), context.where)
 
 
-def _waits(value: Any) -> bool:
-    """Whether something at or below cannot be made without the trainer."""
+def _needs_trainer(value: Any) -> bool:
+    """True if this value, or one below it, cannot be built without the trainer."""
     if isinstance(value, Node):
-        return not value.schema.is_value or any(_waits(item) for item in value.built.values())
+        return not value.schema.is_value or any(_needs_trainer(item) for item in value.built.values())
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return any(_waits(item) for item in items)
+    return any(_needs_trainer(item) for item in items)
 
 
 def _schema(tree: Mapping[str, Any], expected: Any, context: ReadContext) -> Schema:
-    """The schema of the class that the node names, or else of the config dataclass that is expected."""
+    """The schema of the class that the node names, or of the expected config dataclass if it names none."""
     if SPECIAL not in tree:
         if is_config(expected) and expected is not Node:
             return schema_of(expected)
-        raise context.error(f"{context.path} needs a _target_: the class to make")
+        raise context.error(f"{context.path} needs a _target_: the class to build")
     target = find_target(tree[SPECIAL], context.path, context.plugins)
     schema = schema_of(target)
     _check_fits(schema, expected, context)
@@ -142,7 +146,7 @@ def _schema(tree: Mapping[str, Any], expected: Any, context: ReadContext) -> Sch
 
 
 def _check_fits(schema: Schema, expected: Any, context: ReadContext) -> None:
-    """A class must be, or offer the methods of, what its parameter is annotated with."""
+    """A class must be a subclass of its parameter's annotation, or have the methods of this Protocol."""
     if expected is Node or not inspect.isclass(expected):
         return
     if expected.__dict__.get("_is_protocol"):
@@ -157,7 +161,7 @@ def _check_fits(schema: Schema, expected: Any, context: ReadContext) -> None:
 
 
 def _methods(protocol: type) -> list[str]:
-    """The methods that a Protocol asks for."""
+    """The public methods of a Protocol."""
     bases = [base for base in protocol.__mro__ if base.__dict__.get("_is_protocol")]
     names = {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
     return sorted(name for name in names if not name.startswith("_"))
@@ -183,7 +187,7 @@ def _read_default_node(key: Key, tree: Mapping[str, Any], context: ReadContext) 
 
 
 def _default(key: Key, context: ReadContext) -> Any:
-    """The default; one that is a config dataclass becomes a node, so that its keys are listed and filled in."""
+    """The default of a key. A default config dataclass becomes a node, so that its keys are listed as well."""
     kind: Any = type(key.default)
     if not is_config(kind):
         return key.default
@@ -194,7 +198,7 @@ def _default(key: Key, context: ReadContext) -> Any:
 
 
 def _keys_of(value: Any, expected: Any, context: ReadContext) -> str:
-    """What to set instead of a whole block."""
+    """The way out for a single value in place of a block."""
     known = is_config(expected) and expected is not Node
     keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
     return f"{keys} Set one of them: {context.path}.<key>={show(value)}"
@@ -218,7 +222,7 @@ def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, context: ReadContex
 
 
 def _instead(name: str, schema: Schema, context: ReadContext) -> str:
-    """The nearest key of the class, or what to write for a word of another system."""
+    """The nearest key of the class, or the key to write for a name from another framework."""
     if name in schema.wired:
         return f" {schema.owner.__name__} gets '{name}' from the trainer, not from the recipe. Remove it"
     if name in WRITE_INSTEAD:
@@ -240,12 +244,12 @@ def _join(path: str, key: str) -> str:
 
 
 def schemas_of(tree: Tree, plugins: tuple[str, ...] = ()) -> dict[str, Schema]:
-    """Key path to schema of every node of a recipe, written or default; "" is the recipe itself."""
+    """Key path to schema of every node of an unchecked recipe, written or default; "" is the recipe itself."""
     return dict(_schemas(tree, schema_of(RecipeConfig), "", plugins))
 
 
 def _schemas(tree: Any, schema: Schema, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
-    """Key path to schema of every node, written or default; what cannot be read is left to the check."""
+    """The nodes at and below `tree`. A node that cannot be read is skipped here, and refused by the check."""
     yield path, schema
     for key in schema.keys.values():
         value = tree.get(key.name, {} if key.default_target or is_config(type(key.default)) else None)
@@ -258,7 +262,7 @@ def _schemas(tree: Any, schema: Schema, path: str, plugins: tuple[str, ...]) -> 
 
 
 def _by_name(nodes: Tree, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
-    """The nodes of a mapping, such as the scorers of a weighted sum."""
+    """The nodes of a mapping by name, such as the scorers of a weighted sum."""
     for name, value in nodes.items():
         if isinstance(value, dict) and SPECIAL in value:
             below = _schema_at(Key(name, Any), value, join(path, name), plugins)

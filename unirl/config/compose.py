@@ -1,7 +1,7 @@
-"""Composition: a recipe's YAML, the recipe it extends, the environment's paths, and the command line.
+"""Composes a recipe from its YAML file, the recipe that it extends, environment variables and the command line.
 
-Of Hydra, its override grammar is used; `@hydra.main` and `instantiate` are not. Any key may be set here: what may be
-said is judged afterwards, by `build.check_node`.
+Overrides use Hydra's grammar, without `@hydra.main` and `instantiate`. Any key may be set here; `build.check_node`
+checks the result.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ ENVIRONMENT: Mapping[str, str] = {
     "WANDB_RUN_NAME": "run.name",
     "WANDB_ENTITY": "tracking.entity",
 }
-"""Variables that set a key of any recipe: paths, and the identity of the run."""
+"""Environment variables that set a key of any recipe: paths, and the identity of the run."""
 
 _RESOLVER = re.compile(r"\$\{\s*([^}{$:\s]+)\s*:")
 
 
 @dataclass(frozen=True)
 class ComposedConfig:
-    """A recipe with everything that was said about it, by layers; nothing is judged yet."""
+    """A recipe as a stack of layers, one per source of settings. Nothing is checked yet."""
 
     recipe: RecipeFile
     layers: tuple[Layer, ...]
 
     @property
     def tree(self) -> Tree:
-        """The composed recipe, interpolations as written."""
+        """The merged layers, with interpolations as written."""
         return fold(self.layers)
 
     def resolved(self) -> Tree:
-        """The composed recipe with `${...}` replaced."""
+        """The merged layers, with `${...}` replaced."""
         return resolve(self.tree, self.where)
 
     @property
     def overrides(self) -> list[str]:
-        """What the command line set, as typed."""
+        """The overrides of the command line, as typed."""
         return list(self.layers[-1].places.values())
 
     def why(self, path: str) -> list[Origin]:
-        """Every layer that sets a key, the one in effect first; none when it has its default."""
+        """Every layer that sets a key, the one in effect first. Empty if the key has its default."""
         return [_through_environment(origin) for origin in origins(self.layers, path)]
 
     def where(self, path: str) -> str:
-        """` (sd3_trainside.yaml:12)` or ` (command line: batch_size=4)`; "" when no layer sets the key."""
+        """` (sd3_trainside.yaml:12)` or ` (command line: batch_size=4)`; "" if no layer sets the key."""
         for origin in self.why(path)[:1]:
             place = f"{origin.source}: {origin.place}" if origin.source != "recipe" else origin.place
             return f" ({place})" if origin.place else f" ({origin.source})"
         return ""
 
     def under_command_line(self, layer: Layer) -> ComposedConfig:
-        """With one more layer, just below the command line."""
+        """This recipe with one more layer, just below the command line."""
         return replace(self, layers=(*self.layers[:-1], layer, self.layers[-1]))
 
     def text(self, resolve_all: bool = False) -> str:
@@ -78,24 +78,24 @@ class ComposedConfig:
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...] | None = None) -> ComposedConfig:
-    """The recipe called `recipe` (or the YAML file at that path) with `overrides`, and the environment's paths.
+    """The recipe called `recipe`, or the YAML file at that path, with `overrides` and the environment variables.
 
     Raises:
         UsageError: 2001 for an unknown recipe.
         ConfigError: 2003 to 2005 for YAML or overrides that cannot be read.
     """
-    found = find_recipe(recipe, search)
-    files = _file_layers(found.path)
+    file = find_recipe(recipe, search)
+    files = _file_layers(file.path)
     environment = _environment_layer(fold(files))
     below = (*files, environment)
-    return ComposedConfig(found, (*below, command_line_layer(overrides, fold(below))))
+    return ComposedConfig(file, (*below, command_line_layer(overrides, fold(below))))
 
 
 # Files
 
 
 def _file_layers(path: Path) -> tuple[Layer, ...]:
-    """The recipe, above the one recipe of its domain that it extends, if any."""
+    """The recipe's layer, above that of the recipe that it extends, if any."""
     tree = _read(path)
     base = _base_of(tree.pop("defaults", None), path)
     layer = Layer("recipe", tree, _places(path))
@@ -103,7 +103,7 @@ def _file_layers(path: Path) -> tuple[Layer, ...]:
         return (layer,)
     below = _read(base)
     if "defaults" in below:
-        raise ConfigError(f"{path.name} extends {base.name}, which extends another: a variant extends a whole recipe")
+        raise ConfigError(f"{path.name} extends {base.name}, which extends another recipe. Extend a whole recipe")
     return (Layer("recipe", below, _places(base)), layer)
 
 
@@ -154,7 +154,7 @@ def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _through_environment(origin: Origin) -> Origin:
-    """A recipe's `${oc.env:NAME,...}` is the environment's word when NAME is set."""
+    """The origin of a value; it is the environment for a recipe's `${oc.env:NAME,...}` if NAME is set."""
     names = [name for name in re.findall(r"\$\{oc\.env:\s*(\w+)", str(origin.value)) if name in os.environ]
     if not names:
         return origin
@@ -164,7 +164,7 @@ def _through_environment(origin: Origin) -> Origin:
 
 
 def _environment_layer(recipe: Tree) -> Layer:
-    """The path variables that are set, where the recipe does not itself read them."""
+    """The variables that are set, without those that the recipe reads itself."""
     tree: Tree = {}
     places: dict[str, str] = {}
     for name, path in ENVIRONMENT.items():

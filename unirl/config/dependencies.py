@@ -1,4 +1,4 @@
-"""Libraries and addresses outside this process, checked before they are used."""
+"""Checks that optional libraries are installed and that Ray answers, before a run uses them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WAYS = "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it: th
 
 
 def need(*modules: str, by: str, extra: str = "", install: str = "") -> None:
-    """Raises DependencyError (3001) when one of `modules` is not installed; nothing is imported.
+    """Raises DependencyError (3001) if one of `modules` is not installed. Imports nothing.
 
     Args:
-        by: who needs them, for the message.
+        by: the class or setting that needs them, for the message.
         extra: the extra of this package that installs them.
-        install: what installs them instead, where no extra does.
+        install: the command that installs them, if no extra does.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -26,7 +26,7 @@ def need(*modules: str, by: str, extra: str = "", install: str = "") -> None:
 
 
 def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:
-    """Refuse an address of a Ray head at which nothing listens. Absent, `auto` and `local` name no machine.
+    """Refuses the address of a Ray head at which nothing listens. "", `auto` and `local` name no machine.
 
     Raises:
         DependencyError: 3003.

@@ -1,4 +1,4 @@
-"""Slabs, and the places by which recipes name them: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `cpu`, `cpu x2`."""
+"""Device sets, and how recipes write them: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `cpu`, `cpu x2`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from unirl.config.recipe import MAX_DEVICES, Where
 
 @dataclass(frozen=True)
 class DeviceSet:
-    """Devices (or processes of the host's own CPUs) that one group of sibling roles shares."""
+    """The devices, or the CPU processes of the host, that a group of roles shares."""
 
     kind: Literal["device", "cpu"]
     indices: tuple[int, ...]
     process: int = 0
-    """Which worker process of each device: 0 = the first, 1 = a second one beside it."""
+    """The worker process of each device: 0 = the first, 1 = a second process on the same device."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -32,53 +32,54 @@ class DeviceSet:
 
     @property
     def devices(self) -> DeviceSet:
-        """The same devices, whichever processes use them."""
+        """The same devices, for comparisons that ignore the process."""
         return DeviceSet(self.kind, self.indices)
 
     @property
     def words(self) -> str:
-        """`device 0`, `devices 0-3`, `cpu x2`: the devices alone."""
+        """`device 0`, `devices 0-3` or `cpu x2`, for messages."""
         if self.kind == "cpu":
             return str(self)
         return f"{'device' if len(self) == 1 else 'devices'} {self}"
 
 
 def device_set_at(role: str, where: Where, num_devices: int) -> DeviceSet:
-    """The device_set of one place: `0-3`, `0,2`, `3`, `[0, 2]`, `all`; for rewards also `cpu` and `cpu x2`."""
+    """The device set that `0-3`, `0,2`, `3`, `[0, 2]` or `all` names; for rewards also `cpu` and `cpu x2`."""
     if where == "all":
         return everywhere(num_devices)
     cpu = re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where) if isinstance(where, str) else None
     if cpu:
         return _cpu_device_set(role, where, int(cpu[1] or 1))
-    found: list[int] = []
+    indices: list[int] = []
     for first, last in _ranges(role, where):
         _check_range(role, where, first, last, num_devices)
-        found += range(first, last + 1)
-    twice = sorted(index for index, count in Counter(found).items() if count > 1)
+        indices += range(first, last + 1)
+    twice = sorted(index for index, count in Counter(indices).items() if count > 1)
     if twice:
         raise GeometryError(f"placement.{role}={show(where)} names device {twice[0]} twice")
-    return DeviceSet("device", tuple(sorted(found)))
+    return DeviceSet("device", tuple(sorted(indices)))
 
 
 def _cpu_device_set(role: str, where: Where, count: int) -> DeviceSet:
     if role != "reward":
         raise IncompatibleError(
-            f"placement.{role}={where}: only reward leaves the devices (where there is no GPU, a device is a CPU "
+            f"placement.{role}={where}: only the reward may run outside the devices (without a GPU, a device is a CPU "
             f"process). Write {role}: all, or devices such as 0-3"
         )
     if count < 1:
-        raise InvalidValueError(f"placement.{role}={where}: that is no process. Write cpu, or cpu x2")
+        raise InvalidValueError(f"placement.{role}={where} is no process at all. Write cpu, or cpu x2")
     return DeviceSet("cpu", tuple(range(count)))
 
 
 def _ranges(role: str, where: Where) -> Iterator[tuple[int, int]]:
-    """First and last device of every piece."""
+    """The first and last device of every comma-separated item."""
     pieces = [str(piece) for piece in where] if isinstance(where, Sequence) and not isinstance(where, str) else None
     for piece in str(where).split(",") if pieces is None else pieces:
         match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", piece.strip(), re.ASCII)
         if not match:
             raise InvalidValueError(
-                f"placement.{role}={show(where)} is no place. Write devices (0-3, or 0,2, or 3), all{_words_of(role)}"
+                f"placement.{role}={show(where)} names no devices. Write devices such as 0-3, 0,2 or 3, or "
+                f"all{_words_of(role)}"
             )
         yield int(match[1]), int(match[2] or match[1])
     if pieces == []:
@@ -91,11 +92,11 @@ def _words_of(role: str) -> str:
 
 def _check_range(role: str, where: Where, first: int, last: int, num_devices: int) -> None:
     if last < first:
-        raise GeometryError(f"placement.{role}={show(where)} runs backwards: write {last}-{first}")
+        raise GeometryError(f"placement.{role}={show(where)} is a descending range: write {last}-{first}")
     if last >= num_devices:
         raise GeometryError(
             f"placement.{role}={show(where)} names device {last}, and num_devices={num_devices} has only "
-            f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices that there are"
+            f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices of the pool"
         )
 
 
@@ -116,12 +117,12 @@ def spell(indices: Sequence[int]) -> str:
 
 
 def show(where: Where) -> str:
-    """A place as the recipe wrote it."""
+    """A value of the placement block, as the recipe writes it."""
     return str(where) if isinstance(where, (str, int)) else f"[{', '.join(map(str, where))}]"
 
 
 def example(num_devices: int, num_train: int | None = None) -> str:
-    """The line that gives train the first devices (absent = half of them) and rollout the others."""
+    """A placement that gives train the first `num_train` devices (None = half of them) and rollout the others."""
     if num_devices == 1:
         return "placement={train: 0, rollout: 0}"
     half = num_devices // 2 if num_train is None else num_train
@@ -132,10 +133,10 @@ def example(num_devices: int, num_train: int | None = None) -> str:
 
 
 def scaled(placement: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
-    """The same layout on `num_devices`: blocks in proportion, at least one device each, none idle.
+    """The same layout on `num_devices`: device sets in proportion, at least one device each, none idle.
 
-    Places that are words stay as they are. Too few devices for the layout make a placement that the pool does not
-    have, which is then refused with the number that it takes.
+    Entries such as `in train` are kept. With too few devices for the layout, the result names devices that the pool
+    does not have, and the check refuses it with the number that the layout needs.
     """
     device_sets = _named_device_sets(placement)
     blocks = sorted(set(device_sets.values()), key=lambda device_set: device_set.indices)
@@ -147,7 +148,7 @@ def scaled(placement: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
 
 
 def num_device_sets(placement: Mapping[str, Any]) -> int:
-    """The number of different device_sets: the fewest devices that a layout can have."""
+    """The number of different device sets, which is the fewest devices that a layout can have."""
     return len(set(_named_device_sets(placement).values())) or 1
 
 
@@ -157,7 +158,7 @@ def num_named(placement: Mapping[str, Any]) -> int:
 
 
 def _named_device_sets(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
-    """The device sets of roles placed by number. Empty if one cannot be read: the check that follows reports it."""
+    """The device sets of roles placed by number. Empty if one cannot be read, which the check reports."""
     try:
         return {
             role: device_set_at(role, place, MAX_DEVICES) for role, place in placement.items() if _is_numbered(place)
@@ -173,7 +174,7 @@ def _is_numbered(place: Any) -> bool:
 
 
 def _proportional(sizes: Sequence[int], total: int) -> list[range]:
-    """Consecutive blocks of `total` devices in the proportion of `sizes`, each of at least one."""
+    """Consecutive ranges of `total` devices in the proportion of `sizes`, at least one device each."""
     if not sizes:
         return []
     bounds = [round(sum(sizes[:i]) * total / sum(sizes)) for i in range(len(sizes) + 1)]

@@ -1,4 +1,4 @@
-"""The errors a user can fix: one class per code of the catalogue, grouped by the exit status of the process.
+"""The errors that a user can fix: one class per code, grouped by the exit status of the process.
 
     2 UsageError, ConfigError    5 ResourceError      8 StallError             75 Preempted
     3 DependencyError            6 RewardError        9 DivergenceError        130 Interrupted
@@ -18,7 +18,7 @@ ErrorT = TypeVar("ErrorT", bound="UniRLError")
 
 
 class UniRLError(ValueError):
-    """Something that a user can fix. `str(error)` is the message; each code of the catalogue has a subclass."""
+    """Something that a user can fix. `str(error)` is the message; each code has a subclass."""
 
     code: ClassVar[int] = 1001
     exit_status: ClassVar[int] = 1
@@ -60,13 +60,13 @@ class ConfigError(UsageError):
 
 
 class UnknownKeyError(ConfigError):
-    """A key that the class at its place does not have."""
+    """A key that the class of its block does not have."""
 
     def __init__(self, message: str, path: str = "", hinted: bool = False) -> None:
         super().__init__(message)
         self.path = path
         self.hinted = hinted
-        """Whether the message already says what to write instead."""
+        """True if the message already says what to write instead."""
 
 
 class InvalidValueError(ConfigError):
@@ -163,7 +163,7 @@ class ResourceError(UniRLError):
 
 
 class RewardError(UniRLError):
-    """A reward failed, and its budget is spent."""
+    """A reward failed, and its failure budget is used up."""
 
     code = 6002
     exit_status = 6
@@ -176,7 +176,7 @@ class RewardUnreachableError(RewardError):
 
 
 class InvalidScoreError(RewardError):
-    """A score that is not finite, or scores that cannot teach anything."""
+    """A score that is not finite, or scores from which nothing can be learned."""
 
     code = 6003
 
@@ -263,7 +263,7 @@ class Interrupted(UniRLError):
 
 
 def report(error: UniRLError) -> str:
-    """What the command line prints: `error[2010]: <message>`."""
+    """The line that the command line prints: `error[2010]: <message>`."""
     return f"error[{error.code}]: {error}"
 
 
@@ -278,7 +278,7 @@ def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`" Did you mean 'learning_rate'?"` (with a leading blank), or "" when no choice looks like `word`."""
+    """`" Did you mean 'learning_rate'?"` with a leading blank, or "" if no choice looks like `word`."""
     best = nearest(word, choices, 1)
     close = best and SequenceMatcher(None, word.lower(), best[0].lower()).ratio() >= 0.6
     return f" Did you mean '{best[0]}'?" if close else ""

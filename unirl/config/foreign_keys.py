@@ -17,7 +17,7 @@ WRITE_INSTEAD: dict[str, str] = {
     "num_samples_per_prompt": "sampling.samples_per_prompt=<N>",
     "group_size": "sampling.samples_per_prompt=<N>",
     "num_generations": "sampling.samples_per_prompt=<N>",
-    "layout": "placement, such as placement={train: 0-3, rollout: 4-7}; one device_set for all roles needs no line",
+    "layout": "placement, such as placement={train: 0-3, rollout: 4-7}; leave it out if all roles share all devices",
     "train_fraction": "placement, such as placement={train: 0-3, rollout: 4-7}",
     "enable_fsdp_offload": "pipeline.keep_resident=false: encoders and VAE leave the device while idle",
     "adv_use_global_std": "advantage.std=batch (or group)",
@@ -67,21 +67,21 @@ WRITE_INSTEAD: dict[str, str] = {
     "model": "bundle.path=<folder or hub id>",
     "pretrained_model_ckpt_path": "bundle.path=<folder or hub id>",
 }
-"""A word of other systems, or of older recipes, and what to write here instead."""
+"""Key of another framework, or of older recipes, to what to write here instead."""
 
 
 def refuse_layout_keys(tree: Mapping[str, Any]) -> None:
-    """Answer `layout: colocate|separate` and `train_fraction: 0.5` with the placement line to write.
+    """Refuses `layout: colocate|separate` and `train_fraction: 0.5`, and names the placement to write instead.
 
     Raises:
-        ConfigError: 2003, or 2010 for a fraction that is no whole number of devices.
+        ConfigError: 2003, or 2010 for a fraction that does not give a whole number of devices.
     """
     layout, fraction = tree.get("layout"), tree.get("train_fraction")
     if layout not in (None, "colocate", "separate") or (layout is None and fraction is None):
         return
     total = tree.get("num_devices", 1)
     num_devices = total if type(total) is int and 0 < total <= MAX_DEVICES else 1
-    said = ", ".join(f"{key}={tree[key]}" for key in ("layout", "train_fraction") if tree.get(key) is not None)
+    written = ", ".join(f"{key}={tree[key]}" for key in ("layout", "train_fraction") if tree.get(key) is not None)
     if layout == "colocate":
         everything = everywhere(num_devices)
         line = f"placement={{train: {everything}, rollout: {everything}}}, or nothing, which means the same"
@@ -89,11 +89,11 @@ def refuse_layout_keys(tree: Mapping[str, Any]) -> None:
         line = f"{example(2)} and num_devices=2"
     else:
         line = example(num_devices, _whole_devices(fraction, num_devices))
-    raise ConfigError(f"{said}: where the roles stand says this. Write {line}")
+    raise ConfigError(f"{written}: the placement of the roles determines this. Write {line}")
 
 
 def _whole_devices(fraction: Any, num_devices: int) -> int | None:
-    """Devices of a fraction of the pool; None for no fraction, which means half."""
+    """The devices that a fraction of the pool gives. None without a fraction, which means half."""
     if fraction is None:
         return None
     numeric = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
@@ -101,6 +101,6 @@ def _whole_devices(fraction: Any, num_devices: int) -> int | None:
     if devices != round(devices) or not 0 < devices < num_devices:
         raise GeometryError(
             f"train_fraction={fraction} of num_devices={num_devices} is no whole number of devices that leaves some "
-            f"for rollout. Write where the roles are instead, such as {example(num_devices)}"
+            f"for rollout. Write a placement instead, such as {example(num_devices)}"
         )
     return int(devices)

@@ -1,4 +1,4 @@
-"""From a recipe's name to a checked configuration: compose, toy, resolve, check. Nothing is built, no model is read."""
+"""Loads a recipe by its name: compose, apply scale=toy, resolve interpolations, check. No model is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA_KEYS = ("data_source.data_path", "evaluation.data_path")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that passed every check that needs no model."""
+    """A recipe whose keys, types and ranges are checked."""
 
     composed: ComposedConfig
     root: Node
@@ -39,7 +39,7 @@ class Recipe:
         return self.composed.recipe
 
     def resolved(self) -> Tree:
-        """Every key with its default filled in."""
+        """Every key, with defaults filled in."""
         return self.root.resolved()
 
     def resolved_text(self) -> str:
@@ -47,26 +47,26 @@ class Recipe:
         return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
 
     def value(self, path: str) -> Any:
-        """The value in effect of a key, default included. Raises ConfigError 2003 for a key that does not exist."""
+        """The value of a key, or its default. Raises ConfigError (2003) for a key that does not exist."""
         missing = object()
-        found = get(self.resolved(), path, missing)
-        if found is missing:
+        value = get(self.resolved(), path, missing)
+        if value is missing:
             hint = did_you_mean(path, [key for key, _ in leaves(self.resolved())])
-            raise ConfigError(f"no key '{path}' in {self.file.name}.{hint}")
-        return found
+            raise ConfigError(f"{self.file.name} has no key '{path}'.{hint}")
+        return value
 
 
 def load(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...] | None = None) -> Recipe:
-    """The recipe called `recipe`, with `overrides`, checked.
+    """The checked recipe called `recipe`, with `overrides`.
 
     Raises:
-        UsageError, ConfigError: exit status 2, naming key, value, rule and way out.
+        UsageError, ConfigError: exit status 2; the message names key, value, rule and way out.
     """
     return check(compose(recipe, overrides, search))
 
 
 def check(composed: ComposedConfig) -> Recipe:
-    """A composed recipe, toy-scaled if it says so, checked against the classes it names."""
+    """Checks a composed recipe against the classes that it names, after applying scale=toy if it says so."""
     tree = composed.resolved()
     plugins = _plugins(tree, composed)
     composed = _drop_idle_environment(composed, tree, plugins)
@@ -84,7 +84,7 @@ def check(composed: ComposedConfig) -> Recipe:
 
 
 def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[str, ...]) -> UnknownKeyError:
-    """The error, naming the key of another block that is called like this one, or nearly so."""
+    """The error with the nearest key of any block, or the error itself if no key is similar."""
     name = error.path.rpartition(".")[2]
     paths: dict[str, str] = {}
     for path, schema in schemas_of(composed.resolved(), plugins).items():
@@ -98,9 +98,9 @@ def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[
 
 
 def data_layer(tree: Tree, recipe: Path) -> Layer:
-    """Data files that lie not in the working directory but in a project of recipes, by their full paths."""
+    """Full paths of data files that are not in the working directory, but in the project of the recipe."""
     own = next((folder.parent for folder in recipe.parents if folder.name == "examples"), recipe.parent)
-    # A recipe may extend one that ships, whose data lie beside that one.
+    # A recipe may extend a shipped one, whose data are in the shipped project.
     projects = (own, *(folder.parent for folder in search_path()))
     found: Tree = {}
     for key in DATA_KEYS:
@@ -120,7 +120,7 @@ def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
 
 
 def _drop_idle_environment(composed: ComposedConfig, tree: Tree, plugins: tuple[str, ...]) -> ComposedConfig:
-    """Without variables for keys that the recipe's class does not have, such as DATA_PATH for built-in prompts."""
+    """The recipe without variables for keys that its classes lack, such as DATA_PATH for built-in prompts."""
     return replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
 
 

@@ -1,4 +1,4 @@
-"""Configuration as a stack of layers, so that every value knows where it came from.
+"""Configuration as a stack of layers, which record where every value was set.
 
     recipe it extends < recipe < environment < scale=toy < command line
 
@@ -15,14 +15,14 @@ from unirl.config.errors import BlockValueError
 from unirl.config.recipe import RecipeConfig
 
 DEFAULT_TARGETS = {block.name: block.metadata["target"] for block in fields(RecipeConfig) if "target" in block.metadata}
-"""The classes of blocks that need not name one."""
+"""Block to the class that it has if the recipe names none."""
 
 Tree = dict[str, Any]
 """YAML data: mappings with string keys, lists and scalars."""
 
 
 class _Deleted:
-    """Marks a key that `~key` takes away."""
+    """Marks a key that `~key` removes."""
 
     def __repr__(self) -> str:
         return "(deleted)"
@@ -33,15 +33,15 @@ DELETED: Final = _Deleted()
 
 @dataclass(frozen=True)
 class Layer:
-    """What one source sets."""
+    """The settings of one source."""
 
     source: str  # "command line", "environment", "scale=toy", "recipe"
     tree: Tree
     places: Mapping[str, str] = field(default_factory=dict)
-    """Key path to where exactly: `sd3_trainside.yaml:12`, `PRETRAINED_MODEL`, `batch_size=4`."""
+    """Key path to the place that sets it: `sd3_trainside.yaml:12`, `PRETRAINED_MODEL`, `batch_size=4`."""
 
     def place(self, path: str) -> str:
-        """Where this layer sets `path`: the nearest place recorded at it or above it."""
+        """The place that sets `path` in this layer: the nearest one recorded at the path or above it."""
         while path and path not in self.places:
             path = path.rpartition(".")[0]
         return self.places.get(path, "")
@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Origin:
-    """One layer's say on a key."""
+    """The value that one layer sets for a key."""
 
     source: str
     place: str
@@ -58,7 +58,7 @@ class Origin:
 
 
 def fold(layers: Sequence[Layer]) -> Tree:
-    """The tree that the layers make, the last one on top."""
+    """The layers merged into one tree, the last one on top."""
     tree: Tree = {}
     for layer in layers:
         tree = _merge_mappings(tree, layer.tree, "")
@@ -66,13 +66,13 @@ def fold(layers: Sequence[Layer]) -> Tree:
 
 
 def origins(layers: Sequence[Layer], path: str) -> list[Origin]:
-    """Every layer that sets `path`, the strongest first; `wins` marks the one in effect."""
-    said = [(layer, value) for layer in layers for value in _lookup(layer.tree, path)]
+    """Every layer that sets `path`, the last one first; `wins` marks the one in effect."""
+    values = [(layer, value) for layer in layers for value in _lookup(layer.tree, path)]
     effective = list(_lookup(fold(layers), path))
-    top = len(said) - 1
+    top = len(values) - 1
     return [
         Origin(layer.source, layer.place(path), value, wins=bool(effective) and index == top)
-        for index, (layer, value) in reversed(list(enumerate(said)))
+        for index, (layer, value) in reversed(list(enumerate(values)))
     ]
 
 
@@ -98,7 +98,7 @@ def get(tree: Tree, path: str, default: Any = None) -> Any:
 
 
 def put(tree: Tree, path: str, value: Any) -> None:
-    """Set the value at a key path, making the mappings above it."""
+    """Sets the value at a key path, and creates the mappings above it."""
     *parents, last = path.split(".")
     for key in parents:
         if not isinstance(tree.get(key), dict):
@@ -109,7 +109,7 @@ def put(tree: Tree, path: str, value: Any) -> None:
 
 
 def _lookup(tree: Any, path: str) -> Iterator[Any]:
-    """The value at a key path, if it is there."""
+    """The value at a key path, or nothing if there is none."""
     for key in path.split("."):
         if not isinstance(tree, dict) or key not in tree:
             return
@@ -122,12 +122,12 @@ def _merge(below: Any, above: Any, path: str) -> Any:
     if not isinstance(above, dict):
         return above
     if isinstance(below, list):
-        raise BlockValueError(f"{path} is a list of {len(below)}: write it whole, {path}=[...]")
+        raise BlockValueError(f"{path} is a list of {len(below)} items: write the whole list, {path}=[...]")
     return _merge_mappings(below if isinstance(below, dict) else {}, above, path)
 
 
 def _merge_mappings(below: Tree, above: Tree, path: str) -> Tree:
-    """`above` over `below`; all of `above` when both have a `_target_`, if only by default, and the two differ."""
+    """`above` merged over `below`, or `above` alone if their `_target_`s, written or default, differ."""
     targets = below.get("_target_", DEFAULT_TARGETS.get(path)), above.get("_target_")
     replaced = None not in targets and targets[0] != targets[1]
     merged = {} if replaced else dict(below)

@@ -1,4 +1,4 @@
-"""A checked piece of a recipe: a class, and the values of its keys."""
+"""A checked block of a recipe: a class, and the values of its keys."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class Node:
-    """What `check` makes of a mapping with a `_target_`, or of one that stands for a config dataclass."""
+    """A checked mapping with a `_target_`, or one whose class follows from the annotation of its parameter."""
 
     path: str
     schema: Schema
     values: Mapping[str, Any]
-    """Every key, defaults filled in. A value is a scalar, a tuple, list or dict, or a Node."""
+    """Every key, with defaults filled in. A value is a scalar, a tuple, list or dict, or a Node."""
     written: frozenset[str]
-    """The keys that the recipe gives."""
+    """The keys that the recipe writes."""
     typed: bool = False
-    """The parameter's annotation names this very class, so `_target_` need not be written."""
+    """True if the parameter's annotation is this class, so that `_target_` need not be written."""
 
     @property
     def target(self) -> str:
@@ -38,7 +38,7 @@ class Node:
 
     @property
     def built(self) -> dict[str, Any]:
-        """The values that are made before the class is; the others are nodes that it keeps, to be built later."""
+        """The values that are built before the class is. The class keeps the other nodes and builds them later."""
         return {name: value for name, value in self.values.items() if not is_held(self.schema.keys[name])}
 
     def get(self, key: str, kind: type[ValueT]) -> ValueT | None:
@@ -54,13 +54,13 @@ class Node:
         return value
 
     def resolved(self) -> dict[str, Any]:
-        """YAML data with every key, as it stands in config/resolved.yaml."""
+        """YAML data with every key, as in config/resolved.yaml."""
         head = {} if self.typed else {"_target_": self.target}
         return head | {key: plain(value) for key, value in self.values.items()}
 
 
 def is_held(key: Key) -> bool:
-    """Whether a parameter wants the checked node itself: it is annotated with Node."""
+    """True if the parameter takes the checked node itself, because it is annotated with Node."""
     return Node in (key.annotation, *typing.get_args(key.annotation))
 
 
@@ -75,7 +75,7 @@ def nodes_below(value: Any) -> Iterator[Node]:
 
 
 def plain(value: Any) -> Any:
-    """A checked value as YAML data. A dataclass instance (a default of a signature) is written with its class."""
+    """A checked value as YAML data. A dataclass instance, such as a default, is written with its class."""
     if isinstance(value, Node):
         return value.resolved()
     if isinstance(value, (tuple, list)):

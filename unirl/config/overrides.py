@@ -1,4 +1,7 @@
-"""The command line's layer: `key=value`, `+key=value` and `++key=value` all set; `~key` takes away. Hydra's grammar."""
+"""The layer of the command line, in Hydra's grammar.
+
+`key=value`, `+key=value` and `++key=value` all set a key, and `~key` removes one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
 def _read_override(text: str) -> tuple[str, Any]:
     """Key path and value of one override; DELETED for `~key`."""
     if "=" not in text and not text.startswith("~"):
-        raise ConfigError(f"'{text}' sets nothing: write key=value")
+        raise ConfigError(f"'{text}' is not a setting: write key=value")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
@@ -48,7 +51,7 @@ def _read_override(text: str) -> tuple[str, Any]:
 def _path_of(override: Override, text: str) -> str:
     path = override.key_or_group
     if override.package is not None or "/" in path:
-        raise ConfigError(f"'{text}' selects a group: set the key itself, as block.key=value")
+        raise ConfigError(f"'{text}' selects a config group, which recipes do not have. Set the key: block.key=value")
     if not all(path.split(".")):
         raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height")
     return path
@@ -58,12 +61,12 @@ def _value_of(override: Override, text: str) -> Any:
     if override.is_delete():
         return DELETED
     if override.is_sweep_override():
-        raise InvalidValueError(f"'{text}' gives several values: one run takes one; a list is written [1,2]")
+        raise InvalidValueError(f"'{text}' gives several values, and a run takes one. Write a list as [1,2]")
     return _plain(override.value())
 
 
 def _plain(value: Any) -> Any:
-    """A parsed value with quotes taken off, all the way down."""
+    """A parsed value without quotes, at every depth."""
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, dict):
@@ -79,14 +82,14 @@ def _check_deletable(path: str, current: Tree, text: str) -> None:
 
 
 def _check_settable(path: str, value: Any, current: Tree) -> None:
-    """A block is not replaced by a scalar, nor a list by one of its items."""
+    """A scalar may not replace a block, and an item may not replace a list."""
     fold((Layer("", current), Layer("", _nest(path, value))))
     node = get(current, path)
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]
         first = "path" if "path" in keys else keys[0]
         raise BlockValueError(
-            f"{path}={value} would replace the block '{path}' (keys {', '.join(keys)}) by a single value. "
+            f"{path}={value} would replace the block '{path}' (keys {', '.join(keys)}) with a single value. "
             f"Set one of its keys: {path}.{first}={value}"
         )
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 from unirl.config.node import Node
 
 Where = str | int | tuple[int, ...]
-"""A place on the pool: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
+"""Devices of a role: `0-3`, `0,2`, `3`, `[0, 2]`, `all`, `in train`, `in rollout`, `cpu`, `cpu x2`."""
 
 MAX_DEVICES = 2**16
 
@@ -24,39 +24,39 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The loop without a learner, on held-out prompts with fixed noise."""
+    """Evaluation on held-out prompts, with fixed noise and without training."""
 
     eval_steps: NonNegative = 0
-    """Evaluate before the first step, every this many steps, and after the last; 0 = never."""
+    """Evaluate before the first step, after every this many steps, and after the last step; 0 = never."""
     data_path: str | None = None
-    """Held-out prompts; absent = the training file, unshuffled."""
+    """File of held-out prompts; absent = the training file, unshuffled."""
     max_prompts: Positive = 32
-    """The first this many prompts of the file."""
+    """Evaluate the first this many prompts of the file."""
     samples_per_prompt: Positive = 1
     num_inference_steps: Positive | None = None
-    """T of denoising; absent = that of `sampling`."""
+    """Denoising steps, T; absent = as in `sampling`."""
     guidance_scale: NonNegativeFloat | None = None
-    """Of denoising; absent = that of `sampling`."""
+    """Guidance scale of denoising; absent = as in `sampling`."""
     temperature: NonNegativeFloat | None = None
-    """Of text, 0 = the likeliest token always; absent = that of `sampling`."""
+    """Temperature of text; 0 = always the most likely token; absent = as in `sampling`."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Of text; absent = that of `sampling`."""
+    """Nucleus sampling of text; 1 keeps every token; absent = as in `sampling`."""
     top_k: NonNegative | None = None
-    """Of text; absent = that of `sampling`."""
+    """Text is sampled from this many most likely tokens; 0 = from all; absent = as in `sampling`."""
     max_new_tokens: Positive | None = None
-    """Of text; absent = that of `sampling`."""
+    """Tokens of a response, at most; absent = as in `sampling`."""
     seed: int = 42
-    """Seeds the noise of evaluation, which is the same at every evaluation."""
+    """Seed of the noise, which is the same in every evaluation."""
     weights: Literal["live", "ema"] = "live"
-    """Which weights are evaluated."""
+    """The weights to evaluate: the trained ones, or their average (backend.ema_cfg)."""
 
     @property
     def enabled(self) -> bool:
-        """Whether this run evaluates."""
+        """True if this run evaluates."""
         return self.eval_steps > 0
 
     def settings(self, known: Sequence[str]) -> dict[str, Any]:
-        """What is set of sampling, of the optional keys those that are `known`; the others stay as in training."""
+        """The sampling settings of evaluations; of the optional keys, those that are set and `known`."""
         optional = {key: vars(self)[key] for key in known if vars(self)[key] is not None}
         return {"samples_per_prompt": self.samples_per_prompt, "seed": self.seed, **optional}
 
@@ -66,41 +66,41 @@ class RunConfig:
     """The identity of a run."""
 
     project: str = "unirl"
-    """The folder under runs/, and the project of the mirrors."""
+    """Folder under runs/, and project name in tracking services."""
     name: str | None = None
-    """The run's own name; absent = made from time and recipe."""
+    """Name of the run; absent = made from time and recipe."""
     dir: str | None = None
     """The run directory; absent = runs/<project>/<name>."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where metrics go beside the run directory's files, and how many samples are kept."""
+    """Tracking services that get the metrics as well, and how many samples are kept."""
 
     mirrors: tuple[Literal["wandb", "tensorboard", "swanlab"], ...] = ()
-    """Services that repeat what the files say."""
+    """Services that also get the metrics of the run directory."""
     entity: str | None = None
     """The W&B team or user."""
     offline: bool = False
-    """Mirrors write locally and never use the network."""
+    """Services write to local files and never use the network."""
     sample_steps: NonNegative = 10
     """Keep samples every this many steps; 0 = never."""
     max_samples: Positive = 16
-    """Samples kept each time."""
+    """Samples that are kept each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    """How far the engine's log-probs may be from the trainer's replay of the same steps, before the first update.
+    """Bounds on the difference between the engine's log-probs and their replay by the trainer before any update.
 
-    The measure is the largest |log ratio|, nats, in units of the loss's clip range: at 1 the trust region is used up
-    before anything was learned. Low precision alone may give a fraction of it, wrong weights give hundreds.
+    The measure is the largest |log ratio| in nats, divided by the clip range of the loss. At 1 the trust region is
+    used up before anything was learned. Low precision alone may give a fraction of 1, wrong weights give hundreds.
     """
 
     warn: NonNegativeFloat = 0.5
-    """From here on the run warns; 0 = never."""
+    """The run warns from this value on; 0 = never."""
     stop: NonNegativeFloat = 10.0
-    """From here on the run stops; 0 = never. With both 0 nothing is measured."""
+    """The run stops from this value on; 0 = never. If both are 0, nothing is measured."""
 
     def __post_init__(self) -> None:
         if 0 < self.stop < self.warn:
@@ -115,32 +115,32 @@ class RefillConfig:
     """
 
     max_draws: int = 10
-    """Draws that a step may make. Places that are empty then are filled with groups of equal rewards, at weight 0."""
+    """The most draws of a step. Groups that are missing then are filled with groups of equal rewards at weight 0."""
 
     def __post_init__(self) -> None:
         if self.max_draws < 2:
             raise ValueError(
-                f"max_draws must be >= 2, got {self.max_draws}: one draw refills nothing. Leave refill out, or set "
-                "advantage.select.drop_dead=true to train the groups that differ, however few"
+                f"max_draws must be >= 2, got {self.max_draws}: one draw cannot be refilled. Leave refill out, or set "
+                "advantage.select.drop_dead=true to train only the groups whose rewards differ"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """A whole recipe. Blocks are nodes (a class by `_target_`, and its keys); the trainer builds them."""
+    """A whole recipe. A block is a node, which is a class and the values of its keys; the trainer builds it."""
 
     bundle: Node
-    """The model: modules of one checkpoint."""
+    """The modules of one checkpoint."""
     pipeline: Node
-    """Encode, sample, decode with that model."""
+    """Encodes prompts, samples and decodes with the bundle."""
     backend: Node
-    """The trainable weights: wrapping, optimizer, snapshots."""
+    """The trainable weights: sharding, optimizer, snapshots."""
     rollout: Node
     """The engine that samples."""
     reward: Node
-    """What scores the samples."""
+    """The reward service, which scores samples."""
     advantage: Node = field(metadata={"target": "unirl.algorithms.shared.advantages.GroupAdvantage"})
-    """Rewards to one advantage per sample."""
+    """Turns rewards into one advantage per sample."""
     algorithm: Node
     """The loss."""
     stack: Node = field(metadata={"target": "unirl.train.stack.TrainStack"})
@@ -148,55 +148,55 @@ class RecipeConfig:
     data_source: Node
     """The prompts."""
     sampling: Node
-    """How samples are drawn."""
+    """The sampling settings."""
     trainer: Node = field(metadata={"target": "unirl.trainer.diffusion.DiffusionTrainer"})
-    """The loop: what the model is given of a prompt, and which track is trained."""
+    """The trainer of a domain: how requests are made, and which track is trained."""
     sync: Node | None = None
-    """Weights to an engine that holds its own; absent = the engine borrows the trained ones."""
+    """Sends weights to an engine that has its own; absent = the engine uses the trained weights."""
     parity: ParityConfig = ParityConfig()
     refill: RefillConfig | None = None
-    """Draw on where groups of a step have equal rewards; absent = a step is one draw."""
+    """Dynamic sampling; absent = a step is one draw."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     batch_size: Positive
-    """P, prompts per step; a step draws P x sampling.samples_per_prompt samples."""
+    """Prompts per step, P. A step generates P x sampling.samples_per_prompt samples."""
     num_rollouts: Positive = 100
     """Steps of the loop."""
     num_devices: Annotated[int, Meta(ge=1), Meta(le=MAX_DEVICES)] = 1
-    """Devices of the pool: GPUs, or CPU processes where there is none."""
+    """Devices of the pool: GPUs, or CPU processes on a machine without a GPU."""
     devices_per_node: Positive | None = None
-    """Devices that each machine gives; absent = one machine gives all."""
+    """Devices of each node; absent = one node has all devices."""
     runtime: Literal["local", "ray"] | None = None
     """local = every role in this process; ray = one worker per device; absent = local for one device, else ray."""
     placement: dict[str, Where] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
     stall_timeout_s: Annotated[float, Meta(gt=0), Meta(le=1e9)] = 1800.0
-    """A call that takes longer has stalled: the run ends and shows where every worker stands."""
+    """A call that takes longer has stalled: the run ends and prints the stack of every worker."""
     row_transport: Literal["object_store", "collective"] = "object_store"
-    """How latents, conditions and pixels go from worker to worker: Ray's object store, or gloo and NCCL messages."""
+    """How latents, conditions and pixels travel between workers: Ray's object store, or gloo and NCCL messages."""
     reward_parts: Positive = 1
-    """Parts of a step that are scored while the next is drawn; more than 1 needs a placement of its own for reward."""
+    """Parts of a step, each scored while the next is sampled. More than 1 needs devices of its own for the reward."""
     weight_sync_interval: Positive = 1
-    """Send weights to an engine of its own every this many steps."""
+    """Send weights to an engine that has its own every this many steps."""
     save_interval: NonNegative = 50
-    """Checkpoint every this many steps and after the last; 0 = only after the last."""
+    """Save a checkpoint every this many steps and after the last step; 0 = only after the last step."""
     keep_checkpoints: NonNegative = 3
-    """Older ones are deleted after a new one is published; 0 = keep all."""
+    """The newest checkpoints to keep, counted after a new one is published; 0 = keep all."""
     resume: str = "auto"
-    """auto = continue what the run directory holds, else start; latest; none; or a checkpoint's path."""
+    """auto = continue the run of the run directory, or start it; latest; none; or the path of a checkpoint."""
     scale: Literal["full", "toy"] = "full"
-    """toy = the same run with small values, on a CPU in seconds."""
+    """toy = the same recipe with small values, which runs on a CPU in seconds."""
     plugins: tuple[str, ...] = ()
-    """Packages beside unirl whose classes a `_target_` may name."""
+    """Packages other than unirl whose classes a `_target_` may name."""
 
     @property
     def runtime_in_use(self) -> Literal["local", "ray"]:
-        """The runtime that is asked for, or that follows from the number of devices."""
+        """The runtime of the recipe, or the one that follows from the number of devices."""
         return self.runtime or ("local" if self.num_devices == 1 else "ray")
 
-    # Keys of blocks that the trainer and the plan read. Other code asks here, and does not spell a key path itself.
+    # Keys of blocks that the trainer and the plan read. Code that needs another key adds a property here.
 
     @property
     def samples_per_prompt(self) -> int:

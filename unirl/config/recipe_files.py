@@ -1,4 +1,4 @@
-"""Where recipes are: `<domain>/<recipe>` names under examples/, or any YAML file by its path; and the cards."""
+"""Finds recipes, by a `<domain>/<recipe>` name under examples/ or by the path of a YAML file, and reads their cards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CARD_SUFFIX = ".card.yaml"
 
 DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm"}
-"""Folder of recipes to the domain whose entrypoint `python -m unirl.train_<domain>` trains them."""
+"""Folder of recipes to the domain whose entrypoint, `python -m unirl.train_<domain>`, trains them."""
 
 SAME_RECIPE = {"qwen3_ar_drpo_4b_base_dpao_sglang": "llm/qwen3_ar_drpo_4b_base_dapo"}
-"""File name that other lists of recipes have, to the recipe that does the same here."""
+"""Recipe name of the reference system to the recipe that does the same here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Card:
     """Optimizer updates of the run."""
     skipped_updates: str = "none"
     gradient_norm: str = "none"
-    """Of the last update of each step, separated by commas; so are the fields below."""
+    """Gradient norm of the last update of each step. Values of several steps are separated by commas."""
     reward: str = "none"
     """Mean of each step; of a trained recipe, the held-out mean before and after training, for each seed."""
     reward_std: str = "none"
@@ -50,7 +50,7 @@ class Card:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a reader must know before trusting the run: a zero gradient, constant rewards, skipped updates."""
+        """Facts that weaken the evidence: a gradient norm of 0, constant rewards, skipped updates."""
         conditions = {
             "gradient norm 0": _all_zero(self.gradient_norm),
             "constant rewards": _all_zero(self.reward_std),
@@ -60,7 +60,7 @@ class Card:
 
 
 def _all_zero(values: str) -> bool:
-    """Whether a field of a card has numbers, and all of them are 0."""
+    """True if a field of a card holds numbers and all of them are 0."""
     return values != "none" and all(value != "none" and float(value) == 0.0 for value in values.split(", "))
 
 
@@ -73,13 +73,13 @@ class RecipeFile:
 
     @property
     def domain(self) -> str:
-        """Whose entrypoint trains it: that of its folder, or the folder's own name."""
+        """The domain whose entrypoint trains this recipe."""
         bucket = self.name.rpartition("/")[0]
         return DOMAIN_OF.get(bucket, bucket)
 
     @property
     def card(self) -> Card:
-        """The card beside the recipe; a recipe without one is untested."""
+        """The card beside the recipe. A recipe without one is untested."""
         path = self.path.with_suffix(CARD_SUFFIX)
         if not path.is_file():
             return Card()
@@ -88,20 +88,20 @@ class RecipeFile:
 
 
 def search_path() -> tuple[Path, ...]:
-    """The folders that hold recipes: those of the checkout, the installed package and the working directory."""
+    """The examples/ folders of the checkout, of the installed package and of the working directory."""
     folders = (PACKAGE.parent / "examples", PACKAGE / "examples", Path.cwd() / "examples")
     return tuple(dict.fromkeys(folder for folder in folders if folder.is_dir()))
 
 
 def list_recipes(search: tuple[Path, ...] | None = None) -> list[RecipeFile]:
-    """All recipes of the search path by name; the first folder that has a name wins."""
-    found: dict[str, RecipeFile] = {}
+    """All recipes of the search path, sorted by name. If two folders have a name, the first folder wins."""
+    recipes: dict[str, RecipeFile] = {}
     for folder in search_path() if search is None else search:
         for path in sorted(folder.glob("*/**/*.yaml")):
             name = path.relative_to(folder).with_suffix("").as_posix()
             if not path.name.endswith(CARD_SUFFIX):
-                found.setdefault(name, RecipeFile(name, path))
-    return sorted(found.values(), key=lambda recipe: recipe.name)
+                recipes.setdefault(name, RecipeFile(name, path))
+    return sorted(recipes.values(), key=lambda recipe: recipe.name)
 
 
 def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile:
@@ -121,7 +121,7 @@ def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile
 
 
 def _name_of(path: Path) -> str:
-    """`<folder>/<file>` of a recipe that lies anywhere."""
+    """The name `<folder>/<file>` of a recipe outside examples/."""
     resolved = path.resolve()
     return f"{resolved.parent.name}/{resolved.stem}"
 

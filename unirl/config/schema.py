@@ -1,4 +1,4 @@
-"""The signature is the schema: what a class lets a recipe say, read from its constructor."""
+"""The signature is the schema: the keys that a class accepts, read from its constructor."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Key:
     annotation: Any
     default: Any = REQUIRED
     default_target: str | None = None
-    """For a node: the `_target_` it has when the recipe names none."""
+    """For a block: its `_target_` if the recipe names none."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What a constructor takes: keys from the recipe, and wired parameters (those before `*`) from the trainer."""
+    """The parameters of a constructor: keys from the recipe, and wired ones (before `*`) from the trainer."""
 
     target: Callable[..., Any]
     keys: Mapping[str, Key]
     wired: Mapping[str, bool]
-    """Parameter name to whether it must be given."""
+    """Parameter name to True if it has no default."""
 
     @property
     def owner(self) -> type:
@@ -52,17 +52,17 @@ class Schema:
 
     @property
     def name(self) -> str:
-        """The dotted name that `_target_` would write."""
+        """The dotted name that `_target_` gives."""
         return dotted_name(self.target)
 
     @property
     def toy(self) -> Mapping[str, Any]:
-        """What the class sets at scale=toy: its own mapping, or the nearest one that it inherits."""
+        """Values that the class sets at scale=toy: its own mapping, or the nearest inherited one."""
         return next((vars(base)["toy"] for base in self.owner.__mro__ if "toy" in vars(base)), EMPTY)
 
     @property
     def is_value(self) -> bool:
-        """Whether the target is a config dataclass, so that it can be made while checking."""
+        """True if the target is a config dataclass, which can be built while checking."""
         return is_config(self.target)
 
 
@@ -72,7 +72,7 @@ def dotted_name(target: Callable[..., Any]) -> str:
 
 
 def is_config(annotation: Any) -> bool:
-    """Whether this is a config dataclass: complete without the trainer."""
+    """True for a config dataclass: a dataclass whose parameters all come from the recipe."""
     is_dataclass = inspect.isclass(annotation) and dataclasses.is_dataclass(annotation)
     return is_dataclass and not schema_of(annotation).wired
 
@@ -86,7 +86,7 @@ def schema_of(target: Callable[..., Any]) -> Schema:
 
 
 def _dataclass_schema(cls: type) -> Schema:
-    """A dataclass is all keys, except for positional fields beside keyword-only ones: these are wired."""
+    """All fields of a dataclass are keys, unless some are keyword-only: then the positional ones are wired."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     hints = _field_hints(cls, {field.name for field in fields})
     mixed = any(field.kw_only for field in fields)
@@ -108,7 +108,7 @@ def _field_default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _field_hints(cls: type, fields: set[str]) -> dict[str, Any]:
-    """Annotations of the dataclass's fields, each read in the module that wrote it."""
+    """Annotations of the dataclass's fields, each evaluated in the module that defines it."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         names = vars(sys.modules[base.__module__])
@@ -132,13 +132,13 @@ def _signature_schema(target: Callable[..., Any]) -> Schema:
 
 
 def _names_at(target: Callable[..., Any]) -> dict[str, Any]:
-    """The names that the constructor's annotations were written with."""
+    """The global names of the module that defines the constructor."""
     function = target.__init__ if inspect.isclass(target) else target.__func__  # type: ignore[attr-defined]
     return function.__globals__ if inspect.isfunction(function) else {}
 
 
 def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
-    """An annotation as an object; a class that is only imported for type checkers stays a string."""
+    """An annotation as an object. It stays a string if its class is imported for type checkers only."""
     if annotation is inspect.Parameter.empty:
         return Any
     try:

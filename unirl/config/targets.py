@@ -1,4 +1,7 @@
-"""What a `_target_` may name: a class, or a classmethod of one, of an allowed package. Nothing else is imported."""
+"""Finds the class, or the classmethod, that a `_target_` names, in allowed packages only.
+
+The dotted text is checked before anything is imported.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 def check_plugins(plugins: Sequence[str]) -> None:
-    """Refuse to allow the standard library, whose classes start processes and open files.
+    """Refuses the standard library as a plugin, since its classes start processes and open files.
 
     Raises:
         ConfigError: 2030.
@@ -35,7 +38,7 @@ def find_target(dotted: object, path: str, plugins: Sequence[str] = ()) -> Calla
     """The class or bound classmethod called `dotted`; `path` is the recipe's key path, for messages.
 
     Raises:
-        ConfigError: 2030 when the name may not be used, 2003 when an allowed package does not have it.
+        ConfigError: 2030 if the name may not be used, 2003 if an allowed package does not have it.
     """
     if not isinstance(dotted, str) or not _NAME.fullmatch(dotted) or "__" in dotted:
         raise UnsafeTargetError(f"{path}._target_={dotted!r} is not the dotted name of a class")
@@ -59,7 +62,7 @@ def _not_allowed(dotted: str, path: str, plugins: Sequence[str]) -> str:
 
 
 def _import_longest(dotted: str, path: str, plugins: Sequence[str]) -> tuple[ModuleType, list[str]]:
-    """The deepest module of an allowed package on the way, and the names that are left."""
+    """The longest prefix that is a module of an allowed package, and the remaining names."""
     parts = dotted.split(".")
     depth = next(n for n in range(1, len(parts) + 1) if _allowed(".".join(parts[:n]), plugins))
     module = _import(".".join(parts[:depth]), path)
@@ -85,12 +88,12 @@ def _import(name: str, path: str) -> ModuleType:
 def _find_in(
     module: ModuleType, names: list[str], dotted: str, path: str, plugins: Sequence[str]
 ) -> Callable[..., Any]:
-    found = vars(module).get(names[0]) if names else None
-    if names and found is None:
+    value = vars(module).get(names[0]) if names else None
+    if names and value is None:
         raise ConfigError(_no_such_name(module, names[0], dotted, path))
-    if not inspect.isclass(found) or not _allowed(found.__module__, plugins) or len(names) > 2:
+    if not inspect.isclass(value) or not _allowed(value.__module__, plugins) or len(names) > 2:
         raise UnsafeTargetError(_not_a_class(dotted, path))
-    return found if len(names) == 1 else _classmethod(found, names[1], dotted, path, plugins)
+    return value if len(names) == 1 else _classmethod(value, names[1], dotted, path, plugins)
 
 
 def _classmethod(cls: type, name: str, dotted: str, path: str, plugins: Sequence[str]) -> Callable[..., Any]:
@@ -115,4 +118,4 @@ def _no_such_name(module: ModuleType, name: str, dotted: str, path: str) -> str:
 
 
 def _submodules(module: ModuleType) -> list[str]:
-    return [found.name for found in pkgutil.iter_modules(vars(module).get("__path__", []))]
+    return [module_info.name for module_info in pkgutil.iter_modules(vars(module).get("__path__", []))]

@@ -1,6 +1,7 @@
-"""scale=toy: any recipe, small enough for a CPU in seconds. One layer between the recipe and the command line.
+"""scale=toy makes any recipe small enough to run on a CPU in seconds.
 
-The quantities of the loop get small values here; a class says its own in `toy: ClassVar[Mapping]`.
+It is one layer of settings between the recipe and the command line. The quantities of the loop get small values here,
+and a class gives its own small values in `toy: ClassVar[Mapping]`.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ QUANTITIES: Mapping[str, Any] = {
 }
 
 GROUP = "sampling.samples_per_prompt"
-"""A recipe's own, where that is smaller: a method may need groups of one, and a recorded pair has two samples."""
+"""A recipe's own value is kept if it is smaller: a loss may need groups of one, and a recorded pair has 2 samples."""
 
 FRAMES, MOST_FRAMES = "sampling.num_frames", 5
-"""A recipe's own, where there are no more: 5 are two latent frames of a VAE that holds 4 frames in one."""
+"""A recipe's own value is kept if it is smaller. 5 frames are two latent frames of a VAE that compresses 4 to 1."""
 
 NUM_PROMPTS = 2
-"""Prompts per step, at least: as many more as the updates of the recipe need to divide the samples."""
+"""The fewest prompts per step. A recipe gets more if its updates do not divide the samples otherwise."""
 
 
 def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = None) -> Layer:
-    """The small values for a composed recipe (interpolations resolved).
+    """The small values for a composed recipe whose interpolations are resolved.
 
     Args:
-        typed: what the command line sets, which wins over these values.
+        typed: the settings of the command line, which win over these values.
     """
     schemas = schemas_of(tree, plugins)
-    # A class that is typed replaces the recipe's here already: values below the recipe's would fall together with it.
+    # A class from the command line replaces the recipe's here already, so that its own toy values apply.
     toy = _targets(typed or {})
     for path, schema in schemas.items():
         for name, value in schema.toy.items():
@@ -66,11 +67,11 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
 
 def _targets(typed: Tree) -> Tree:
     """The classes that a tree names."""
-    found: Tree = {}
+    targets: Tree = {}
     for path, value in leaves(typed):
         if path.rpartition(".")[2] == SPECIAL and isinstance(value, str):
-            put(found, path, value)
-    return found
+            put(targets, path, value)
+    return targets
 
 
 def _is_small(value: Any, other: Any) -> bool:
@@ -78,7 +79,7 @@ def _is_small(value: Any, other: Any) -> bool:
 
 
 def _devices(tree: Tree, typed: Tree) -> Tree:
-    """As few devices as the layout can have, or as many as are typed, and the layout on them. A typed one stays."""
+    """The fewest devices that the layout can have, or those of the command line, and the layout on these devices."""
     placement = tree.get("placement")
     if not isinstance(placement, dict):
         return {"num_devices": 1, "runtime": None}
@@ -88,7 +89,7 @@ def _devices(tree: Tree, typed: Tree) -> Tree:
     wanted = typed.get("num_devices", fewest)
     if type(wanted) is not int or not 0 < wanted <= MAX_DEVICES:
         return {}
-    # One process plays a layout of one device a device_set.
+    # One process can run a layout whose device sets have one device each.
     return {
         "num_devices": fewest,
         "placement": scaled(placement, wanted),

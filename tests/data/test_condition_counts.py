@@ -29,7 +29,7 @@ def taking(fewest: int, most: int) -> ModelFacts:
     return replace(toy_facts(), condition_images=(fewest, most))
 
 
-def language(sees: bool) -> LanguageFacts:
+def language(reads_images: bool) -> LanguageFacts:
     return LanguageFacts(
         family="reader",
         block_class_names=(),
@@ -37,7 +37,7 @@ def language(sees: bool) -> LanguageFacts:
         vocab_size=1,
         hidden_size=1,
         context_length=1,
-        sees=sees,
+        reads_images=reads_images,
     )
 
 
@@ -48,8 +48,8 @@ def language(sees: bool) -> LanguageFacts:
         (taking(1, 1), [1, 3, 4]),
         (taking(1, 2), [1, 4]),
         (taking(0, 1), [3, 4]),
-        (language(sees=False), [2, 3, 4]),
-        (language(sees=True), []),
+        (language(reads_images=False), [2, 3, 4]),
+        (language(reads_images=True), []),
     ],
 )
 def test_prompts_are_refused_by_line_where_a_model_takes_another_number(facts, refused, tmp_path) -> None:

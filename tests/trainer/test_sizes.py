@@ -135,7 +135,10 @@ def test_sizes_that_the_model_cannot_draw_are_refused_before_it_is_loaded(sizes,
 
 
 def test_text_has_no_size() -> None:
-    with pytest.raises(ConfigError, match=r"a text is not 32 x 48 pixels large\. Write ~data_source\.sizes") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"data_source\.sizes has 32 x 48 pixels, but the samples are texts\. Write ~data_source\.sizes",
+    ) as caught:
         preflight(load("llm/quickstart", ["scale=toy", "data_source.sizes=[[32, 48]]"]))
     assert caught.value.code == 2020
 

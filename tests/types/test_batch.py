@@ -82,12 +82,14 @@ def test_copies_of_a_row_are_adjacent() -> None:
 
 
 def test_disagreeing_shared_fields_refuse_to_merge() -> None:
-    with pytest.raises(ValueError, match=r"Everything.scale is shared by all rows but its parts disagree: 0.5 and 0.7"):
+    with pytest.raises(
+        ValueError, match=r"Everything.scale has one value for all rows, but the batches to join have 0.5 and 0.7"
+    ):
         Everything.concat([everything([1]), everything([1]).replace(scale=0.7)])
 
 
 def test_a_field_present_in_one_part_only_refuses_to_merge() -> None:
-    with pytest.raises(ValueError, match=r"Everything.absent is absent in some parts"):
+    with pytest.raises(ValueError, match=r"Everything.absent is None in some of the batches"):
         Everything.concat([everything([1]), everything([1]).replace(absent=torch.zeros(1))])
 
 
@@ -112,7 +114,7 @@ def test_a_field_without_a_kind_is_a_bug_of_the_class() -> None:
     class Undeclared(Batch):
         values: torch.Tensor
 
-    with pytest.raises(TypeError, match=r"Undeclared.values declares no kind"):
+    with pytest.raises(TypeError, match=r"Undeclared.values has no declared kind"):
         Undeclared(values=torch.zeros(2))
 
 

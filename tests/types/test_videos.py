@@ -46,14 +46,14 @@ def test_frames_come_first_and_are_rounded_as_pictures_are():
 
 def test_videos_of_different_lengths_do_not_stack_and_keep_their_frames():
     joined = Videos.concat([ramp(3), ramp(5)])
-    with pytest.raises(ValueError, match=r"videos of \[3, 5\] frames make no tensor"):
+    with pytest.raises(ValueError, match=r"videos of \[3, 5\] frames cannot be stacked"):
         joined.stacked()
     assert torch.equal(joined.select([1]).stacked(), ramp(5).stacked())
 
 
 def test_frames_per_second_are_16_unless_said_and_the_same_for_all():
     assert ramp(3).fps == 16.0
-    with pytest.raises(ValueError, match=r"Videos.fps is shared .* 16.0 and 24.0"):
+    with pytest.raises(ValueError, match=r"Videos.fps has one value for all rows, .* 16.0 and 24.0"):
         Videos.concat([ramp(3), ramp(3).replace(fps=24.0)])
     for fps in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"Videos.fps must be"):

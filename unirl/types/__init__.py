@@ -1,1 +1,1 @@
-"""The nouns: containers of samples, requests, responses, and the Protocols that packages meet at."""
+"""Containers of samples, requests and responses, and the Protocols between packages."""

@@ -1,4 +1,4 @@
-"""What a network is conditioned on, as it is fed to the network."""
+"""Conditions: the inputs of a network besides the sample and the noise level."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unirl.types.batch import Batch, packed, packed_offsets, row
 
 @dataclass(kw_only=True, eq=False)
 class TextEmbedCondition(Batch):
-    """Text embeddings: per token, and pooled where the family uses it."""
+    """Text embeddings: per token and, for families that use it, pooled over the prompt."""
 
     embeds: Tensor = row(heavy=True)  # [B, L, D]
     pooled: Tensor | None = row(heavy=True, optional=True)  # [B, D']
@@ -22,34 +22,34 @@ class TextEmbedCondition(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class LatentCondition(Batch):
-    """Latents that the network reads beside the sample: of a video's first frame, or of pictures to be edited."""
+    """Latents that the network reads in addition to the sample: of the first frame of a video or of images to edit."""
 
-    latents: Tensor = row(heavy=True)  # [B, ...], the family says which dimensions
+    latents: Tensor = row(heavy=True)  # [B, ...]; the family defines the other dimensions
 
 
 @dataclass(kw_only=True, eq=False)
 class VisionCondition(Batch):
-    """What a vision tower says of condition pictures."""
+    """Embeddings of condition images by a vision encoder."""
 
     embeds: Tensor = row(heavy=True)  # [B, L, D]
 
 
 @dataclass(kw_only=True, eq=False)
 class ScaleCondition(Batch):
-    """A guidance scale that the network reads."""
+    """The guidance scale, as an input of the network."""
 
     scale: Tensor = row(heavy=True)  # [B] fp32
 
 
 @dataclass(kw_only=True, eq=False)
 class PromptTokens(Batch):
-    """Prompts as a language model reads them, template and image placeholders included, packed without padding.
+    """Prompts as token ids, including chat template and image placeholders, packed without padding.
 
-    Token t of the response stands at position next_position + t, in every component.
+    Token t of the response has the position `next_position` + t, in every component.
     """
 
     tokens: Tensor = packed()  # [sum P] int64
-    positions: Tensor = packed()  # [sum P] int64, or [sum P, 3] (time, row, column) where images have places
+    positions: Tensor = packed()  # [sum P] int64, or [sum P, 3] (time, row, column) for models with image positions
     next_position: Tensor = row()  # [B] int64
     offsets: Tensor = packed_offsets()  # [B + 1]
 
@@ -59,26 +59,26 @@ class PromptTokens(Batch):
         return self.offsets.diff()
 
     def costs(self) -> Tensor | None:
-        """[B] its tokens, those that stand for images included."""
+        """[B] number of tokens per prompt, including image placeholders."""
         return self.lengths
 
 
-Grid = tuple[int, int, int]
-"""Patches of an image: frames, rows, columns."""
+PatchGrid = tuple[int, int, int]
+"""Number of patches of an image along time, height and width."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ImagePatches(Batch):
-    """The images of prompts as a vision tower reads them: all patches of a row's images, in the order of the text."""
+    """The patches of the images in each prompt, as inputs of a vision encoder. Images keep the order of the text."""
 
     patches: Tensor = packed(heavy=True)  # [sum N, D]
-    grids: list[tuple[Grid, ...]] = row()  # of each image of a row; N = the sum of their products
+    grids: list[tuple[PatchGrid, ...]] = row()  # one per image of the row; N = sum of their products
     offsets: Tensor = packed_offsets()  # [B + 1]
 
 
 Conditions = dict[str, Batch]
-"""The conditions of a track by name.
+"""The conditions of a track, by name.
 
-Denoising: `text`, what condition pictures give (`image`, `vision`), and `negative_text` when guidance needs it. Text:
-`prompt`, and `images` when there are any.
+Denoising models use `text`, `negative_text` if guidance is on, and `image` and `vision` for condition images. Language
+models use `prompt`, and `images` if the prompts have any.
 """

@@ -1,4 +1,4 @@
-"""What an evaluation found."""
+"""Results of an evaluation: scores of held-out prompts, and accuracy when the reward judges answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Scores of held-out prompts, a row per sample."""
+    """Scores of the samples of held-out prompts, one row per sample."""
 
     sample_ids: tuple[str, ...]
     group_ids: tuple[str, ...]
@@ -32,15 +32,15 @@ class EvalResult:
     """Paths or addresses of the images in each prompt; () if no prompt has any."""
     logged_rewards: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
     answers: tuple[Answer | None, ...] | None = None
-    """What each sample answers, where the reward is about right answers."""
+    """The answer in each sample, if the reward judges answers. None for samples that were not judged."""
     facts: tuple[Mapping[str, Any], ...] = ()
-    """What else is known of each sample; () = nothing."""
+    """Further facts about each sample, to be shown in reports; () = none."""
     unscored: int = 0
-    """Samples that could not be scored, which no other field counts."""
+    """Number of samples that could not be scored. They appear in no other field."""
 
     @staticmethod
     def joined(parts: Sequence[EvalResult]) -> EvalResult:
-        """One result from those of several draws of one evaluation, rows in their order."""
+        """One result with the rows of all `parts`, in order."""
         if len(parts) == 1:
             return parts[0]
         logged = dict.fromkeys(name for part in parts for name in part.logged_rewards)
@@ -70,7 +70,7 @@ class EvalResult:
 
     @property
     def standard_error(self) -> float:
-        """The standard error of the mean over prompts, whose samples are not independent."""
+        """Standard error of the mean over prompts. Samples of one prompt are not independent."""
         means = [float(self.rewards[rows].double().mean()) for rows in self.groups()]
         if len(means) < 2:
             return 0.0
@@ -78,72 +78,74 @@ class EvalResult:
         return math.sqrt(sum((m - centre) ** 2 for m in means) / (len(means) - 1) / len(means))
 
     def groups(self) -> list[list[int]]:
-        """The rows of each prompt."""
+        """The rows of each group of samples of one prompt."""
         groups: dict[str, list[int]] = {}
         for i, group in enumerate(self.group_ids):
             groups.setdefault(group, []).append(i)
         return list(groups.values())
 
     def metrics(self) -> dict[str, float]:
-        """The numbers to log, under `eval/`."""
-        found = {
+        """The metrics to log, under `eval/`."""
+        metrics = {
             "eval/reward_mean": self.mean,
             "eval/reward_stderr": self.standard_error,
             "eval/reward_min": float(self.rewards.min()),
             "eval/reward_max": float(self.rewards.max()),
         }
         scores = self.components | {name: values[values.isfinite()] for name, values in self.logged_rewards.items()}
-        found |= {f"eval/{name}_mean": float(values.double().mean()) for name, values in scores.items() if len(values)}
-        found |= accuracy(self.answers_by_prompt())
-        return found | ({"eval/unscored": float(self.unscored)} if self.unscored else {})
+        metrics |= {
+            f"eval/{name}_mean": float(values.double().mean()) for name, values in scores.items() if len(values)
+        }
+        metrics |= accuracy(self.answers_by_prompt())
+        return metrics | ({"eval/unscored": float(self.unscored)} if self.unscored else {})
 
     def answers_by_prompt(self) -> list[list[Answer]]:
-        """The answers of each prompt's samples, as far as they were judged."""
+        """The answers to each prompt, without those that were not judged."""
         if self.answers is None:
             return []
-        judged = [[self.answers[row] for row in rows] for rows in self.groups()]
-        return [[answer for answer in found if answer is not None] for found in judged]
+        answers = [[self.answers[row] for row in rows] for rows in self.groups()]
+        return [[answer for answer in group if answer is not None] for group in answers]
 
     def facts_of(self, row: int) -> dict[str, Any]:
-        """What is known of a sample beside its scores, its answer included."""
+        """Facts about a sample besides its scores, including its answer."""
         answer = self.answers[row] if self.answers is not None else None
-        said = {} if answer is None or answer.text is None else {"answer": answer.text}
-        judged = {} if answer is None else {"right": answer.right}
-        return {**(self.facts[row] if self.facts else {}), **said, **judged}
+        text = {} if answer is None or answer.text is None else {"answer": answer.text}
+        right = {} if answer is None else {"right": answer.right}
+        return {**(self.facts[row] if self.facts else {}), **text, **right}
 
 
 def accuracy(prompts: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """`eval/avg@n`, `pass@k` for every power of two k <= n, `maj@n`: means over prompts with n answers each.
+    """`eval/avg@n`, `pass@k` for every power of two k <= n, `maj@n`: means over prompts.
 
-    n is that of most answers. A prompt with fewer than k counts nowhere in `pass@k`. Without the texts of answers there
-    is no `maj@n`.
+    n is the largest number of answers to one prompt. `pass@k` leaves out prompts with fewer than k answers. `maj@n`
+    needs the text of every answer and is left out otherwise.
     """
     prompts = [answers for answers in prompts if answers]
     if not prompts:
         return {}
     most = max(len(answers) for answers in prompts)
-    found = {f"eval/avg@{most}": _mean([_share_right(answers) for answers in prompts])}
+    metrics = {f"eval/avg@{most}": _mean([_share_right(answers) for answers in prompts])}
     for k in (1 << power for power in range(most.bit_length())):
         enough = [answers for answers in prompts if len(answers) >= k]
-        found[f"eval/pass@{k}"] = _mean([pass_at(k, len(a), sum(one.right for one in a)) for a in enough])
+        metrics[f"eval/pass@{k}"] = _mean([pass_at(k, len(a), sum(one.right for one in a)) for a in enough])
     if all(answer.text is not None for answers in prompts for answer in answers):
-        found[f"eval/maj@{most}"] = _mean([majority(answers) for answers in prompts])
-    return found
+        metrics[f"eval/maj@{most}"] = _mean([majority(answers) for answers in prompts])
+    return metrics
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """The chance that of k among n samples, drawn without replacement, one is right: 1 - C(n - right, k) / C(n, k).
+    """Probability that at least one of k samples, drawn without replacement from n, is right.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1), in whole numbers.
+    1 - C(n - right, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
     """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[Answer]) -> float:
-    """1 if the most frequent answer is right, else 0; where answers tie, the mean over these.
+    """1 if the most frequent answer is right, else 0; the mean over tied answers if there is a tie.
 
-    Right answers are one answer, however they are written; a response without an answer has no vote, and where nobody
-    votes the prompt is not solved.
+    All right answers count as the same answer, whatever their text. A response without an answer has no vote; the
+    result is 0 if no response has one.
     """
     votes = Counter("" if answer.right else answer.text for answer in answers if answer.right or answer.text)
     if not votes:

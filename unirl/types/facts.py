@@ -1,4 +1,4 @@
-"""What a model knows of itself, so that recipes need not say it."""
+"""Facts about models, so that recipes do not have to repeat them."""
 
 from __future__ import annotations
 
@@ -12,80 +12,80 @@ from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Samp
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts(ABC):
-    """What is true of every model. A domain's own facts follow in the subclasses."""
+    """Facts that every model has. The subclasses add those of a domain."""
 
     family: str
     trainable_attr: str = "transformer"
-    """The bundle's attribute that is trained."""
+    """Name of the module of the bundle that is trained."""
     block_class_names: tuple[str, ...]
-    """Classes that are wrapped, checkpointed and compiled one by one."""
+    """Names of the module classes that are sharded, checkpointed and compiled one by one."""
     expert_class_names: tuple[str, ...] = ()
-    """Classes of whole networks of which a forward may run some only; each is gathered by itself, and by need."""
+    """Class names of expert networks. A forward pass may run only some of them, so each is gathered on demand."""
     lora_targets: tuple[str, ...]
-    """Module name suffixes that carry adapters."""
+    """Suffixes of the names of the modules that get LoRA adapters."""
     batch_multiple: int = 1
-    """Forward batches are filled to a multiple of this, so that a row's bits do not depend on its neighbours."""
+    """Batches are padded to a multiple of this, so that the bits of a row do not depend on other rows."""
 
     @abstractmethod
     def tokens_of(self, sampling: Sampling) -> int:
-        """The most tokens that the trained network reads of one sample."""
+        """Largest number of tokens that the trained network reads for one sample."""
 
     @abstractmethod
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError, naming the key and the nearest value that works, where this model cannot sample so."""
+        """Raises ValueError, with the key and the nearest valid value, if the model cannot sample like this."""
 
     @abstractmethod
     def images_per_prompt(self) -> tuple[int, int | None]:
-        """Fewest and most pictures that a prompt brings; None = any number."""
+        """Smallest and largest number of images in a prompt; None = no upper limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFacts(ModelFacts):
-    """Of a model that denoises latents."""
+    """Facts about a model that denoises latents."""
 
     latent_channels: int
     vae_scale: int
-    """Pixels per latent element along a side; 1 in pixel space."""
+    """Pixels per latent element along one side; 1 for models in pixel space."""
     patch_size: int
-    """Latent elements per token along a side."""
+    """Latent elements per token along one side."""
     frame_scale: int | None = None
-    """Frames of a video per latent frame after the first; None: the model draws pictures."""
+    """Video frames per latent frame after the first; None for image models."""
     fps: float = 16.0
-    """Frames of a video per second."""
+    """Frames per second of a video."""
     schedule: SigmaScheduleLike
     timestep_scale: float = 1000.0
-    """The network is fed timestep_scale * sigma."""
+    """The network gets timestep_scale * sigma as its timestep."""
     guidance: GuidanceLike
-    """The model's kind of guidance, at scale 1."""
+    """The kind of guidance, at scale 1."""
     text_width: int | None = None
-    """Width of a prompt's pooled text (per token: their mean), which a value head reads; None: no text."""
+    """Width of the pooled text embedding (or mean of token embeddings) that a value head reads; None = no text."""
     condition_images: tuple[int, int] = (0, 0)
-    """Fewest and most pictures that a prompt brings: (1, 1) for a video's first frame, (1, n) for editing."""
+    """Smallest and largest number of images in a prompt: (1, 1) for a first frame, (1, n) for editing."""
     reference_tokens: bool = False
-    """A condition picture stands as as many tokens as a sample of its size, beside the sample's."""
+    """Condition images are extra tokens in the sequence, as many per image as for the sample."""
 
     def tokens_of(self, sampling: Sampling) -> int:
-        """Those of the picture or video, of as many references as a prompt may bring, and of the prompt."""
+        """Tokens of the sample, of the largest number of condition images, and of the prompt."""
         params = sampling_as(DiffusionSamplingParams, sampling, self.family)
-        pictures = 1 + (self.condition_images[1] if self.reference_tokens else 0)
-        return pictures * self.image_seq_len(params) + params.max_sequence_length
+        num_images = 1 + (self.condition_images[1] if self.reference_tokens else 0)
+        return num_images * self.image_seq_len(params) + params.max_sequence_length
 
     def images_per_prompt(self) -> tuple[int, int]:
-        """Those that condition what is drawn."""
+        """Smallest and largest number of condition images."""
         return self.condition_images
 
     def check(self, sampling: Sampling) -> None:
-        """The size divides, the frames are on the grid, the guidance is one that the model has."""
-        params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples by")
+        """Raises ValueError unless size and number of frames fit the latents and the guidance is supported."""
+        params = sampling_as(DiffusionSamplingParams, sampling, f"{self.family} samples with")
         self.latent_shape(params)
         self.guidance_of(params)
 
     def guidance_of(self, params: DiffusionSamplingParams) -> GuidanceLike:
-        """The guidance that sampling settings ask for. Raises ValueError where the model cannot be guided so."""
+        """The guidance at the scales of `params`. Raises ValueError if the model does not support it."""
         return self.guidance.at(params.guidance_scale, params.guidance_scale_2, params.guidance_passes)
 
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        """[C, H, W] of a picture's latent, [C, F, H, W] of a video's. Raises ValueError when a size does not divide."""
+        """Latent shape: [C, H, W] for images, [C, F, H, W] for videos. Raises ValueError if the size does not fit."""
         multiple = self.vae_scale * self.patch_size
         for name, side in (("height", params.height), ("width", params.width)):
             if side % multiple or side <= 0:
@@ -98,18 +98,18 @@ class LatentFacts(ModelFacts):
         return (self.latent_channels, *self._latent_frames(params.num_frames), rows, columns)
 
     def _latent_frames(self, num_frames: int) -> tuple[int, ...]:
-        """(F,) latent frames of a video, () of a picture."""
+        """(F,) for a video with F latent frames, () for an image."""
         if self.frame_scale is None:
             if num_frames != 1:
                 raise ValueError(
-                    f"sampling.num_frames={num_frames}: {self.family} draws pictures. Remove it, or take a video model"
+                    f"sampling.num_frames={num_frames}: {self.family} generates images. Remove it, or use a video model"
                 )
             return ()
         if (num_frames - 1) % self.frame_scale:
             near = round((num_frames - 1) / self.frame_scale) * self.frame_scale + 1
             raise ValueError(
                 f"sampling.num_frames={num_frames}: (num_frames - 1) is not a multiple of {self.frame_scale}, the "
-                f"frames that a latent frame of {self.family} stands for. Use {near}"
+                f"frames per latent frame of {self.family}. Use {near}"
             )
         return ((num_frames - 1) // self.frame_scale + 1,)
 
@@ -121,34 +121,34 @@ class LatentFacts(ModelFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageFacts(ModelFacts):
-    """Of a model that continues text."""
+    """Facts about a language model."""
 
     trainable_attr: str = "lm"
     vocab_size: int
-    """Rows of the embedding, V."""
+    """V, the number of rows of the embedding."""
     hidden_size: int
-    """Width of the hidden state that the logits are made of, D."""
+    """D, the width of the last hidden state."""
     context_length: int
-    """Tokens of a prompt and its response that the positions are good for."""
-    sees: bool = False
-    """Prompts may bring pictures."""
+    """Largest number of tokens of a prompt and its response together."""
+    reads_images: bool = False
+    """Prompts may contain images."""
 
     def tokens_of(self, sampling: Sampling) -> int:
-        """The longest prompt and the longest response."""
+        """Tokens of the longest prompt and the longest response."""
         params = sampling_as(ARSamplingParams, sampling, self.family)
         return params.max_prompt_tokens + params.max_new_tokens
 
     def images_per_prompt(self) -> tuple[int, int | None]:
-        """Any number where the model sees."""
-        return (0, None) if self.sees else (0, 0)
+        """Any number if the model reads images, else none."""
+        return (0, None) if self.reads_images else (0, 0)
 
     def check(self, sampling: Sampling) -> None:
-        """The longest prompt and the longest response fit the context together."""
-        params = sampling_as(ARSamplingParams, sampling, f"{self.family} samples by")
+        """Raises ValueError unless the longest prompt and the longest response fit the context together."""
+        params = sampling_as(ARSamplingParams, sampling, f"{self.family} samples with")
         if params.max_prompt_tokens + params.max_new_tokens > self.context_length:
             left = self.context_length - params.max_prompt_tokens
             advice = f"Use max_new_tokens={left}" if left > 0 else "Lower max_prompt_tokens"
             raise ValueError(
                 f"sampling.max_prompt_tokens={params.max_prompt_tokens} + max_new_tokens={params.max_new_tokens} is "
-                f"more than the {self.context_length} tokens that {self.family} was made for. {advice}"
+                f"more than the context of {self.family}, {self.context_length} tokens. {advice}"
             )

@@ -1,4 +1,4 @@
-"""What goes in and what comes out, per modality."""
+"""Inputs and decoded samples per modality, and the small previews of them for people to look at."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.nn.functional import interpolate, pad
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 
 PREVIEW_FRAMES, PREVIEW_SIDE = 33, 256
-"""Frames of a video, and pixels along the longer side of each, that are shown at most: up to 6.5 MB, as two pictures
-of a megapixel. One frame and 32 more fit the video autoencoders that take one frame and groups of 4 or 8."""
+"""Limits of a video preview: number of frames, and pixels along the longer side. A preview has at most 6.5 MB, as much
+as two images of a megapixel. 1 + 32 frames fit video autoencoders, which take one frame and then groups of 4 or 8."""
 
 RecordedRole = Literal["chosen", "rejected"]
-"""What was recorded of a picture: which of a pair was preferred."""
+"""Role of a recorded sample: which one of a pair was preferred."""
 
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A reference to a medium in a data file: a condition, or a recorded sample."""
+    """A reference in a data file to an image: a condition of the prompt, or a recorded sample."""
 
     modality: str
     role: str
@@ -33,31 +33,31 @@ class MediaRef:
 
 @dataclass(kw_only=True, eq=False)
 class ImagePreviews(Batch):
-    """Samples as people see them: small enough for the driver."""
+    """Images for people to look at, small enough for the driver."""
 
     pixels: Tensor = row()  # [B, 3, H, W] uint8
 
     @classmethod
     def of(cls, pixels: Tensor) -> ImagePreviews:
-        """From pixels [B, 3, H, W] in [0, 1]."""
+        """Previews of pixels [B, 3, H, W] in [0, 1]."""
         return cls(pixels=(pixels * 255).round().to(torch.uint8).cpu())
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All rows of `parts`; where sizes differ, on one canvas."""
+        """All rows of `parts`. Images of different sizes are padded to one canvas."""
         canvases = on_one_canvas([part.pixels for part in parts])
         return super().concat([part.replace(pixels=pixels) for part, pixels in zip(parts, canvases, strict=True)])
 
 
 def on_one_canvas(frames: Sequence[Tensor]) -> list[Tensor]:
-    """Frames [N, 3, h, w] uint8 for people to look at, each in the middle of the smallest white canvas for all."""
+    """Frames [N, 3, h, w] uint8, each centred on the smallest white canvas that fits all of them."""
     height, width = (max(part.shape[side] for part in frames) for side in (-2, -1))
-    found = []
+    padded = []
     for part in frames:
         top, left = height - part.shape[-2], width - part.shape[-1]
         margins = (left // 2, left - left // 2, top // 2, top - top // 2)
-        found.append(pad(part, margins, value=255) if any(margins) else part)
-    return found
+        padded.append(pad(part, margins, value=255) if any(margins) else part)
+    return padded
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class Texts(Batch):
     texts: list[str] = row()
 
     def preview(self) -> Texts:
-        """For people to read."""
+        """The texts themselves."""
         return self
 
 
@@ -87,18 +87,18 @@ class PromptImages(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class Images(Batch):
-    """Pixels in [0, 1], rounded to the 256 levels of uint8 at decode so that every scorer sees the same values."""
+    """Pixels in [0, 1]. Decoding rounds them to the 256 levels of uint8, so that every scorer sees the same values."""
 
     pixels: Tensor = row(heavy=True)  # [B, 3, H, W]
 
     def preview(self) -> ImagePreviews:
-        """For people to look at."""
+        """The pixels as uint8."""
         return ImagePreviews.of(self.pixels)
 
 
 @dataclass(kw_only=True, eq=False)
 class Videos(Batch):
-    """Videos of any number of frames, laid end to end: pixels in [0, 1], rounded to 256 levels as those of `Images`."""
+    """Videos with any number of frames, packed along the frames. Pixels in [0, 1], rounded as in `Images`."""
 
     frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W]
     offsets: Tensor = packed_offsets()  # [B + 1]
@@ -107,20 +107,20 @@ class Videos(Batch):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.fps < math.inf:
-            raise ValueError(f"Videos.fps must be a number of frames per second above 0, got {self.fps}")
+            raise ValueError(f"Videos.fps must be a finite number of frames per second above 0, got {self.fps}")
 
     @classmethod
     def of(cls, pixels: Tensor, fps: float = 16.0) -> Videos:
-        """From pixels [B, 3, F, H, W] in [0, 1], as decoders of latents give them; they are rounded here."""
+        """Videos of pixels [B, 3, F, H, W] in [0, 1], as VAE decoders return them. Rounds to 256 levels."""
         count, frames = pixels.shape[0], pixels.shape[2]
         levels = pixels.transpose(1, 2).flatten(0, 1).mul(255).round_().div_(255)
         return cls(frames=levels, offsets=torch.arange(count + 1) * frames, fps=fps)
 
     def stacked(self) -> Tensor:
-        """Pixels [B, 3, F, H, W]: the inverse of `of`. Raises ValueError where numbers of frames differ."""
+        """Pixels [B, 3, F, H, W]: the inverse of `of`. Raises ValueError if the numbers of frames differ."""
         counts = sorted(set(self.offsets.diff().tolist()))
         if len(counts) != 1:
-            raise ValueError(f"videos of {counts or 'no'} frames make no tensor [B, 3, F, H, W]: one number is needed")
+            raise ValueError(f"videos of {counts or 'no'} frames cannot be stacked: all need the same number of frames")
         return self.frames.reshape(len(self), counts[0], *self.frames.shape[1:]).transpose(1, 2)
 
     def preview(self) -> VideoPreviews:
@@ -128,9 +128,9 @@ class Videos(Batch):
         bounds: Sequence[int] = self.offsets.tolist()
         chosen = [self.frames[a : b : _stride(b - a)] for a, b in pairwise(bounds)]
         height, width = self.frames.shape[-2:]
-        nothing = torch.zeros(0, 3, *_shown_size(height, width), dtype=torch.uint8)
+        no_frames = torch.zeros(0, 3, *_shown_size(height, width), dtype=torch.uint8)
         return VideoPreviews(
-            frames=torch.cat([nothing, *(_shown(frames) for frames in chosen)]),
+            frames=torch.cat([no_frames, *(_shown(frames) for frames in chosen)]),
             offsets=torch.tensor([0, *(len(frames) for frames in chosen)]).cumsum(0),
             num_frames=self.offsets.diff(),
             fps=self.fps,
@@ -141,18 +141,18 @@ class Videos(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class VideoPreviews(Batch):
-    """Videos as people see them: some of their frames, small enough for the driver."""
+    """Some frames of videos for people to look at, small enough for the driver."""
 
     frames: Tensor = packed()  # [sum F', 3, h, w] uint8
     offsets: Tensor = packed_offsets()  # [B + 1]
-    num_frames: Tensor = row()  # [B] int64 frames of the video; those shown last as long as all of them
-    fps: float = shared()  # of the video
-    height: int = shared()  # of the video, pixels
-    width: int = shared()
+    num_frames: Tensor = row()  # [B] int64 frames of the whole video
+    fps: float = shared()  # frames per second of the whole video
+    height: int = shared()  # of the whole video, pixels
+    width: int = shared()  # of the whole video, pixels
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All rows of `parts`; where sizes differ, on one canvas."""
+        """All rows of `parts`. Images of different sizes are padded to one canvas."""
         canvases = on_one_canvas([part.frames for part in parts])
         size = {side: max(vars(part)[side] for part in parts) for side in ("height", "width")}
         both = zip(parts, canvases, strict=True)
@@ -160,12 +160,12 @@ class VideoPreviews(Batch):
 
 
 def _stride(num_frames: int) -> int:
-    """Every how many frames one is shown: one distance throughout, so that even motion stays even."""
+    """Distance between the frames of a preview. It is constant, so that motion keeps its speed."""
     return max(1, math.ceil((num_frames - 1) / (PREVIEW_FRAMES - 1)))
 
 
 def _shown(frames: Tensor) -> Tensor:
-    """Frames [F, 3, h, w] uint8 of frames [F, 3, H, W] in [0, 1], shrunk to PREVIEW_SIDE where they are larger."""
+    """Frames [F, 3, H, W] in [0, 1] as uint8 [F, 3, h, w], scaled down to PREVIEW_SIDE if they are larger."""
     height, width = frames.shape[-2:]
     size = _shown_size(height, width)
     if size != (height, width):
@@ -179,9 +179,9 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
 
 
 Decoded = Texts | Images | Videos
-"""What is decoded from a track."""
+"""The decoded samples of a track."""
 
 Preview = Texts | ImagePreviews | VideoPreviews
-"""The same as people see it; light, so that the driver may hold it."""
+"""The same for people to look at. Previews are small, so the driver can hold them."""
 
 Modality = Literal["text", "image", "video"]

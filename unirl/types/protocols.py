@@ -1,4 +1,4 @@
-"""The contracts that packages meet at: what a part offers, what it needs, what a model knows of itself."""
+"""Contracts between packages: Protocols, and dataclasses with what a part needs or offers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from unirl.types.reward import RewardRequest, RewardResponse
 
 State = dict[str, Any]
-"""JSON-ready state: numbers, strings, booleans, None, and lists or mappings of these."""
+"""State that can be written as JSON: numbers, strings, booleans, None, and lists or mappings of these."""
 
 
 @dataclass(frozen=True)
 class Previous:
-    """The last deterministic step's point and its clean prediction, for multistep solvers."""
+    """Start of the last deterministic step and its clean prediction. Multistep solvers read it."""
 
     sigma: float
     x0: Tensor  # [B, *latent]
@@ -36,7 +36,7 @@ class Transition(Protocol):
 
     @property
     def std(self) -> Tensor:
-        """[] or [B], dtype and device of the mean."""
+        """[] or [B], with the dtype and device of the mean."""
         ...
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Transition(Protocol):
 
 @runtime_checkable
 class Kernel(Protocol):
-    """One denoising transition as a Gaussian: the choice of SDE. Immutable, equal by value."""
+    """A transition kernel: one denoising step as a Gaussian. Immutable, equal by value."""
 
     preserves: ClassVar[str]
     multistep: ClassVar[bool]
@@ -67,13 +67,13 @@ class Kernel(Protocol):
         ...
 
     def has_density(self, step: int, num_steps: int) -> bool:
-        """Whether step `step` of `num_steps` is stochastic. The last step never is."""
+        """True if step `step` of `num_steps` is stochastic. The last step never is."""
         ...
 
 
 @runtime_checkable
 class StepChoice(Protocol):
-    """Which denoising steps are stochastic and trained: a pure function of the step of the loop."""
+    """Chooses the stochastic denoising steps, which are trained, as a pure function of the step of the loop."""
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """Sorted step numbers within [0, num_inference_steps - 2]."""
@@ -81,7 +81,7 @@ class StepChoice(Protocol):
 
 
 class SigmaScheduleLike(Protocol):
-    """A model's own noise levels."""
+    """The noise levels of a model."""
 
     def sigmas(self, num_inference_steps: int, image_seq_len: int) -> Tensor:
         """[T + 1] float32, decreasing, last entry 0."""
@@ -89,23 +89,23 @@ class SigmaScheduleLike(Protocol):
 
 
 class GuidanceLike(Protocol):
-    """A model's kind of guidance, at some scale."""
+    """The kind of guidance of a model, at some scale."""
 
     @property
     def active(self) -> bool:
-        """Whether there is an unconditional branch, which needs a negative prompt."""
+        """True if there is an unconditional branch, which needs a negative prompt."""
         ...
 
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
-        """The same kind at another scale. Raises ValueError where the model cannot be guided so."""
+        """The same kind at another scale. Raises ValueError if the model does not support it."""
         ...
 
     def off(self) -> GuidanceLike:
-        """The conditional branch alone."""
+        """The same kind without the unconditional branch."""
         ...
 
     def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
-        """The conditions of each forward: computed once, used at every step."""
+        """The conditions of each forward pass. They are computed once and used at every step."""
         ...
 
     def velocity(
@@ -115,13 +115,13 @@ class GuidanceLike(Protocol):
         sigma: Tensor,
         feeds: tuple[Conditions, ...],
     ) -> Tensor:
-        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B], with what `feeds` returned."""
+        """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]. `feeds` comes from the method `feeds`."""
         ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something that changes between steps. State has one door: whatever has any is registered with the trainer."""
+    """An object whose state changes between steps. It must be registered with the trainer, which saves the state."""
 
     def state_dict(self) -> State: ...
 
@@ -129,82 +129,83 @@ class Stateful(Protocol):
 
 
 REFERENCE: Final = "reference"
-"""The weight snapshot of the policy at initialisation."""
+"""Name of the snapshot of the weights before training."""
 
 Quantity = Literal["logp", "mean", "velocity", "value"]
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A column read from a policy that is not being trained right now."""
+    """An output of weights other than those that are being updated. A loss reads it."""
 
     snapshot: str
-    """A named weight snapshot, or `live` for the weights before the first update of the step."""
+    """Name of a snapshot of the weights, or `live` for the weights before the first update of the step."""
     quantity: Quantity
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """Where the run stands when an update is made: what schedules read. Equal on every rank."""
+    """State of the run at an update, as schedules read it. Equal on every rank."""
 
     progress: float = 0.0
-    """How far the run is, in [0, 1]."""
+    """Fraction of the run that is done, in [0, 1]."""
     kl_scale: float = 1.0
-    """The factor on the recipe's KL coefficient that an adaptive controller has reached."""
+    """Current factor of an adaptive controller on the KL coefficient of the recipe."""
     totals: tuple[float, ...] = ()
-    """What a loss asked to be summed over all rows of the step, on all ranks (Needs.totals)."""
+    """Sums over all rows of the step on all ranks, for losses with `Needs.totals`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an algorithm asks of the rest, checked before anything starts."""
+    """Requirements of an algorithm. They are checked before anything is built."""
 
     behaviour_logp: bool = False
-    """The loss reads the engine's own log-probs."""
+    """The loss reads log-probs computed by the engine."""
     density: bool = True
     """The loss needs stochastic steps with a density."""
     snapshots: tuple[str, ...] = ()
     """Named weight snapshots that must exist."""
     rows_together: int = 1
-    """Adjacent rows that a micro-batch must not split."""
+    """Number of adjacent rows that must stay in one micro-batch."""
     pairs: int = 0
-    """At most so many pairs of a good and a bad sample of a group are trained, and no other; 0 = all samples are."""
+    """Largest number of (better, worse) pairs per group to train on; 0 = train on all samples instead of pairs."""
     multi_update: bool = True
-    """More than one update per step is valid."""
+    """The loss stays valid for more than one update per step."""
     ema_rollout: bool = False
-    """Sampling must run on a snapshot instead of the live weights."""
+    """Samples must come from a snapshot instead of the live weights."""
     value: bool = False
-    """A value head is trained beside the policy."""
+    """A value head is trained together with the policy."""
     totals: bool = False
-    """The loss reads sums over all rows of a step, made before its first update: its live anchors are, too."""
+    """The loss reads sums over all rows of a step. They and live anchors are computed before the first update."""
     differentiable_reward: bool = False
+    """The loss differentiates the reward with respect to the samples."""
     advantages: bool = True
-    """Samples teach it by their advantages: it learns nothing from equal rewards, or from groups of one."""
+    """The loss reads advantages, so groups of one sample or of equal rewards give no gradient."""
     own_samples: bool = True
-    """The samples must be the policy's own; a loss that says False learns from recorded ones as well."""
+    """The samples must come from the policy. If False, the loss can also train on recorded samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine or a reward offers."""
+    """Features that an engine or a reward supports."""
 
     behaviour_logp: bool = False
     snapshots: bool = False
-    """Can sample from a named snapshot."""
+    """The engine can sample from a snapshot by name."""
     dedicated: bool = False
-    """An engine with weights of its own, which a sync block brings to it; otherwise it borrows the trained ones."""
+    """The engine has its own copy of the weights and needs a `sync` block; else it uses the trained weights."""
     differentiable: bool = False
     recorded: bool = False
-    """An engine that gives back samples which exist already; a reward that says what was recorded of them."""
+    """The engine returns recorded samples instead of generating; the reward reads what was recorded about them."""
     modalities: tuple[str, ...] = ()
 
 
 class Scorer(Protocol):
-    """Maps decoded media, prompts and metadata to finite component scores per sample."""
+    """Computes component scores per sample from decoded media, prompts and metadata."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that it gets, of: prompts, images, videos, texts, lengths, metadata."""
+        """Fields of `RewardRequest` that it needs: prompts, images, videos, texts, lengths, sources, metadata."""
         ...
 
     @property
@@ -218,18 +219,18 @@ class Scorer(Protocol):
 
 
 class WeightSource(Protocol):
-    """Trained weights, by name, live or as a snapshot."""
+    """Trained weights: the live ones, and snapshots by name."""
 
     def gather(self, name: str = "live") -> Mapping[str, Tensor]:
-        """Full tensors on the CPU by parameter name."""
+        """Full tensors on the CPU, by parameter name."""
         ...
 
     def weights(self, name: str) -> AbstractContextManager[None]:
-        """Run with a snapshot's weights; raises if gradients are enabled."""
+        """Context in which the module has the weights of a snapshot. Raises if gradients are enabled."""
         ...
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Run in eval mode without gradients, weights gathered."""
+        """Context for sampling: eval mode, no gradients, weights gathered."""
         ...
 
 
@@ -261,6 +262,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""The spelling of dtypes in recipes."""
+"""Dtypes by their names in recipes."""
 
 DtypeName = Literal["fp32", "bf16", "fp16"]

@@ -1,4 +1,4 @@
-"""Metrics that can be merged, and what a training step gives back."""
+"""Metrics that can be merged over micro-batches and ranks, and the result of a training step."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Reduction = Literal["mean", "std", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A reducible value. Tensors stay on their device until `value` is read, so accumulating costs no sync."""
+    """A value that can be merged with others. Tensors stay on their device until `value` is read."""
 
     total: Tensor | float
-    """The weighted total of a mean or std; else the value."""
+    """The weighted sum of the elements for `mean` and `std`, else the value itself."""
     weight: Tensor | float
     kind: Reduction
     squares: Tensor | float = 0.0
-    """The weighted total of the squares of a std."""
+    """The weighted sum of the squared elements, for `std` only."""
 
     @staticmethod
     def mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Metric:
-        """An average: `value` over elements of total weight `weight`."""
+        """The mean `value` of elements whose weights sum to `weight`."""
         return Metric(value * weight, weight, "mean")
 
     @staticmethod
     def std(values: Tensor, weights: Tensor) -> Metric:
-        """The population standard deviation of elements with weights of the same shape; exact under merging.
+        """The population standard deviation of elements with `weights` of the same shape. Merging is exact.
 
-        Subtract a constant near the mean first: a spread of 1e-5 around 1 drowns in float32 squares, around 0 it
-        does not.
+        Subtract a constant near the mean first. In float32, the squares of values around 1 lose a spread of 1e-5; the
+        squares of values around 0 keep it.
         """
         weighted = weights * values
         return Metric(weighted.sum(), weights.sum(), "std", (weighted * values).sum())
@@ -55,7 +55,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The number to log; a mean over nothing is 0."""
+        """The number to log. A mean over elements of total weight 0 is 0."""
         if self.kind not in ("mean", "std"):
             return float(self.total)
         weight = float(self.weight)
@@ -66,7 +66,7 @@ class Metric:
         return variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
 
     def merged(self, other: Metric) -> Metric:
-        """Both together."""
+        """The metric over the elements of both."""
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric of the same name")
         if self.kind in ("mean", "std"):
@@ -86,7 +86,7 @@ Metrics = dict[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> Metrics:
-    """Metrics of several micro-batches, parts or ranks as one."""
+    """The metrics of several micro-batches, parts or ranks, merged by name."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -101,13 +101,14 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """One entry per update, in order."""
+    """Metrics of the optimizer updates of one step."""
 
     updates: tuple[Metrics, ...]
+    """One entry per update, in order."""
 
     @property
     def metrics(self) -> Metrics:
-        """All updates together."""
+        """The metrics merged over all updates."""
         return merge(self.updates)
 
 

@@ -1,4 +1,4 @@
-"""What a scorer is asked and what it answers."""
+"""Requests to a scorer and its responses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unirl.types.primitives import Videos
 
 @dataclass(frozen=True)
 class ResponseLength:
-    """How long a generated text is."""
+    """Length of a generated text."""
 
     tokens: int
     limit: int
-    """Tokens at which generation was to stop; a text that long was cut off."""
+    """The largest number of tokens allowed. A text of this length was truncated."""
 
     @property
     def truncated(self) -> bool:
@@ -28,7 +28,7 @@ class ResponseLength:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRequest:
-    """Rows to score. A scorer gets only the columns that it `reads`; the others are None."""
+    """Rows to score. Only the fields that the scorer `reads` are set; the others are None."""
 
     sample_ids: Sequence[str]
     prompts: Sequence[str] | None = None
@@ -36,7 +36,7 @@ class RewardRequest:
     videos: Videos | None = None  # frames [sum F, 3, H, W] in [0, 1], laid end to end
     texts: Sequence[str] | None = None  # generated text
     lengths: Sequence[ResponseLength] | None = None  # of the generated texts
-    sources: Sequence[Sequence[Tensor]] | None = None  # of each row: [3, H, W] in [0, 1], what its prompt brought
+    sources: Sequence[Sequence[Tensor]] | None = None  # per row, the images [3, H, W] in [0, 1] of its prompt
     metadata: Sequence[dict[str, Any]] | None = None
 
     def __len__(self) -> int:
@@ -45,19 +45,19 @@ class RewardRequest:
     def select(self, rows: Sequence[int]) -> RewardRequest:
         """The rows `rows`, in that order."""
 
-        def column(values: Any) -> Any:
+        def selected(values: Any) -> Any:
             if values is None:
                 return None
             if isinstance(values, Batch):
                 return values.select(rows)
             return values[list(rows)] if isinstance(values, Tensor) else [values[row] for row in rows]
 
-        return RewardRequest(**{field.name: column(getattr(self, field.name)) for field in fields(self)})
+        return RewardRequest(**{field.name: selected(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one reward could not score one sample."""
+    """The reason why a reward could not score a sample."""
 
     reward: str
     """The name of the scorer."""
@@ -66,23 +66,23 @@ class Failure:
 
 
 Failures = tuple[Failure, ...]
-"""Those of one sample."""
+"""The failures of one sample."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a response answers, as a scorer of right answers reads it."""
+    """The answer that a scorer extracted from a response, and its verdict."""
 
     right: bool
     text: str | None = None
-    """Equal for answers that are the same; "" = the response gives none; None = this scorer does not say."""
+    """Normalised text, equal for equivalent answers; "" = no answer, None = the scorer gives no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResponse:
     """Component scores per row, in the order of the request, and the weighted total that becomes the reward.
 
-    A row that could not be scored is NaN in the total and says why in `failures`; it is never a zero.
+    A row that could not be scored has the total NaN, never 0, and an entry in `failures`.
     """
 
     total: Tensor  # [B] float32
@@ -91,8 +91,8 @@ class RewardResponse:
     failures: Mapping[int, Failures] = field(default_factory=dict)
     """Failures by row: first those that cost the row its reward, then those of logged-only rewards."""
     answers: Sequence[Answer | None] | None = None
-    """What each row answers, where the score is about right answers (None: of this row nothing is known)."""
+    """The answer in each row, if the scorer judges answers; None for rows that it did not judge."""
 
     def lost(self) -> list[int]:
-        """The rows without a reward."""
+        """The rows whose total is not finite."""
         return [row for row, score in enumerate(self.total.tolist()) if not math.isfinite(score)]

@@ -1,4 +1,4 @@
-"""What is asked of a rollout: rows of prompts and a tree of tracks to generate."""
+"""Requests to a rollout engine: rows of prompts and a tree of tracks to generate."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from unirl.types.primitives import MediaRef, MediaRefs, PromptImages, Texts
 from unirl.types.sampling import Sampling, SamplingT, sampling_as
 
 Purpose = Literal["r", "eval"]
-"""`r` = training rollout, whose noise depends on the step; `eval` = evaluation, whose noise does not."""
+"""`r` = rollout for training, whose noise keys contain the step; `eval` = evaluation, whose noise keys do not."""
 
 RECORDED = "recorded"
-"""The primitive that says where samples lie which exist already, and the key of a row's metadata that says its role."""
+"""Name of the primitive with references to recorded samples, and of the metadata key with the role of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackSpec:
-    """One node of the tree of tracks."""
+    """One node of the tree of tracks: how its samples are drawn and which track they descend from."""
 
     parent: str | None = None
     branch: int = 1
-    """Children per parent row."""
+    """Number of samples per row of the parent track."""
     sampling: Sampling
 
 
 @dataclass(kw_only=True, eq=False)
 class RolloutReq(Batch):
-    """Rows to generate, siblings of a group adjacent; sampling is pinned before the request leaves the driver."""
+    """Rows to generate. Samples of a group are adjacent, and the sampling settings are pinned by the driver."""
 
     sample_ids: list[str] = row()
     group_ids: list[str] = row()
@@ -39,16 +39,16 @@ class RolloutReq(Batch):
     purpose: Purpose = shared()
     step: int = shared()
     weights: str = shared()
-    """The weights to sample from: `live` or a snapshot's name."""
+    """The weights to sample from: `live` or the name of a snapshot."""
     weight_version: int = shared()
-    """Optimizer updates that the wanted weights have seen."""
+    """Number of optimizer updates behind these weights."""
 
     def only_track(self, kind: type[SamplingT]) -> tuple[str, SamplingT]:
-        """Name and sampling of the one track that is asked for. Raises ValueError for more, or of another kind."""
+        """Name and sampling settings of the only track. Raises ValueError if there are more, or of another kind."""
         if len(self.tracks) != 1:
             raise ValueError(f"this pipeline generates one track; the request asks for {sorted(self.tracks)}")
         [(name, spec)] = self.tracks.items()
-        return name, sampling_as(kind, spec.sampling, f"track {name!r} is sampled by")
+        return name, sampling_as(kind, spec.sampling, f"track {name!r} is sampled with")
 
     def prompts(self) -> list[str]:
         """The prompt of each row."""
@@ -64,24 +64,24 @@ class RolloutReq(Batch):
         return [tuple(ref.uri for ref in refs) for refs in images.per_prompt]
 
     def expand(self, times: int) -> RolloutReq:
-        """Every row `times` times, siblings adjacent, with sample ids `{group id}:{j}`."""
+        """Every row repeated `times` times, with the sample ids `{group id}:{j}`. Samples of a group are adjacent."""
         wide = self.repeat_interleave(times)
         ids = [f"{group}:{i % times}" for i, group in enumerate(wide.group_ids)]
         return wide.replace(sample_ids=ids)
 
     def with_recorded(self, refs: Sequence[MediaRef]) -> RolloutReq:
-        """The request for samples that exist already: row i lies at `refs[i]`. Its metadata names its role."""
+        """The request for recorded samples. Row i is the file `refs[i]`; its metadata has the role of the reference."""
         return self.replace(
             primitives={**self.primitives, RECORDED: MediaRefs(refs=list(refs))},
-            metadata=[{**about, RECORDED: ref.role} for about, ref in zip(self.metadata, refs, strict=True)],
+            metadata=[{**metadata, RECORDED: ref.role} for metadata, ref in zip(self.metadata, refs, strict=True)],
         )
 
 
 def group_id(prompt_id: str, epoch: int) -> str:
-    """The id of the group that a prompt makes in an epoch."""
+    """Id of the group of samples of a prompt in an epoch."""
     return f"{prompt_id}@{epoch}"
 
 
 def child_ids(parents: Sequence[str], track: str, branch: int) -> list[str]:
-    """Ids of `branch` children per parent, siblings adjacent: `{parent}/{track}{j}`."""
+    """Ids of `branch` children per parent: `{parent}/{track}{j}`. Children of one parent are adjacent."""
     return [f"{parent}/{track}{j}" for parent in parents for j in range(branch)]

@@ -1,4 +1,4 @@
-"""What a rollout gives back: a tree of tracks, with rewards and advantages attached on the way to training."""
+"""Responses of a rollout engine: a tree of tracks, to which rewards and advantages are attached before training."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ _REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What an estimator sees of a track: the rewards of all rows, and whose sibling each row is."""
+    """Input of an advantage estimator: the rewards of all rows of a track, and the group of each row."""
 
     total: Tensor  # [B] float32
     components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B] float32
-    group_ids: Sequence[str]  # siblings may stand anywhere
-    weight: Tensor  # [B] float32; a row of weight 0 gets advantage 0 and changes no other row
+    group_ids: Sequence[str]  # rows of a group need not be adjacent
+    weight: Tensor  # [B] float32; a row of weight 0 gets advantage 0 and does not affect others
     track: str = ""
     progress: float = 0.0
-    """How far the run is, in [0, 1]."""
+    """Fraction of the run that is done, in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageResult:
-    """Advantages of all rows, which of them are trained, and what is worth logging about it."""
+    """Advantages and weights of all rows, and metrics."""
 
     advantages: Tensor  # [B] float32
-    weight: Tensor  # [B] float32; that of the scores, or 0 for a row that is not trained
+    weight: Tensor  # [B] float32; the weight from `Scores`, or 0 for rows that are not trained
     metrics: Metrics
 
 
 class AdvantageEstimator(Protocol):
-    """Rewards of all rows to one advantage per row; pure, or `Stateful`."""
+    """Computes one advantage per row from the rewards of all rows. It is a pure function or `Stateful`."""
 
     def __call__(self, scores: Scores) -> AdvantageResult: ...
 
 
 @dataclass(kw_only=True, eq=False)
 class RolloutTrack(Batch, Generic[SegmentT_co]):
-    """One modality of a rollout. A row with weight 0 (dropped, padding) is carried along and counts nowhere."""
+    """The samples of one modality in a rollout. Rows of weight 0 (dropped, padding) stay in it and are ignored."""
 
     sample_ids: list[str] = row()
     group_ids: list[str] = row()
     parent_track: str | None = shared(optional=True)
     parent_ids: list[str] | None = row(optional=True)
-    prompts: list[str] | None = row(optional=True)  # what a loss on the reward's gradient scores the samples by
+    prompts: list[str] | None = row(optional=True)  # read by losses that differentiate the reward
     conditions: Conditions = row()
     segment: SegmentT_co = row()
     decoded: Decoded | None = row(optional=True)
-    rewards: Tensor | None = row(optional=True)  # [B] float32; NaN where the sample could not be scored
+    rewards: Tensor | None = row(optional=True)  # [B] float32; NaN = could not be scored
     component_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32
-    logged_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32, logged only; NaN = none
-    failures: list[Failures] | None = row(optional=True)  # why a row was not scored; mostly ()
-    answers: list[Answer | None] | None = row(optional=True)  # what each row answers, if the reward is about that
-    reward_seconds: Tensor | None = row(optional=True)  # [B] float32, how long the call took that scored the row
+    logged_rewards: dict[str, Tensor] | None = row(optional=True)  # name -> [B] float32; NaN = not scored
+    failures: list[Failures] | None = row(optional=True)  # () for rows without a failure
+    answers: list[Answer | None] | None = row(optional=True)  # set if the reward judges answers
+    reward_seconds: Tensor | None = row(optional=True)  # [B] float32, duration of the call that scored the row
     advantages: Tensor | None = row(optional=True)  # [B] float32
     weight: Tensor = row()  # [B] float32
-    weight_version: Tensor = row()  # [B] int64, optimizer updates behind the sampling weights
+    weight_version: Tensor = row()  # [B] int64, number of optimizer updates behind the sampling weights
 
     def costs(self) -> Tensor | None:
-        """[B] int64 how much work each row is: tokens of its segment and its conditions; None where all are equal."""
+        """[B] int64 tokens of the segment and conditions of each row; None if they are the same for all rows."""
         batches: list[Batch] = [self.segment, *self.conditions.values()]
         parts = [batch.costs() for batch in batches]
         costs = [cost for cost in parts if cost is not None]
@@ -87,11 +87,11 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     def compute_advantages(
         self, estimator: AdvantageEstimator, progress: float = 0.0, name: str = ""
     ) -> tuple[Self, Metrics]:
-        """The track with advantages and weights by `estimator`, and its metrics. Raises ValueError before it is scored.
+        """The track with advantages and weights from `estimator`, and metrics. Raises ValueError if it has no rewards.
 
         Args:
-            progress: how far the run is, in [0, 1].
-            name: the track's own: an estimator that remembers keeps tracks apart.
+            progress: fraction of the run that is done, in [0, 1].
+            name: name of the track. Stateful estimators keep separate state per track.
         """
         if self.rewards is None:
             raise ValueError("compute_advantages needs rewards: score the track (or propagate rewards to it) first")
@@ -109,7 +109,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
 
 @dataclass(frozen=True)
 class RolloutResp(Rows):
-    """Tracks by name; every child names its parent track and, per row, its parent's sample id."""
+    """Tracks by name. A child track has the name of its parent track and, per row, the sample id of its parent."""
 
     tracks: dict[str, RolloutTrack]
 
@@ -122,7 +122,7 @@ class RolloutResp(Rows):
             return
         if track.parent_track not in self.tracks:
             raise ValueError(
-                f"track {name!r} names parent track {track.parent_track!r}; there are {sorted(self.tracks)}"
+                f"track {name!r} has the parent track {track.parent_track!r}, but the tracks are {sorted(self.tracks)}"
             )
         if track.parent_ids is None:
             raise ValueError(f"track {name!r} has a parent track but no parent ids")
@@ -131,13 +131,13 @@ class RolloutResp(Rows):
             raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
 
     def __len__(self) -> int:
-        """The rows of the root track."""
+        """The number of rows of the root track."""
         return len(self.root_track())
 
     def select(self, indices: Sequence[int]) -> RolloutResp:
         """The rows `indices` of the root track, in that order, each followed by its own descendants.
 
-        Repeats are allowed: each copy of a row has copies of its descendants, under the same ids.
+        Repeats are allowed. Each copy of a row comes with copies of its descendants, which have the same ids.
         """
         self.root_track()
         chosen: dict[str, list[int]] = {}
@@ -151,9 +151,9 @@ class RolloutResp(Rows):
         return RolloutResp({name: track.select(chosen[name]) for name, track in self.tracks.items()})
 
     def _children_of_rows(self, name: str) -> list[list[int]]:
-        """For each row of the parent track, the rows of track `name` below it.
+        """For each row of the parent track, its children in track `name`.
 
-        Ids repeat where rows do, so the n-th row with an id belongs to the n-th row with its parent's id.
+        If rows are repeated, so are ids: the n-th row with some id is a child of the n-th row with its parent's id.
         """
         track = self.tracks[name]
         assert track.parent_track is not None and track.parent_ids is not None
@@ -167,36 +167,36 @@ class RolloutResp(Rows):
 
     @staticmethod
     def concat(parts: Sequence[RolloutResp]) -> RolloutResp:
-        """One response from those of several ranks, rows in rank order."""
+        """One response with the rows of all `parts`, in order."""
         names = parts[0].tracks
         return RolloutResp({name: RolloutTrack.concat([part.tracks[name] for part in parts]) for name in names})
 
     def pick(self, names: Sequence[str]) -> RolloutResp:
-        """The response with these tracks only, lineage to others dropped."""
+        """The response with only these tracks. Links to other parent tracks are removed."""
         chosen = {}
         for name in names:
             track = self.tracks[name]
-            cut = track.parent_track is not None and track.parent_track not in names
-            chosen[name] = track.replace(parent_track=None, parent_ids=None) if cut else track
+            parent_is_left_out = track.parent_track is not None and track.parent_track not in names
+            chosen[name] = track.replace(parent_track=None, parent_ids=None) if parent_is_left_out else track
         return RolloutResp(chosen)
 
     def root_track(self) -> RolloutTrack:
-        """The one track without a parent. Raises ValueError when there is not exactly one."""
+        """The only track without a parent. Raises ValueError if there is not exactly one."""
         roots = [name for name, track in self.tracks.items() if track.parent_track is None]
         if len(roots) != 1:
             raise ValueError(f"expected exactly one root track, found {sorted(roots)}")
         return self.tracks[roots[0]]
 
     def with_track(self, name: str, track: RolloutTrack) -> RolloutResp:
-        """A copy with one track changed."""
+        """A copy with the track `name` added or replaced."""
         return RolloutResp({**self.tracks, name: track})
 
     def children(self, name: str) -> list[str]:
-        """Names of the tracks whose parent is `name`."""
+        """Names of the child tracks of track `name`."""
         return [child for child, track in self.tracks.items() if track.parent_track == name]
 
     def root_groups(self, name: str) -> list[str]:
-        """The group of the root sample that each row of track `name` descends from."""
+        """Group id of the root sample that each row of track `name` descends from."""
         track = self.tracks[name]
         if track.parent_track is None:
             return track.group_ids
@@ -206,7 +206,7 @@ class RolloutResp(Rows):
         return [group_of[parent] for parent in track.parent_ids]
 
     def drop(self, groups: Collection[str]) -> RolloutResp:
-        """Weight 0 for all samples below the root samples of `groups`, and for these."""
+        """The response with weight 0 for all root samples of `groups` and for their descendants."""
         resp = self
         for name, track in self.tracks.items():
             dropped = torch.tensor([group in groups for group in self.root_groups(name)], device=track.weight.device)
@@ -214,11 +214,11 @@ class RolloutResp(Rows):
         return resp
 
     def propagate_rewards(self, op: RewardOp = "mean") -> RolloutResp:
-        """Rewards carried up the tree: an unscored parent takes `op` over its children of weight > 0.
+        """Rewards propagated up the tree: a row without a reward gets `op` over its children of weight > 0.
 
-        A track that already has rewards keeps them; one without, below a scored track, stays without: it can inherit
-        advantages. Raises ValueError when any other leaf is unscored, when two child tracks compete, or when a parent
-        row of weight > 0 has no child.
+        A track that already has rewards keeps them. A track without rewards below a scored track stays without: it can
+        inherit advantages. Raises ValueError if any other leaf has no rewards, if a track without rewards has two child
+        tracks, or if one of its rows of weight > 0 has no child.
         """
         resp = self
         for name in reversed(self.by_depth()):
@@ -227,9 +227,9 @@ class RolloutResp(Rows):
         return resp
 
     def inherit_advantages(self, name: str) -> RolloutResp:
-        """Advantages carried down: every row of track `name` takes its parent row's advantage.
+        """Advantages propagated down: every row of track `name` gets the advantage of its parent row.
 
-        A row whose parent is not trained is not trained either.
+        A row gets weight 0 if its parent has weight 0.
         """
         track = self.tracks[name]
         if track.parent_track is None or track.parent_ids is None:
@@ -244,7 +244,7 @@ class RolloutResp(Rows):
         return self.with_track(name, track.replace(advantages=advantages, weight=weight))
 
     def by_depth(self) -> list[str]:
-        """Track names, parents before their children."""
+        """Names of the tracks, parents before their children."""
 
         def depth(name: str) -> int:
             parent = self.tracks[name].parent_track
@@ -253,7 +253,7 @@ class RolloutResp(Rows):
         return sorted(self.tracks, key=depth)
 
     def _can_inherit(self, name: str) -> bool:
-        """No child of the track is scored, and a track above it is."""
+        """True if no child of the track has rewards and one of its ancestors does."""
         if any(self.tracks[child].rewards is not None for child in self.children(name)):
             return False
         parent = self.tracks[name].parent_track
@@ -266,7 +266,7 @@ class RolloutResp(Rows):
         if not children:
             raise ValueError(f"track {name!r} is a leaf without rewards: score it first")
         if len(children) > 1:
-            raise ValueError(f"track {name!r} has children {children}: which one's rewards to take is not defined")
+            raise ValueError(f"track {name!r} has children {children}: it is not defined which rewards to take")
         parent, child = self.tracks[name], self.tracks[children[0]]
         members: dict[str, list[int]] = {sample: [] for sample in parent.sample_ids}
         for i, parent_id in enumerate(child.parent_ids or []):
@@ -282,18 +282,18 @@ class RolloutResp(Rows):
 
 
 def _reduced(scores: Tensor, rows: Sequence[list[int]], op: RewardOp) -> Tensor:
-    """[B] float32 `op` over the scores of each row's children; 0 for a row without any."""
+    """[B] float32 `op` over the scores of the children of each row; 0 for a row without children."""
     return torch.stack([_REDUCTIONS[op](scores[of]) if of else scores.new_zeros(()) for of in rows]).float()
 
 
 def _occurrences(ids: Sequence[str]) -> list[int]:
-    """How often each entry has occurred before it."""
+    """For each entry, the number of equal entries before it."""
     seen: Counter[str] = Counter()
-    numbers = []
+    counts = []
     for entry in ids:
-        numbers.append(seen[entry])
+        counts.append(seen[entry])
         seen[entry] += 1
-    return numbers
+    return counts
 
 
 @map_value.register

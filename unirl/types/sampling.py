@@ -1,4 +1,4 @@
-"""How to sample: the user's settings, and the copy that a request pins."""
+"""Sampling settings: those of the recipe, and the pinned copy in a request."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from unirl.types.protocols import DtypeName, Kernel, StepChoice
 
 @runtime_checkable
 class Sampling(Protocol):
-    """How the samples of one track are drawn: what the loop may ask of any domain's settings."""
+    """Sampling settings of one track, as the loop uses them for every domain."""
 
     evaluation_keys: ClassVar[tuple[str, ...]]
-    """The optional keys of the evaluation block that these settings understand, each named as their own."""
+    """Optional keys of the `evaluation` block that these settings accept. They have the names of the settings."""
 
     @property
     def samples_per_prompt(self) -> int:
-        """N, the size of a group."""
+        """N, the number of samples in a group."""
         ...
 
     @property
     def seed(self) -> int:
-        """Seeds all randomness of the run."""
+        """Seed of all randomness of the run."""
         ...
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of a forward that one sample takes."""
+        """Number of rows that one sample takes in a forward pass."""
         ...
 
     def describe(self) -> str:
-        """How large a sample is, for people."""
+        """A description of the size of a sample, for people."""
         ...
 
     def density_problem(self, step: int) -> str | None:
-        """Why a loss on log-probs has nothing to train in loop step `step`, and the way out; None where it has."""
+        """Why a loss on log-probs cannot train in step `step` of the loop, and the way out; None if it can."""
         ...
 
     def variety_problem(self, step: int) -> str | None:
-        """Why the samples of a group would all be the same in loop step `step`, and the way out; None where not."""
+        """Why the samples of a group are equal in step `step` of the loop, and the way out; None if they differ."""
         ...
 
     def at_size(self, height: int, width: int) -> Self:
-        """These settings for samples of so many pixels. Raises ValueError where samples have none."""
+        """These settings with another size in pixels. Raises ValueError if the samples have no pixels."""
         ...
 
     def for_evaluation(self, settings: Mapping[str, Any]) -> Self:
-        """These settings with those of the evaluation block on top (`samples_per_prompt`, `seed`, evaluation_keys)."""
+        """These settings with those of the `evaluation` block: `samples_per_prompt`, `seed` and `evaluation_keys`."""
         ...
 
 
@@ -57,10 +57,10 @@ SamplingT = TypeVar("SamplingT", bound=Sampling)
 
 
 def sampling_as(kind: type[SamplingT], sampling: Sampling, who: str) -> SamplingT:
-    """`sampling`, which `who` reads. Raises ValueError where it is of another domain."""
+    """`sampling`, which `who` reads. Raises ValueError if it is of another kind than `kind`."""
     if not isinstance(sampling, kind):
         raise ValueError(
-            f"{who} {kind.__name__}, and the settings are {type(sampling).__name__}. "
+            f"{who} {kind.__name__}, but the settings are {type(sampling).__name__}. "
             f"Write sampling._target_={kind.__module__}.{kind.__qualname__}"
         )
     return sampling
@@ -68,14 +68,14 @@ def sampling_as(kind: type[SamplingT], sampling: Sampling, who: str) -> Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionSamplingParams:
-    """Sampling of a denoising track. The trainer pins `sigmas` and `sde_indices` for each request."""
+    """Sampling settings of a denoising track. The trainer pins `sigmas` and `sde_indices` for each request."""
 
     kernel: Kernel
-    """The transition on stochastic steps."""
+    """Transition kernel of the stochastic steps."""
     num_inference_steps: int = 10
-    """T, denoising steps."""
+    """T, the number of denoising steps."""
     samples_per_prompt: int = 1
-    """N, the size of a group."""
+    """N, the number of samples in a group."""
     height: int = 512
     """Pixels."""
     width: int = 512
@@ -84,28 +84,28 @@ class DiffusionSamplingParams:
     guidance_scale: float = 1.0
     """Classifier-free guidance w: v = v_uncond + w (v_cond - v_uncond); 1 = off. Distilled models may read it."""
     guidance_scale_2: float | None = None
-    """w below the boundary of a model of two experts; absent = guidance_scale."""
+    """w below the boundary of a model with two experts; absent = guidance_scale."""
     guidance_passes: int = 1
-    """1 = one forward of a doubled batch; 2 = two forwards, half the peak memory."""
+    """1 = one forward pass of a doubled batch; 2 = two forward passes with half the peak memory."""
     negative_prompt: str = ""
     seed: int = 42
-    """Seeds all randomness of the run: noise, step choice, data order, initial adapters."""
+    """Seed of all randomness of the run: noise, step choice, data order, initial adapters."""
     init_same_noise: bool = False
-    """Siblings of a group start from one x_T."""
+    """All samples of a group start from the same x_T."""
     sde_steps: StepChoice | None = None
-    """Which steps are stochastic; absent = all but the last."""
+    """Chooses the stochastic steps; absent = all but the last."""
     sde_indices: tuple[int, ...] | None = None
-    """An explicit list, which wins over `sde_steps`; [] = deterministic everywhere."""
+    """Explicit list of stochastic steps, which overrides `sde_steps`; [] = all steps are deterministic."""
     solver: Kernel | None = None
-    """The kernel on deterministic steps; absent = Euler."""
+    """Transition kernel of the deterministic steps; absent = Euler."""
     tail_fraction: float | None = None
-    """MixGRPO-Flash (arXiv:2507.21802, section 3.3): after the last stochastic step, this share of the steps."""
+    """Fraction of the steps after the last stochastic one that are taken: MixGRPO-Flash (arXiv:2507.21802, 3.3)."""
     sigmas: tuple[float, ...] | None = None
-    """An explicit schedule of T + 1 values ending in 0; absent = the model's own."""
+    """Explicit schedule of T + 1 values that ends in 0; absent = the schedule of the model."""
     max_sequence_length: int = 256
-    """Tokens of the long text encoder."""
+    """Largest number of tokens for the text encoder with the longest context."""
     trajectory_dtype: DtypeName = "fp32"
-    """Storage of the trajectory; the log-prob is that of the rounded values."""
+    """Dtype in which trajectories are stored. Log-probs are computed from the rounded values."""
 
     evaluation_keys: ClassVar[tuple[str, ...]] = ("num_inference_steps", "guidance_scale")
     toy: ClassVar[Mapping[str, object]] = {
@@ -137,7 +137,7 @@ class DiffusionSamplingParams:
         self._check_sigmas()
         if self.tail_fraction is not None and self.sigmas is not None:
             raise ValueError(
-                "sampling.tail_fraction shortens the model's own schedule, and sampling.sigmas is an explicit one: "
+                "sampling.tail_fraction shortens the schedule of the model, but sampling.sigmas replaces it: "
                 "remove one of them"
             )
         if self.tail_fraction is not None and not 0.0 < self.tail_fraction <= 1.0:
@@ -170,9 +170,9 @@ class DiffusionSamplingParams:
             )
 
     def resolve_sde_indices(self, step: int) -> tuple[int, ...]:
-        """The stochastic steps of loop step `step`, sorted: the explicit list, else `sde_steps`, else all but the last.
+        """Sorted stochastic steps for step `step` of the loop: `sde_indices`, else `sde_steps`, else all but the last.
 
-        Every member of a group, and every group of a step, shares them. Empty when the kernel has no density.
+        All samples of a step of the loop share them. Empty if the kernel has no density.
         """
         total = self.num_inference_steps
         if self.sde_indices is not None:
@@ -186,10 +186,10 @@ class DiffusionSamplingParams:
     def pinned(
         self, step: int, sigmas: Sequence[float], levels: Callable[[int], Sequence[float]] | None = None
     ) -> DiffusionSamplingParams:
-        """The copy that a request carries: schedule and stochastic steps written out.
+        """The copy for a request, with explicit sigmas and stochastic steps.
 
         Args:
-            levels: the model's schedule of any number of steps, for `tail_fraction`.
+            levels: the schedule of the model for any number of steps, needed for `tail_fraction`.
         """
         chosen = self.resolve_sde_indices(step)
         short = tuple(sigmas)
@@ -210,8 +210,8 @@ class DiffusionSamplingParams:
     ) -> tuple[float, ...]:
         """`sigmas` with fewer steps after position `head`: n = int((T - head) fraction), at least 1.
 
-        The tail is spread as the model's schedule is: its level j stands where position head + j (T - head) / n would,
-        and the schedule of n T steps holds every such place.
+        The tail follows the schedule of the model: its level j is the level at the fractional position
+        head + j (T - head) / n, which is an entry of the schedule with n T steps.
         """
         rest = self.num_inference_steps - head
         count = max(int(rest * fraction), 1)
@@ -219,26 +219,26 @@ class DiffusionSamplingParams:
         return (*sigmas[: head + 1], *(fine[head * count + j * rest] for j in range(1, count + 1)))
 
     def deterministic(self) -> DiffusionSamplingParams:
-        """The same settings without any stochastic step."""
+        """These settings without stochastic steps."""
         return dataclasses.replace(self, sde_indices=(), sde_steps=None, tail_fraction=None)
 
     @property
     def rows_per_sample(self) -> int:
-        """2 with guidance in one pass."""
+        """2 with guidance in one pass, else 1."""
         return 2 if self.is_guided and self.guidance_passes == 1 else 1
 
     @property
     def is_guided(self) -> bool:
-        """Whether some step has a scale other than 1."""
+        """True if some step has a guidance scale other than 1."""
         return self.guidance_scale != 1 or self.guidance_scale_2 not in (None, 1)
 
     def describe(self) -> str:
-        """`8 denoising steps at 512 x 512 x 5 frames`."""
+        """For example `8 denoising steps at 512 x 512 x 5 frames`."""
         steps = f"{self.num_inference_steps} denoising step{'' if self.num_inference_steps == 1 else 's'}"
         return f"{steps} at {self.height} x {self.width}{f' x {self.num_frames} frames' if self.num_frames > 1 else ''}"
 
     def density_problem(self, step: int) -> str | None:
-        """No step has a log-prob. Raises ValueError where the stochastic steps cannot be chosen."""
+        """Reports that no step has a log-prob. Raises ValueError if no stochastic steps can be chosen."""
         try:
             chosen = self.resolve_sde_indices(step)
         except ValueError as error:
@@ -252,46 +252,46 @@ class DiffusionSamplingParams:
         )
 
     def variety_problem(self, step: int) -> str | None:
-        """One start and no noise on the way: the siblings of a group are copies."""
+        """Reports equal initial noise without stochastic steps, which makes all samples of a group equal."""
         if not self.init_same_noise or self.resolve_sde_indices(step):
             return None
         return (
-            "all samples of a prompt start from one noise (sampling.init_same_noise=true) and no denoising step is "
-            "stochastic. Use sampling.init_same_noise=false"
+            "all samples of a prompt start from the same noise (sampling.init_same_noise=true) and no denoising step "
+            "is stochastic. Use sampling.init_same_noise=false"
         )
 
     def at_size(self, height: int, width: int) -> DiffusionSamplingParams:
-        """The same settings with another height and width."""
+        """These settings with another height and width."""
         return dataclasses.replace(self, height=height, width=width)
 
     def for_evaluation(self, settings: Mapping[str, Any]) -> DiffusionSamplingParams:
-        """Without stochastic steps; another number of steps goes by the model's own schedule."""
+        """These settings without stochastic steps. Another number of steps uses the schedule of the model."""
         sigmas = None if "num_inference_steps" in settings else self.sigmas
         return dataclasses.replace(self.deterministic(), init_same_noise=False, **{"sigmas": sigmas, **settings})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ARSamplingParams:
-    """Sampling of a track of text. Log-probs are those of the tempered distribution before top_p and top_k."""
+    """Sampling settings of a text track. Log-probs are those of the tempered distribution before top_p and top_k."""
 
     max_new_tokens: int = 1024
-    """The longest response, tokens; one that reaches it is cut."""
+    """Largest number of tokens of a response. A response that reaches it is truncated."""
     samples_per_prompt: int = 1
-    """N, the size of a group."""
+    """N, the number of samples in a group."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 = the likeliest token always, which evaluations may use and training may not."""
+    """Divides the logits. 0 = always the most likely token (greedy), valid in evaluation only."""
     top_p: float = 1.0
-    """Keep the likeliest tokens until their mass reaches this; 1 = all."""
+    """Keep the most likely tokens until their probabilities sum to this; 1 = all."""
     top_k: int = 0
-    """Keep so many of the likeliest tokens; 0 = all."""
+    """Keep this number of the most likely tokens; 0 = all."""
     min_new_tokens: int = 0
-    """No response ends before it has so many tokens."""
+    """Smallest number of tokens of a response."""
     max_prompt_tokens: int = 1024
-    """A prompt that is longer, template and images included, is refused."""
+    """Largest number of tokens of a prompt, including template and images. Longer prompts are an error."""
     stop: tuple[str, ...] = ()
-    """Further strings that end a response, beside the model's own tokens."""
+    """Strings that end a response, in addition to the end tokens of the model."""
     seed: int = 42
-    """Seeds all randomness of the run: draws of tokens, data order, initial adapters."""
+    """Seed of all randomness of the run: sampled tokens, data order, initial adapters."""
 
     evaluation_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k", "max_new_tokens")
     toy: ClassVar[Mapping[str, object]] = {
@@ -314,35 +314,39 @@ class ARSamplingParams:
                 f"got {self.min_new_tokens}"
             )
         if "" in self.stop:
-            raise ValueError(f"sampling.stop={list(self.stop)} holds the empty string, which stands everywhere")
+            raise ValueError(
+                f"sampling.stop={list(self.stop)} contains the empty string, which would end every response"
+            )
 
     @property
     def rows_per_sample(self) -> int:
         return 1
 
     def describe(self) -> str:
-        """`prompts of at most 1024 tokens, responses of at most 512`."""
+        """For example `prompts of at most 1024 tokens, responses of at most 512`."""
         return f"prompts of at most {self.max_prompt_tokens} tokens, responses of at most {self.max_new_tokens}"
 
     def density_problem(self, step: int) -> str | None:
-        """Greedy decoding draws nothing."""
+        """Reports greedy decoding, which is not random."""
         if self.temperature > 0:
             return None
         return (
-            "sampling.temperature=0 draws nothing: every response is the likeliest. Use sampling.temperature=1.0 "
+            "sampling.temperature=0 always decodes the most likely token (greedy). Use sampling.temperature=1.0 "
             "(evaluation.temperature=0 is fine)"
         )
 
     def variety_problem(self, step: int) -> str | None:
-        """Greedy decoding says the same every time."""
+        """Reports greedy decoding, which makes all responses to a prompt equal."""
         return self.density_problem(step)
 
     def at_size(self, height: int, width: int) -> ARSamplingParams:
-        """Refused: a text has no size in pixels."""
-        raise ValueError(f"data_source.sizes: a text is not {height} x {width} pixels large. Write ~data_source.sizes")
+        """Raises ValueError: a text has no size in pixels."""
+        raise ValueError(
+            f"data_source.sizes has {height} x {width} pixels, but the samples are texts. Write ~data_source.sizes"
+        )
 
     def for_evaluation(self, settings: Mapping[str, Any]) -> ARSamplingParams:
-        """These settings with others on top; a shorter response may end as early as it likes."""
+        """These settings with those of the `evaluation` block. `min_new_tokens` is at most `max_new_tokens`."""
         longest = settings.get("max_new_tokens", self.max_new_tokens)
         shortest = min(self.min_new_tokens, longest)
         return dataclasses.replace(self, **{"min_new_tokens": shortest, **settings})

@@ -59,8 +59,8 @@ class LanguageFamily:
     """What turns the class of transformers into a policy."""
     parameter_name: Callable[[str], str] = str
     """The name in the network of a tensor of a checkpoint's files."""
-    sees: bool = False
-    """Prompts may show images."""
+    reads_images: bool = False
+    """Prompts may contain images."""
 
 
 class LanguageBundle(Bundle):
@@ -231,7 +231,7 @@ def language_facts(family: LanguageFamily, config: Config, device: torch.device 
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         context_length=text["max_position_embeddings"],
-        sees=family.sees,
+        reads_images=family.reads_images,
     )
 
 

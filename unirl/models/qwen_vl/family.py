@@ -54,7 +54,7 @@ QWEN2_5_VL = LanguageFamily(
     block="Qwen2_5_VLDecoderLayer",
     policy=QwenVLPolicy,
     parameter_name=_nested_name,
-    sees=True,
+    reads_images=True,
 )
 QWEN3_VL = LanguageFamily(
     name="qwen3_vl",
@@ -62,7 +62,7 @@ QWEN3_VL = LanguageFamily(
     config_class="Qwen3VLConfig",
     block="Qwen3VLTextDecoderLayer",
     policy=DeepstackPolicy,
-    sees=True,
+    reads_images=True,
 )
 
 

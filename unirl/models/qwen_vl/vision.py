@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from unirl.config.errors import DataError, InvalidValueError
 from unirl.models.images import read_image
 from unirl.models.language.policy import TokenPolicy
-from unirl.types.conditions import Grid, ImagePatches, PromptTokens
+from unirl.types.conditions import ImagePatches, PatchGrid, PromptTokens
 from unirl.types.primitives import MediaRef
 
 IMAGE_TOKEN = -1
@@ -48,7 +48,7 @@ class PatchedImage:
     """The patches of one image."""
 
     patches: Tensor  # [N, 3 * p * p] uint8
-    grid: Grid
+    grid: PatchGrid
 
 
 class ImagePatcher:
@@ -164,7 +164,7 @@ def expand_images(tokens: Sequence[int], image_token: int, counts: Sequence[int]
     return [new for token in tokens for new in ([IMAGE_TOKEN] * next(remaining) if token == image_token else [token])]
 
 
-def rope_positions(network: Any, tokens: Sequence[int], grids: Sequence[Grid], image_token: int) -> Tensor:
+def rope_positions(network: Any, tokens: Sequence[int], grids: Sequence[PatchGrid], image_token: int) -> Tensor:
     """[P, 3] (time, row, column) of a prompt's tokens, by the network's own rule."""
     ids = torch.tensor([tokens])
     is_image = ids == IMAGE_TOKEN
@@ -198,7 +198,7 @@ def pack_images(rows: Sequence[Sequence[PatchedImage]], width: int) -> ImagePatc
     )
 
 
-def split_images(images: ImagePatches) -> list[tuple[Tensor, Grid]]:
+def split_images(images: ImagePatches) -> list[tuple[Tensor, PatchGrid]]:
     """The patches and the grid of each image, in the order of the rows."""
     grids = [grid for row in images.grids for grid in row]
     sizes = [frames * rows * columns for frames, rows, columns in grids]
@@ -250,7 +250,7 @@ class QwenVLPolicy(TokenPolicy):
         """Further arguments of the decoder, for images at `is_image` [1, N]."""
         return {}
 
-    def encode_image(self, patches: Tensor, grid: Grid) -> ImageFeatures:
+    def encode_image(self, patches: Tensor, grid: PatchGrid) -> ImageFeatures:
         """Runs one image through the vision tower."""
         tower, config = self.tower(), self.config.vision_config
         pixels = self.normalizer(patches, config.temporal_patch_size)
@@ -265,8 +265,8 @@ class QwenVLPolicy(TokenPolicy):
         """The features in the tower's output."""
         return ImageFeatures(out.pooler_output)
 
-    def _encode_images(self, images: Sequence[tuple[Tensor, Grid]]) -> ImageFeatures:
-        distinct: list[tuple[Tensor, Grid, ImageFeatures]] = []
+    def _encode_images(self, images: Sequence[tuple[Tensor, PatchGrid]]) -> ImageFeatures:
+        distinct: list[tuple[Tensor, PatchGrid, ImageFeatures]] = []
         parts = []
         for patches, grid in images:
             known = next((f for p, g, f in distinct if g == grid and torch.equal(p, patches)), None)

@@ -1,9 +1,9 @@
-"""Trains every method of the learning tests on toys with known optima, three seeds each, and writes what was reached.
+"""Trains every method of the learning tests on toys with known optima, with three seeds, and writes the rewards.
 
     OMP_NUM_THREADS=1 python scripts/learning_table.py            about 5 minutes on one core
     OMP_NUM_THREADS=1 python scripts/learning_table.py --only dpo --print
 
-The page docs/algorithms/learning.md holds nothing that this script did not measure. Exit status 1: a claim failed.
+All numbers of docs/algorithms/learning.md come from this script. Exit status 1: a claim failed.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ OPENING = """\
 <!-- Written by a script, not by hand: OMP_NUM_THREADS=1 .venv/bin/python scripts/learning_table.py -->
 # What every method learns on toys with known optima
 
-Written by `OMP_NUM_THREADS=1 .venv/bin/python scripts/learning_table.py`; methods and toys are those of the tests in
-`tests/algorithms` (`toys.py`, `test_*learning.py`, `test_drtune.py`, `test_diffusion_ppo.py`).
+`OMP_NUM_THREADS=1 .venv/bin/python scripts/learning_table.py` writes this page. Methods and toys are those of
+the tests in `tests/algorithms` (`toys.py`, `test_*learning.py`, `test_drtune.py`, `test_diffusion_ppo.py`).
 
 Seeds {seeds} set the sampling noise and the initial weights of the trained network. `start` is the mean reward of the
 first rollout, before any update; `end` the mean of the last five rollouts; `worst` the smallest
-(end - start) / (optimum - start) of the three; `claim` the share that every seed must reach. `s` is the mean wall
+(end - start) / (optimum - start) of the three; `claim` the fraction that every seed must reach. `s` is the mean wall
 time of a run; other work shared the machine.
 
 {held} of {claimed} claims hold. Measured {date}: {machine}."""
 CLOSING = """
 ## What the table does not show
 
-Losses held near a reference policy have a lower optimum, which has no closed form here:
+Losses with a penalty towards a reference policy have a lower optimum, which has no closed form here:
 [reference policy](reference_policy.md). Learning rates are those of the tests and constant, so a method below the
-optimum may be wandering around it. The toys say that a loss has the right sign and scale and finds what it is paid
-for; they do not rank methods. On the ring, the rows without a claim take two updates per
+optimum may be oscillating around it. The toys show that a loss has the right sign and scale and finds the rewarded
+samples; they do not rank methods. On the ring, the rows without a claim make two updates per
 rollout: compare them with the rows of one update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A method on a toy."""
+    """One method on one toy."""
 
     method: str
     run: Callable[[int], Run]
-    """From a seed of noise and weights to a training run."""
+    """Runs the training for a seed, which sets sampling noise and initial weights."""
     optimum: float
     claim: float | None
-    """The share of the way to the optimum that every seed goes at least; absent = shown, not claimed."""
+    """Smallest fraction of the distance to the optimum that every seed must cover. None: shown without a claim."""
 
 
 @dataclass
 class Row:
-    """What the seeds of a trial gave."""
+    """The results of all seeds of a trial."""
 
     trial: Trial
     starts: list[float] = field(default_factory=list)
@@ -169,8 +169,8 @@ def ring() -> Section:
         for name in ("grpo", "dppo", "ppo")
     ]
     text = (
-        "Eight modes on a circle of radius 1.5, std 0.15, reward exp(-|x0 - m0|^2): a neighbour of m0 is worth "
-        f"a quarter, the others next to nothing. 80 steps; "
+        "Eight modes on a circle of radius 1.5, std 0.15, reward exp(-|x0 - m0|^2): a neighbour of m0 has a reward of "
+        f"about a quarter, the others almost 0. 80 steps; "
         f"`grpo`, `dppo`, `ppo` with one update each. Optimum 1, start {RING.start:.3f}."
     )
     return Section(title="Ring of eight modes", text=text, trials=trials)
@@ -202,7 +202,7 @@ def measured(trial: Trial) -> Row:
 
 
 def page(sections: list[tuple[Section, list[Row]]]) -> Iterator[str]:
-    claimed = [row for _, found in sections for row in found if row.trial.claim is not None]
+    claimed = [row for _, rows in sections for row in rows if row.trial.claim is not None]
     yield OPENING.format(
         seeds=", ".join(map(str, SEEDS)),
         held=sum(row.holds for row in claimed),
@@ -210,10 +210,10 @@ def page(sections: list[tuple[Section, list[Row]]]) -> Iterator[str]:
         date=date.today(),
         machine=machine(),
     )
-    for section, found in sections:
+    for section, rows in sections:
         yield f"\n## {section.title}\n\n{section.text}\n"
         yield "| method | start, by seed | end, by seed | worst | claim | s |\n|---|---|---|---|---|---|"
-        yield from map(str, found)
+        yield from map(str, rows)
     yield CLOSING
 
 
@@ -230,16 +230,16 @@ def processor() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="methods whose name contains this")
-    parser.add_argument("--print", action="store_true", help="leave the page alone")
-    words = parser.parse_args()
+    parser.add_argument("--only", default="", help="run only methods whose name contains this")
+    parser.add_argument("--print", action="store_true", help="print the table and do not write the page")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     sections = []
     for section in (gaussian(), mixture(), ring(), tokens()):
-        chosen = [trial for trial in section.trials if words.only in trial.method]
+        chosen = [trial for trial in section.trials if args.only in trial.method]
         print(f"# {section.title}", flush=True)
         sections.append((section, [measured(trial) for trial in chosen]))
-    if not (words.print or words.only):
+    if not (args.print or args.only):
         PAGE.write_text("\n".join(page(sections)) + "\n")
     return int(not all(row.holds for _, rows in sections for row in rows))
 

@@ -1,10 +1,10 @@
-"""Runs a quick start for several seeds, as anybody would, and writes what its held-out prompts were worth.
+"""Runs a quick start with several seeds through the command line and writes the held-out rewards.
 
     python scripts/quickstart_table.py llm/quickstart --out benchmarks/llm_quickstart.json    # minutes a seed
 
-Each seed is a process of its own, `unirl train RECIPE sampling.seed=SEED`; its seconds are of the whole command. Rows:
-seed, held-out reward at each evaluation, steps, seconds, CPU seconds. Exit status 1: a seed rose by less than --rise,
-or took longer than --minutes.
+Each seed is a separate process, `unirl train RECIPE sampling.seed=SEED`. `seconds` is the time of the whole command.
+Rows: seed, held-out reward at each evaluation, steps, seconds, CPU seconds. Exit status 1: the reward of a seed rose by
+less than --rise, or the seed took longer than --minutes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any
 
 SHOWN = ("eval/reward_", "eval/avg@", "eval/pass@", "eval/maj@")
-"""How the metrics of an evaluation begin that are kept."""
+"""Prefixes of the evaluation metrics that are written."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One seed."""
+    """The result of one seed."""
 
     seed: int
     steps: int
     seconds: float
     cpu_seconds: float
-    """Of all its processes and threads: what the machine did, whatever else ran on it."""
+    """CPU time of all processes and threads of the run, independent of other work on the machine."""
     evaluations: list[dict[str, float]]
-    """First to last."""
+    """Metrics of each evaluation, in order."""
 
     @property
     def rise(self) -> float:
@@ -45,12 +45,12 @@ class Trial:
         return last - first
 
     def __str__(self) -> str:
-        path = " -> ".join(f"{found['eval/reward_mean']:.3f}" for found in self.evaluations)
+        path = " -> ".join(f"{metrics['eval/reward_mean']:.3f}" for metrics in self.evaluations)
         return f"| {self.seed} | {path} | {self.steps} | {self.seconds:.0f} | {self.cpu_seconds:.0f} |"
 
 
 def run(recipe: str, seed: int, settings: list[str], folder: Path) -> Trial:
-    """Train once and read the files of the run."""
+    """Trains once and reads the files of the run."""
     command = [sys.executable, "-m", "unirl.cli", "train", recipe, f"sampling.seed={seed}", f"run.dir={folder}"]
     began, used = time.perf_counter(), cpu_seconds()
     done = subprocess.run([*command, *settings], capture_output=True, text=True)
@@ -66,13 +66,13 @@ def run(recipe: str, seed: int, settings: list[str], folder: Path) -> Trial:
 
 
 def cpu_seconds() -> float:
-    """Of the processes that have ended."""
+    """CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def scores(folder: Path) -> dict[str, float]:
-    """What one evaluation found."""
+    """The metrics of one evaluation."""
     metrics = json.loads((folder / "scores.json").read_text())["metrics"]
     return {"step": int(folder.name.rpartition("-")[2])} | {
         name: round(value, 4) for name, value in metrics.items() if name.startswith(SHOWN)
@@ -80,7 +80,7 @@ def scores(folder: Path) -> dict[str, float]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where and of what these numbers are."""
+    """Date, commit and machine of the measurement."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     return {
         "date": str(date.today()),
@@ -101,18 +101,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = {"recipe": args.recipe, "settings": args.settings} | circumstances()
+    report = {"recipe": args.recipe, "settings": args.settings} | circumstances()
     trials = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as scratch:
             trials.append(run(args.recipe, seed, args.settings, Path(scratch, "run")))
         print(trials[-1], flush=True)
-    found["trials"] = [asdict(trial) | {"rise": round(trial.rise, 4)} for trial in trials]
-    found["claim"] = {"rise": args.rise, "minutes": args.minutes}
-    found["holds"] = all(trial.rise >= args.rise and trial.seconds <= 60 * args.minutes for trial in trials)
+    report["trials"] = [asdict(trial) | {"rise": round(trial.rise, 4)} for trial in trials]
+    report["claim"] = {"rise": args.rise, "minutes": args.minutes}
+    report["holds"] = all(trial.rise >= args.rise and trial.seconds <= 60 * args.minutes for trial in trials)
     if args.out:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if found["holds"] else 1
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if report["holds"] else 1
 
 
 if __name__ == "__main__":

@@ -84,6 +84,13 @@ def _check_members(owner: ModuleType | type, module: str) -> None:
 
 def _checked(function: FunctionType) -> Callable[..., Any]:
     """`function` with the shapes of its annotations checked; itself where there are none."""
+    inner = getattr(function, "__wrapped__", None)
+    if isinstance(inner, FunctionType):
+        # A decorator such as torch.no_grad() calls the inner function through its closure.
+        for cell in function.__closure__ or ():
+            if cell.cell_contents is inner:
+                cell.cell_contents = _checked(inner)
+        return function
     # Under `from __future__ import annotations`, annotations are strings.
     shapes = {
         name: eval(hint, function.__globals__)

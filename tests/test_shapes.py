@@ -9,10 +9,11 @@ from beartype.roar import BeartypeCallHintViolation
 
 from tests.shapes import DTYPES, unchecked
 from tests.source_tree import Module, modules
+from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
 
-ANNOTATED = ("unirl.sde",)
+ANNOTATED = ("unirl.sde", "unirl.algorithms")
 """Packages and modules whose public functions name the shape of every Tensor."""
 SHAPE = re.compile(rf"\b(?:{'|'.join(DTYPES)})\[Tensor, '[^']*'\]")
 
@@ -63,3 +64,8 @@ def test_a_letter_means_one_size_within_a_call():
 def test_our_own_error_is_what_a_user_sees():
     with unchecked(), pytest.raises(ValueError, match="must have one shape"):
         EulerODE().transition(torch.zeros(3, 4), torch.zeros(2, 4), 0.5, 0.1)
+
+
+def test_a_function_behind_no_grad_is_checked():
+    with pytest.raises(BeartypeCallHintViolation, match="parameter weights"):
+        mean_metric(torch.zeros(3), torch.ones(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from unirl.algorithms.shared.surrogate import binary_kl, binary_tv, moves_toward
 from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class MaskedPolicyGradient(TokenLoss):
             raise InvalidValueError(f"algorithm.ratio_cap must be > 1, got {self.ratio_cap}; 20 is usual")
 
     @abstractmethod
-    def within_trust_region(self, tokens: Tokens) -> Tensor:
+    def within_trust_region(self, tokens: Tokens) -> Bool[Tensor, "sum_L"]:
         """[sum L] bool, the divergence between pi_theta and pi_old at the token is small enough."""
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
@@ -64,7 +67,7 @@ class DPPO(MaskedPolicyGradient):
             if value is not None and not value > 0.0:
                 raise InvalidValueError(f"algorithm.{name} must be > 0, got {value}; 0.15 is usual for tv")
 
-    def within_trust_region(self, tokens: Tokens) -> Tensor:
+    def within_trust_region(self, tokens: Tokens) -> Bool[Tensor, "sum_L"]:
         measure = binary_tv if self.divergence == "tv" else binary_kl
         high = self.delta if self.delta_high is None else self.delta_high
         moved = measure(tokens.logp, tokens.old_logp)
@@ -94,6 +97,6 @@ class CPPO(MaskedPolicyGradient):
         if not 0.0 < self.w_min <= 1.0:
             raise InvalidValueError(f"algorithm.w_min must lie in (0, 1], got {self.w_min}; 0.8 is usual")
 
-    def within_trust_region(self, tokens: Tokens) -> Tensor:
+    def within_trust_region(self, tokens: Tokens) -> Bool[Tensor, "sum_L"]:
         divergence = tokens.rows.masked(binary_tv(tokens.logp, tokens.old_logp))
         return within_prefix_budget(divergence, tokens.rows, self.delta, self.w_min, self.delta_b)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class ARGRPO(TokenLoss):
         above, below = log_ratio > math.log1p(high), log_ratio < math.log1p(-low)
         return Surrogate(losses, log_ratio, above, below, {"train/clip_range": Metric.mean(low)})
 
-    def log_ratio(self, tokens: Tokens) -> Tensor:
+    def log_ratio(self, tokens: Tokens) -> Float[Tensor, "sum_L"]:
         """[sum L] log of the ratio to clip."""
         return tokens.log_ratio
 

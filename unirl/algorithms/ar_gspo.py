@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.packed import Aggregation
 from unirl.algorithms.shared.surrogate import sequence_log_ratio
 from unirl.algorithms.shared.tokens import Tokens
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class GSPO(ARGRPO):
     clip_range: float = 3e-4
     clip_range_high: float | None = 4e-4
 
-    def log_ratio(self, tokens: Tokens) -> Tensor:
+    def log_ratio(self, tokens: Tokens) -> Float[Tensor, "sum_L"]:
         return sequence_log_ratio(tokens.log_ratio, tokens.rows)
 
     def trust_width(self) -> float | None:

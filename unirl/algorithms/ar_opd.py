@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
 from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,9 @@ class AROPD(TokenLoss):
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), "teacher_logp": Anchor(self.teacher, "logp")}
 
-    def token_advantages(self, rows: RolloutTrack, part: Part, old_logp: Tensor) -> Tensor:
+    def token_advantages(
+        self, rows: RolloutTrack[TextSegment], part: Part, old_logp: Float[Tensor, "sum_L"]
+    ) -> Float[Tensor, "sum_L"]:
         teacher = self.anchor(rows, "teacher_logp", part)
         assert teacher is not None, "the anchor pass comes before the loss"
         return teacher - old_logp

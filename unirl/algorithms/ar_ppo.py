@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
 from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
 from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 ALL_TOKENS: Part = (0,)
 
@@ -47,7 +52,7 @@ class ARPPO(ARGRPO):
     lam: float = 0.95
     """lambda of GAE: 1 uses the outcome alone, 0 the value of the next token alone."""
     outcome: OutcomeSource = "advantages"
-    """What a response returns: the driver's normalised advantage, or the raw reward (V must learn its scale)."""
+    """Outcome of a response: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
     vf_coef: float = 0.5
     """Factor of the value loss. The value head has its own weights and optimizer group."""
     value_clip: float | None = 0.2
@@ -83,11 +88,11 @@ class ARPPO(ARGRPO):
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), **self.critic.anchors()}
 
-    def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
+    def replay(self, stage: TokenStage, rows: RolloutTrack[TextSegment], *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
 
     def assign_credit(
-        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
+        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress
     ) -> Tokens:
         assert replay.values is not None, "the stage was asked for values and returned none"
         values = tokens.rows.masked(replay.values)
@@ -107,7 +112,7 @@ class ARPPO(ARGRPO):
         losses, metrics = self.critic.value_losses(critic.values, critic.old, critic.returns, tokens.weights)
         return replace(policy, metrics=policy.metrics | metrics, terms={"train/critic_loss": self.vf_coef * losses})
 
-    def totals(self, rows: RolloutTrack, now: TrainingProgress) -> Tensor:
+    def totals(self, rows: RolloutTrack[TextSegment], now: TrainingProgress) -> Float[Tensor, "3"]:
         """[3] count, sum and sum of squares of the advantages."""
         old = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
         assert old is not None, "the anchor pass comes first"
@@ -117,7 +122,12 @@ class ARPPO(ARGRPO):
         return torch.stack([moments.count, moments.total, moments.squares])
 
     def gae_credit(
-        self, tokens: Tokens, old: Tensor, rows: RolloutTrack, part: Part, now: TrainingProgress
+        self,
+        tokens: Tokens,
+        old: Float[Tensor, "sum_L"],
+        rows: RolloutTrack[TextSegment],
+        part: Part,
+        now: TrainingProgress,
     ) -> StepCredit:
         """GAE from old values [sum L]: advantages and returns [sum L], 0 at tokens that are not counted."""
         layout = DenseLayout.of(rows.segment.offsets, old.device)
@@ -131,19 +141,19 @@ class ARPPO(ARGRPO):
         returns = torch.where(mask, credit.returns, values)
         return StepCredit(layout.packed(credit.advantages), tokens.rows.masked(layout.packed(returns)))
 
-    def gae_mask(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
+    def gae_mask(self, tokens: Tokens, rows: RolloutTrack[TextSegment]) -> Bool[Tensor, "sum_L"]:
         """[sum L] bool, counted tokens whose next value is known."""
         if not self.bootstrap_truncated:
             return tokens.rows.token_mask
         return tokens.rows.token_mask & ~self._truncated_ends(tokens, rows)
 
-    def _truncated_ends(self, tokens: Tokens, rows: RolloutTrack) -> Tensor:
+    def _truncated_ends(self, tokens: Tokens, rows: RolloutTrack[TextSegment]) -> Tensor:
         """[sum L] bool, the last counted token of each truncated response."""
         ones = tokens.rows.token_mask.double()
         is_last = tokens.rows.token_mask & (tokens.rows.rest(ones) == 1)
         return is_last & tokens.rows.spread(~rows.segment.finished.to(is_last.device))
 
-    def _last_values(self, tokens: Tokens, old: Tensor, rows: RolloutTrack) -> Tensor | None:
+    def _last_values(self, tokens: Tokens, old: Tensor, rows: RolloutTrack[TextSegment]) -> Tensor | None:
         """[B] V of the last state of a truncated response, and 0 for a finished one. None without bootstrapping."""
         if not self.bootstrap_truncated:
             return None

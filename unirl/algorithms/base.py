@@ -5,19 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from unirl.algorithms.shared.kl import KLController
 from unirl.types.protocols import Anchor, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment, TextSegment
+from unirl.types.segments import Segment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 StageT = TypeVar("StageT")
 """The type of policy that a loss replays: `DiffusionStage`, `DifferentiableStage` or `TokenStage`."""
+
+SegmentT = TypeVar("SegmentT", bound=Segment, default=Any)
+"""The type of segment that a loss trains: `LatentSegment` or `TextSegment`."""
 
 Part = tuple[int, ...]
 """The entries of a row that one forward pass covers: a group of denoising steps, a group of training times, or `(0,)`
@@ -50,7 +57,7 @@ class BaseAlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT]):
+class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
     """The loss of one track. This docstring maps the walk from the train stack to the equation.
 
         TrainStack.train_track                        for every update and micro-batch
@@ -99,27 +106,29 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT]):
         return {}
 
     @abstractmethod
-    def parts(self, segment: LatentSegment) -> list[Part]:
+    def parts(self, segment: SegmentT) -> list[Part]:
         """The parts of every row, in order. They depend on the recipe and on fields that all ranks share."""
 
     @abstractmethod
-    def loss(self, stage: StageT, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: StageT, rows: RolloutTrack[SegmentT], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         """The loss of `rows` and one part. Where a live anchor is absent, the loss uses its own detached value."""
 
     @abstractmethod
-    def measure(self, stage: StageT, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: StageT, rows: RolloutTrack[SegmentT], part: Part) -> PolicyOutputs:
         """The outputs of the current weights for `rows` and one part, computed exactly as `loss` computes them."""
 
-    def count(self, rows: RolloutTrack) -> float:
+    def count(self, rows: RolloutTrack[SegmentT]) -> float:
         """The weighted number of elements over all parts. The stack divides the sum of losses by it."""
         return float(rows.weight.sum()) * sum(len(part) for part in self.parts(rows.segment))
 
-    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def element_advantages(self, rows: RolloutTrack[SegmentT], part: Part) -> Float[Tensor, "..."]:
         """[B, len(part)] the advantage of every element; here that of its row."""
         assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
         return rows.advantages[:, None].expand(-1, len(part))
 
-    def anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor | None:
+    def anchor(self, rows: RolloutTrack[SegmentT], name: str, part: Part) -> Float[Tensor, "..."] | None:
         """[B, len(part), ...] the entries of an anchor. None before the anchor pass has filled it."""
         column: Tensor | None = rows.segment.anchors.get(name)
         if column is None:
@@ -127,7 +136,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT]):
         order = [entry for each in self.parts(rows.segment) for entry in each]
         return column[:, [order.index(entry) for entry in part]]
 
-    def totals(self, rows: RolloutTrack, now: TrainingProgress) -> Tensor:
+    def totals(self, rows: RolloutTrack[SegmentT], now: TrainingProgress) -> Float[Tensor, "K"]:
         """[K] float64 sums over `rows`, whose anchors are filled. `loss` reads the sums of the step in `now.totals`.
 
         The stack calls this only if `needs.totals` is True.
@@ -147,13 +156,11 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT]):
         """Controller that turns the logged `train/kl` into `TrainingProgress.kl_scale`. None keeps the scale at 1."""
         return None
 
-    def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
+    def parity(self, rows: RolloutTrack[SegmentT], part: Part, outputs: PolicyOutputs) -> Metrics:
         """Metrics of the difference between the engine's record and `outputs` of the same weights."""
         return {}
 
-    def prepare_segment(
-        self, stage: StageT, rows: RolloutTrack, snapshot: str
-    ) -> tuple[LatentSegment | TextSegment, Metrics]:
+    def prepare_segment(self, stage: StageT, rows: RolloutTrack[SegmentT], snapshot: str) -> tuple[SegmentT, Metrics]:
         """The anchor pass: the segment with the anchors of `snapshot`, and parity metrics if it is "live".
 
         The caller has loaded the weights of `snapshot`. Parts are those of `compute_loss_and_backward`, so a live
@@ -175,7 +182,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT]):
     def compute_loss_and_backward(
         self,
         stage: StageT,
-        rows: RolloutTrack,
+        rows: RolloutTrack[SegmentT],
         backward: Backward,
         now: TrainingProgress = START,
         first_update: bool = False,

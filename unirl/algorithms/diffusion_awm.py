@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -30,6 +30,10 @@ from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, TrainingProgress
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Form = Literal["uniform", "linear", "quadratic", "huber", "power_huber"]
 
@@ -37,7 +41,7 @@ HUBER_DELTA = 1e-10
 """Offset inside the root, whose slope at error 0 would be infinite."""
 
 
-def huber(error: Tensor, power: float) -> Tensor:
+def huber(error: Float[Tensor, "*elements"], power: float) -> Float[Tensor, "*elements"]:
     """((e + d)^p - d^p) / p with d = HUBER_DELTA. It is e for p = 1; a smaller p reduces the weight of large errors."""
     return ((error + HUBER_DELTA).pow(power) - math.pow(HUBER_DELTA, power)) / power
 
@@ -51,7 +55,9 @@ FORMS: Mapping[Form, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
-def log_prob_surrogate(form: Form, error: Tensor, t: Tensor, power: float = 0.25) -> Tensor:
+def log_prob_surrogate(
+    form: Form, error: Float[Tensor, "*elements"], t: Float[Tensor, "*elements"], power: float = 0.25
+) -> Float[Tensor, "*elements"]:
     """-g(e, t), the surrogate of the log-prob of a sample; any shape.
 
     uniform e, linear t e, quadratic t^2 e, huber t (sqrt(e + d) - sqrt(d)), power_huber t ((e + d)^p - d^p) / p
@@ -103,12 +109,14 @@ class DiffusionAWM(ForwardProcessLoss):
     def anchors(self) -> Mapping[str, Anchor]:
         return {"old_logp": Anchor("live", "logp"), **super().anchors()}
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
         noised = self.noised(rows, part)
         v = self.velocity(stage, rows, noised)
         return {"velocity": v.detach(), "logp": self._surrogate(noised, v).detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         logp = self._surrogate(noised, v)

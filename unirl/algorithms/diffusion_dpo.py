@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,15 @@ from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
-def preference_margin(logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
+def preference_margin(
+    logp: Float[Tensor, "B n"], ref_logp: Float[Tensor, "B n"], beta: float
+) -> Float[Tensor, "pairs n"]:
     """[B / 2, n] m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)), the preference margin.
 
     Args:
@@ -60,17 +66,19 @@ class DiffusionDPO(ForwardProcessLoss):
     def anchors(self) -> Mapping[str, Anchor]:
         return {"ref_logp": Anchor(self.reference, "logp")}
 
-    def noise_ids(self, rows: RolloutTrack) -> Sequence[str]:
+    def noise_ids(self, rows: RolloutTrack[LatentSegment]) -> Sequence[str]:
         winners = rows.sample_ids[0::2]
         return [winner for winner in winners for _ in range(2)]
 
-    def count(self, rows: RolloutTrack) -> float:
+    def count(self, rows: RolloutTrack[LatentSegment]) -> float:
         return float(self._pair_weights(rows).sum()) * sum(len(part) for part in self.parts(rows.segment))
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
         return {"logp": self._logp(stage, rows, part).detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         logp = self._logp(stage, rows, part)
         outputs: PolicyOutputs = {"logp": logp.detach()}
         margin = preference_margin(logp, self.snapshot_anchor(rows, "ref_logp", part), self.beta)
@@ -82,18 +90,18 @@ class DiffusionDPO(ForwardProcessLoss):
         }
         return LossResult(weighted_sum(softplus(-margin), weights), metrics, outputs)
 
-    def _logp(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> Tensor:
+    def _logp(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> Tensor:
         """[B, n] float64 surrogate log-prob l."""
         _check_pairs(rows)
         noised = self.noised(rows, part)
         return -mean_square(self.velocity(stage, rows, noised), noised.target)
 
-    def _pair_weights(self, rows: RolloutTrack) -> Tensor:
+    def _pair_weights(self, rows: RolloutTrack[LatentSegment]) -> Tensor:
         """[B / 2] the smaller weight of the two rows, so a pair with a row of weight 0 has weight 0."""
         return torch.minimum(rows.weight[0::2], rows.weight[1::2])
 
 
-def _check_pairs(rows: RolloutTrack) -> None:
+def _check_pairs(rows: RolloutTrack[LatentSegment]) -> None:
     """Raises ValueError unless rows 2 i and 2 i + 1 belong to one group."""
     groups = rows.group_ids
     apart = [i for i in range(len(rows) // 2) if groups[2 * i] != groups[2 * i + 1]]

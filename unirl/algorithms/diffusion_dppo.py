@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +47,13 @@ class DiffusionDPPO(DenoisingLoss):
         return ("logp", "mean")
 
     def policy_loss(
-        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
-    ) -> tuple[Tensor, Metrics]:
+        self,
+        new: Replay,
+        rows: RolloutTrack[LatentSegment],
+        part: Part,
+        advantages: Float[Tensor, "B S"],
+        now: TrainingProgress,
+    ) -> tuple[Float[Tensor, "B S"], Metrics]:
         weights = rows.weight[:, None].expand_as(new.logp)
         log_ratio = torch.where(weights > 0, new.logp - self.old_logp(new, rows, part), 0.0)
         std = new.std if self.add_kl_coefficient else torch.ones_like(new.std)

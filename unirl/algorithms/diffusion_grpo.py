@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +72,13 @@ class DiffusionGRPO(DenoisingLoss):
         return ("mean",) if self.ratio == "guard" else ("logp",)
 
     def policy_loss(
-        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
-    ) -> tuple[Tensor, Metrics]:
+        self,
+        new: Replay,
+        rows: RolloutTrack[LatentSegment],
+        part: Part,
+        advantages: Float[Tensor, "B S"],
+        now: TrainingProgress,
+    ) -> tuple[Float[Tensor, "B S"], Metrics]:
         weights = rows.weight[:, None].expand_as(new.logp)
         low, high = self.clip_at(now.progress)
         log_ratio = torch.where(weights > 0, self._log_ratio(new, rows, part), 0.0)
@@ -77,7 +86,7 @@ class DiffusionGRPO(DenoisingLoss):
         metrics["train/clip_range"] = Metric.mean(low)
         return clipped_surrogate(log_ratio, advantages, low, high, self.dual_clip), metrics
 
-    def _log_ratio(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
+    def _log_ratio(self, new: Replay, rows: RolloutTrack[LatentSegment], part: Part) -> Tensor:
         """[B, S'] log importance ratio; its gradient is that of `new`."""
         if self.ratio == "plain":
             return new.logp - self.old_logp(new, rows, part)

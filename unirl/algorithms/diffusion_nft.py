@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
@@ -22,6 +22,10 @@ from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
@@ -29,7 +33,9 @@ MIN_ADAPTIVE_WEIGHT = 1e-5
 """Lower bound of the adaptive weight, which is 0 for an exact prediction."""
 
 
-def optimality(advantages: Tensor, clip_max: float, mode: AdvantageMode = "all") -> Tensor:
+def optimality(
+    advantages: Float[Tensor, "*elements"], clip_max: float, mode: AdvantageMode = "all"
+) -> Float[Tensor, "*elements"]:
     """q = clip((A / clip_max + 1) / 2, 0, 1), the probability that a sample is good; 1/2 is neutral.
 
     Args:
@@ -47,7 +53,7 @@ def optimality(advantages: Tensor, clip_max: float, mode: AdvantageMode = "all")
     return (0.5 * used_advantages / clip_max + 0.5).clamp(0.0, 1.0)
 
 
-def prediction_loss(noised: Noised, v: Tensor, adaptive: bool) -> Tensor:
+def prediction_loss(noised: Noised, v: Float[Tensor, "B n *latent"], adaptive: bool) -> Float[Tensor, "B n"]:
     """[B, n] float64: mean (x0_hat - x0)^2 / w,  x0_hat = x_t - t v,  w = mean |x0_hat - x0| (detached), or 1.
 
     The error x0_hat - x0 is t (u - v), since x_t = x0 + t u.
@@ -98,7 +104,9 @@ class DiffusionNFT(ForwardProcessLoss):
     def anchors(self) -> Mapping[str, Anchor]:
         return {"old_velocity": Anchor("old", "velocity"), **super().anchors()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v, v_old = self.velocity(stage, rows, noised), self.snapshot_anchor(rows, "old_velocity", part)
         q = optimality(self.element_advantages(rows, part).double(), self.adv_clip_max, self.adv_mode)

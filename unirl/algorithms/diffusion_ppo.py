@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import Anchor, Needs, TrainingProgress
 from unirl.types.results import Metrics
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class DiffusionPPO(DiffusionGRPO):
     lam: float = 0.95
     """lambda of GAE: 1 uses the outcome alone, 0 the value of the next step alone."""
     outcome: OutcomeSource = "advantages"
-    """What a sample returns: the driver's normalised advantage, or the raw reward (V must learn its scale)."""
+    """Outcome of a sample: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
     vf_coef: float = 0.5
     """Factor of the value loss. The value head has its own weights and optimizer group."""
     value_clip: float | None = 0.2
@@ -69,11 +74,13 @@ class DiffusionPPO(DiffusionGRPO):
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), **self.critic.anchors()}
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
         values = stage.values(rows.conditions, rows.segment, part)
         return {**super().measure(stage, rows, part), "value": values.detach()}
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         """The policy loss of `DenoisingLoss.loss` plus the value loss."""
         rows = self.with_old_values(stage, rows)
         policy = super().loss(stage, rows, part, now)
@@ -88,7 +95,7 @@ class DiffusionPPO(DiffusionGRPO):
     def compute_loss_and_backward(
         self,
         stage: DiffusionStage,
-        rows: RolloutTrack,
+        rows: RolloutTrack[LatentSegment],
         backward: Backward,
         now: TrainingProgress = START,
         first_update: bool = False,
@@ -96,17 +103,17 @@ class DiffusionPPO(DiffusionGRPO):
         # The old values of all parts are computed once here, not in `loss` of every part.
         return super().compute_loss_and_backward(stage, self.with_old_values(stage, rows), backward, now, first_update)
 
-    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def element_advantages(self, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B S"]:
         return self._select(part, rows, self.gae_credit(rows).advantages)
 
-    def gae_credit(self, rows: RolloutTrack) -> StepCredit:
+    def gae_credit(self, rows: RolloutTrack[LatentSegment]) -> StepCredit:
         """GAE over all trained steps, in order of time [B, S]. Needs the old values of `rows`."""
         values = self._old_values(rows, self._steps(rows))
         mask = torch.ones_like(values, dtype=torch.bool)
         rewards = outcome_rewards(self.critic.row_return(rows), mask)
         return self.critic.gae(GAEInputs.from_rows(rewards, values, mask))
 
-    def with_old_values(self, stage: DiffusionStage, rows: RolloutTrack) -> RolloutTrack:
+    def with_old_values(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment]) -> RolloutTrack[LatentSegment]:
         """`rows` with old values at all trained steps: those of the anchor pass, or the current values of the head.
 
         Every part needs the values of all steps, because the advantage of a step depends on the values of later steps.
@@ -119,15 +126,15 @@ class DiffusionPPO(DiffusionGRPO):
         anchors = {**rows.segment.anchors, OLD_VALUE: torch.cat(values, dim=1)}
         return rows.replace(segment=rows.segment.replace(anchors=anchors))
 
-    def _old_values(self, rows: RolloutTrack, steps: Part) -> Tensor:
+    def _old_values(self, rows: RolloutTrack[LatentSegment], steps: Part) -> Tensor:
         values = self.anchor(rows, OLD_VALUE, steps)
         assert values is not None, "with_old_values() comes first"
         return values
 
-    def _steps(self, rows: RolloutTrack) -> Part:
+    def _steps(self, rows: RolloutTrack[LatentSegment]) -> Part:
         return tuple(sorted(step for part in self.parts(rows.segment) for step in part))
 
-    def _select(self, part: Part, rows: RolloutTrack, values: Tensor) -> Tensor:
+    def _select(self, part: Part, rows: RolloutTrack[LatentSegment], values: Tensor) -> Tensor:
         """[B, len(part)] the entries of `part`, from values [B, S] of all trained steps in order of time."""
         steps = self._steps(rows)
         return values[:, [steps.index(step) for step in part]]

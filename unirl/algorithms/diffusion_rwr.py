@@ -21,6 +21,7 @@ from unirl.config.errors import IncompatibleError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Needs, TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.segments import LatentSegment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +56,14 @@ class DiffusionRWR(ForwardProcessLoss):
     def velocity_penalties(self) -> Mapping[str, float]:
         return {REFERENCE: self.velocity_coef}
 
-    def count(self, rows: RolloutTrack) -> float:
+    def count(self, rows: RolloutTrack[LatentSegment]) -> float:
         # This is called once per micro-batch while the rows are still on the CPU, so the check needs no device sync.
         self._refuse_negative(rows)
         return super().count(rows)
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         noised, weights = self.noised(rows, part), self.weights(rows, part)
         v = self.velocity(stage, rows, noised)
         error, sample_weights = mean_square(v, noised.target), self._sample_weights(rows, part)
@@ -72,7 +75,7 @@ class DiffusionRWR(ForwardProcessLoss):
         }
         return LossResult(weighted_sum(sample_weights * error + penalty, weights), metrics, {"velocity": v.detach()})
 
-    def _sample_weights(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def _sample_weights(self, rows: RolloutTrack[LatentSegment], part: Part) -> Tensor:
         """[B, n] float64 weight w of every element."""
         if self.weighting == "reward":
             assert rows.rewards is not None, "training needs rewards: score_and_attach comes before train_track"
@@ -82,7 +85,7 @@ class DiffusionRWR(ForwardProcessLoss):
             return advantages
         return (advantages / self.temperature).exp().clamp(max=self.max_weight)
 
-    def _refuse_negative(self, rows: RolloutTrack) -> None:
+    def _refuse_negative(self, rows: RolloutTrack[LatentSegment]) -> None:
         """Raises IncompatibleError for a sample with a negative weight, for which the loss has no minimum."""
         w = self._sample_weights(rows, (0,))[:, 0]
         bad = ((w < 0) & (rows.weight > 0)).nonzero().flatten().tolist()

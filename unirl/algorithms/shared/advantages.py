@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from unirl.config.errors import InvalidScoreError, InvalidValueError, did_you_me
 from unirl.types.protocols import State
 from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import AdvantageResult, Scores
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
 TOTAL = "total"
 """The name of the combined reward."""
@@ -77,7 +80,7 @@ class Estimator(ABC):
     weights: Mapping[str, Ramp | float] = field(default_factory=dict)
     """Weight of each component reward over the run. Empty = the total that the reward made with its own weights."""
     combine: Literal["rewards", "advantages"] = "rewards"
-    """What is weighed: the rewards, or the separate advantage of each (GDPO, arXiv:2601.05242; MixGRPO)."""
+    """The weights apply to the rewards, or the separate advantage of each (GDPO, arXiv:2601.05242; MixGRPO)."""
     whiten: bool = False
     """Finally normalise all rows together to mean 0 and std 1 (REINFORCE++, arXiv:2501.03262; GDPO)."""
     unbiased: bool = False
@@ -161,7 +164,7 @@ class Estimator(ABC):
         return advantages.where(groups.valid & ~all_equal.all(0), 0.0), all_equal.all(0)
 
 
-def finite_rewards(name: str, rewards: Tensor, groups: Groups, scores: Scores) -> Tensor:
+def finite_rewards(name: str, rewards: Shaped[Tensor, "B"], groups: Groups, scores: Scores) -> Float[Tensor, "B"]:
     """[B] float64 rewards on the CPU, 0 in rows of weight 0.
 
     Raises InvalidScoreError if the reward of a row with weight > 0 is not finite.

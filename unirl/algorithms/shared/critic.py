@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, Shaped
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance in `whitened`."""
@@ -69,7 +72,7 @@ class Critic:
         """The anchors that a critic adds to those of the policy loss."""
         return {OLD_VALUE: Anchor("live", "value")}
 
-    def row_return(self, rows: RolloutTrack) -> Tensor:
+    def row_return(self, rows: RolloutTrack) -> Float[Tensor, "B"]:
         """[B] the outcome of each row."""
         outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
         assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
@@ -79,7 +82,13 @@ class Critic:
         """GAE with this critic's gamma and lambda."""
         return gae(steps, self.gamma, self.lam)
 
-    def value_losses(self, values: Tensor, old: Tensor, returns: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+    def value_losses(
+        self,
+        values: Float[Tensor, "*elements"],
+        old: Float[Tensor, "*elements"],
+        returns: Float[Tensor, "*elements"],
+        weights: Float[Tensor, "*elements"],
+    ) -> tuple[Float[Tensor, "*elements"], Metrics]:
         """The value loss per element, before the factor vf_coef, and its metrics.
 
         Args:
@@ -105,7 +114,12 @@ class GAEInputs:
     mask: Tensor  # [B, S] bool, False = no step: padding, or a token that was not sampled
 
     @staticmethod
-    def from_rows(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None = None) -> GAEInputs:
+    def from_rows(
+        rewards: Float[Tensor, "B S"],
+        values: Float[Tensor, "B S"],
+        mask: Bool[Tensor, "B S"],
+        last_values: Float[Tensor, "B"] | None = None,
+    ) -> GAEInputs:
         """Inputs for rows [B, S] of one episode each; a step's next value is the value of the next masked step.
 
         Args:
@@ -155,25 +169,25 @@ class CompactSteps:
     is_step: Tensor  # [B, S] bool, the compact position holds a step of the mask
 
     @staticmethod
-    def of(mask: Tensor) -> CompactSteps:
+    def of(mask: Bool[Tensor, "B S"]) -> CompactSteps:
         order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         return CompactSteps(order, mask.gather(1, order))
 
     @property
-    def is_last(self) -> Tensor:
+    def is_last(self) -> Bool[Tensor, "B S"]:
         """[B, S] bool, the compact position holds the last step of its row."""
         return self.is_step & ~pad(self.is_step[:, 1:], (0, min(1, self.is_step.shape[1])))
 
-    def to_front(self, values: Tensor, absent: float) -> Tensor:
+    def to_front(self, values: Shaped[Tensor, "B S"], absent: float) -> Shaped[Tensor, "B S"]:
         """[B, S] values in compact order, and `absent` after the last step of a row."""
         return torch.where(self.is_step, values.gather(1, self.order), absent)
 
-    def scatter_back(self, compact: Tensor) -> Tensor:
+    def scatter_back(self, compact: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
         """[B, S] values in the original order, from compact order; 0 outside the mask."""
         return torch.zeros_like(compact).scatter(1, self.order, torch.where(self.is_step, compact, 0.0))
 
 
-def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+def outcome_rewards(rewards: Float[Tensor, "B"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "B S"]:
     """[B, S] the reward of each row [B] at its last step in the mask, and 0 at the other steps."""
     later = mask.flip(1).cumsum(1).flip(1)
     return torch.where(mask & (later == 1), rewards[:, None], 0.0)
@@ -188,7 +202,7 @@ class DenseLayout:
     shape: tuple[int, int]
 
     @staticmethod
-    def of(offsets: Tensor, device: torch.device | None = None) -> DenseLayout:
+    def of(offsets: Int[Tensor, "boundaries"], device: torch.device | None = None) -> DenseLayout:
         """The layout for row boundaries [B + 1]; rows may be empty.
 
         Args:
@@ -199,13 +213,13 @@ class DenseLayout:
         shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
         return DenseLayout(row.to(device), place.to(device), shape)
 
-    def dense(self, packed: Tensor) -> Tensor:
+    def dense(self, packed: Shaped[Tensor, "sum_L"]) -> Shaped[Tensor, "B L"]:
         """[B, L] from [sum L], with 0 or False after the end of a row."""
         dense = packed.new_zeros(self.shape)
         dense[self.row, self.place] = packed
         return dense
 
-    def packed(self, dense: Tensor) -> Tensor:
+    def packed(self, dense: Shaped[Tensor, "B L"]) -> Shaped[Tensor, "sum_L"]:
         """[sum L] from [B, L]."""
         return dense[self.row, self.place]
 
@@ -219,7 +233,7 @@ class Moments:
     squares: Tensor
 
     @staticmethod
-    def of(values: Tensor, mask: Tensor) -> Moments:
+    def of(values: Float[Tensor, "*elements"], mask: Bool[Tensor, "*elements"]) -> Moments:
         masked = torch.where(mask, values.double(), 0.0)
         return Moments(mask.double().sum(), masked.sum(), masked.square().sum())
 
@@ -227,22 +241,29 @@ class Moments:
         return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> Float[Tensor, ""]:
         return self.total / self.count.clamp(min=1.0)
 
     @property
-    def variance(self) -> Tensor:
+    def variance(self) -> Float[Tensor, ""]:
         """Unbiased variance; 0 for fewer than two elements."""
         return (self.squares - self.count * self.mean.square()).clamp(min=0.0) / (self.count - 1.0).clamp(min=1.0)
 
 
-def whitened(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+def whitened(
+    values: Float[Tensor, "*elements"], mask: Bool[Tensor, "*elements"], moments: Moments
+) -> Float[Tensor, "*elements"]:
     """(values - mean) / sqrt(variance + 1e-8) inside the mask, 0 outside; dtype of `values`."""
     centred = (values.double() - moments.mean) * torch.rsqrt(moments.variance + VARIANCE_FLOOR)
     return torch.where(mask, centred, 0.0).to(values.dtype)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
+def value_loss(
+    values: Float[Tensor, "*elements"],
+    old_values: Float[Tensor, "*elements"],
+    returns: Float[Tensor, "*elements"],
+    clip: float | None = None,
+) -> Float[Tensor, "*elements"]:
     """Squared error of V per element, to be summed by the caller; with a clip the larger of two errors.
 
     L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
@@ -261,7 +282,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 @torch.no_grad()
-def value_metrics(values: Tensor, returns: Tensor, losses: Tensor, weights: Tensor) -> Metrics:
+def value_metrics(
+    values: Float[Tensor, "*elements"],
+    returns: Float[Tensor, "*elements"],
+    losses: Float[Tensor, "*elements"],
+    weights: Float[Tensor, "*elements"],
+) -> Metrics:
     """Quality of a value head. `explained_variance` combines the two standard deviations after they are merged.
 
     Args:

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 StepWeights = Literal["uniform", "tempflow", "flash", "inverse_dt"]
 
@@ -93,7 +96,9 @@ RULES: Mapping[StepWeights, Callable[[Kernel, Sequence[SigmaPair]], list[float]]
 }
 
 
-def step_weights(rule: StepWeights, kernel: Kernel, sigmas: Tensor, steps: Sequence[int]) -> list[float]:
+def step_weights(
+    rule: StepWeights, kernel: Kernel, sigmas: Float[Tensor, "levels"], steps: Sequence[int]
+) -> list[float]:
     """The weight of each of `steps` in the schedule `sigmas` [T + 1]. All of them must have a density."""
     weights = _schedule_weights(rule, kernel, tuple(sigmas.tolist()))  # type: ignore[arg-type]  # equal by value
     return [weights[step] for step in steps]
@@ -108,7 +113,7 @@ def _schedule_weights(rule: StepWeights, kernel: Kernel, sigmas: tuple[float, ..
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenoisingLoss(StageAlgorithm[DiffusionStage]):
+class DenoisingLoss(StageAlgorithm[DiffusionStage, LatentSegment]):
     """L = mean over rows and stochastic steps of  w_i P_i + beta KL_i + lambda |v_theta - v_ref|^2.
 
     P is the policy loss of a subclass (its `policy_loss`), w the step weights. KL_i and the velocity term compare with
@@ -159,8 +164,13 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
 
     @abstractmethod
     def policy_loss(
-        self, new: Replay, rows: RolloutTrack, part: Part, advantages: Tensor, now: TrainingProgress
-    ) -> tuple[Tensor, Metrics]:
+        self,
+        new: Replay,
+        rows: RolloutTrack[LatentSegment],
+        part: Part,
+        advantages: Float[Tensor, "B S"],
+        now: TrainingProgress,
+    ) -> tuple[Float[Tensor, "B S"], Metrics]:
         """[B, S'] P per element, from `advantages` [B, S'], and its metrics; S' = len(part)."""
 
     @property
@@ -198,10 +208,12 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         steps, size = segment.sde_indices, self.steps_per_forward
         return [steps[i : i + size] for i in range(0, len(steps), size)]
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
         return self._outputs(stage.replay(rows.conditions, rows.segment, part))
 
-    def loss(self, stage: DiffusionStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         """Replays the steps of `part`, then sums the weighted policy loss and the penalties towards the reference."""
         self._check_density(rows.segment.kernel)
         new = stage.replay(rows.conditions, rows.segment, part)
@@ -231,7 +243,7 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
         """beta at this point of the run."""
         return self.kl_coef * clip_scale(self.kl_schedule, now.progress) * now.kl_scale
 
-    def reference_kl(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
+    def reference_kl(self, new: Replay, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B S"]:
         """[B, S'] KL to the reference, nats, mean over latent elements.
 
         With kl_in=loss the exact KL of pi_theta with gradient; with kl_in=reward a detached single-sample estimate for
@@ -241,21 +253,23 @@ class DenoisingLoss(StageAlgorithm[DiffusionStage]):
             return k1(self.old_logp(new, rows, part) - self.anchor_or_self(rows, "ref_logp", part, new.logp))
         return gaussian_kl(new.mean, self.anchor_or_self(rows, "ref_mean", part, new.mean), new.std)
 
-    def old_logp(self, new: Replay, rows: RolloutTrack, part: Part) -> Tensor:
+    def old_logp(self, new: Replay, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B S"]:
         """[B, S'] log-prob under the policy that sampled, pi_old of the importance ratio."""
         if self.old_logp_source == "replay":
             return self.anchor_or_self(rows, "old_logp", part, new.logp)
-        recorded: Tensor = rows.segment.logp[:, rows.segment.columns_of(part)]
+        recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
         return torch.where(rows.weight[:, None] > 0, recorded, new.logp.detach())
 
-    def anchor_or_self(self, rows: RolloutTrack, name: str, part: Part, own: Tensor) -> Tensor:
+    def anchor_or_self(
+        self, rows: RolloutTrack[LatentSegment], name: str, part: Part, own: Float[Tensor, "B S *rest"]
+    ) -> Float[Tensor, "B S *rest"]:
         """[B, S', ...] the anchor `name`; `own` detached where the anchor is absent or the row has weight 0."""
         column = self.anchor(rows, name, part)
         if column is None:
             return own.detach()
         return torch.where(rows.weight.view(-1, *[1] * (own.dim() - 1)) > 0, column, own.detach())
 
-    def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
+    def parity(self, rows: RolloutTrack[LatentSegment], part: Part, outputs: PolicyOutputs) -> Metrics:
         recorded = rows.segment.logp[:, rows.segment.columns_of(part)]
         gap = torch.where(rows.weight[:, None] > 0, (recorded - outputs["logp"]).abs(), 0.0)
         return {"rollout/parity_absdiff_max": Metric.max(gap.max())}
@@ -299,14 +313,14 @@ def has_true_density(kernel: Kernel) -> bool:
     return bool((step.log_prob(step.mean) + step.std.log() + HALF_LOG_TWO_PI).abs() < 1e-9)
 
 
-def kl_metrics(kl: Tensor, weights: Tensor, part: Part) -> Metrics:
+def kl_metrics(kl: Float[Tensor, "B S"], weights: Float[Tensor, "B S"], part: Part) -> Metrics:
     """The KL to the reference, over all elements and for each denoising step. `kl`, `weights`: [B, S']."""
     return {"train/kl": mean_metric(kl, weights)} | {
         f"train/kl_step_{step}": mean_metric(kl[:, j], weights[:, j]) for j, step in enumerate(part)
     }
 
 
-def log_ratio_metrics(log_ratio: Tensor, weights: Tensor, part: Part) -> Metrics:
+def log_ratio_metrics(log_ratio: Float[Tensor, "B S"], weights: Float[Tensor, "B S"], part: Part) -> Metrics:
     """The mean absolute log-ratio of each denoising step. `log_ratio`, `weights`: [B, S']."""
     size = log_ratio.detach().abs()
     return {f"train/log_ratio_step_{step}": mean_metric(size[:, j], weights[:, j]) for j, step in enumerate(part)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 @dataclass(frozen=True)
 class Noised:
@@ -40,28 +43,28 @@ class Noised:
     eps: Tensor  # [B, n, *latent] fp32
 
     @property
-    def x(self) -> Tensor:
+    def x(self) -> Float[Tensor, "B n *latent"]:
         """[B, n, *latent] the noised samples x_t."""
         t = self.t_like(self.eps)
         return (1.0 - t) * self.x0 + t * self.eps
 
     @property
-    def target(self) -> Tensor:
+    def target(self) -> Float[Tensor, "B n *latent"]:
         """[B, n, *latent] u, the velocity of the straight path from the sample to its noise."""
         return self.eps - self.x0
 
-    def t_like(self, values: Tensor) -> Tensor:
+    def t_like(self, values: Float[Tensor, "B n *latent"]) -> Float[Tensor, "..."]:
         """The times, reshaped to broadcast over `values` [B, n, *latent]."""
         return self.t.reshape(*self.t.shape, *[1] * (values.dim() - 2))
 
 
-def mean_square(v: Tensor, other: Tensor) -> Tensor:
+def mean_square(v: Float[Tensor, "B n *latent"], other: Float[Tensor, "B n *latent"]) -> Float[Tensor, "B n"]:
     """[B, n] float64 mean over latent elements of (v - other)^2, from [B, n, *latent]."""
     return element_means((v.double() - other.double()).square())
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
+class ForwardProcessLoss(StageAlgorithm[DiffusionStage, LatentSegment]):
     """Base class of losses on (x0, t, eps); subclasses write `loss`. An entry of a part is the index of a time."""
 
     times: TrainingTimes = field(
@@ -107,45 +110,49 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage]):
         numbers, size = tuple(range(self.times.count(segment.num_steps))), self.times_per_forward
         return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
-    def noise_ids(self, rows: RolloutTrack) -> Sequence[str]:
+    def noise_ids(self, rows: RolloutTrack[LatentSegment]) -> Sequence[str]:
         """The id that keys the times and the noise of each row."""
         return rows.sample_ids
 
-    def noised(self, rows: RolloutTrack, part: Part) -> Noised:
+    def noised(self, rows: RolloutTrack[LatentSegment], part: Part) -> Noised:
         """The rows at the times of `part`. A row of weight 0 is replaced by zeros."""
-        segment: LatentSegment = rows.segment
+        segment = rows.segment
         x0 = mask_rows(rows, segment.final.float())
         noise, ids = NoiseSource(segment.seed, "r", segment.step), self.noise_ids(rows)
         t = self.times.draw(segment.sigmas, noise, ids)[:, list(part)]
         eps = torch.stack([noise.normal(ids, f"t{j}", x0.shape[1:]) for j in part], dim=1)
         return Noised(x0[:, None], t.to(x0.device), eps.to(x0.device))
 
-    def velocity(self, stage: DiffusionStage, rows: RolloutTrack, noised: Noised) -> Tensor:
+    def velocity(
+        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], noised: Noised
+    ) -> Float[Tensor, "B n *latent"]:
         """[B, n, *latent] fp32 velocity of the stage at the noised samples, in one forward."""
         batch, count = noised.t.shape
         conditions = select_conditions(rows.conditions, [row for row in range(batch) for _ in range(count)])
-        segment: LatentSegment = rows.segment
+        segment = rows.segment
         guidance = segment.guidance if self.train_guided else segment.guidance.off()
         v = stage.velocity(noised.x.flatten(0, 1), noised.t.flatten(), conditions, guidance)
         return v.reshape(batch, count, *v.shape[1:])
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
         return {"velocity": self.velocity(stage, rows, self.noised(rows, part)).detach()}
 
-    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def element_advantages(self, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B n"]:
         return mask_rows(rows, super().element_advantages(rows, part))
 
-    def weights(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def weights(self, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B n"]:
         """[B, n] the row's weight for each of its elements."""
         return rows.weight[:, None].expand(-1, len(part))
 
-    def snapshot_anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor:
+    def snapshot_anchor(self, rows: RolloutTrack[LatentSegment], name: str, part: Part) -> Float[Tensor, "B n ..."]:
         """[B, n, ...] an anchor of a snapshot. The anchor pass fills it before every update."""
         column = self.anchor(rows, name, part)
         assert column is not None, f"the anchor pass comes before the loss: {name!r} is missing"
         return column
 
-    def velocity_penalty(self, rows: RolloutTrack, part: Part, v: Tensor) -> tuple[Tensor, Metrics]:
+    def velocity_penalty(
+        self, rows: RolloutTrack[LatentSegment], part: Part, v: Float[Tensor, "B n *latent"]
+    ) -> tuple[Float[Tensor, "B n"], Metrics]:
         """[B, n] float64 sum over snapshots of coefficient times mean (v - v_snapshot)^2, and its metrics."""
         weights = self.weights(rows, part)
         total, metrics = torch.zeros_like(weights, dtype=torch.float64), Metrics()
@@ -178,6 +185,6 @@ def check_positive(**values: float) -> None:
             raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual")
 
 
-def mask_rows(rows: RolloutTrack, values: Tensor) -> Tensor:
+def mask_rows(rows: RolloutTrack[LatentSegment], values: Float[Tensor, "B *rest"]) -> Float[Tensor, "B *rest"]:
     """`values` [B, ...] with zeros in rows of weight 0, so that their contents cannot reach a gradient."""
     return torch.where((rows.weight > 0).reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)

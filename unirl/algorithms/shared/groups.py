@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 EQUAL_TOLERANCE = 1e-6
 """Values are equal if max - min <= EQUAL_TOLERANCE * max |r|. A smaller difference is float32 round-off."""
@@ -29,36 +32,36 @@ class Groups:
     weights: Tensor  # [B] float64
 
     @staticmethod
-    def of(ids: Sequence[str], weights: Tensor) -> Groups:
+    def of(ids: Sequence[str], weights: Float[Tensor, "B"]) -> Groups:
         """Rows with equal ids form a group. Groups are numbered in order of appearance."""
         number = {id: i for i, id in enumerate(dict.fromkeys(ids))}
         return Groups(torch.tensor([number[id] for id in ids], dtype=torch.int64), weights)
 
     @staticmethod
-    def one(weights: Tensor) -> Groups:
+    def one(weights: Float[Tensor, "B"]) -> Groups:
         """All rows as one group."""
         return Groups(torch.zeros(len(weights), dtype=torch.int64), weights)
 
     @property
-    def valid(self) -> Tensor:
+    def valid(self) -> Bool[Tensor, "B"]:
         """[B] bool, rows with a weight > 0."""
         return self.weights > 0
 
     @property
-    def totals(self) -> Tensor:
+    def totals(self) -> Float[Tensor, "G"]:
         """[G] sum of weights."""
         return self._sum(self.weights)
 
     @property
-    def sizes(self) -> Tensor:
+    def sizes(self) -> Float[Tensor, "G"]:
         """[G] float64 number of valid rows."""
         return self._sum(self.valid.double())
 
-    def mean(self, values: Tensor) -> Tensor:
+    def mean(self, values: Float[Tensor, "B"]) -> Float[Tensor, "G"]:
         """[G] weighted mean; 0 for a group without valid rows."""
         return self._sum(self.weights * values) / _or_one(self.totals)
 
-    def std(self, values: Tensor, unbiased: bool = False) -> Tensor:
+    def std(self, values: Float[Tensor, "B"], unbiased: bool = False) -> Float[Tensor, "G"]:
         """[G] standard deviation, dividing by n or (unbiased) n - 1; with weights, by W - sum(w^2) / W."""
         variance = self.mean((values - self.mean(values)[self.index]).square())
         if unbiased:
@@ -66,19 +69,19 @@ class Groups:
             variance = variance * squares / _or_one(squares - self._sum(self.weights.square()))
         return variance.sqrt()
 
-    def others(self) -> Tensor:
+    def others(self) -> Float[Tensor, "B"]:
         """[B] W / (W - w). This factor times (r - mean) is r minus the mean of the other rows of the group."""
         totals = self.totals[self.index]
         return totals / _or_one(totals - self.weights)
 
-    def all_equal(self, values: Tensor) -> Tensor:
+    def all_equal(self, values: Float[Tensor, "B"]) -> Bool[Tensor, "G"]:
         """[G] bool, the values of all valid rows are equal within EQUAL_TOLERANCE."""
         high = self._extreme(values.where(self.valid, -torch.inf), "amax")
         low = self._extreme(values.where(self.valid, torch.inf), "amin")
         size = self._extreme(values.abs().where(self.valid, 0.0), "amax")
         return high - low <= EQUAL_TOLERANCE * size
 
-    def ranks(self, values: Tensor) -> Tensor:
+    def ranks(self, values: Float[Tensor, "B"]) -> Int[Tensor, "B"]:
         """[B] rank within the group, ascending. Ties are in row order; invalid rows come last."""
         order = values.where(self.valid, torch.inf).argsort(stable=True)
         order = order[self.index[order].argsort(stable=True)]
@@ -88,7 +91,7 @@ class Groups:
         ranks[order] = torch.arange(len(order)) - starts[self.index[order]]
         return ranks
 
-    def trimmed(self, values: Tensor, share: float) -> Groups:
+    def trimmed(self, values: Float[Tensor, "B"], share: float) -> Groups:
         """The groups without their int(n share) smallest and as many largest rows."""
         cut = (self.sizes * share + 1e-9).floor()  # the offset corrects rounding: 0.29 * 100 is slightly less than 29
         ranks = self.ranks(values)
@@ -134,8 +137,12 @@ class Selection:
             raise InvalidValueError(f"select.mean_range must be [low, high], low <= high, got {[*self.mean_range]}")
 
     def __call__(
-        self, advantages: Tensor, rewards: Sequence[Tensor], total: Tensor, groups: Groups
-    ) -> tuple[Tensor, Metrics]:
+        self,
+        advantages: Float[Tensor, "B"],
+        rewards: Sequence[Float[Tensor, "B"]],
+        total: Float[Tensor, "B"],
+        groups: Groups,
+    ) -> tuple[Bool[Tensor, "B"], Metrics]:
         """[B] bool mask of the rows to train, and metrics.
 
         Args:
@@ -184,7 +191,9 @@ class Pairs:
     """Per pair: both rows are valid and the winner is better. Other pairs are not trained."""
 
 
-def best_and_worst(advantages: Tensor, group_ids: Sequence[str], weight: Tensor, num_pairs: int) -> Pairs:
+def best_and_worst(
+    advantages: Float[Tensor, "B"], group_ids: Sequence[str], weight: Float[Tensor, "B"], num_pairs: int
+) -> Pairs:
     """Pairs the best row of each group with the worst, the second best with the second worst, and so on.
 
     Groups come in order of appearance, ties in row order. Rows of weight 0 are used only if a group has too few others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from unirl.config.errors import InvalidValueError
 from unirl.sde.gaussian import row_means
 from unirl.types.protocols import State
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 KLForm = Literal["transition", "flow_grpo"]
@@ -22,17 +25,17 @@ MAX_ESTIMATE = 10.0
 """Upper bound of k3, which grows like exp(-d), so that a single token cannot dominate the update."""
 
 
-def k1(log_ratio: Tensor) -> Tensor:
+def k1(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """d = log pi - log ref, per element. Its mean under pi is KL(pi || ref); the mean of its gradient is zero."""
     return log_ratio
 
 
-def k2(log_ratio: Tensor) -> Tensor:
+def k2(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """d^2 / 2, per element. The mean of its gradient under pi is that of KL(pi || ref); its value is biased."""
     return 0.5 * log_ratio.square()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """exp(-d) - 1 + d >= 0, per element.
 
     Its mean under pi is KL(pi || ref); the mean of its gradient is that of KL(ref || pi).
@@ -40,12 +43,12 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-def bounded_k3(log_ratio: Tensor) -> Tensor:
+def bounded_k3(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """k3, at most MAX_ESTIMATE."""
     return k3(log_ratio).clamp(max=MAX_ESTIMATE)
 
 
-def k3_with_k2_gradient(log_ratio: Tensor) -> Tensor:
+def k3_with_k2_gradient(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """The value of k3 with the gradient of k2. Both are unbiased for KL(pi || ref)."""
     slope = k2(log_ratio)
     return bounded_k3(log_ratio).detach() + (slope - slope.detach())
@@ -59,7 +62,7 @@ ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_estimate(name: KLEstimator, log_ratio: Tensor) -> Tensor:
+def kl_estimate(name: KLEstimator, log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """KL(pi || ref) per element, estimated from samples of pi. Schulman 2020, "Approximating KL divergence".
 
     Args:
@@ -68,7 +71,7 @@ def kl_estimate(name: KLEstimator, log_ratio: Tensor) -> Tensor:
     return ESTIMATORS[name](log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def element_means(values: Tensor) -> Tensor:
+def element_means(values: Float[Tensor, "B S *latent"]) -> Float[Tensor, "B S"]:
     """[B, S] mean over the latent dimensions of `values` [B, S, *latent].
 
     The bits of an entry do not depend on the other entries.
@@ -76,7 +79,9 @@ def element_means(values: Tensor) -> Tensor:
     return row_means(values.flatten(0, 1)).view(values.shape[:2])
 
 
-def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
+def gaussian_kl(
+    mean: Float[Tensor, "B S *latent"], other: Float[Tensor, "B S *latent"], std: Float[Tensor, "S"]
+) -> Float[Tensor, "B S"]:
     """[B, S] KL(N(mean, std^2) || N(other, std^2)) = (mean - other)^2 / (2 std^2), nats, mean over latent elements.
 
     Args:

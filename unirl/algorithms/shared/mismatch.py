@@ -8,7 +8,7 @@ the gradient smaller; `train/mismatch_cut` logs their fraction.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from unirl.algorithms.shared.packed import RowOffsets
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metrics
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Corrected:
 class Correction(Protocol):
     """Turns log(pi_old / pi_engine) per token into weights. Pure."""
 
-    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
+    def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
         """
         Args:
             log_ratio: [sum L] finite, 0 at tokens that are not counted.
@@ -49,7 +52,7 @@ class TokenTIS:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
+    def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
         ratio = _exp(log_ratio)
         return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
 
@@ -64,7 +67,7 @@ class SequenceTIS:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
+    def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
         ratio = rows.spread(_exp(rows.sum(log_ratio))).to(log_ratio.dtype)
         return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
 
@@ -81,7 +84,7 @@ class MaskedIS:
     def __post_init__(self) -> None:
         _check_band(self.low, self.high)
 
-    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
+    def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
         ratio = _exp(log_ratio)
         cut = (ratio < self.low) | (ratio > self.high)
         return Corrected(ratio.masked_fill(cut, 0.0), cut)
@@ -99,14 +102,16 @@ class GeometricRejection:
     def __post_init__(self) -> None:
         _check_band(self.low, self.high)
 
-    def __call__(self, log_ratio: Tensor, rows: RowOffsets) -> Corrected:
+    def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
         ratio = _exp(rows.mean(log_ratio))
         cut = rows.spread((ratio < self.low) | (ratio > self.high))
         return Corrected((~cut).to(log_ratio.dtype), cut)
 
 
 @torch.no_grad()
-def mismatch_metrics(log_ratio: Tensor, corrected: Corrected, weights: Tensor) -> Metrics:
+def mismatch_metrics(
+    log_ratio: Float[Tensor, "sum_L"], corrected: Corrected, weights: Float[Tensor, "sum_L"]
+) -> Metrics:
     """The KL between engine and trainer, the mean weight, and the fraction of cut tokens.
 
     Args:

@@ -13,10 +13,13 @@ without a counted token is a sequence that contributes 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, Shaped
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -24,7 +27,7 @@ NORMED: Aggregation = "seq-mean-token-sum-norm"
 """The rule that divides by a horizon."""
 
 
-def row_of(offsets: Tensor) -> Tensor:
+def row_of(offsets: Int[Tensor, "boundaries"]) -> Int[Tensor, "sum_L"]:
     """[sum L] int64 row number of each token, from row boundaries [B + 1]; on the device of the boundaries."""
     return torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
 
@@ -42,7 +45,7 @@ class RowOffsets:
     lengths: Tensor  # [B] float64, counted tokens per row
 
     @staticmethod
-    def of(offsets: Tensor, mask: Tensor, live: Tensor) -> RowOffsets:
+    def of(offsets: Int[Tensor, "boundaries"], mask: Bool[Tensor, "sum_L"], live: Bool[Tensor, "B"]) -> RowOffsets:
         """Builds the offsets from row boundaries.
 
         Args:
@@ -55,33 +58,33 @@ class RowOffsets:
         lengths = torch.zeros(len(live), dtype=torch.float64, device=mask.device).index_add(0, row, token_mask.double())
         return RowOffsets(row, offsets[:-1].to(mask.device), token_mask, lengths)
 
-    def masked(self, values: Tensor) -> Tensor:
+    def masked(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] `values` at counted tokens, with their gradient; 0 elsewhere, even where `values` is not finite."""
         return torch.where(self.token_mask, values, 0.0)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "B"]:
         """[B] float64 sum of each row."""
         return torch.zeros_like(self.lengths).index_add(0, self.row, values.double() * self.token_mask)
 
-    def mean(self, values: Tensor) -> Tensor:
+    def mean(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "B"]:
         """[B] float64 mean of each row; 0 for a row without a counted token."""
         return self.sum(values) / self.lengths.clamp(min=1.0)
 
-    def spread(self, per_row: Tensor) -> Tensor:
+    def spread(self, per_row: Shaped[Tensor, "B"]) -> Shaped[Tensor, "sum_L"]:
         """[sum L] the value of each token's row, from `per_row` [B]."""
         return per_row[self.row]
 
-    def before(self, values: Tensor) -> Tensor:
+    def before(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] float64 sum over the earlier tokens of the same row; exactly 0 at the first token."""
         running = _with_zero_appended((values.double() * self.token_mask).cumsum(0).roll(1))
         running[0] = 0.0
         return running[:-1] - self.spread(running[self.starts])
 
-    def rest(self, values: Tensor) -> Tensor:
+    def rest(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] float64 sum over this token and the later tokens of the same row."""
         return self.spread(self.sum(values)) - self.before(values)
 
-    def quantile(self, values: Tensor, q: float) -> Tensor:
+    def quantile(self, values: Float[Tensor, "sum_L"], q: float) -> Float[Tensor, "B"]:
         """[B] float64 q-quantile of each row, interpolated linearly; 0 for a row without a counted token."""
         order = values.double().masked_fill(~self.token_mask, torch.inf).argsort(stable=True)
         order = order[self.row[order].argsort(stable=True)]  # by row, then by value; counted tokens first in each row
@@ -96,7 +99,9 @@ def _with_zero_appended(values: Tensor) -> Tensor:
     return torch.cat([values, values.new_zeros(1)])
 
 
-def token_shares(rule: Aggregation, rows: RowOffsets, row_weight: Tensor, horizon: int | None) -> Tensor:
+def token_shares(
+    rule: Aggregation, rows: RowOffsets, row_weight: Float[Tensor, "B"], horizon: int | None
+) -> Float[Tensor, "sum_L"]:
     """[sum L] float64 weight_i share_it, the factor of each token's loss; 0 at tokens that are not counted.
 
     share = 1 for token-mean and seq-mean-token-sum, 1 / n_i for seq-mean-token-mean, 1 / H for seq-mean-token-sum-norm;
@@ -114,7 +119,7 @@ def token_shares(rule: Aggregation, rows: RowOffsets, row_weight: Tensor, horizo
     return torch.where(rows.token_mask, rows.spread(per_row), 0.0)
 
 
-def token_count(rule: Aggregation, rows: RowOffsets, row_weight: Tensor) -> Tensor:
+def token_count(rule: Aggregation, rows: RowOffsets, row_weight: Float[Tensor, "B"]) -> Float[Tensor, ""]:
     """[] float64 number of tokens for token-mean, of sequences for the other rules, each times its row's weight [B]."""
     per_row = rows.lengths if rule == "token-mean" else torch.ones_like(rows.lengths)
     return (row_weight.double() * per_row).sum()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 @dataclass(frozen=True)
 class GradientPath:
@@ -36,7 +39,7 @@ class GradientPath:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardBackprop(StageAlgorithm[DifferentiableStage]):
+class RewardBackprop(StageAlgorithm[DifferentiableStage, LatentSegment]):
     """L = mean over samples of -w z, or w relu(c - z) with a ceiling c;  z = (R(decode(x_0(theta))) - b) / s.
 
     The samples are drawn again with the current weights, from the noise of the rollout, with
@@ -97,11 +100,11 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
     def parts(self, segment: LatentSegment) -> list[Part]:
         return [(0,)]  # one part: the whole sample
 
-    def measure(self, stage: DifferentiableStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: DifferentiableStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
         return {"velocity": stage.velocity(rows).detach()[:, None]} if self.velocity_coef > 0 else {}
 
     def loss(
-        self, stage: DifferentiableStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START
+        self, stage: DifferentiableStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
     ) -> LossResult:
         """Samples again with gradients, scores the samples, and adds the velocity penalty."""
         path = self.gradient_path(rows.segment)
@@ -123,13 +126,15 @@ class RewardBackprop(StageAlgorithm[DifferentiableStage]):
             outputs["velocity"] = v.detach()
         return LossResult(total, metrics, outputs)
 
-    def rewards(self, stage: DifferentiableStage, rows: RolloutTrack, path: GradientPath) -> Tensor:
+    def rewards(
+        self, stage: DifferentiableStage, rows: RolloutTrack[LatentSegment], path: GradientPath
+    ) -> Float[Tensor, "B copies"]:
         """[B, n + 1] rewards of every row's sample and its n copies, with gradients."""
         x0 = stage.sample(rows, path.num_steps, path.gradient)
         copies = [stage.denoise_again(rows, path.num_steps, x0, copy + 1) for copy in range(self.extra_copies)]
         return torch.stack([stage.objective(sample, rows) for sample in (x0, *copies)], dim=1)
 
-    def loss_of_rewards(self, rewards: Tensor) -> Tensor:
+    def loss_of_rewards(self, rewards: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
         """The loss of each reward; any shape."""
         z = (rewards - self.reward_mean) / self.reward_std
         if self.reward_ceiling is None:

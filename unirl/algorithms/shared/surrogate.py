@@ -9,7 +9,7 @@ tokens, where pi = exp(logp), mu = exp(old_logp), A is the advantage and sg[] de
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +18,19 @@ from unirl.algorithms.shared.kl import MAX_LOG_RATIO, element_means, k2
 from unirl.algorithms.shared.packed import RowOffsets
 from unirl.types.results import Metric, Metrics
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
 ClipSchedule = Literal["constant", "linear", "cosine"]
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Tensor:
+    log_ratio: Float[Tensor, "*elements"],
+    advantages: Float[Tensor, "*elements"],
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Float[Tensor, "*elements"]:
     """PPO loss per element, to be summed by the caller. Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
 
     L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),  r = exp(log_ratio)
@@ -47,8 +54,11 @@ def clipped_surrogate(
 
 
 def masked_surrogate(
-    log_ratio: Tensor, advantages: Tensor, divergence: Tensor, threshold: float
-) -> tuple[Tensor, Tensor]:
+    log_ratio: Float[Tensor, "*elements"],
+    advantages: Float[Tensor, "*elements"],
+    divergence: Float[Tensor, "*elements"],
+    threshold: float,
+) -> tuple[Float[Tensor, "*elements"], Bool[Tensor, "*elements"]]:
     """Flow-DPPO's loss per element, and a bool mask of the dropped elements (arXiv:2606.11025). No clipping.
 
     L = -r A, but 0 where divergence >= threshold and the update would move r further away from 1
@@ -66,7 +76,12 @@ def masked_surrogate(
     return torch.where(dropped, 0.0, -advantages * finite.exp()), dropped
 
 
-def guard_log_ratio(x_next: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+def guard_log_ratio(
+    x_next: Float[Tensor, "B S *latent"],
+    mean: Float[Tensor, "B S *latent"],
+    old_mean: Float[Tensor, "B S *latent"],
+    std: Float[Tensor, "S"],
+) -> Float[Tensor, "B S"]:
     """[B, S] mean over latent elements of z (mean - old_mean),  z = (x_next - old_mean) / std.
 
     This is GRPO-Guard's RatioNorm (arXiv:2510.22319). It equals std (log r + KL): the log-ratio without its negative
@@ -80,7 +95,7 @@ def guard_log_ratio(x_next: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor)
     return element_means(z * (mean - old_mean))
 
 
-def along_steps(values: Tensor, like: Tensor) -> Tensor:
+def along_steps(values: Float[Tensor, "S"], like: Float[Tensor, "B S *latent"]) -> Float[Tensor, "..."]:
     """`values` [S], reshaped to broadcast over `like` [B, S, *latent]."""
     return values.view(-1, *[1] * (like.dim() - 2))
 
@@ -99,24 +114,26 @@ def clip_scale(schedule: ClipSchedule, progress: float) -> float:
     }[schedule]
 
 
-def approx_kl(log_ratio: Tensor) -> Tensor:
+def approx_kl(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """The quadratic estimate of KL(pi_old || pi_theta) per element: log_ratio^2 / 2 (k2, Schulman 2020)."""
     return k2(log_ratio)
 
 
-def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(values: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Float[Tensor, ""]:
     """[] the sum of weights * values. Elements of weight 0 are ignored, even if they are not finite."""
     return torch.where(weights > 0, weights * values, 0.0).sum()
 
 
 @torch.no_grad()
-def mean_metric(values: Tensor, weights: Tensor) -> Metric:
+def mean_metric(values: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Metric:
     """The weighted mean of `values`; `weights` has the same shape."""
     return Metric(weighted_sum(values.detach(), weights), weights.sum(), "mean")
 
 
 @torch.no_grad()
-def ratio_metrics(log_ratio: Tensor, weights: Tensor, clip_low: float, clip_high: float) -> Metrics:
+def ratio_metrics(
+    log_ratio: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"], clip_low: float, clip_high: float
+) -> Metrics:
     """Distribution of the importance ratio and the clipped fraction, without a host sync.
 
     Args:
@@ -127,7 +144,7 @@ def ratio_metrics(log_ratio: Tensor, weights: Tensor, clip_low: float, clip_high
 
 
 @torch.no_grad()
-def spread_metrics(log_ratio: Tensor, weights: Tensor) -> Metrics:
+def spread_metrics(log_ratio: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Metrics:
     """Mean and standard deviation of the importance ratio, and the approximate KL to the policy that sampled."""
     log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
     return {
@@ -138,7 +155,9 @@ def spread_metrics(log_ratio: Tensor, weights: Tensor) -> Metrics:
 
 
 @torch.no_grad()
-def fraction_metrics(above: Tensor, below: Tensor, weights: Tensor) -> Metrics:
+def fraction_metrics(
+    above: Bool[Tensor, "*elements"], below: Bool[Tensor, "*elements"], weights: Float[Tensor, "*elements"]
+) -> Metrics:
     """The fraction of elements above and below the trust region. `above`, `below`, `weights`: [B, S]."""
     return {
         "train/clip_fraction": mean_metric((above | below).float(), weights),
@@ -150,7 +169,13 @@ def fraction_metrics(above: Tensor, below: Tensor, weights: Tensor) -> Metrics:
 # Losses and trust regions of tokens
 
 
-def weighted_log_prob_loss(log_ratio: Tensor, logp: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+def weighted_log_prob_loss(
+    log_ratio: Float[Tensor, "sum_L"],
+    logp: Float[Tensor, "sum_L"],
+    advantages: Float[Tensor, "sum_L"],
+    low: float,
+    high: float,
+) -> Float[Tensor, "sum_L"]:
     """-sg[clip(r, low, high)] A log pi per token. The weight is bounded, and every token has a gradient.
 
     CISPO, arXiv:2506.13585.
@@ -162,7 +187,9 @@ def weighted_log_prob_loss(log_ratio: Tensor, logp: Tensor, advantages: Tensor, 
     return -weight * advantages * logp
 
 
-def quadratic_penalty_loss(log_ratio: Tensor, advantages: Tensor, penalty: Tensor | float) -> Tensor:
+def quadratic_penalty_loss(
+    log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"], penalty: Float[Tensor, "sum_L"] | float
+) -> Float[Tensor, "sum_L"]:
     """-A r + |A| penalty (r - 1)^2 per token: a quadratic penalty replaces the clip.
 
     The gradient with respect to log pi is -A r (1 - 2 penalty sign(A) (r - 1)). It changes its sign where r is far
@@ -171,7 +198,9 @@ def quadratic_penalty_loss(log_ratio: Tensor, advantages: Tensor, penalty: Tenso
     return -advantages * log_ratio.exp() + advantages.abs() * penalty * log_ratio.expm1().square()
 
 
-def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+def soft_gate_loss(
+    log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"], tau_pos: float, tau_neg: float
+) -> Float[Tensor, "sum_L"]:
     """-A (4 / tau) sigmoid(tau (r - 1)) per token. The slope in r is 1 at r = 1 and falls to 0 on both sides.
 
     tau = tau_pos where A > 0, else tau_neg. SAPO, arXiv:2511.20347.
@@ -180,7 +209,7 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_ne
     return -advantages * (4.0 / tau) * torch.sigmoid(tau * log_ratio.expm1())
 
 
-def sequence_log_ratio(log_ratio: Tensor, rows: RowOffsets) -> Tensor:
+def sequence_log_ratio(log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Float[Tensor, "sum_L"]:
     """[sum L] the mean of log r_t over the row as value, with the gradient of each token's own log r_t (GSPO-token).
 
     Averaged over the tokens of a row, a loss of it has the value and the gradient of the same loss of the row's mean
@@ -190,30 +219,34 @@ def sequence_log_ratio(log_ratio: Tensor, rows: RowOffsets) -> Tensor:
     return mean + (log_ratio - log_ratio.detach())
 
 
-def one_sided_clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+def one_sided_clip(
+    log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"], low: float, high: float
+) -> Float[Tensor, "sum_L"]:
     """log r per token, clipped in the direction of the update: at most `high` if A > 0, at least -low if A < 0."""
     pushed_down = torch.where(advantages < 0, log_ratio.clamp(min=-low), 0.0)
     return torch.where(advantages > 0, log_ratio.clamp(max=high), pushed_down)
 
 
-def moves_towards_old(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def moves_towards_old(log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"]) -> Bool[Tensor, "sum_L"]:
     """bool per token: A (r - 1) <= 0, so the update moves pi back towards mu, or r = 1, or A = 0."""
     return advantages * log_ratio.detach() <= 0
 
 
-def binary_tv(logp: Tensor, old_logp: Tensor) -> Tensor:
+def binary_tv(logp: Float[Tensor, "sum_L"], old_logp: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
     """|pi - mu| per token: the total variation between the events "this token" and "another token"."""
     return (logp.detach().exp() - old_logp.exp()).abs()
 
 
-def binary_kl(logp: Tensor, old_logp: Tensor) -> Tensor:
+def binary_kl(logp: Float[Tensor, "sum_L"], old_logp: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
     """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) per token, nats: KL(mu || pi) of the same two events."""
     logp = logp.detach()
     other, old_other = -torch.expm1(logp), -torch.expm1(old_logp)  # 1 - pi, 1 - mu
     return old_logp.exp() * (old_logp - logp) + old_other * torch.log((old_other + 1e-8) / (other + 1e-8))
 
 
-def within_prefix_budget(divergence: Tensor, rows: RowOffsets, delta: float, w_min: float, delta_b: float) -> Tensor:
+def within_prefix_budget(
+    divergence: Float[Tensor, "sum_L"], rows: RowOffsets, delta: float, w_min: float, delta_b: float
+) -> Bool[Tensor, "sum_L"]:
     """bool per token: Z_t <= min(delta, delta + b W_{<t} - Z_{<t}), which bounds the divergence of every prefix.
 
     Z_t = w_t D_t with the position weights w_t = 1 - (1 - w_min) (t - 1) / (n - 1), W_{<t} and Z_{<t} the sums over

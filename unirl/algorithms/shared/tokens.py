@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from unirl.algorithms.shared.packed import NORMED, Aggregation, RowOffsets, row_
 from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.language.stage import TokenReplay, TokenStage
-from unirl.types.batch import Batch
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Surrogate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss(StageAlgorithm[TokenStage]):
+class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
     """L = agg( c P + beta KL(pi_theta || reference) - eta H(pi_theta) ) over tokens.
 
     P is the policy loss of a subclass (its `surrogate`), c the mismatch weight of an engine with other numerics, agg
@@ -74,7 +77,7 @@ class TokenLoss(StageAlgorithm[TokenStage]):
     """
 
     loss_agg_mode: Aggregation = "token-mean"
-    """What is averaged: all tokens, or sequences after a mean, a sum, or a sum / horizon over their tokens."""
+    """The loss is a mean over all tokens, or over sequences after a mean, a sum, or a sum / horizon over their tokens."""
     horizon: int | None = None
     """H of seq-mean-token-sum-norm: the length of the longest response (Dr.GRPO)."""
     old_logp_source: Literal["replay", "rollout"] = "replay"
@@ -157,26 +160,27 @@ class TokenLoss(StageAlgorithm[TokenStage]):
 
     # The contract of StageAlgorithm
 
-    def parts(self, segment: Batch) -> list[Part]:
+    def parts(self, segment: TextSegment) -> list[Part]:
         return [(0,)]  # one part: all tokens at once
 
-    def count(self, rows: RolloutTrack) -> float:
+    def count(self, rows: RolloutTrack[TextSegment]) -> float:
         return float(token_count(self.loss_agg_mode, self.row_offsets(rows), rows.weight))
 
-    def element_advantages(self, rows: RolloutTrack, part: Part) -> Tensor:
+    def element_advantages(self, rows: RolloutTrack[TextSegment], part: Part) -> Float[Tensor, "sum_L"]:
         """[sum L] the advantage of every token: that of its row."""
         assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
         return rows.advantages[row_of(rows.segment.offsets).to(rows.advantages.device)]
 
-    def anchor(self, rows: RolloutTrack, name: str, part: Part) -> Tensor | None:
+    def anchor(self, rows: RolloutTrack[TextSegment], name: str, part: Part) -> Float[Tensor, "sum_L ..."] | None:
         """[sum L] an anchor. None before the anchor pass has filled it."""
-        column: Tensor | None = rows.segment.anchors.get(name)
-        return column
+        return rows.segment.anchors.get(name)
 
-    def measure(self, stage: TokenStage, rows: RolloutTrack, part: Part) -> PolicyOutputs:
+    def measure(self, stage: TokenStage, rows: RolloutTrack[TextSegment], part: Part) -> PolicyOutputs:
         return self._outputs(self.replay(stage, rows))
 
-    def loss(self, stage: TokenStage, rows: RolloutTrack, part: Part, now: TrainingProgress = START) -> LossResult:
+    def loss(
+        self, stage: TokenStage, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress = START
+    ) -> LossResult:
         """One forward over all tokens, then the sum of policy loss, KL, entropy and the terms of the subclass."""
         replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
@@ -193,14 +197,14 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         loss, term_metrics = self._aggregated(terms | surrogate.terms, tokens, rows)
         return LossResult(loss, metrics | term_metrics, self._outputs(replay))
 
-    def parity(self, rows: RolloutTrack, part: Part, outputs: PolicyOutputs) -> Metrics:
+    def parity(self, rows: RolloutTrack[TextSegment], part: Part, outputs: PolicyOutputs) -> Metrics:
         offsets = self.row_offsets(rows)
         gap = offsets.masked(rows.segment.logp - outputs["logp"])
         return drift_metrics(gap, offsets.masked(offsets.spread(rows.weight)))
 
     # The terms of the loss
 
-    def row_offsets(self, rows: RolloutTrack) -> RowOffsets:
+    def row_offsets(self, rows: RolloutTrack[TextSegment]) -> RowOffsets:
         """The rows of all tokens and the counted tokens.
 
         Counted are tokens with loss_mask True of rows with weight > 0. With `mask_truncated`, tokens of truncated
@@ -211,7 +215,7 @@ class TokenLoss(StageAlgorithm[TokenStage]):
             live = live & rows.segment.finished.to(live.device)
         return RowOffsets.of(rows.segment.offsets, rows.segment.loss_mask, live)
 
-    def replay(self, stage: TokenStage, rows: RolloutTrack, *, entropy: bool = False) -> TokenReplay:
+    def replay(self, stage: TokenStage, rows: RolloutTrack[TextSegment], *, entropy: bool = False) -> TokenReplay:
         """The outputs of the stage's current weights at all tokens of `rows`."""
         return stage.replay(rows.conditions, rows.segment, entropy=entropy)
 
@@ -220,7 +224,7 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         outputs: PolicyOutputs = {"logp": replay.logp.detach()}
         return outputs if replay.values is None else outputs | {"value": replay.values.detach()}
 
-    def tokens(self, logp: Tensor, rows: RolloutTrack, part: Part) -> Tokens:
+    def tokens(self, logp: Float[Tensor, "sum_L"], rows: RolloutTrack[TextSegment], part: Part) -> Tokens:
         """The inputs of `surrogate`, with zeros at tokens that are not counted. Importance ratios are formed here.
 
         Args:
@@ -239,18 +243,22 @@ class TokenLoss(StageAlgorithm[TokenStage]):
             rows=offsets,
         )
 
-    def token_advantages(self, rows: RolloutTrack, part: Part, old_logp: Tensor) -> Tensor:
+    def token_advantages(
+        self, rows: RolloutTrack[TextSegment], part: Part, old_logp: Float[Tensor, "sum_L"]
+    ) -> Float[Tensor, "sum_L"]:
         """[sum L] the advantage of each token before a KL in the reward; read only at counted tokens."""
         return self.element_advantages(rows, part)
 
     def assign_credit(
-        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack, part: Part, now: TrainingProgress
+        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress
     ) -> Tokens:
         """The tokens with their final advantages: here after a KL in the reward, in `ARPPO` after GAE."""
         kl_penalty = self.kl_penalty(tokens, rows, part, now)
         return tokens if kl_penalty is None else penalized(tokens, kl_penalty)
 
-    def kl_penalty(self, tokens: Tokens, rows: RolloutTrack, part: Part, now: TrainingProgress) -> Tensor | None:
+    def kl_penalty(
+        self, tokens: Tokens, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress
+    ) -> Float[Tensor, "sum_L"] | None:
         """[sum L] beta KL, to be subtracted from the reward of each token. None unless kl_in=reward."""
         if self.kl_coef == 0.0 or self.kl_in == "loss":
             return None
@@ -264,14 +272,14 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         bonus = {"train/entropy_loss": -self.entropy_coef * replay.entropy}
         return bonus, {"train/entropy": mean_metric(replay.entropy, tokens.weights)}
 
-    def reference_kl(self, tokens: Tokens, rows: RolloutTrack, part: Part) -> Tensor:
+    def reference_kl(self, tokens: Tokens, rows: RolloutTrack[TextSegment], part: Part) -> Float[Tensor, "sum_L"]:
         """[sum L] KL to the reference, nats: of pi_theta with graph in the loss, of pi_old in the reward."""
         reference = self.anchor(rows, "ref_logp", part)
         assert reference is not None, "the anchor pass comes before the loss"
         policy = tokens.logp if self.kl_in == "loss" else tokens.old_logp
         return kl_estimate(self.kl_estimator, policy - tokens.rows.masked(reference))
 
-    def _corrected(self, losses: Tensor, tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
+    def _corrected(self, losses: Tensor, tokens: Tokens, rows: RolloutTrack[TextSegment]) -> tuple[Tensor, Metrics]:
         """[sum L] the policy losses times the mismatch weights, if the recipe has a correction."""
         if self.mismatch is None:
             return losses, {}
@@ -279,7 +287,9 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         corrected = self.mismatch(gap, tokens.rows)
         return corrected.weights * losses, mismatch_metrics(gap, corrected, tokens.weights)
 
-    def _aggregated(self, terms: dict[str, Tensor], tokens: Tokens, rows: RolloutTrack) -> tuple[Tensor, Metrics]:
+    def _aggregated(
+        self, terms: dict[str, Tensor], tokens: Tokens, rows: RolloutTrack[TextSegment]
+    ) -> tuple[Tensor, Metrics]:
         """[] the sum of all terms, which the stack divides by `count`, and each term already divided as a metric."""
         shares = token_shares(self.loss_agg_mode, tokens.rows, rows.weight, self.horizon)
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
@@ -288,14 +298,14 @@ class TokenLoss(StageAlgorithm[TokenStage]):
         return torch.stack(list(sums.values())).sum(), metrics
 
 
-def penalized(tokens: Tokens, penalty: Tensor) -> Tokens:
+def penalized(tokens: Tokens, penalty: Float[Tensor, "sum_L"]) -> Tokens:
     """The tokens with `penalty` [sum L] subtracted from rewards: an advantage loses its own and all later penalties."""
     to_go = tokens.rows.rest(penalty.detach()).to(tokens.advantages.dtype)
     return replace(tokens, advantages=tokens.rows.masked(tokens.advantages - to_go))
 
 
 @torch.no_grad()
-def surrogate_metrics(surrogate: Surrogate, weights: Tensor) -> Metrics:
+def surrogate_metrics(surrogate: Surrogate, weights: Float[Tensor, "sum_L"]) -> Metrics:
     """Distance of the policy from the one that sampled.
 
     Args:
@@ -312,7 +322,7 @@ def surrogate_metrics(surrogate: Surrogate, weights: Tensor) -> Metrics:
 
 
 @torch.no_grad()
-def drift_metrics(gap: Tensor, weights: Tensor) -> Metrics:
+def drift_metrics(gap: Float[Tensor, "sum_L"], weights: Float[Tensor, "sum_L"]) -> Metrics:
     """Distance of the engine that sampled from the trainer's replay with the same weights.
 
     Args:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import InvalidValueError
 from unirl.sde.noise import NoiseSource
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 HALF_ULP = 2.0**-25
 """Half the spacing of float32 uniforms. Added to a uniform, it keeps it inside (0, 1), where quantiles are finite."""
@@ -31,7 +34,7 @@ class TrainingTimes(Protocol):
         """
         ...
 
-    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
         """[B, n] float32 on the CPU. Row b is a function of ids[b] alone.
 
         Args:
@@ -76,7 +79,7 @@ class ScheduleTimes:
             )
         return levels if self.num_times is None else min(self.num_times, levels)
 
-    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
         """[B, n] float32 on the CPU."""
         num_steps = len(sigmas) - 1
         positions, count = self._positions(num_steps), self.count(num_steps)
@@ -125,7 +128,7 @@ class UniformTimes:
         """`num_times`."""
         return self.num_times
 
-    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
         """[B, n] float32 on the CPU."""
         u = _quantiles(noise, ids, self.num_times, self.stratified, self.shared)
         return (self.low + (self.high - self.low) * u).float()
@@ -161,7 +164,7 @@ class LogitNormalTimes:
         """`num_times`."""
         return self.num_times
 
-    def draw(self, sigmas: Tensor, noise: NoiseSource, ids: Sequence[str]) -> Tensor:
+    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
         """[B, n] float32 on the CPU."""
         z = torch.special.ndtri(_quantiles(noise, ids, self.num_times, self.stratified, self.shared))
         u = torch.sigmoid(self.mean + self.std * z)

@@ -73,7 +73,7 @@ def mixture_velocity(means: Tensor, std: float) -> Callable[[Tensor, Tensor], Te
 
 @dataclass
 class Run:
-    """What a training run looked like."""
+    """The rewards of a training run."""
 
     rewards: list[float]
     updates: list[dict[str, float]]
@@ -107,7 +107,7 @@ def rollout(stage: DiffusionStage, size: int, params: DiffusionSamplingParams, s
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What is tried on a flow."""
+    """A loss and its settings, to be trained on a flow."""
 
     algorithm: StageAlgorithm[DiffusionStage]
     kernel: Kernel = FLOW_SDE

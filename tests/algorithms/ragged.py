@@ -51,7 +51,7 @@ class LeafStage:
         )
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the log-probs and of the entropies; zeros for what the loss does not read."""
+        """Gradients of the log-probs and of the entropies; zeros where the loss does not read them."""
         found = torch.autograd.grad(loss, [self.logp, self.entropy], allow_unused=True)
         return tuple(torch.zeros_like(self.logp) if g is None else g for g in found)  # type: ignore[return-value]
 

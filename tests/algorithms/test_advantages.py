@@ -46,7 +46,7 @@ def test_own_std_gives_sum_zero_and_sum_of_squares_n_per_group(groups: int, size
     assert torch.allclose(found.square().sum(1), expected, rtol=1e-4)
 
 
-def test_it_is_the_papers_formula_with_population_std_and_eps_outside_the_root() -> None:
+def test_formula_of_the_paper_with_population_std_and_eps_outside_the_root() -> None:
     r = rewards_of(3, 5).numpy().reshape(3, 5)
     centred = r - r.mean(1, keepdims=True)
     for std, divisor in (
@@ -60,7 +60,7 @@ def test_it_is_the_papers_formula_with_population_std_and_eps_outside_the_root()
     np.testing.assert_allclose(found, (r - r.mean()) / (r.std() + 0.1), rtol=1e-6)
 
 
-def test_an_affine_change_of_the_rewards_changes_no_advantage() -> None:
+def test_affine_changes_of_the_rewards_do_not_change_advantages() -> None:
     r = rewards_of(2, 6)
     plain = advantages(r, ids(2, 6), eps=1e-12)
     assert torch.allclose(plain, advantages(7 * r - 3, ids(2, 6), eps=1e-12), rtol=1e-6)
@@ -88,13 +88,13 @@ def test_equal_rewards_that_float32_cannot_represent_give_exactly_zero(std: str)
     assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.5
 
 
-def test_rewards_that_differ_by_round_off_are_dead() -> None:
+def test_rewards_that_differ_by_round_off_count_as_equal() -> None:
     r = torch.tensor([0.1, 0.1, 0.1, 0.1]) * torch.tensor([1.0, 1 + 1.2e-7, 1.0, 1 - 6e-8])
     assert torch.equal(advantages(r, ids(1, 4)), torch.zeros(4))
     assert advantages(torch.tensor([1e-8, 2e-8]), ids(1, 2), eps=1e-12).abs().min() > 0.9
 
 
-def test_all_groups_dead_gives_zeros_and_no_division() -> None:
+def test_groups_of_equal_rewards_give_zeros_without_a_division_by_zero() -> None:
     assert torch.equal(advantages(torch.ones(6), ids(2, 3), std="batch"), torch.zeros(6))
 
 
@@ -119,7 +119,7 @@ def test_a_row_of_weight_zero_is_zero_and_changes_no_other(std: str, bad: float)
     assert found[3] == 0 and torch.equal(found[rest], alone)
 
 
-def test_a_group_without_a_row_that_counts_is_not_a_dead_group() -> None:
+def test_a_group_without_valid_rows_is_not_counted_as_zero_std() -> None:
     weight = torch.tensor([1.0, 1.0, 0.0, 0.0])
     found = result(torch.tensor([0.0, 1.0, 5.0, 5.0]), ids(2, 2), weight)
     assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.0
@@ -218,7 +218,7 @@ def test_leaving_one_out_is_n_over_n_minus_one_times_dr_grpo() -> None:
     assert torch.allclose(advantages(r, ids(3, 6), std="none", clip=None, leave_one_out=True), 6 / 5 * centred)
 
 
-def test_a_group_of_one_that_leaves_itself_out_is_dead() -> None:
+def test_leave_one_out_in_a_group_of_one_gives_zero() -> None:
     found = result(torch.tensor([1.0, 5.0, 7.0]), ["a@0", "b@0", "b@0"], std="none", leave_one_out=True)
     assert found.advantages.tolist() == [0.0, -2.0, 2.0]
     assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.5
@@ -226,7 +226,7 @@ def test_a_group_of_one_that_leaves_itself_out_is_dead() -> None:
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("options", [{"scope": "global", "std": "none"}, {"std": "none"}, {"std": "group"}])
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_rows_that_count(
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_valid_rows(
     options: dict[str, Any], unbiased: bool
 ) -> None:
     weight = torch.ones(40)
@@ -237,7 +237,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_rows_that_coun
     assert float(kept.var(correction=int(unbiased))) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_reinforce_plus_plus_with_baseline_divides_what_the_group_mean_left_over() -> None:
+def test_reinforce_plus_plus_with_baseline_divides_by_the_std_of_centred_rewards() -> None:
     r = rewards_of(4, 5)
     rest = r.view(4, 5) - r.view(4, 5).mean(1, keepdim=True)
     found = advantages(r, ids(4, 5), std="none", whiten=True, clip=None)
@@ -245,13 +245,13 @@ def test_reinforce_plus_plus_with_baseline_divides_what_the_group_mean_left_over
     assert not np.allclose(found.numpy(), advantages(r, ids(4, 5), std="batch", clip=None).numpy(), rtol=0.01)
 
 
-def test_a_dead_group_stays_zero_when_the_batch_is_whitened() -> None:
+def test_a_group_of_equal_rewards_stays_zero_when_the_batch_is_whitened() -> None:
     r = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 9.0])
     found = advantages(r, ids(2, 3), std="none", whiten=True, trim=0.34)  # trimmed: the sum of a group is not 0
     assert found[:3].tolist() == [0.0, 0.0, 0.0] and found[3:].abs().min() > 0.1
 
 
-def test_an_outlier_moves_no_trimmed_statistic() -> None:
+def test_an_outlier_does_not_change_trimmed_statistics() -> None:
     usual = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     wild = torch.tensor([1.0, 2.0, 3.0, 4.0, 500.0])
     found = advantages(wild, ids(1, 5), trim=0.2, clip=None)
@@ -259,7 +259,7 @@ def test_an_outlier_moves_no_trimmed_statistic() -> None:
     assert float(found[4]) == pytest.approx(497 / math.sqrt(2 / 3), rel=1e-5)
 
 
-def test_one_outlier_among_equals_has_no_trimmed_scale_and_is_counted_as_dead() -> None:
+def test_one_outlier_among_equal_rewards_has_no_trimmed_std_and_gives_zero() -> None:
     r = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
     found = result(r, ids(1, 5), trim=0.2)
     assert torch.equal(found.advantages, torch.zeros(5))
@@ -267,7 +267,7 @@ def test_one_outlier_among_equals_has_no_trimmed_scale_and_is_counted_as_dead() 
     assert advantages(r, ids(1, 5), trim=0.2, std="none").tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_whole_weights_count_a_row_so_many_times() -> None:
+def test_an_integer_weight_equals_repeated_rows() -> None:
     r = rewards_of(2, 3)
     weight = torch.tensor([1.0, 3.0, 2.0, 1.0, 1.0, 2.0])
     times = [i for i in range(6) for _ in range(int(weight[i]))]
@@ -278,7 +278,7 @@ def test_whole_weights_count_a_row_so_many_times() -> None:
 
 @pytest.mark.parametrize("options", [{"trim": 0.3}, {"leave_one_out": True}, {"unbiased": True}, {"whiten": True}])
 @pytest.mark.parametrize("bad", [1e9, math.nan, math.inf])
-def test_no_option_lets_a_row_of_weight_zero_change_others(options: dict[str, Any], bad: float) -> None:
+def test_rows_of_weight_zero_do_not_change_others_with_any_option(options: dict[str, Any], bad: float) -> None:
     r, weight = rewards_of(2, 5), torch.ones(10)
     weight[3] = 0
     r[3] = bad
@@ -288,7 +288,7 @@ def test_no_option_lets_a_row_of_weight_zero_change_others(options: dict[str, An
     assert torch.equal(found[rest], advantages(r[rest], [ids(2, 5)[i] for i in rest], **options))
 
 
-def test_a_step_without_rows_that_count_gives_zeros() -> None:
+def test_a_step_without_valid_rows_gives_zeros() -> None:
     for options in ({}, {"std": "batch"}, {"whiten": True, "unbiased": True, "leave_one_out": True, "trim": 0.1}):
         found = result(torch.full((4,), math.nan), ids(2, 2), torch.zeros(4), **options)
         assert torch.equal(found.advantages, torch.zeros(4)) and torch.equal(found.weight, torch.zeros(4))

@@ -44,7 +44,7 @@ def loss_and_slope(algorithm: ARGRPO, advantage: float, ratio: float) -> tuple[f
         (-2.0, 1.5, 3.0),
     ],
 )
-def test_clip_higher_drops_only_what_has_gone_far_enough_in_its_own_direction(
+def test_clip_higher_clips_only_ratios_beyond_the_bound_of_their_direction(
     advantage: float, ratio: float, slope: float
 ) -> None:
     found = loss_and_slope(ARGRPO(clip_range=0.2, clip_range_high=0.28), advantage, ratio)
@@ -69,7 +69,7 @@ def test_the_clip_range_follows_its_schedule() -> None:
     assert (early.value, late.value) == (0.0, 1.0)
 
 
-def test_clip_fractions_and_extremes_are_those_of_the_tokens_that_count() -> None:
+def test_clip_fractions_and_extremes_use_counted_tokens_only() -> None:
     stage, track = ragged(5)
     found = values(ARGRPO(clip_range=0.2, clip_range_high=0.4).loss(stage, track, (0,)).metrics)
     live = track.segment.loss_mask & (track.weight > 0).repeat_interleave(track.segment.lengths)
@@ -94,7 +94,7 @@ def test_clip_fractions_and_extremes_are_those_of_the_tokens_that_count() -> Non
     [("k2", k2), ("k3", k3), ("k3+", lambda d: k3(d).detach() + k2(d) - k2(d).detach())],
 )
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_a_kl_in_the_loss_is_aggregated_as_the_loss_is(estimator: Any, term: Any, mode: Any) -> None:
+def test_a_kl_in_the_loss_uses_the_aggregation_of_the_loss(estimator: Any, term: Any, mode: Any) -> None:
     stage, track = ragged(4)
     algorithm = ARGRPO(loss_agg_mode=mode, kl_coef=0.3, kl_estimator=estimator)
 
@@ -110,7 +110,7 @@ def test_a_kl_in_the_loss_is_aggregated_as_the_loss_is(estimator: Any, term: Any
     assert metrics["train/kl_coef"] == 0.6
 
 
-def test_a_kl_in_the_reward_is_paid_by_all_tokens_up_to_its_own() -> None:
+def test_a_kl_in_the_reward_lowers_the_advantage_of_its_own_and_earlier_tokens() -> None:
     stage, track = ragged(4)
     algorithm = ARGRPO(kl_coef=0.3, kl_in="reward", kl_estimator="k1")
 
@@ -123,7 +123,7 @@ def test_a_kl_in_the_reward_is_paid_by_all_tokens_up_to_its_own() -> None:
     assert_same_gradient(stage, found, looped(stage, track, per_token, "token-mean"))
 
 
-def test_an_entropy_bonus_is_taken_off_the_loss_and_logged() -> None:
+def test_an_entropy_bonus_is_subtracted_from_the_loss_and_logged() -> None:
     stage, track = ragged(4)
     algorithm = ARGRPO(entropy_coef=0.2)
 
@@ -185,7 +185,7 @@ def table_gradient(stage: TableStage, loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_weighing_by_the_reward_or_by_its_distance_to_any_baseline_is_one_gradient(length: int) -> None:
+def test_a_baseline_does_not_change_the_expected_gradient(length: int) -> None:
     stage = double_stage(0)
     track = everything(stage, length)
     assert float(track.weight.sum()) == pytest.approx(1.0, rel=1e-12)

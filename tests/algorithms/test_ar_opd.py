@@ -39,7 +39,7 @@ def test_the_gap_to_the_teacher_is_the_advantage_of_a_token(mode: str) -> None:
     assert metrics["train/kl_teacher"] == pytest.approx(kl, rel=1e-9)
 
 
-def test_what_it_needs_is_the_teachers_snapshot_and_one_update_per_rollout() -> None:
+def test_needs_are_the_teacher_snapshot_and_one_update_per_rollout() -> None:
     algorithm = AROPD(teacher="ema")
     assert algorithm.anchors()["teacher_logp"] == Anchor("ema", "logp")
     assert algorithm.needs.snapshots == ("ema",) and not algorithm.needs.multi_update
@@ -52,7 +52,7 @@ def test_it_keeps_the_contract_of_losses() -> None:
     check_algorithm(AROPD(old_logp_source="rollout"), token_stage(seed=0), track)
 
 
-def test_a_student_becomes_its_teacher() -> None:
+def test_the_student_converges_to_the_teacher() -> None:
     table = token_table(seed=1, vocabulary=4, prompts=2)
     teacher = table.table.detach().clone()
     backend = FSDPBackend(table, optimizer_cfg=OptimizerConfig(learning_rate=0.1, weight_decay=0.0))

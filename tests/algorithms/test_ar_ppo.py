@@ -218,7 +218,7 @@ def test_only_a_value_gradient_through_the_policy_reaches_the_policy() -> None:
 
 
 def credit_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW) -> tuple[StepCredit, Tensor]:
-    """What each packed token was worth, and which count."""
+    """Advantages and returns of the packed tokens, and the mask of counted tokens."""
     tokens = algorithm.tokens(track.segment.logp, track, (0,))
     old = tokens.rows.masked(track.segment.anchors["old_value"])
     return algorithm.gae_credit(tokens, old, track, (0,), now), tokens.rows.token_mask
@@ -227,7 +227,7 @@ def credit_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW
 def alone(
     algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress = NOW
 ) -> list[tuple[list[int], list[float], list[float]]]:
-    """Of each row that counts: its tokens, their rewards, and their old values."""
+    """Tokens, rewards and old values of each row of positive weight."""
     rows = [row.tokens for row in rows_of(replace(algorithm, whiten=False), track, now)]
     old = track.segment.anchors["old_value"]
     return [
@@ -239,7 +239,7 @@ def alone(
 
 @pytest.mark.parametrize("gamma", [0.9, 1.0])
 @pytest.mark.parametrize("kl_penalty", [{}, KL_IN_REWARD], ids=["no kl_penalty", "kl in reward"])
-def test_lambda_one_is_the_monte_carlo_return_less_the_value(gamma: float, kl_penalty: dict[str, Any]) -> None:
+def test_lambda_one_is_the_monte_carlo_return_minus_the_value(gamma: float, kl_penalty: dict[str, Any]) -> None:
     algorithm = ARPPO(gamma=gamma, lam=1.0, outcome="rewards", **kl_penalty)
     _, track = judged(0)
     credit, counts = credit_of(algorithm, track)
@@ -261,7 +261,7 @@ def test_lambda_zero_is_the_temporal_difference_error() -> None:
         assert credit.advantages[tokens].tolist() == pytest.approx(errors, rel=1e-12, abs=1e-12)
 
 
-def test_a_cut_response_is_followed_by_the_value_of_its_last_state() -> None:
+def test_a_truncated_response_bootstraps_from_the_value_of_its_last_state() -> None:
     """Its last token is where V is read: those before it are credited as if the episode went on from there."""
     algorithm = ARPPO(gamma=0.9, lam=0.7, outcome="rewards", bootstrap_truncated=True)
     _, track = judged(1)
@@ -287,7 +287,7 @@ def test_a_cut_response_is_followed_by_the_value_of_its_last_state() -> None:
     assert seen >= 2 and not credit.advantages[~counts].any()
 
 
-def test_an_outcome_without_discount_or_price_is_worth_itself_less_each_value() -> None:
+def test_without_discount_and_kl_the_advantage_is_the_outcome_minus_each_value() -> None:
     algorithm = ARPPO(lam=1.0, outcome="rewards")
     _, track = judged(2)
     credit, counts = credit_of(algorithm, track)
@@ -297,7 +297,7 @@ def test_an_outcome_without_discount_or_price_is_worth_itself_less_each_value() 
 
 
 @pytest.mark.parametrize("options", [{}, {"gamma": 0.9, "lam": 0.6} | KL_IN_REWARD], ids=["default", "kl in reward"])
-def test_packed_rows_have_the_credit_of_padded_ones(options: dict[str, Any]) -> None:
+def test_packed_and_padded_rows_have_equal_advantages(options: dict[str, Any]) -> None:
     """The recursion over the columns of a padded batch, which carries its state across tokens that do not count."""
     algorithm = ARPPO(**options)
     _, track = judged(3)
@@ -330,7 +330,7 @@ def test_packed_rows_have_the_credit_of_padded_ones(options: dict[str, Any]) -> 
 
 @EVERY_OPTION
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
-def test_what_stands_at_tokens_and_rows_that_do_not_count_never_matters(options: dict[str, Any], poison: float) -> None:
+def test_values_at_uncounted_tokens_and_rows_have_no_effect(options: dict[str, Any], poison: float) -> None:
     algorithm = ARPPO(**options, mismatch=SequenceTIS(cap=1.05), entropy_coef=0.1)
     stage, track = judged(2)
     dead = torch.zeros(len(track), dtype=torch.bool)
@@ -372,7 +372,7 @@ def one_token(value: float, old: float, reward: float) -> tuple[LeafStage, Rollo
     return stage, track.replace(segment=segment, rewards=torch.tensor([reward], dtype=torch.float64))
 
 
-def test_the_value_loss_has_its_published_golden() -> None:
+def test_the_value_loss_has_its_published_value() -> None:
     stage, track = one_token(value=2.0, old=1.0, reward=0.0)
     algorithm = ARPPO(outcome="rewards", value_clip=0.2, vf_coef=0.5)
     result = algorithm.loss(stage, track, (0,))
@@ -383,14 +383,14 @@ def test_the_value_loss_has_its_published_golden() -> None:
     assert slope.tolist() == pytest.approx([0.5 * 2.0], rel=1e-12)
 
 
-def test_a_value_that_has_come_far_enough_has_no_gradient_until_the_next_step() -> None:
+def test_a_clipped_value_has_no_gradient_until_the_next_step() -> None:
     stage, track = one_token(value=1.5, old=1.0, reward=2.0)
     (clipped,) = torch.autograd.grad(found(ARPPO(outcome="rewards"), stage, track), stage.value)
     (free,) = torch.autograd.grad(found(ARPPO(outcome="rewards", value_clip=None), stage, track), stage.value)
     assert clipped.item() == 0.0 and free.item() == pytest.approx(0.5 * -0.5, rel=1e-12)
 
 
-def test_metrics_are_those_of_the_tokens_that_count() -> None:
+def test_metrics_use_counted_tokens_only() -> None:
     algorithm = ARPPO(outcome="rewards", value_clip=0.2)
     stage, track = judged(4)
     metrics = values(algorithm.loss(stage, track, (0,)).metrics)
@@ -429,7 +429,7 @@ def test_it_keeps_the_contract_of_losses(options: dict[str, Any], more: dict[str
 
 @EVERY_OPTION
 @pytest.mark.parametrize("cut", [[1] * 7, [3, 4], [6, 1]], ids=str)
-def test_any_cut_into_micro_batches_gives_the_whole(options: dict[str, Any], cut: list[int]) -> None:
+def test_every_division_into_micro_batches_gives_the_same_loss(options: dict[str, Any], cut: list[int]) -> None:
     algorithm = ARPPO(**options)
     stage, track = judged(1)
     now, bounds = in_step(algorithm, track), [0, *itertools.accumulate(cut)]
@@ -443,7 +443,7 @@ def test_any_cut_into_micro_batches_gives_the_whole(options: dict[str, Any], cut
 
 
 @EVERY_OPTION
-def test_it_neither_waits_for_its_device_nor_mixes_devices(options: dict[str, Any]) -> None:
+def test_the_loss_neither_syncs_with_its_device_nor_mixes_devices(options: dict[str, Any]) -> None:
     algorithm = ARPPO(**options)
     stage, track = judged(0)
     far = LeafStage(*(leaf.detach().to("meta") for leaf in (stage.logp, stage.entropy, stage.value)))
@@ -461,7 +461,7 @@ def test_nothing_to_train_is_a_loss_of_zero(options: dict[str, Any]) -> None:
     assert all(math.isfinite(number) for number in values(result.metrics).values())
 
 
-def test_what_it_needs_and_anchors() -> None:
+def test_needs_and_anchors() -> None:
     algorithm, live = ARPPO(), {"old_logp": Anchor("live", "logp"), "old_value": Anchor("live", "value")}
     assert algorithm.needs.value and algorithm.needs.multi_update and not algorithm.needs.totals
     assert algorithm.anchors() == live and ARPPO(whiten=True).needs.totals
@@ -486,7 +486,7 @@ def test_what_it_needs_and_anchors() -> None:
         {"horizon": 8},
     ],
 )
-def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_settings_without_effect_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{next(iter(options))}"):
         ARPPO(**options)
 

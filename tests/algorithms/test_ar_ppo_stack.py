@@ -40,7 +40,7 @@ def setup(algorithm: ARPPO, table: TokenTable, nudge: float = 0.1, **options: An
 
 
 def gradients(algorithm: ARPPO, micro_batch_size: int) -> list[Tensor]:
-    """Of policy and head in both updates, which do not move the weights."""
+    """Gradients of policy and head in both updates, which do not change the weights."""
     stack, stage = setup(
         algorithm,
         token_table(0),
@@ -142,7 +142,7 @@ def two_tokens(stage: TableStage, step: int) -> RolloutTrack:
     return track.replace(rewards=rewards, advantages=rewards)
 
 
-def test_its_critic_learns_the_expected_reward_of_every_state_and_credits_the_token_that_earned_it() -> None:
+def test_the_critic_learns_the_expected_reward_of_every_state_and_the_right_token_gets_the_advantage() -> None:
     """On a policy that stands still, expected rewards are known: p(right) before the first token, 0 or 1 after it."""
     stack, stage = setup(
         ARPPO(outcome="rewards", value_clip=None),
@@ -180,6 +180,6 @@ def alone_with_its_reward(value_rate: float, seed: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_without_siblings_to_compare_with_its_critic_is_the_baseline(seed: int) -> None:
+def test_with_one_sample_per_prompt_the_critic_is_the_baseline(seed: int) -> None:
     assert alone_with_its_reward(1e-2, seed) > 0.95  # at best 1, by chance 1 / 4
     assert alone_with_its_reward(1e-30, seed) < 0.85  # a head that stands still at 0

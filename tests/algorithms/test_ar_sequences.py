@@ -25,7 +25,7 @@ def test_gspo_of_single_tokens_is_grpo() -> None:
 
 
 @pytest.mark.parametrize("log_ratio", [-0.4, -0.05, 0.05, 0.4])
-def test_gspo_of_tokens_that_all_moved_alike_is_grpo_at_that_ratio(log_ratio: float) -> None:
+def test_gspo_of_tokens_with_equal_ratios_is_grpo_at_that_ratio(log_ratio: float) -> None:
     stage, track = ragged(0)
     old = stage.logp.detach() - log_ratio
     track = track.replace(segment=track.segment.replace(anchors={"old_logp": old}))
@@ -66,7 +66,7 @@ def test_gmpo_without_its_clip_is_gspo_without_its_clip() -> None:
 
 
 @pytest.mark.parametrize(("advantage", "bounded"), [(1.0, [0.4, -0.9, 0.1]), (-1.0, [0.9, -0.4, 0.1])])
-def test_gmpo_bounds_a_token_on_the_side_to_which_it_is_pushed(advantage: float, bounded: list[float]) -> None:
+def test_gmpo_clips_a_token_in_the_direction_of_its_update(advantage: float, bounded: list[float]) -> None:
     stage, track = three_tokens(advantage, [0.9, -0.9, 0.1])
     algorithm = GMPO(clip_range=0.4)
     loss = value(algorithm, stage, track)
@@ -86,7 +86,7 @@ def test_a_token_without_advantage_has_no_gradient_in_gmpo() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [GSPO(), GMPO()])
-def test_a_sequence_weight_is_no_sum_over_tokens_however_long(algorithm: TokenLoss) -> None:
+def test_the_sequence_ratio_does_not_grow_with_length(algorithm: TokenLoss) -> None:
     """A response ten times as long moves the policy as much."""
     short, long = three_tokens(1.0, [0.0] * 3), three_tokens(1.0, [0.0] * 30)
     sizes = [float(stage.gradients(value(algorithm, stage, track))[0].sum()) for stage, track in (short, long)]

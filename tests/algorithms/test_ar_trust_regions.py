@@ -53,7 +53,7 @@ def test_drpo_has_the_papers_gradient(logp: float, old: float, advantage: float,
     assert slope_of(losses, new) == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
-def test_drpo_of_rare_tokens_is_the_plain_gradient_and_spo_is_drpo_of_certain_ones() -> None:
+def test_drpo_of_rare_tokens_is_the_plain_gradient_and_spo_is_drpo_with_mu_one() -> None:
     stage, track = ragged(0)
     rare = shifted(stage, track, -60.0)
     plain = looped(stage, rare, lambda row: -row.advantage * row.ratio, "token-mean")
@@ -73,7 +73,7 @@ def shifted(stage: LeafStage, track: RolloutTrack, by: float) -> RolloutTrack:
     return track.replace(segment=track.segment.replace(anchors=anchors))
 
 
-def test_drpo_counts_tokens_whose_gradient_has_turned() -> None:
+def test_drpo_counts_tokens_whose_gradient_has_changed_sign() -> None:
     stage, track = ragged(0, (4,))
     old = tensor(*[math.log(p) for p in (0.5, 0.5, 0.7, 0.01)])
     with torch.no_grad():
@@ -109,14 +109,14 @@ def test_without_a_bound_no_token_is_dropped(algorithm: TokenLoss) -> None:
 
 
 @pytest.mark.parametrize("delta", [0.01, 0.05, 0.2])
-def test_cppo_without_weights_and_with_an_endless_budget_is_dppo(delta: float) -> None:
+def test_cppo_without_weights_and_with_an_unlimited_budget_is_dppo(delta: float) -> None:
     stage, track = ragged(3)
     cppo, dppo = CPPO(delta=delta, w_min=1.0, delta_b=1e9), DPPO(delta=delta)
     assert_same_gradient(stage, value(cppo, stage, track), value(dppo, stage, track))
 
 
 @pytest.mark.parametrize("algorithm", [DPPO(delta=1e-9), DPPO(divergence="kl", delta=1e-12), CPPO(delta=1e-9)])
-def test_a_bound_of_nothing_leaves_exactly_the_tokens_on_their_way_back(algorithm: TokenLoss) -> None:
+def test_a_bound_of_zero_trains_exactly_the_tokens_that_move_back(algorithm: TokenLoss) -> None:
     stage, track = ragged(1)
     back = looped(
         stage,
@@ -181,7 +181,7 @@ def test_the_kl_of_dppo_is_that_from_the_old_policy_to_the_new() -> None:
     assert dropped(DPPO(divergence="kl", delta=0.52), [(0.9, 0.5)]) == [False]
 
 
-def test_cppo_forgives_late_tokens_by_w_min_and_gives_every_token_a_budget_by_delta_b() -> None:
+def test_cppo_weighs_late_tokens_by_w_min_and_gives_every_token_a_budget_by_delta_b() -> None:
     late = [(0.5, 0.5), (0.5, 0.5), (0.65, 0.5)]
     for w_min, lost in ((1.0, True), (0.5, False)):
         assert dropped(CPPO(delta=0.1, w_min=w_min), late) == [False, False, lost]
@@ -190,7 +190,7 @@ def test_cppo_forgives_late_tokens_by_w_min_and_gives_every_token_a_budget_by_de
         assert dropped(CPPO(delta=0.1, w_min=1.0, delta_b=delta_b), twice) == [False, lost]
 
 
-def test_cppo_keeps_a_token_that_has_not_moved_whatever_was_spent_before_it() -> None:
+def test_cppo_trains_an_unmoved_token_after_any_prefix() -> None:
     assert dropped(CPPO(delta=0.1, delta_b=0.001), [(0.9, 0.5), (0.5, 0.5)]) == [True, False]
 
 
@@ -200,7 +200,9 @@ def test_cppo_keeps_a_token_that_has_not_moved_whatever_was_spent_before_it() ->
     st.floats(0.3, 1.0),
     st.floats(0.01, 0.1),
 )
-def test_the_prefix_budget_is_the_papers(rows: list[list[tuple[float, bool]]], w_min: float, delta_b: float) -> None:
+def test_the_prefix_budget_equals_that_of_the_paper(
+    rows: list[list[tuple[float, bool]]], w_min: float, delta_b: float
+) -> None:
     delta = 0.15
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
     mask = torch.tensor([counts for row in rows for _, counts in row], dtype=torch.bool)
@@ -218,7 +220,7 @@ def test_the_prefix_budget_is_the_papers(rows: list[list[tuple[float, bool]]], w
     assert all(near == (gap <= 0) for near, gap in zip(found, want, strict=True) if abs(gap) > 1e-9)
 
 
-def test_a_prefix_that_has_drifted_leaves_no_budget_for_what_follows() -> None:
+def test_a_prefix_that_has_drifted_leaves_no_budget_for_later_tokens() -> None:
     rows = RowOffsets.of(torch.tensor([0, 6, 9]), torch.ones(9, dtype=torch.bool), torch.tensor([True, True]))
     moved = tensor(0.19, 0.19, 0.19, 0.0, 0.19, 0.0, 0.0, 0.0, 0.19)
     found = within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.02)
@@ -231,7 +233,7 @@ def test_a_prefix_that_has_drifted_leaves_no_budget_for_what_follows() -> None:
 
 
 @pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.3), (-2.0, 1.7)])
-def test_sapo_starts_as_the_plain_gradient_and_fades_on_both_sides(advantage: float, tau: float) -> None:
+def test_sapo_is_the_plain_gradient_at_ratio_one_and_decreases_on_both_sides(advantage: float, tau: float) -> None:
     def slope(log_ratio: float) -> float:
         x = tensor(log_ratio, grad=True)
         return slope_of(soft_gate_loss(x, tensor(advantage), 1.3, 1.7), x)
@@ -243,7 +245,7 @@ def test_sapo_starts_as_the_plain_gradient_and_fades_on_both_sides(advantage: fl
     assert abs(slope(3.0)) < 1e-6 * abs(advantage) and abs(slope(-3.0)) < 0.1 * abs(advantage)
 
 
-def test_sapo_fades_faster_where_the_advantage_is_negative() -> None:
+def test_sapo_decreases_faster_for_negative_advantages() -> None:
     x = tensor(1.0, grad=True)
     up, down = (abs(slope_of(soft_gate_loss(x, tensor(a), 1.0, 1.05), x)) for a in (1.0, -1.0))
     assert down < up
@@ -251,7 +253,7 @@ def test_sapo_fades_faster_where_the_advantage_is_negative() -> None:
 
 @settings(deadline=None)
 @given(log_ratio=st.floats(-19, 19), advantage=ADVANTAGES.filter(lambda a: abs(a) > 1e-3))
-def test_cispo_never_loses_a_gradient_and_never_weighs_beyond_its_bounds(log_ratio: float, advantage: float) -> None:
+def test_cispo_has_a_gradient_at_every_token_and_weights_within_its_bounds(log_ratio: float, advantage: float) -> None:
     x = tensor(-1.0, grad=True)
     losses = weighted_log_prob_loss(x - (-1.0 - log_ratio), x, tensor(advantage), 0.2, 5.0)
     weight = min(max(math.exp(log_ratio), 0.2), 5.0)

@@ -44,18 +44,18 @@ def zscore(values: Tensor) -> Tensor:
     return ((groups - groups.mean(1, keepdim=True)) / groups.std(1, correction=0, keepdim=True)).flatten()
 
 
-def test_weighed_rewards_are_standardised_as_one() -> None:
+def test_weighted_rewards_are_standardised_as_one_reward() -> None:
     found = credited(GroupAdvantage(weights={"ocr": 2.0, "hps": -0.5}, clip=None), {"ocr": OCR, "hps": HPS})
     expected = zscore(2.0 * OCR.double() - 0.5 * HPS.double())
     np.testing.assert_allclose(found.advantages.numpy(), expected.numpy(), rtol=1e-5)
 
 
-def test_without_weights_the_total_counts() -> None:
+def test_without_weights_the_total_is_used() -> None:
     found = credited(GroupAdvantage(clip=None), {"ocr": OCR, "hps": HPS})
     np.testing.assert_allclose(found.advantages.numpy(), zscore(OCR.double() + HPS.double()).numpy(), rtol=1e-5)
 
 
-def test_weighed_advantages_are_each_rewards_own() -> None:
+def test_weighted_advantages_are_standardised_per_reward() -> None:
     estimator = GroupAdvantage(weights={"ocr": 2.0, "hps": 0.5}, combine="advantages", clip=None)
     found = credited(estimator, {"ocr": OCR, "hps": HPS})
     np.testing.assert_allclose(found.advantages.numpy(), (2.0 * zscore(OCR) + 0.5 * zscore(HPS)).numpy(), rtol=1e-5)
@@ -74,7 +74,7 @@ def test_gdpo_by_hand() -> None:
     assert estimator(scores).advantages.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_gdpo_does_not_let_a_reward_of_large_scale_drown_the_others() -> None:
+def test_gdpo_is_invariant_to_the_scale_of_a_reward() -> None:
     before, after = (
         credited(GroupAdvantage(weights={"ocr": 1.0, "hps": 1.0}, combine="advantages"), {"ocr": OCR, "hps": hps})
         for hps in (HPS, 1000 * HPS)
@@ -91,7 +91,7 @@ def test_a_reward_that_is_equal_within_a_group_adds_nothing_there() -> None:
 
 
 @pytest.mark.parametrize("hps_weight", [1.0, 0.0])
-def test_a_group_is_dead_when_every_reward_that_weighs_anything_is_equal_in_it(hps_weight: float) -> None:
+def test_a_group_has_zero_std_if_every_weighted_reward_is_equal_in_it(hps_weight: float) -> None:
     flat = torch.tensor([0.1, 0.1, 0.1, 0.0, 0.5, 0.5])
     estimator = GroupAdvantage(weights={"flat": 1.0, "hps": hps_weight}, combine="advantages")
     found = credited(estimator, {"flat": flat, "hps": HPS})
@@ -116,7 +116,7 @@ def test_a_weight_for_a_reward_that_does_not_exist_names_the_nearest() -> None:
         credited(GroupAdvantage(weights={"hpps": 1.0}), {"ocr": OCR, "hps": HPS})
 
 
-def test_weights_follow_the_run() -> None:
+def test_weights_follow_the_progress_of_the_run() -> None:
     ramp = Ramp(points=((0.25, 1.0), (0.75, 0.0)))
     estimator = GroupAdvantage(weights={"ocr": ramp, "hps": 1.0}, combine="advantages", clip=None)
     for progress, weight in ((0.0, 1.0), (0.25, 1.0), (0.4, 0.7), (0.75, 0.0), (1.0, 0.0)):
@@ -176,7 +176,7 @@ def test_a_recipe_is_refused_by_the_path_of_the_key(keys: dict[str, object], mes
     assert raised.value.code == 2004
 
 
-def test_words_of_other_systems_are_answered_with_keys_that_exist() -> None:
+def test_keys_of_other_frameworks_are_answered_with_our_keys() -> None:
     answers = " ".join(WRITE_INSTEAD.values())
     keys = set(re.findall(r"advantage\.(?!select)(\w+)", answers))
     rules = set(re.findall(r"advantage\.select\.(\w+)", answers))

@@ -56,7 +56,7 @@ steps_of_few_prompts = st.lists(
 
 @settings(deadline=None, max_examples=40)
 @given(steps=steps_of_few_prompts, buffer_size=st.integers(2, 9), data=st.data())
-def test_it_is_the_statistics_of_ddpo(steps: list[Step], buffer_size: int, data: st.DataObject) -> None:
+def test_statistics_equal_those_of_ddpo(steps: list[Step], buffer_size: int, data: st.DataObject) -> None:
     min_count = data.draw(st.integers(1, buffer_size))
     estimator = RunningAdvantage(buffer_size=buffer_size, min_count=min_count, clip=None)
     tracker = Tracker(buffer_size, min_count)
@@ -88,7 +88,7 @@ def test_float32_rewards_survive_the_checkpoint_exactly() -> None:
     assert torch.equal(torch.tensor(saved), rewards)
 
 
-def test_state_goes_through_the_one_door() -> None:
+def test_state_dict_contains_all_state() -> None:
     assert isinstance(RunningAdvantage(), Stateful)
 
 
@@ -98,7 +98,7 @@ def test_two_estimators_share_no_history() -> None:
     assert other.state_dict() == {} and one == other
 
 
-def test_a_prompt_is_known_again_in_a_later_epoch_and_below_a_parent() -> None:
+def test_a_prompt_keeps_its_history_in_later_epochs_and_below_a_parent() -> None:
     assert [prompt_id(id) for id in ("a.txt:3@0", "a.txt:3@17", "a.txt:3@17:2", "me@home@4", "plain")] == [
         *["a.txt:3"] * 3,
         "me@home",
@@ -116,7 +116,7 @@ def test_tracks_and_rewards_have_histories_of_their_own() -> None:
     }
 
 
-def test_equal_rewards_teach_when_the_history_says_that_they_are_good() -> None:
+def test_equal_rewards_above_the_history_have_positive_advantages() -> None:
     estimator = RunningAdvantage(min_count=4)
     credited(estimator, [("a", 0.0), ("a", 0.0)], 0)
     found = credited(estimator, [("a", 1.0), ("a", 1.0)], 1)

@@ -85,7 +85,7 @@ def test_the_uniform_form_at_ratio_one_is_advantage_weighted_flow_matching() -> 
 
 @pytest.mark.parametrize("clip_range", [None, 0.05])
 @pytest.mark.parametrize("shape", SHAPES, ids=["image", "video"])
-def test_off_policy_the_loss_is_that_of_the_ratio_with_both_pulls(
+def test_off_policy_the_loss_is_the_ratio_loss_plus_both_velocity_penalties(
     shape: tuple[int, ...], clip_range: float | None
 ) -> None:
     algorithm = DiffusionAWM(
@@ -117,7 +117,7 @@ def test_the_ratio_is_exactly_one_before_the_first_update_with_and_without_the_a
         assert (found["train/ratio_mean"], found["train/ratio_std"], found["train/approx_kl"]) == (1.0, 0.0, 0.0)
 
 
-def test_clipping_is_seen_where_there_is_any() -> None:
+def test_clip_fractions_are_logged_if_there_is_a_clip() -> None:
     algorithm = DiffusionAWM(surrogate="uniform", clip_range=0.05, velocity_coef=0.0, times=TIMES)
     live, behaviour = field_stage(0), field_stage(1)
     track = anchored(algorithm, clean_track(), live=behaviour)
@@ -138,7 +138,7 @@ def test_clipping_is_seen_where_there_is_any() -> None:
     assert "train/clip_fraction" not in DiffusionAWM(times=TIMES, velocity_coef=0.0).loss(live, track, (0,)).metrics
 
 
-def test_a_ratio_beyond_all_numbers_stays_finite() -> None:
+def test_an_overflowing_ratio_stays_finite() -> None:
     algorithm = DiffusionAWM(surrogate="uniform", velocity_coef=0.0, times=TIMES)
     track = anchored(algorithm, clean_track(), live=field_stage())
     far = track.segment.anchors["old_logp"] - 1e4
@@ -146,7 +146,7 @@ def test_a_ratio_beyond_all_numbers_stays_finite() -> None:
     assert gradient(algorithm, field_stage(1), track).isfinite().all()
 
 
-def test_what_it_needs_follows_from_what_pulls() -> None:
+def test_needs_follow_from_the_velocity_penalties() -> None:
     plain = DiffusionAWM(velocity_coef=0.0)
     assert plain.anchors() == {"old_logp": Anchor("live", "logp")} and plain.needs.snapshots == ()
     assert not plain.needs.ema_rollout and not plain.needs.density and plain.needs.multi_update

@@ -72,7 +72,7 @@ def test_before_the_first_update_the_loss_is_log_two_and_the_errors_have_slope_a
     assert torch.allclose(slope[1::2], torch.full((3, 3), -7.0 / 4, dtype=torch.float64))
 
 
-def test_swapping_winner_and_loser_turns_the_margin_and_at_first_the_gradient_around() -> None:
+def test_swapping_winner_and_loser_negates_the_margin_and_the_first_gradient() -> None:
     logp, ref = torch.randn(2, 6, 3, dtype=torch.float64)
     swap = [1, 0, 3, 2, 5, 4]
     assert torch.equal(preference_margin(logp[swap], ref[swap], 2.0), -preference_margin(logp, ref, 2.0))
@@ -90,7 +90,7 @@ def test_both_of_a_pair_have_the_same_times_and_noise_and_pairs_their_own(times:
     assert not torch.equal(noised.t[0], noised.t[2]) and not torch.equal(noised.eps[0], noised.eps[2])
 
 
-def test_a_pair_of_which_one_row_was_dropped_counts_nowhere() -> None:
+def test_a_pair_with_a_row_of_weight_zero_has_no_effect() -> None:
     algorithm, live, reference = DiffusionDPO(times=TIMES), field_stage(0), field_stage(1)
     track = some_pairs()
     for dropped in (2, 3):
@@ -103,7 +103,7 @@ def test_a_pair_of_which_one_row_was_dropped_counts_nowhere() -> None:
         assert_close(gradient(algorithm, live, rows), gradient(algorithm, live, others).double())
 
 
-def test_what_it_logs_is_the_implicit_preference() -> None:
+def test_metrics_are_those_of_the_implicit_preference() -> None:
     algorithm, live, reference = DiffusionDPO(beta=3.0, times=TIMES), field_stage(0), field_stage(1)
     track = anchored(algorithm, some_pairs(), reference=reference)
     result = algorithm.loss(live, track, (1,))
@@ -122,7 +122,7 @@ def test_rows_that_are_not_pairs_are_refused() -> None:
         algorithm.loss(stage, track.slice(0, 1), (0,))
 
 
-def test_what_it_needs_are_adjacent_pairs_and_a_policy_to_compare_with() -> None:
+def test_needs_are_adjacent_pairs_and_a_reference_policy() -> None:
     needs = DiffusionDPO(pairs_per_group=2).needs
     assert (needs.rows_together, needs.pairs, needs.snapshots) == (2, 2, ("reference",))
     assert not needs.density and not needs.ema_rollout
@@ -143,7 +143,7 @@ def test_it_keeps_the_contract_of_losses() -> None:
 # Pairs
 
 
-def test_the_best_meets_the_worst_and_the_second_best_the_second_worst() -> None:
+def test_the_best_is_paired_with_the_worst_and_the_second_best_with_the_second_worst() -> None:
     advantages = torch.tensor([0.1, 2.0, -1.0, 0.5, 0.0, -0.3, -2.0, 1.0])
     groups = ["a", "b", "a", "b", "a", "b", "b", "a"]
     one = best_and_worst(advantages, groups, torch.ones(8), 1)
@@ -161,7 +161,7 @@ def test_dropped_rows_are_taken_last_and_pairs_with_them_are_not_trained() -> No
     assert 1 in alone.rows and alone.is_informative == [False]
 
 
-def test_a_group_without_a_better_one_teaches_nothing_and_keeps_its_place() -> None:
+def test_an_uninformative_pair_keeps_its_place_with_weight_zero() -> None:
     track = clean_track().replace(advantages=torch.tensor([1.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
     paired = in_pairs(track, 1)
     assert paired.sample_ids[:2] == ["p0@0:0", "p0@0:2"] and len(paired) == 4
@@ -190,7 +190,7 @@ def test_a_group_has_no_more_pairs_than_half_its_samples() -> None:
     st.integers(1, 2),
     st.randoms(use_true_random=False),
 )
-def test_whoever_is_paired_is_as_good_as_any_left_out(rows: list[tuple[int, bool]], num_pairs: int, random) -> None:
+def test_paired_rows_are_the_extremes_of_their_group(rows: list[tuple[int, bool]], num_pairs: int, random) -> None:
     """Brute force over any rewards, ties and dropped rows, in any order."""
     random.shuffle(rows)
     advantages = torch.tensor([float(value) for value, _ in rows])

@@ -86,7 +86,7 @@ def test_without_a_threshold_it_is_the_plain_policy_gradient(latent: tuple[int, 
     assert have.metrics["train/clip_fraction"] == 0.0
 
 
-def test_with_a_threshold_of_zero_only_rows_on_their_way_back_have_a_gradient() -> None:
+def test_with_a_threshold_of_zero_only_rows_that_move_back_have_a_gradient() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionDPPO(kl_threshold=0.0)
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
@@ -114,7 +114,7 @@ def test_before_the_first_update_nothing_is_dropped_whatever_the_threshold(kerne
     assert all(have.metrics[f"train/{name}"] == 0.0 for name in silent)
 
 
-def test_it_logs_the_divergence_that_it_masks_by() -> None:
+def test_the_divergence_of_the_mask_is_logged() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionDPPO()
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
@@ -133,7 +133,7 @@ def test_it_logs_the_divergence_that_it_masks_by() -> None:
 
 
 @pytest.mark.parametrize(("sign", "side", "other"), [(1.0, "high", "low"), (-1.0, "low", "high")])
-def test_what_is_dropped_is_counted_on_the_side_to_which_it_went(sign: float, side: str, other: str) -> None:
+def test_dropped_elements_are_counted_by_the_side_of_their_ratio(sign: float, side: str, other: str) -> None:
     named = policies(IMAGE)
     algorithm = DiffusionDPPO(kl_threshold=0.0)
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
@@ -141,7 +141,7 @@ def test_what_is_dropped_is_counted_on_the_side_to_which_it_went(sign: float, si
     assert metrics[f"train/clip_fraction_{side}"] > 0.0 == metrics[f"train/clip_fraction_{other}"]
 
 
-def test_a_ratio_beyond_all_numbers_is_dropped_with_a_finite_loss_and_gradient() -> None:
+def test_an_overflowing_ratio_is_dropped_with_a_finite_loss_and_gradient() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionDPPO()
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
@@ -161,7 +161,7 @@ def test_it_reads_the_old_log_prob_and_the_old_mean() -> None:
     assert set(recorded.anchors()) == {"old_mean"} and recorded.needs.behaviour_logp
 
 
-def test_the_trust_region_is_as_wide_as_the_threshold_where_that_is_in_nats() -> None:
+def test_trust_width_is_the_threshold_if_that_is_in_nats() -> None:
     assert DiffusionDPPO(kl_threshold=3e-5).trust_width() == 3e-5
     assert DiffusionDPPO(add_kl_coefficient=False).trust_width() is None
     assert DiffusionDPPO(kl_threshold=0.0).trust_width() is None

@@ -85,7 +85,7 @@ def test_off_policy_the_loss_is_the_papers_clipped_mean() -> None:
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_the_anchor_pass_gives_the_bits_of_the_forward_that_trains() -> None:
+def test_the_anchor_pass_gives_the_bits_of_the_training_forward() -> None:
     stage = toy_stage()
     track = toy_track(stage)
     algorithm = DiffusionGRPO(steps_per_forward=2)
@@ -236,7 +236,7 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str, latent: t
         assert have.metrics["train/clip_fraction_high"] > 0 and have.metrics["train/clip_fraction_low"] > 0
 
 
-def test_the_loss_clips_by_the_range_of_its_moment_and_logs_it() -> None:
+def test_the_loss_clips_by_the_current_range_and_logs_it() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionGRPO(clip_range=2 * LOW, clip_range_high=2 * HIGH, clip_schedule="linear")
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
@@ -245,7 +245,7 @@ def test_the_loss_clips_by_the_range_of_its_moment_and_logs_it() -> None:
     assert late.metrics["train/clip_range"] == pytest.approx(LOW)
 
 
-def test_the_trust_region_is_as_wide_as_its_nearer_side_at_the_start() -> None:
+def test_trust_width_is_the_smaller_clip_range_at_the_start() -> None:
     for low, high in ((1e-4, 3e-4), (3e-4, 1e-4)):
         algorithm = DiffusionGRPO(clip_range=low, clip_range_high=high, clip_schedule="cosine")
         assert algorithm.trust_width() == 1e-4
@@ -283,7 +283,7 @@ def test_replaying_all_steps_in_one_forward_or_one_by_one_gives_one_gradient(
 # --- regularisers ----------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_has_not_moved_has_no_divergence_and_no_gradient_of_one() -> None:
+def test_an_unchanged_policy_has_kl_and_kl_gradient_zero() -> None:
     stage = toy_stage()
     track = toy_track(stage)
     plain = found(DiffusionGRPO(), stage, track)
@@ -297,7 +297,7 @@ def test_a_policy_that_has_not_moved_has_no_divergence_and_no_gradient_of_one() 
 
 
 @pytest.mark.parametrize("ratio", ["plain", "guard"])
-def test_a_loss_without_regularisers_reads_no_other_policy(ratio: str) -> None:
+def test_a_loss_without_penalties_reads_no_other_policy(ratio: str) -> None:
     plain = DiffusionGRPO(ratio=ratio, step_weights="flash", dual_clip=3.0)  # type: ignore[arg-type]
     assert plain.needs.snapshots == () and {anchor.snapshot for anchor in plain.anchors().values()} == {"live"}
     assert DiffusionGRPO(old_logp_source="rollout").anchors() == {}
@@ -317,7 +317,7 @@ def test_a_loss_without_regularisers_reads_no_other_policy(ratio: str) -> None:
         ({"velocity_coef": 1.0}, {"old_logp", "ref_velocity"}),
     ],
 )
-def test_each_regulariser_anchors_what_it_reads_and_nothing_else(options: dict[str, object], anchors: set[str]) -> None:
+def test_each_penalty_anchors_exactly_what_it_reads(options: dict[str, object], anchors: set[str]) -> None:
     algorithm = DiffusionGRPO(**options)  # type: ignore[arg-type]
     assert set(algorithm.anchors()) == anchors
     for name, anchor in algorithm.anchors().items():
@@ -378,7 +378,7 @@ class Constant(nn.Module):
         return self.theta.expand_as(x)
 
 
-def test_in_the_reward_the_divergence_has_on_average_the_gradient_that_it_has_in_the_loss() -> None:
+def test_a_kl_in_the_reward_has_the_expected_gradient_of_a_kl_in_the_loss() -> None:
     rows, params = 8192, toy_params(FlowSDEStrategy(eta=0.7))
     facts = toy_stage().facts
     stage = DiffusionStage(Constant(torch.tensor([0.3, -0.2, 0.1])), facts)
@@ -450,7 +450,7 @@ def test_settings_that_contradict_are_refused(options: dict[str, object], named:
     assert error.value.code == 2004
 
 
-def test_what_a_row_of_weight_zero_holds_changes_no_bit() -> None:
+def test_values_in_rows_of_weight_zero_change_no_bit() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionGRPO(ratio="guard", kl_coef=2.0, velocity_coef=3.0)
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))

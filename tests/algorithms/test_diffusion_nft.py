@@ -71,7 +71,7 @@ def test_loss_and_gradient_are_the_papers(shape: tuple[int, ...], adaptive: bool
     assert_close(gradient(algorithm, live, track), torch.autograd.grad(expected, weights)[0])
 
 
-def test_the_predicted_samples_error_is_t_times_the_velocitys() -> None:
+def test_the_error_of_the_predicted_sample_is_t_times_that_of_the_velocity() -> None:
     noised = all_noised(DiffusionNFT(times=TIMES), clean_track())
     v = torch.randn(noised.eps.shape, dtype=torch.float64)
     t = noised.t_like(v).double()
@@ -88,7 +88,7 @@ def at_the_old_policy(beta: float, advantages: Tensor) -> tuple[float, Tensor]:
     return loss, gradient(algorithm, stage, track)
 
 
-def test_at_the_old_policy_the_loss_knows_no_reward_but_its_gradient_does() -> None:
+def test_at_the_old_policy_only_the_gradient_depends_on_the_reward() -> None:
     one, other = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     (loss, slope), (loss_other, slope_other) = at_the_old_policy(1.0, one), at_the_old_policy(1.0, other)
     assert loss == pytest.approx(loss_other, rel=1e-6)
@@ -148,7 +148,7 @@ def test_a_sample_of_advantage_zero_is_neutral() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])
-def test_the_stationary_point_lies_beyond_the_old_policy_by_how_good_the_sample_is(beta: float) -> None:
+def test_the_stationary_point_depends_on_the_optimality_of_the_sample(beta: float) -> None:
     algorithm, track = DiffusionNFT(beta=beta, use_adaptive_weight=False, times=TIMES), clean_track()
     noised = all_noised(algorithm, track)
     v_old = torch.randn(noised.eps.shape, dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_optimality_of_advantages_by_mode(mode: AdvantageMode, expected: list[fl
 
 
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
-def test_the_loss_uses_of_the_advantages_what_its_mode_says(mode: AdvantageMode) -> None:
+def test_the_loss_uses_the_advantages_as_its_mode_says(mode: AdvantageMode) -> None:
     live, old = field_stage(0), field_stage(1)
     algorithm = DiffusionNFT(adv_mode=mode, adv_clip_max=2.0, velocity_coef=0.0, times=TIMES)
     plain = dataclasses.replace(algorithm, adv_mode="all")
@@ -197,7 +197,7 @@ def test_the_loss_uses_of_the_advantages_what_its_mode_says(mode: AdvantageMode)
     assert not torch.allclose(found, gradient(plain, live, track), rtol=1e-2)
 
 
-def test_what_it_logs_says_how_far_the_policies_are_apart() -> None:
+def test_distances_between_the_policies_are_logged() -> None:
     algorithm, live, old, reference = DiffusionNFT(times=TIMES, velocity_coef=0.5), *map(field_stage, range(3))
     track = anchored(algorithm, clean_track(), old=old, reference=reference)
     noised = algorithm.noised(track, (1,))
@@ -216,7 +216,7 @@ def test_what_it_logs_says_how_far_the_policies_are_apart() -> None:
     assert total == pytest.approx(found["train/policy_loss"] + found["train/velocity_loss"], rel=1e-6)
 
 
-def test_what_it_needs_is_the_policy_that_sampled_and_the_reference_only_where_it_pulls() -> None:
+def test_needs_are_the_old_policy_and_the_reference_only_with_a_penalty() -> None:
     algorithm = DiffusionNFT()
     assert algorithm.anchors() == {
         "old_velocity": Anchor("old", "velocity"),
@@ -282,7 +282,7 @@ def test_a_step_without_an_update_leaves_the_old_policy_what_its_version_says() 
 
 
 class DiffusionBundleOf:
-    """What a backend asks of a bundle, over one module."""
+    """The part of a bundle that a backend needs, for one module."""
 
     def __init__(self, module: Field) -> None:
         self.module, self.facts = module, field_stage().facts

@@ -144,7 +144,7 @@ def assert_head_gradient(
         assert (have.grad - wanted.grad).abs().max() < 1e-5 * max(1.0, float(wanted.grad.abs().max()))
 
 
-def test_without_discount_the_advantage_is_the_outcome_less_each_value() -> None:
+def test_without_discount_the_advantage_is_the_outcome_minus_each_value() -> None:
     named = critics(IMAGE)
     track = trajectory(named.old, IMAGE)
     algorithm = DiffusionPPO(lam=1.0, outcome="rewards")
@@ -154,7 +154,7 @@ def test_without_discount_the_advantage_is_the_outcome_less_each_value() -> None
     assert torch.allclose(algorithm.element_advantages(rows, (3, 0)), wanted[:, [2, 0]], atol=1e-6)
 
 
-def test_with_a_head_that_says_zero_earlier_steps_get_a_discounted_share() -> None:
+def test_with_a_head_of_zeros_earlier_steps_get_discounted_advantages() -> None:
     stage = toy_stage()
     stage.value_head = head(0, scale=0.0)
     track = toy_track(stage)
@@ -250,7 +250,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_parts(micro_batch_size: int
         assert torch.allclose(have, want, rtol=1e-4, atol=2e-6 * float(want.abs().max()))
 
 
-def test_the_head_is_asked_twice_a_step_whatever_the_number_of_parts() -> None:
+def test_the_head_is_evaluated_twice_per_step_for_any_number_of_parts() -> None:
     stage = toy_stage()
     stage.value_head = head(0)
     asked: list[int] = []
@@ -273,7 +273,7 @@ def test_the_second_update_reads_values_from_before_the_first() -> None:
     assert second["train/ratio_std"] > 0
 
 
-def test_what_it_needs_and_anchors() -> None:
+def test_needs_and_anchors() -> None:
     algorithm = DiffusionPPO()
     assert algorithm.needs.value and algorithm.needs.multi_update and not DiffusionGRPO().needs.value
     assert algorithm.anchors() == {"old_logp": Anchor("live", "logp"), "old_value": Anchor("live", "value")}

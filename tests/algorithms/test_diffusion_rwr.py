@@ -28,14 +28,14 @@ TIMES = UniformTimes(num_times=3, low=0.1)
 
 
 def expected_gradient(algorithm: DiffusionRWR, track: RolloutTrack, worth: Tensor) -> Tensor:
-    """Of the sum of worth [B] times e(v), in float64."""
+    """Gradient of the sum of weights [B] times e(v), in float64."""
     noised, weights = all_noised(algorithm, track), weights64(field_stage())
     error = latent_mean((velocity64(weights, track, noised) - (noised.eps.double() - noised.x0.double())) ** 2)
     return torch.autograd.grad((worth.double()[:, None] * error).sum(), weights)[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["image", "video"])
-def test_a_sample_weighs_the_exponential_of_its_advantage_up_to_a_bound(shape: tuple[int, ...]) -> None:
+def test_sample_weights_are_bounded_exponentials_of_the_advantage(shape: tuple[int, ...]) -> None:
     track = clean_track(shape)
     algorithm = DiffusionRWR(temperature=0.4, max_weight=3.0, times=TIMES, times_per_forward=2)
     worth = (track.advantages.double() / 0.4).exp().clamp(max=3.0)
@@ -43,7 +43,7 @@ def test_a_sample_weighs_the_exponential_of_its_advantage_up_to_a_bound(shape: t
     assert_close(gradient(algorithm, field_stage(), track), expected_gradient(algorithm, track, worth))
 
 
-def test_a_sample_may_weigh_its_reward_or_its_advantage() -> None:
+def test_sample_weights_can_be_rewards_or_advantages() -> None:
     rewards, advantages = torch.rand(2, 8, generator=torch.Generator().manual_seed(2))
     track = clean_track().replace(rewards=rewards, advantages=advantages)
     for weighting, worth in (("reward", rewards), ("advantage", advantages)):
@@ -62,7 +62,7 @@ def test_regression_away_from_a_sample_is_refused_and_says_which(weighting: str)
     assert algorithm.count(alive) == 3 * int((track.advantages > 0).sum())
 
 
-def test_the_pull_towards_the_reference_is_the_mean_squared_distance_of_velocities() -> None:
+def test_the_velocity_penalty_is_the_mean_squared_distance_to_the_reference() -> None:
     algorithm = DiffusionRWR(velocity_coef=0.5, times=TIMES)
     live, reference = field_stage(0), field_stage(1)
     track = anchored(algorithm, clean_track(), reference=reference)
@@ -79,7 +79,7 @@ def test_the_pull_towards_the_reference_is_the_mean_squared_distance_of_velociti
     assert found["train/velocity_mse"] == pytest.approx(float(latent_mean((v - v_ref) ** 2).mean()), rel=1e-5)
 
 
-def test_on_the_best_of_each_group_it_is_fine_tuning_on_these() -> None:
+def test_with_best_of_group_it_is_fine_tuning_on_the_best_samples() -> None:
     rewards = torch.tensor([0.1, 0.9, 0.9, 0.2, 0.5, 0.3, -1.0, 0.4])
     track = clean_track().replace(rewards=rewards)
     credited, metrics = track.compute_advantages(BestOfGroup())
@@ -92,7 +92,7 @@ def test_on_the_best_of_each_group_it_is_fine_tuning_on_these() -> None:
     assert_close(gradient(algorithm, field_stage(), credited), expected)
 
 
-def test_a_group_of_equals_has_no_best_and_a_dropped_row_is_never_it() -> None:
+def test_a_group_of_equal_rewards_and_a_dropped_row_have_no_best_sample() -> None:
     def best(rewards: list[float], weight: list[float]) -> list[float]:
         scores = Scores(total=torch.tensor(rewards), group_ids=["a"] * len(rewards), weight=torch.tensor(weight))
         return BestOfGroup()(scores).weight.tolist()
@@ -104,7 +104,7 @@ def test_a_group_of_equals_has_no_best_and_a_dropped_row_is_never_it() -> None:
         best([0.3, 0.9, float("nan")], [1, 1, 1])
 
 
-def test_what_it_needs_is_nothing_but_samples() -> None:
+def test_needs_are_samples_only() -> None:
     needs = DiffusionRWR().needs
     assert needs.snapshots == () and not needs.density and not needs.ema_rollout and needs.multi_update
     assert DiffusionRWR(velocity_coef=0.1).needs.snapshots == ("reference",)

@@ -60,7 +60,7 @@ def one_row(num_steps: int) -> LatentSegment:
 
 
 def segment_at(step: int, num_steps: int) -> LatentSegment:
-    """What a route is chosen from."""
+    """The fields of a segment that determine a gradient path."""
     return one_row(num_steps).replace(step=step)
 
 
@@ -86,7 +86,7 @@ def test_it_needs_a_gradient_of_the_reward_and_no_density() -> None:
 
 
 def loss_gradient(algorithm: RewardBackprop, track: RolloutTrack) -> Tensor:
-    """Of the loss that the train stack differentiates."""
+    """Gradient of the loss that the train stack differentiates."""
     stage = toy_stage()
     ready = prepared_track(algorithm, differentiable(stage), track)
     return gradient_of(stage.denoiser, algorithm.loss(differentiable(stage), ready, (0,)).loss)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def test_a_reward_above_the_ceiling_has_no_gradient_at_all() -> None:
         assert (loss_gradient(ReFL(reward_mean=-shift), track).abs().max() == 0.0) == silent
 
 
-def test_the_loss_is_the_weighed_reward_and_its_metric_the_reward_itself() -> None:
+def test_the_loss_is_the_weighted_reward_and_the_metric_the_raw_reward() -> None:
     track = drawn()
     rewards = reward_of(track.segment.final, track)
     result = DRaFT(reward_weight=2.0, reward_mean=0.25, reward_std=0.5).loss(differentiable(toy_stage()), track, (0,))
@@ -210,7 +210,7 @@ def test_the_loss_is_the_weighed_reward_and_its_metric_the_reward_itself() -> No
 # --- random choices are shared, and pure functions of seed and step --------------------------------------------------
 
 
-def test_a_route_depends_on_seed_and_step_alone() -> None:
+def test_the_gradient_path_depends_on_seed_and_step_alone() -> None:
     algorithm = DRTune(gradient_steps=EquallySpacedSteps(num_steps=3))
     whole = drawn(step=7, num_steps=20)
     assert algorithm.gradient_path(whole.segment) == algorithm.gradient_path(whole.select([5, 1]).segment)
@@ -311,7 +311,7 @@ def test_every_method_brings_a_gaussian_flow_near_its_optimum(name: str) -> None
     assert run.end > -0.1
 
 
-def test_a_penalty_holds_the_policy_near_the_reference() -> None:
+def test_a_velocity_penalty_keeps_the_policy_near_the_reference() -> None:
     free, held = DRTune(gradient_steps=EquallySpacedSteps(num_steps=3)), None
     held = dataclasses.replace(free, velocity_coef=10.0)
     last = [GAUSSIAN.learn_by_gradient(algorithm, 40).end for algorithm in (free, held)]

@@ -93,7 +93,7 @@ def test_fewer_times_than_levels_are_drawn_without_repeats_and_evenly() -> None:
     assert all(abs(count - 2 * 4000 / 5) < 150 for count in counts)  # four standard deviations
 
 
-def test_stratified_levels_come_one_from_each_stretch() -> None:
+def test_stratified_levels_come_one_from_each_range() -> None:
     sigmas = torch.linspace(1, 0, 11)
     times = ScheduleTimes(fraction=1.0, num_times=4, stratified=True).draw(sigmas, NOISE, MANY)
     index = (10 * (1 - times)).round().long()
@@ -135,7 +135,7 @@ def test_shared_times_are_those_of_all_samples_of_a_step_and_others_are_each_sam
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=repr)
-def test_times_lie_within_the_unit_interval_and_are_as_many_as_promised(ways: TrainingTimes) -> None:
+def test_times_lie_within_the_unit_interval_and_match_their_count(ways: TrainingTimes) -> None:
     times = ways.draw(SIGMAS, NOISE, MANY)
     assert times.shape == (4000, ways.count(T)) and times.dtype == torch.float32
     assert ((times >= 0) & (times <= 1)).all()
@@ -159,7 +159,7 @@ def test_settings_out_of_range_are_refused(kind: type, options: dict[str, float]
     assert error.value.code == 2004
 
 
-def test_a_part_of_which_nothing_is_left_is_refused_with_its_numbers() -> None:
+def test_an_empty_fraction_of_the_schedule_is_refused_with_its_numbers() -> None:
     with pytest.raises(ConfigError, match=r"nothing to draw from: fraction=0.2 of 5 denoising steps is the first"):
         ScheduleTimes(fraction=0.2, skip_first=True).count(5)
     assert ScheduleTimes(fraction=0.2).count(5) == 1
@@ -186,7 +186,7 @@ def test_every_step_of_the_loop_every_sample_and_every_time_has_its_own_noise() 
     assert len({row.numpy().tobytes() for row in torch.cat(draws)}) == 2 * 8 * 4
 
 
-def test_noise_is_standard_normal_and_does_not_know_the_time() -> None:
+def test_noise_is_standard_normal_and_independent_of_the_time() -> None:
     noised = all_noised(Matching(times=UniformTimes(num_times=2)), clean_track(prompts=400, siblings=2))
     eps = noised.eps.flatten(2).double()
     assert abs(float(eps.mean())) < 0.01 and abs(float(eps.std()) - 1) < 0.01
@@ -246,7 +246,7 @@ def test_the_velocity_is_trained_without_guidance_unless_the_recipe_says_so(guid
         assert not torch.allclose(cond, uncond, atol=1e-3)
 
 
-def test_what_a_dropped_row_holds_reaches_no_gradient() -> None:
+def test_values_in_a_dropped_row_reach_no_gradient() -> None:
     stage, track = field_stage(), clean_track()
     latents, advantages = track.segment.latents.clone(), track.advantages.clone()
     latents[2], advantages[2] = float("nan"), float("inf")

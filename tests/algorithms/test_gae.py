@@ -68,14 +68,14 @@ def test_dense_rows_of_an_environment_equal_the_papers_sum(seed: int, gamma: flo
         assert torch.allclose(have, want, rtol=1e-12, atol=1e-12)
 
 
-def test_an_episode_that_is_cut_off_counts_the_next_value_and_one_that_terminates_does_not() -> None:
+def test_a_truncated_episode_uses_the_next_value_and_a_terminated_one_does_not() -> None:
     values_, rewards = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]])
     ends, mask = torch.tensor([[True, True]]), torch.ones(1, 2, dtype=torch.bool)
     found = gae(GAEInputs(rewards, values_, torch.tensor([[10.0, 0.0]]), ends, mask), gamma=0.5, lam=1.0)
     assert found.advantages.tolist() == [[0.5 + 0.5 * 10.0 - 1.0, 0.25 - 2.0]]
 
 
-def test_lambda_one_is_the_monte_carlo_return_less_the_value() -> None:
+def test_lambda_one_is_the_monte_carlo_return_minus_the_value() -> None:
     rewards, values_, mask = normal(4, 6), normal(4, 6, seed=1), torch.ones(4, 6, dtype=torch.bool)
     found = gae(GAEInputs.from_rows(rewards, values_, mask), gamma=0.9, lam=1.0)
     discounts = 0.9 ** torch.arange(6, dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_lambda_zero_is_the_temporal_difference_error() -> None:
     assert torch.allclose(found.advantages, rewards + 0.9 * following - values_)
 
 
-def test_an_outcome_without_discount_gives_the_reward_less_each_value() -> None:
+def test_an_outcome_without_discount_gives_the_reward_minus_each_value() -> None:
     reward, values_ = normal(5), normal(5, 8)
     mask = torch.arange(8)[None] < torch.tensor([8, 5, 1, 3, 0])[:, None]
     found = gae(GAEInputs.from_rows(outcome_rewards(reward, mask), values_, mask), gamma=1.0, lam=1.0)
@@ -105,7 +105,7 @@ def test_the_outcome_stands_on_the_last_step_that_exists() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 999), lam=st.sampled_from([0.0, 0.7, 1.0]))
-def test_masked_tokens_do_not_leak_and_what_is_left_is_as_if_they_were_not_there(seed: int, lam: float) -> None:
+def test_masked_tokens_have_no_effect_on_the_others(seed: int, lam: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     mask = random_mask(1, 9, generator)
     rewards, values_ = normal(1, 9, seed=seed), normal(1, 9, seed=seed + 1)
@@ -117,7 +117,7 @@ def test_masked_tokens_do_not_leak_and_what_is_left_is_as_if_they_were_not_there
         assert torch.equal(have[mask], want[0]) and torch.equal(have[~mask], torch.zeros(int((~mask).sum())).double())
 
 
-def test_a_row_that_was_cut_off_goes_on_with_its_last_value() -> None:
+def test_a_truncated_row_continues_with_its_last_value() -> None:
     rewards, values_ = normal(2, 3), normal(2, 3, seed=1)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     last = torch.tensor([7.0, -3.0], dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_packed_rows_equal_each_row_alone(lengths: list[int], seed: int) -> None
 
 
 @pytest.mark.parametrize("cuts", [[8], [3, 5], [1, 1, 6]])
-def test_whitening_has_mean_zero_and_unbiased_variance_one_however_rows_are_cut(cuts: list[int]) -> None:
+def test_whitening_gives_mean_zero_and_unbiased_variance_one_for_any_micro_batches(cuts: list[int]) -> None:
     found = 3.0 * normal(8, 5) + 100.0
     mask = random_mask(8, 5, torch.Generator().manual_seed(0))
     found[~mask] = math.nan
@@ -165,7 +165,7 @@ def test_whitening_one_element_or_equal_ones_gives_zero() -> None:
         assert float(whitened(found, mask, Moments.of(found, mask)).abs().max()) < 1e-3
 
 
-def test_the_value_loss_has_its_published_golden() -> None:
+def test_the_value_loss_has_its_published_value() -> None:
     found = value_loss(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0), clip=0.2)
     assert float(found) == 2.0  # max(4, 1.44) / 2
 
@@ -179,7 +179,7 @@ def test_the_value_loss_has_its_published_golden() -> None:
         (1.5, 1.0, 1.3, 0.2),  # beyond the clip and the target: back
     ],
 )
-def test_the_value_clip_stops_what_has_come_far_and_nothing_that_went_astray(
+def test_the_value_clip_stops_values_that_moved_to_the_target_and_no_others(
     value: float, old: float, target: float, slope: float
 ) -> None:
     v = torch.tensor(value, requires_grad=True)
@@ -199,7 +199,7 @@ def test_without_movement_or_without_clip_it_is_half_the_squared_error() -> None
         assert torch.allclose(grad, (v - returns).detach())
 
 
-def test_explained_variance_follows_from_the_metrics_of_any_cut() -> None:
+def test_explained_variance_follows_from_the_metrics_of_any_micro_batches() -> None:
     returns, said = normal(12, 4).float(), normal(12, 4, seed=1).float()
     said = returns + 0.5 * said + 3.0  # a constant error is no loss of explained variance
     weights = torch.ones(12, 4)
@@ -215,7 +215,7 @@ def test_explained_variance_follows_from_the_metrics_of_any_cut() -> None:
     assert found["train/value_loss"] == pytest.approx(float(losses[kept].mean()), rel=1e-5)
 
 
-def test_explained_variance_is_the_textbook_share_and_absent_where_nothing_varies() -> None:
+def test_explained_variance_equals_the_textbook_and_is_absent_without_variance() -> None:
     generator = torch.Generator().manual_seed(0)
     returns = torch.randn(50, generator=generator, dtype=torch.float64)
     said = returns + 0.5 * torch.randn(50, generator=generator, dtype=torch.float64)

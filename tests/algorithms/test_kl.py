@@ -43,7 +43,7 @@ def exact_gradient(forward: bool) -> Tensor:
     return torch.autograd.grad(divergence(p, Q) if forward else divergence(Q, p), logits)[0]
 
 
-def test_as_a_loss_k1_teaches_nothing_k2_descends_the_kl_and_k3_the_reverse_one() -> None:
+def test_as_a_loss_k1_has_no_gradient_k2_descends_the_kl_and_k3_the_reverse_kl() -> None:
     forward, reverse = exact_gradient(forward=True), exact_gradient(forward=False)
     assert not torch.allclose(forward, reverse, atol=1e-3)
     assert torch.allclose(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64), atol=1e-15)
@@ -61,7 +61,7 @@ def test_k3_is_never_negative_and_zero_only_where_the_policies_agree(d: float) -
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3+"])
-def test_one_wild_token_is_bounded_in_value_and_gradient(name: KLEstimator) -> None:
+def test_one_outlier_token_is_bounded_in_value_and_gradient(name: KLEstimator) -> None:
     wild = torch.tensor([-1e4, -21.0, 21.0, 1e4], requires_grad=True)
     value = kl_estimate(name, wild)
     ends = {"k1": [-20.0, 20.0], "k2": [200.0, 200.0], "k3": [10.0, 10.0], "k3+": [10.0, 10.0]}[name]
@@ -104,14 +104,14 @@ def test_the_coefficient_follows_the_published_rule() -> None:
     assert rule.factor(6.6, 1000) == pytest.approx(1 + 0.1 * 0.1)  # inside the bound the error acts as it is
 
 
-def test_feedback_holds_a_divergence_that_falls_with_the_coefficient_at_its_target() -> None:
+def test_feedback_holds_the_kl_at_its_target() -> None:
     controller = KLController(AdaptiveKL(target=1e-3, horizon=1000))
     for _ in range(400):
         controller.observe(4e-3 / controller.scale, 96)
     assert controller.scale == pytest.approx(4.0, rel=1e-2)
 
 
-def test_a_controller_that_is_saved_and_loaded_goes_on_as_if_unbroken() -> None:
+def test_a_controller_that_is_saved_and_loaded_continues_unchanged() -> None:
     rule = AdaptiveKL(target=1e-3, horizon=1000)
     one = KLController(rule)
     assert isinstance(one, Stateful) and one.scale == 1.0

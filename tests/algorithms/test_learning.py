@@ -60,7 +60,7 @@ def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_lear
     assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
 
 
-def test_towards_the_reference_the_optimum_is_lower_and_the_divergence_bounded() -> None:
+def test_with_a_reference_kl_the_optimum_is_lower_and_the_kl_bounded() -> None:
     free, held, rewarded, damped = (
         on_a_gaussian(Method(algorithm=algorithm))
         for algorithm in (

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_method_of_the_script_stands_on_the_page_with_its_claim_reached():
+def test_the_page_lists_every_method_of_the_script_with_its_claim_reached():
     script = runpy.run_path(str(ROOT / "scripts" / "learning_table.py"))
     page = script["PAGE"].read_text()
     rows = re.findall(r"^\| (.+?) \| .+? \| .+? \| (\S+) \| (.+?) \| \S+ \|$", page, re.MULTILINE)

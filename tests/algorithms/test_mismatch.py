@@ -82,7 +82,7 @@ def test_the_surrogate_is_weighted_and_nothing_else_is(correction: Correction, m
     assert 0.0 < found["train/mismatch_cut"] < 1.0
 
 
-def test_in_the_first_update_the_trainers_own_forward_stands_for_the_old_policy() -> None:
+def test_in_the_first_update_the_training_forward_is_the_old_policy() -> None:
     stage, track = ragged(2)
     first = track.replace(segment=track.segment.replace(anchors={}))
     own = track.replace(segment=track.segment.replace(anchors={"old_logp": stage.logp.detach()}))
@@ -92,7 +92,7 @@ def test_in_the_first_update_the_trainers_own_forward_stands_for_the_old_policy(
 
 
 @pytest.mark.parametrize("correction", [*ALL, TokenTIS(cap=math.inf), SequenceTIS(cap=math.inf)], ids=str)
-def test_a_gap_without_end_gives_a_finite_weight(correction: Correction) -> None:
+def test_an_infinite_gap_gives_a_finite_weight(correction: Correction) -> None:
     gaps = torch.tensor([500.0, -500.0, 0.0, 0.0, -900.0])
     assert correction(gaps, ROWS).weights.isfinite().all()
 

@@ -36,7 +36,7 @@ def test_the_stated_start_is_the_mean_reward_of_the_mixture_and_no_sample_beats_
 
 
 def share(rewards: list[float], end: float) -> float:
-    """Of the way from the first step to the optimum."""
+    """Fraction of the distance from the first step to the optimum."""
     return (end - rewards[0]) / (RING.optimum - rewards[0])
 
 
@@ -47,7 +47,7 @@ def test_rewards_lead_to_one_mode_of_eight(name: str) -> None:
     assert share(run.rewards, run.end) > 0.3
 
 
-def test_their_gradient_leads_there_too() -> None:
+def test_the_gradient_of_the_reward_leads_to_the_same_mode() -> None:
     run = RING.learn_by_gradient(DRTUNE, steps=40)
     assert run.rewards[0] == pytest.approx(RING.start, abs=0.1)
     assert share(run.rewards, run.end) > 0.7

@@ -29,7 +29,7 @@ def trained(rewards: list[float], group_ids: list[str], **rules: Any) -> list[fl
     return result(torch.tensor(rewards), group_ids, **rules).weight.tolist()
 
 
-def test_by_default_every_row_is_trained_and_nothing_is_said() -> None:
+def test_by_default_every_row_is_trained_and_nothing_is_logged() -> None:
     weight = torch.tensor([1.0, 0.5, 0.0, 1.0])
     found = result(torch.tensor([0.0, 1.0, 2.0, 4.0]), ids(4), weight)
     assert torch.equal(found.weight, weight)
@@ -99,14 +99,14 @@ def test_equal_advantages_are_taken_in_row_order_from_both_ends() -> None:
     assert trained([1.0, 1.0, 1.0, 1.0, 1.0], ids(5), keep=2) == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_dead_groups_are_left_out_and_counted() -> None:
+def test_groups_of_equal_rewards_are_left_out_and_counted() -> None:
     found = result(torch.tensor([1.0, 1.0, 0.0, 1.0, 0.1, 0.1]), ids(2, 2, 2), drop_dead=True)
     assert found.weight.tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert values(found.metrics)["rollout/filtered_group_ratio"] == pytest.approx(2 / 3)
     assert values(found.metrics)["rollout/zero_std_group_ratio"] == pytest.approx(2 / 3)
 
 
-def test_a_group_that_one_of_several_rewards_tells_apart_is_not_dead() -> None:
+def test_a_group_that_differs_in_one_of_several_rewards_is_informative() -> None:
     estimator = GroupAdvantage(weights={"a": 1.0, "b": 1.0}, combine="advantages", select=Selection(drop_dead=True))
     components = {"a": torch.tensor([0.0, 1.0, 2.0, 2.0]), "b": torch.tensor([4.0, 4.0, 3.0, 3.0])}
     total = torch.tensor([4.0, 4.0, 5.0, 5.0])
@@ -120,12 +120,12 @@ def test_groups_that_are_too_hard_or_too_easy_are_left_out() -> None:
     assert trained(rewards, ids(2, 2, 2, 2), mean_range=(0.5, 1.0)) == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_dropped_row_does_not_move_the_mean_that_is_judged() -> None:
+def test_a_dropped_row_does_not_change_the_mean_of_its_group() -> None:
     weight = torch.tensor([1.0, 1.0, 0.0])
     assert result(torch.tensor([0.4, 0.6, 99.0]), ids(3), weight, mean_range=(0.0, 1.0)).weight.tolist() == [1, 1, 0]
 
 
-def test_rules_add_up_and_fractional_weights_stay() -> None:
+def test_rules_combine_and_fractional_weights_stay() -> None:
     weight = torch.tensor([0.5, 1.0, 1.0, 0.5, 1.0, 1.0])
     found = result(torch.tensor([0.1, 0.2, 0.3, 7.0, 8.0, 9.0]), ids(3, 3), weight, keep=2, mean_range=(0.0, 1.0))
     assert found.weight.tolist() == [0.5, 0.0, 1.0, 0.0, 0.0, 0.0]

@@ -77,7 +77,7 @@ def test_the_gradient_of_a_log_prob_in_the_velocity_is_the_slope_times_z_over_th
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=NAMES)
-def test_flash_weights_make_the_velocity_feel_every_step_alike(kernel: Kernel) -> None:
+def test_flash_weights_equalise_the_gradient_in_the_velocity(kernel: Kernel) -> None:
     weights = step_weights("flash", kernel, SIGMAS, range(T - 1))
     felt = [w * abs(closed_form(kernel, *span)) for w, span in zip(weights, SPANS[:-1], strict=True)]
     assert felt == pytest.approx([felt[0]] * (T - 1), rel=1e-6)
@@ -106,6 +106,6 @@ def test_a_steps_weight_does_not_depend_on_which_others_are_trained(rule: StepWe
     assert (set(together) == {1.0}) == (rule == "uniform")
 
 
-def test_slopes_are_found_where_gradients_are_off() -> None:
+def test_slopes_are_computed_under_no_grad() -> None:
     with torch.no_grad():
         assert velocity_slope(KERNELS[0], *SPANS[3]) == pytest.approx(closed_form(KERNELS[0], *SPANS[3]))

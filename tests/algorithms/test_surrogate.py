@@ -43,7 +43,7 @@ def test_gradient_at_ratio_one_is_exactly_minus_the_advantage(advantage: float) 
         (-2.0, math.log(1 - LOW) + 0.01, False),
     ],
 )
-def test_each_quadrant_keeps_the_corrective_direction_and_drops_the_other(
+def test_each_quadrant_has_a_gradient_in_the_corrective_direction_only(
     advantage: float, log_ratio: float, clipped: bool
 ) -> None:
     expected = 0.0 if clipped else -advantage * math.exp(log_ratio)
@@ -85,7 +85,7 @@ def test_a_dual_clip_of_three_bounds_the_loss_of_bad_samples_only(
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_a_ratio_beyond_all_numbers_gives_a_finite_loss_and_gradient(dual_clip: float | None) -> None:
+def test_an_overflowing_ratio_gives_a_finite_loss_and_gradient(dual_clip: float | None) -> None:
     log_ratio = torch.tensor([[-1e6, -1e3, 1e3, 1e6]], requires_grad=True)
     for sign in (-1.0, 1.0):
         losses = clipped_surrogate(log_ratio, torch.full((1, 4), sign), LOW, HIGH, dual_clip)
@@ -190,7 +190,7 @@ def test_approx_kl_of_a_gaussian_shift_matches_the_exact_kl_to_first_order() -> 
     assert float(approx_kl(log_ratio).mean()) == pytest.approx(float(exact), rel=1e-2)
 
 
-def test_ratio_statistics_equal_those_of_the_elements_that_count_however_they_are_split() -> None:
+def test_ratio_statistics_use_elements_of_positive_weight_for_any_split() -> None:
     generator = torch.Generator().manual_seed(1)
     log_ratio = 1e-4 * torch.randn(6, 5, generator=generator)
     weights = torch.ones(6, 5)
@@ -210,6 +210,6 @@ def test_ratio_statistics_equal_those_of_the_elements_that_count_however_they_ar
     )
 
 
-def test_an_element_of_weight_zero_counts_nowhere_even_if_it_is_not_a_number() -> None:
+def test_an_element_of_weight_zero_has_no_effect_even_if_it_is_nan() -> None:
     values_, weights = torch.tensor([[1.0, torch.nan], [3.0, torch.inf]]), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     assert float(weighted_sum(values_, weights)) == 7.0

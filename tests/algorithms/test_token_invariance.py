@@ -66,7 +66,7 @@ def own_share(track: RolloutTrack) -> RolloutTrack:
 
 
 def gradients(name: str, change: Change = own_share, **options: Any) -> dict[str, Tensor]:
-    """Of everything that is trained, after sampling and a change of the weights; caught on their way into `step`."""
+    """Gradients of all trained weights, after sampling and a change of the weights; caught on their way into `step`."""
     table = token_table(0)
     stage = TableStage(table)
     track = token_track(stage, prompts=4)
@@ -124,7 +124,7 @@ def test_the_order_of_samples_changes_no_gradient(name: str) -> None:
     assert_equal(gradients(name, lambda track: track.select(order), micro_batch_tokens=9), undivided(name))
 
 
-def test_a_row_beyond_the_budget_is_a_micro_batch_and_nothing_else_exceeds_it() -> None:
+def test_only_a_single_row_may_exceed_the_token_budget() -> None:
     seen: list[int] = []
     algorithm = ARGRPO(old_logp_source="rollout")
     table = token_table(0)
@@ -169,7 +169,7 @@ def own_share_as_it_stands(track: RolloutTrack) -> RolloutTrack:
 
 
 def metrics() -> list[dict[str, Any]]:
-    """Of one rank: of each, its total, weight, kind and squares."""
+    """Total, weight, kind and squares of each metric of one rank."""
     table = token_table(0)
     stage = TableStage(table)
     track = token_track(stage, prompts=4)
@@ -186,7 +186,7 @@ def both() -> list[Any]:
     return [on_ranks(), one_sided(), metrics()]
 
 
-def test_two_ranks_have_the_gradient_of_one_also_where_one_of_them_has_nothing_to_do() -> None:
+def test_two_ranks_have_the_gradient_of_one_even_if_one_has_no_rows() -> None:
     *alone, told_alone = plain(both())
     ranks = run_ranks(2, both)
     for *rank, _ in ranks:

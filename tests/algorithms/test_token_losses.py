@@ -137,7 +137,7 @@ def test_value_and_gradient_are_those_of_a_loop_over_sequences(
 
 
 @EVERY_LOSS
-def test_the_random_rows_bend_every_loss(case: Case) -> None:
+def test_the_random_rows_reach_every_branch_of_every_loss(case: Case) -> None:
     """So that the comparison above sees clips, masks and penalties: the loss is not that of plain ratios."""
     stage, track = ragged(0)
     plain = looped(stage, track, lambda row: -row.advantage * row.ratio, "token-mean")
@@ -149,7 +149,9 @@ def test_the_random_rows_bend_every_loss(case: Case) -> None:
 @EVERY_LOSS
 @EVERY_AGGREGATION
 @pytest.mark.parametrize("cut", [[1] * 7, [3, 4], [2, 2, 3], [6, 1]], ids=str)
-def test_any_cut_into_micro_batches_gives_the_whole(case: Case, aggregation: dict[str, Any], cut: list[int]) -> None:
+def test_every_division_into_micro_batches_gives_the_same_loss(
+    case: Case, aggregation: dict[str, Any], cut: list[int]
+) -> None:
     stage, track = ragged(1)
     algorithm = case.make(entropy_coef=0.1, kl_coef=0.2, mismatch=SequenceTIS(cap=1.05), **aggregation)
     bounds = [sum(cut[:i]) for i in range(len(cut) + 1)]
@@ -163,7 +165,7 @@ def test_any_cut_into_micro_batches_gives_the_whole(case: Case, aggregation: dic
 
 @EVERY_LOSS
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_stands_at_tokens_that_do_not_count_never_matters(case: Case, poison: float) -> None:
+def test_values_at_uncounted_tokens_have_no_effect(case: Case, poison: float) -> None:
     algorithm = case.make(entropy_coef=0.1, kl_coef=0.2, mismatch=SequenceTIS(cap=1.05), loss_agg_mode="token-mean")
     stage, track = ragged(2)
     clean = value(algorithm, stage, track)
@@ -199,9 +201,7 @@ def poisoned(stage: LeafStage, track: RolloutTrack, poison: float) -> tuple[Leaf
 
 @EVERY_LOSS
 @EVERY_AGGREGATION
-def test_a_sequence_without_a_token_that_counts_is_a_sequence_of_loss_zero(
-    case: Case, aggregation: dict[str, Any]
-) -> None:
+def test_a_sequence_without_counted_tokens_has_loss_zero(case: Case, aggregation: dict[str, Any]) -> None:
     stage, track = ragged(3, (4, 6))
     track = track.replace(weight=torch.ones(2, dtype=torch.float64))
     mask = track.segment.loss_mask.clone()
@@ -215,7 +215,7 @@ def test_a_sequence_without_a_token_that_counts_is_a_sequence_of_loss_zero(
 
 @EVERY_LOSS
 @pytest.mark.parametrize("more", [{}, {"kl_in": "reward", "kl_estimator": "k1"}], ids=["kl in loss", "kl in reward"])
-def test_no_loss_waits_for_its_device_or_mixes_devices(case: Case, more: dict[str, Any]) -> None:
+def test_no_loss_syncs_with_its_device_or_mixes_devices(case: Case, more: dict[str, Any]) -> None:
     stage, track = ragged(0)
     far = LeafStage(stage.logp.detach().to("meta"), stage.entropy.detach().to("meta"))  # tensors without values
     algorithm = case.make(
@@ -246,9 +246,7 @@ def test_a_ratio_beyond_e_to_the_20_stays_finite(case: Case) -> None:
 
 @EVERY_LOSS
 @pytest.mark.parametrize(("moved", "side", "other"), [(2.0, "high", "low"), (-2.0, "low", "high")])
-def test_what_left_the_trust_region_is_counted_on_the_side_to_which_it_moved(
-    case: Case, moved: float, side: str, other: str
-) -> None:
+def test_tokens_outside_the_trust_region_are_counted_by_side(case: Case, moved: float, side: str, other: str) -> None:
     stage, track = ragged(0)
     with torch.no_grad():
         stage.logp += min(moved, 0.0) - 0.1  # so that no probability is beyond 1

@@ -31,7 +31,7 @@ def close(have: Tensor, want: list[float]) -> bool:
 
 @settings(deadline=None)
 @given(ROWS)
-def test_sums_means_and_lengths_are_those_of_the_tokens_that_count(rows: list[Row]) -> None:
+def test_sums_means_and_lengths_use_counted_tokens_only(rows: list[Row]) -> None:
     packing, values = packed(rows)
     assert packing.lengths.tolist() == [len(kept(row)) for row in rows]
     assert close(packing.sum(values), [sum(kept(row)) for row in rows])
@@ -40,7 +40,7 @@ def test_sums_means_and_lengths_are_those_of_the_tokens_that_count(rows: list[Ro
 
 @settings(deadline=None)
 @given(ROWS)
-def test_running_sums_see_earlier_and_later_tokens_of_the_own_row(rows: list[Row]) -> None:
+def test_running_sums_stay_within_their_row(rows: list[Row]) -> None:
     packing, values = packed(rows)
     before = [sum(kept(row[:t])) for row in rows for t in range(len(row))]
     rest = [sum(kept(row)) - sum(kept(row[:t])) for row in rows for t in range(len(row))]
@@ -58,12 +58,12 @@ def test_quantiles_are_those_of_torch_row_by_row(rows: list[Row], q: float) -> N
     assert close(packing.quantile(values, q), want)
 
 
-def test_a_row_that_does_not_count_has_no_token_that_does() -> None:
+def test_a_row_of_weight_zero_has_no_counted_token() -> None:
     packing, values = packed([[(1.0, True), (2.0, True)], [(4.0, True)]], [False, True])
     assert packing.lengths.tolist() == [0, 1] and packing.sum(values).tolist() == [0.0, 4.0]
 
 
-def test_kept_values_are_0_where_nothing_counts_and_have_no_gradient_there() -> None:
+def test_masked_values_are_0_at_uncounted_tokens_and_have_no_gradient_there() -> None:
     packing, _ = packed([[(1.0, True), (2.0, False)]])
     values = torch.tensor([3.0, torch.nan], requires_grad=True)
     found = packing.masked(values)
@@ -93,7 +93,7 @@ RAGGED: list[Row] = [[(1.0, True)], [(2.0, True), (100.0, False), (4.0, True), (
         ("seq-mean-token-sum-norm", 8, (1 + 15 + 0) / 3 / 8),
     ],
 )
-def test_each_rule_averages_what_it_says(rule: str, horizon: int | None, expected: float) -> None:
+def test_each_aggregation_equals_its_definition(rule: str, horizon: int | None, expected: float) -> None:
     assert aggregated(RAGGED, rule, horizon) == pytest.approx(expected, rel=1e-15)
 
 

@@ -104,7 +104,7 @@ class Trainee:
         self.track = track.replace(segment=track.segment.replace(anchors={}))
 
     def gradients(self, name: str, rows: list[int], **options: Any) -> dict[str, Tensor]:
-        """Of all weights, in an update on some rows."""
+        """Gradients of all weights in an update on some rows."""
         caught: dict[str, Tensor] = {}
         step = self.backend.step
 
@@ -143,7 +143,7 @@ def undivided(name: str) -> dict[str, Tensor]:
     return alone().gradients(name, ALL_ROWS, micro_batch_size=NUM_ROWS)
 
 
-def test_every_loss_over_tokens_is_among_them() -> None:
+def test_every_token_loss_is_compared() -> None:
     import unirl.algorithms as package
 
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -161,7 +161,7 @@ def test_packing_budgets_and_order_change_no_gradient(name: str) -> None:
 
 
 def on_ranks() -> list[dict[str, dict[str, Tensor]]]:
-    """What updates of each loss differentiate: four rows on each rank, and all that counts on one of them."""
+    """Gradients of the updates of each loss: four rows on each rank, with all counted tokens on one of them."""
     trainee, rank = Trainee(), current().dp_rank
     even, uneven = [OTHER_ORDER[::2], OTHER_ORDER[1::2]][rank], [OTHER_ORDER[:7], OTHER_ORDER[7:]][rank]
     return [

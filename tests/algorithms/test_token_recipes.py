@@ -43,7 +43,7 @@ LOSSES: list[type[TokenLoss]] = [ARGRPO, GSPO, CISPO, DRPO, DPPO, CPPO, SAPO, GM
         ({"mismatch": TokenTIS(), "old_logp_source": "rollout"}, "mismatch"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], key: str) -> None:
+def test_settings_without_effect_are_refused(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key) as raised:
         ARGRPO(**options)
     assert raised.value.code == 2004
@@ -60,7 +60,7 @@ def test_needs_and_anchors_follow_from_the_keys(loss: type[TokenLoss]) -> None:
     assert loss(mismatch=TokenTIS()).needs.behaviour_logp
 
 
-def test_methods_of_sequences_average_sequences_unless_told_otherwise() -> None:
+def test_sequence_methods_average_sequences_by_default() -> None:
     rules = {loss.__name__: loss().loss_agg_mode for loss in LOSSES}
     by_sequence = {name for name, rule in rules.items() if rule == "seq-mean-token-mean"}
     assert by_sequence == {"GSPO", "SAPO", "GMPO"}
@@ -85,7 +85,7 @@ def test_an_adaptive_coefficient_has_a_controller() -> None:
     assert controller is not None and controller.scale == 1.0
 
 
-def test_parity_is_the_largest_gap_among_tokens_that_count() -> None:
+def test_parity_is_the_largest_gap_of_counted_tokens() -> None:
     stage, track = ragged(0)
     own = stage.logp.detach()
     logp = own.clone()
@@ -123,7 +123,7 @@ def test_drift_estimates_the_divergence_between_engine_and_trainer() -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_no_token_of_a_cut_response_counts_where_these_are_masked(mode: Any) -> None:
+def test_mask_truncated_counts_no_token_of_a_truncated_response(mode: Any) -> None:
     stage, track = ragged(0)
     finished = torch.arange(len(track)) % 2 == 0
     cut = track.replace(segment=track.segment.replace(finished=finished))

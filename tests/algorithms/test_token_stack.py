@@ -29,7 +29,7 @@ def setup(
 def gradients(
     algorithm: TokenLoss, change: Callable[[RolloutTrack], RolloutTrack] = lambda track: track, **options: Any
 ) -> list[Tensor]:
-    """Of every update, caught on their way into the optimizer, which does not move the weights."""
+    """Gradients of every update, recorded by an optimizer that does not change the weights."""
     table = token_table(0)
     stack, stage = setup(algorithm, table, 1e-30, **options)
     caught: list[Tensor] = []

@@ -33,7 +33,7 @@ def test_the_log_prob_is_that_of_tempered_logits() -> None:
     assert replay.entropy.tolist() == pytest.approx(entropy, rel=1e-5)
 
 
-def test_its_values_are_those_of_the_state_before_each_token() -> None:
+def test_values_are_those_of_the_state_before_each_token() -> None:
     stage = token_stage()
     stage.value_head = stage.build_value_head(width=6, seed=0)
     stage.value_head.outlet.weight.data.fill_(0.5)

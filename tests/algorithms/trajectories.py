@@ -89,7 +89,7 @@ class Found:
 def found(
     algorithm: DenoisingLoss, stage: DiffusionStage, track: RolloutTrack, now: TrainingProgress | None = None
 ) -> Found:
-    """What the code makes of a track, as the stack would call it."""
+    """Loss and gradient of a track by the code under test, called as the stack calls it."""
     parameters, losses = list(stage.denoiser.parameters()), []  # type: ignore[attr-defined]
     stage.denoiser.zero_grad()  # type: ignore[attr-defined]
 
@@ -103,7 +103,7 @@ def found(
 
 @dataclass(frozen=True)
 class Said:
-    """What a policy says of a recorded step."""
+    """The outputs of a policy at a recorded step."""
 
     logp: Tensor  # [B] by torch.distributions.Normal, mean over latent elements
     mean: Tensor  # [B, *latent]
@@ -129,7 +129,7 @@ def mean_of(values: Tensor) -> Tensor:
 
 
 def expected(named: Policies, track: RolloutTrack, losses: Callable[[Step], Tensor]) -> Found:
-    """What an equation, giving a loss per row of a step, makes of a track: all in float64."""
+    """Loss and gradient of a track by an equation that gives a loss per row and step, in float64."""
     nets = [copy.deepcopy(stage.denoiser).double() for stage in (named.new, named.old, named.reference)]  # type: ignore[attr-defined]
     segment = track.segment
     total = torch.zeros((), dtype=torch.float64)

@@ -77,7 +77,7 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
     """
 
     loss_agg_mode: Aggregation = "token-mean"
-    """The loss is a mean over all tokens, or over sequences after a mean, a sum, or a sum / horizon over their tokens."""
+    """A mean over all tokens, or over sequences after a mean, a sum, or a sum / horizon over their tokens."""
     horizon: int | None = None
     """H of seq-mean-token-sum-norm: the length of the longest response (Dr.GRPO)."""
     old_logp_source: Literal["replay", "rollout"] = "replay"

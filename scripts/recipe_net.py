@@ -107,6 +107,8 @@ def without_volatile(row: Mapping[str, float]) -> dict[str, str]:
 
 def content_hash(path: Path) -> str:
     """SHA-256 of a file; of a safetensors file that of its tensors by name, since their order in it may vary."""
+    if path.name == "scores.json":
+        return hashlib.sha256(former_scores(path.read_text()).encode()).hexdigest()
     if path.suffix != ".safetensors":
         return hashlib.sha256(path.read_bytes()).hexdigest()
     from safetensors import deserialize
@@ -115,6 +117,15 @@ def content_hash(path: Path) -> str:
     for name, tensor in sorted(deserialize(path.read_bytes()), key=lambda item: item[0]):
         digest.update(f"{name} {tensor['dtype']} {tensor['shape']}".encode() + bytes(tensor["data"]))
     return digest.hexdigest()
+
+
+def former_scores(text: str) -> str:
+    """Scores with the names of records from before 0.2.0, which said `picture` where the files now say `image`."""
+    scores = json.loads(text)
+    for row in scores["samples"]:
+        row |= {"pictures": row.pop("images", None) or row.get("pictures", [])}
+        row |= {"medium": "picture" if row["medium"] == "image" else row["medium"]}
+    return json.dumps(scores, indent=1, sort_keys=True) + "\n"
 
 
 def run_all(selected: Sequence[Case], forks: Any) -> dict[str, Record]:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from unirl.tracking.backends import MIRRORS, MirrorUnavailable, make_mirrors
-from unirl.tracking.mirrors import MovingPreview, Preview, RunAbout
+from unirl.tracking.mirrors import ImageFile, RunInfo, VideoFile
 from unirl.tracking.videos import can_write_mp4, write_mp4, write_webp
 
 METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
@@ -25,11 +25,11 @@ PAGE = "# evaluation after step 2\n\n    <script>alert(1)</script> \u732b 3 < 4\
 
 
 def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: int | None = None) -> None:
-    """Drives that mirror through a run with two steps, a picture, and a video with an MP4 and one without."""
+    """Drives that mirror through a run with two steps, an image, and a video with an MP4 and one without."""
     (mirror,) = make_mirrors([name])
     config = {"sampling": {"seed": 42}}
     mirror.start(
-        RunAbout(root=root, project="demo", run_id="run-one", offline=True, config=config, resumed_step=resumed_step)
+        RunInfo(root=root, project="demo", run_id="run-one", offline=True, config=config, resumed_step=resumed_step)
     )
     Image.new("RGB", (8, 8), "red").save(root / "p00-s00.webp", lossless=True)
     for film in ("film", "still"):
@@ -38,8 +38,8 @@ def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: i
         write_mp4(root / "film.mp4", FILM, 16)
     for step in steps:
         mirror.log(step, METRICS[step])
-    mirror.images(steps[-1], "samples", [Preview(root / "p00-s00.webp", CAPTION)])
-    films = [MovingPreview.of(root / f"{film}.webp", CAPTION) for film in ("film", "still")]
+    mirror.images(steps[-1], "samples", [ImageFile(root / "p00-s00.webp", CAPTION)])
+    films = [VideoFile.of(root / f"{film}.webp", CAPTION) for film in ("film", "still")]
     mirror.videos(steps[-1], "samples", films)
     mirror.text(steps[-1], "eval", PAGE)
     mirror.finish(0)
@@ -109,7 +109,7 @@ def test_wandb_offline_keeps_metrics_on_our_own_step_and_pictures_with_captions(
     assert "&lt;script&gt;" in shown and "<script>" not in shown and "\u732b" in shown
 
 
-def test_swanlab_offline_keeps_metrics_and_pictures(tmp_path, monkeypatch):
+def test_swanlab_offline_keeps_metrics_and_images(tmp_path, monkeypatch):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "home"))
     feed("swanlab", tmp_path)

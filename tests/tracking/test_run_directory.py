@@ -80,7 +80,7 @@ def test_second_writer_is_refused_until_the_first_is_dead(tmp_path):
 
 def test_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"run\.dir=.*cannot be made: .*OUTPUT_DIR"):
+    with pytest.raises(RunDirectoryError, match=r"run\.dir=.*cannot be created: .*OUTPUT_DIR"):
         RunDirectory(tmp_path / "file" / "r", IDENTITY)
 
 

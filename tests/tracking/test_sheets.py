@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
-from unirl.tracking.images import PictureMedia, pixels
+from unirl.tracking.images import ImageMedia, pixels
 from unirl.tracking.lettering import lettering, width_of, wrap
 from unirl.tracking.samples import SampleRow, SampleTable
 from unirl.tracking.sheets import (
@@ -28,7 +28,7 @@ from unirl.tracking.sheets import (
 EVIL = "[b]<script>\x1b[2J \u732b" + "verylongword" * 30
 
 
-def table(rewards: list[list[float]], side: int = 16) -> SampleTable[PictureMedia]:
+def table(rewards: list[list[float]], side: int = 16) -> SampleTable[ImageMedia]:
     """One flat colour per sample, so that it can be found on a sheet."""
     rows = [
         SampleRow(sample_id=f"{p}:{s}", group_id=f"g{p}", prompt=f"prompt {p}", reward=reward)
@@ -36,7 +36,7 @@ def table(rewards: list[list[float]], side: int = 16) -> SampleTable[PictureMedi
         for s, reward in enumerate(group)
     ]
     images = np.stack([np.full((side, side, 3), [250, 10 * i, 5], np.uint8) for i in range(len(rows))])
-    return SampleTable(tuple(rows), PictureMedia(images))
+    return SampleTable(tuple(rows), ImageMedia(images))
 
 
 def places(sheet: Image.Image, sample: int) -> tuple[int, int, int, int]:
@@ -70,7 +70,7 @@ def before_after(rewards: list[list[float]]) -> Image.Image:
 
 def test_before_is_left_of_after_in_the_same_row_and_order():
     before = table([[0.1, 0.9], [0.5, 0.6]])
-    after = SampleTable(before.rows, PictureMedia(before.media.images.copy()))
+    after = SampleTable(before.rows, ImageMedia(before.media.images.copy()))
     after.media.images[..., 2] = 200
     sheet = before_after_sheet(before, after, ("before", "after"), "t")
     for sample in range(4):
@@ -119,7 +119,7 @@ def test_text_of_other_scripts_takes_a_font_of_this_machine_letter_by_letter():
 
 def test_any_prompt_can_be_drawn():
     rows = (SampleRow(sample_id="a", group_id="a", prompt=EVIL, reward=0.0),)
-    assert contact_sheet(SampleTable(rows, PictureMedia(np.zeros((1, 8, 8, 3), np.uint8))), EVIL).width > 100
+    assert contact_sheet(SampleTable(rows, ImageMedia(np.zeros((1, 8, 8, 3), np.uint8))), EVIL).width > 100
 
 
 def test_colour_of_a_reward_runs_from_low_to_high():

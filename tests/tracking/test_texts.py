@@ -145,7 +145,7 @@ def test_before_and_after_stand_under_their_prompt_in_order_of_sampling() -> Non
 
 
 def test_prompts_that_read_alike_stand_apart_by_their_group() -> None:
-    """Questions about pictures are often the same words."""
+    """Questions about images often have the same words."""
     page = before_after_page(table(("b",) * 6), table(("a",) * 6), ("before", "after"))
     assert len(re.findall("(?m)^## Prompt", page)) == 3
 
@@ -158,10 +158,10 @@ def test_texts_and_their_kind_come_from_what_an_engine_shows() -> None:
 
 def test_a_prompt_about_pictures_names_them_and_keeps_them(tmp_path) -> None:
     plain = table(("a", "b"))
-    rows = tuple(replace(row, pictures=("set/p 1.png", "x`y.png")) for row in plain.rows)
+    rows = tuple(replace(row, images=("set/p 1.png", "x`y.png")) for row in plain.rows)
     saved = SampleTable(rows, plain.media).saved(tmp_path)
     write_manifest(saved, tmp_path / "manifest.jsonl")
     found = read_samples(list(manifest_rows(tmp_path / "manifest.jsonl")), tmp_path)
-    assert found.rows[0].pictures == ("set/p 1.png", "x`y.png")
+    assert found.rows[0].images == ("set/p 1.png", "x`y.png")
     for page in (samples_page(found, "t"), before_after_page(found, found, ("before", "after"))):
         assert page.count("About `set/p 1.png`, ``x`y.png``") == 1

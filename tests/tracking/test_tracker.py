@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from unirl.tracking.console import Console
-from unirl.tracking.images import PictureMedia
+from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import read_samples
-from unirl.tracking.mirrors import Preview, RunAbout
+from unirl.tracking.mirrors import ImageFile, RunInfo
 from unirl.tracking.run_directory import RunDirectory, RunIdentity, status_of
 from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows
 from unirl.tracking.tables import read_rows
@@ -51,12 +51,12 @@ def evaluation(level: float) -> EvalResult:
     )
 
 
-def samples() -> SampleTable[PictureMedia]:
+def samples() -> SampleTable[ImageMedia]:
     rows = tuple(
         SampleRow(sample_id=f"a@0:{j}", group_id="a@0", prompt="a cat \u732b", reward=j / 3, rewards={"x": 1.0})
         for j in range(3)
     )
-    return SampleTable(rows, PictureMedia(np.arange(3 * 8 * 8 * 3, dtype=np.uint8).reshape(3, 8, 8, 3)))
+    return SampleTable(rows, ImageMedia(np.arange(3 * 8 * 8 * 3, dtype=np.uint8).reshape(3, 8, 8, 3)))
 
 
 def run_steps(target: Tracker, first: int, last: int, crash: int | None = None) -> None:
@@ -244,14 +244,14 @@ class Broken:
         if method == self.at:
             raise ConnectionError("no route")
 
-    def start(self, about: RunAbout) -> None:
+    def start(self, about: RunInfo) -> None:
         self._call("start")
         self.about = about
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._call("log")
 
-    def images(self, step: int, key: str, previews: list[Preview]) -> None:
+    def images(self, step: int, key: str, previews: list[ImageFile]) -> None:
         self._call("images")
         assert all(preview.path.exists() for preview in previews)
 
@@ -276,7 +276,7 @@ def test_failing_mirror_is_reported_once_and_never_stops_the_run(at, tmp_path):
 
 def test_mirror_learns_where_a_resumed_run_continues_and_no_secret(tmp_path):
     mirror = Broken("never")
-    about = RunAbout(root=tmp_path, project="demo", run_id="r", config={"reward": {"api_key": "canary"}})
+    about = RunInfo(root=tmp_path, project="demo", run_id="r", config={"reward": {"api_key": "canary"}})
     with tracker(tmp_path / "r", mirrors=[mirror], about=about) as target:
         target.truncate(3)
         run_steps(target, 4, 4)
@@ -287,9 +287,9 @@ def test_mirror_learns_where_a_resumed_run_continues_and_no_secret(tmp_path):
 def evaluation_of_texts(right: int) -> EvalResult:
     """Two prompts of two samples each, of which the first `right` are right."""
     answers = tuple(Answer(i < right, "7" if i < right else "8") for i in range(4))
-    pictures = {name: value for name, value in vars(evaluation(0.0)).items() if name != "media"}
+    fields = {name: value for name, value in vars(evaluation(0.0)).items() if name != "media"}
     return EvalResult(
-        **{**pictures, "answers": answers, "facts": tuple({"tokens": i} for i in range(4))},
+        **{**fields, "answers": answers, "facts": tuple({"tokens": i} for i in range(4))},
         media=Texts(texts=[f"so it is {answer.text}\n```" for answer in answers]),
     )
 

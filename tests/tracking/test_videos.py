@@ -13,9 +13,9 @@ import torch
 from PIL import Image, ImageSequence
 
 from unirl.tracking import videos as files
-from unirl.tracking.images import PictureMedia
-from unirl.tracking.media import KINDS, media_of, read_samples
-from unirl.tracking.mirrors import MovingPreview
+from unirl.tracking.images import ImageMedia
+from unirl.tracking.media import MEDIA, media_of, read_samples
+from unirl.tracking.mirrors import VideoFile
 from unirl.tracking.run_directory import RunDirectory, RunIdentity
 from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, write_manifest
 from unirl.tracking.sheets import BACKGROUND, before_after_sheet, contact_sheet
@@ -25,7 +25,7 @@ from unirl.tracking.videos import (
     STRIP_FRAMES,
     STRIP_GAP,
     STRIP_SIDE,
-    Clip,
+    StoredVideo,
     VideoMedia,
     can_write_mp4,
     gif_of,
@@ -119,7 +119,7 @@ def test_an_animation_lasts_as_long_as_the_video_and_repeats(tmp_path):
 
 
 def smooth(frames: int, height: int, width: int) -> np.ndarray:
-    """[F, H, W, 3] uint8 waves that wander, as a camera's pictures are: no edges, all colours."""
+    """[F, H, W, 3] uint8 waves that wander, as images of a camera are: no edges, all colours."""
     t, y, x = np.mgrid[0:frames, 0:height, 0:width].astype(float)
     waves = [np.sin(x / 17 + t / 3), np.cos(y / 23 - t / 4), np.sin((x + y) / 31 + t / 5)]
     return (127.5 + 100 * np.stack(waves, axis=-1)).astype(np.uint8)
@@ -164,7 +164,7 @@ def test_files_of_equal_clips_are_equal(tmp_path):
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 256), (256, 1), (3, 5)])
 def test_frames_of_any_shape_can_be_kept(tmp_path, height, width):
     clip = smooth(3, height, width)
-    entry = Clip(clip, 3, 16.0, width, height).write("a", tmp_path, mp4=can_write_mp4())
+    entry = StoredVideo(clip, 3, 16.0, width, height).write("a", tmp_path, mp4=can_write_mp4())
     assert (tmp_path / entry.file).stat().st_size > 0 and gif_of(tmp_path / "a.webp")[:6] == b"GIF89a"
     if can_write_mp4():
         assert len(mp4_frames(tmp_path / "a.mp4")[0]) == 3
@@ -189,7 +189,7 @@ def test_gif_has_the_frames_enlarged_and_nearly_their_times(tmp_path, frames):
 )
 def test_a_strip_is_the_frames_from_the_first_to_the_last(frames, chosen):
     clip = moving_square(frames)
-    strip = Clip(clip, frames, 16.0, 20, 16).strip()
+    strip = StoredVideo(clip, frames, 16.0, 20, 16).strip()
     times, wide = STRIP_SIDE // 20, 20 * (STRIP_SIDE // 20)
     assert strip.shape == (16 * times, len(chosen) * (wide + STRIP_GAP) - STRIP_GAP, 3)
     for place, number in enumerate(chosen):
@@ -200,7 +200,7 @@ def test_a_strip_is_the_frames_from_the_first_to_the_last(frames, chosen):
 
 def test_a_strip_of_large_frames_shows_them_shrunk():
     clip = smooth(5, 148, 256)
-    strip = Clip(clip, 81, 16.0, 832, 480).strip()
+    strip = StoredVideo(clip, 81, 16.0, 832, 480).strip()
     assert strip.shape == (74, 5 * 128 + 4 * STRIP_GAP, 3)
     halved = clip.reshape(5, 74, 2, 128, 2, 3).mean(axis=(2, 4))
     assert psnr(strip[:, -128:], halved[-1]) > 40
@@ -223,9 +223,9 @@ def test_what_a_run_directory_keeps_is_read_back_as_it_was(tmp_path, frames):
         assert strip.shape[1] == min(frames, STRIP_FRAMES) * (120 + STRIP_GAP) - STRIP_GAP
         assert (tmp_path / f"{name}.mp4").exists() == can_write_mp4()
     found = read_samples(rows, tmp_path)
-    assert isinstance(found.media, VideoMedia) and found.rows == saved.rows and KINDS["video"] is VideoMedia
+    assert isinstance(found.media, VideoMedia) and found.rows == saved.rows and MEDIA["video"] is VideoMedia
     assert isinstance(table.media, VideoMedia)
-    for one, other in zip(found.media.clips, table.media.clips, strict=True):
+    for one, other in zip(found.media.videos, table.media.videos, strict=True):
         assert (one.pixels == other.pixels).all()
         assert one.facts() == other.facts() and one.seconds == pytest.approx(frames / 12.5)
 
@@ -235,23 +235,23 @@ def test_videos_of_different_lengths_share_a_table_and_a_sheet(tmp_path):
     table = table_of(decoded).saved(tmp_path)
     found = read_samples([vars(row) for row in table.rows], tmp_path)
     assert isinstance(found.media, VideoMedia)
-    assert [len(clip.pixels) for clip in found.media.clips] == [1, 9, 5, 20]
+    assert [len(clip.pixels) for clip in found.media.videos] == [1, 9, 5, 20]
     sheet = np.asarray(contact_sheet(found, "t"))
     assert (sheet[:20] == BACKGROUND).all() and (sheet[:, -20:] == BACKGROUND).all()
 
 
-def places(sheet: Image.Image, picture: np.ndarray) -> list[tuple[int, int]]:
-    """Every (left, top) where the picture stands on the sheet."""
+def places(sheet: Image.Image, image: np.ndarray) -> list[tuple[int, int]]:
+    """Every (left, top) where the image stands on the sheet."""
     page = np.asarray(sheet).astype(int)
-    height, width = picture.shape[:2]
-    corners = np.argwhere((page[: 1 - height or None, : 1 - width or None] == picture[0, 0]).all(axis=2))
-    return [(int(x), int(y)) for y, x in corners if (page[y : y + height, x : x + width] == picture).all()]
+    height, width = image.shape[:2]
+    corners = np.argwhere((page[: 1 - height or None, : 1 - width or None] == image[0, 0]).all(axis=2))
+    return [(int(x), int(y)) for y, x in corners if (page[y : y + height, x : x + width] == image).all()]
 
 
 def test_a_sheet_shows_the_strip_of_every_sample_best_first():
     table = table_of(videos(9))
     sheet = contact_sheet(table, "t")
-    [[one], [two], [three], [four]] = [places(sheet, clip.strip()) for clip in table.media.clips]
+    [[one], [two], [three], [four]] = [places(sheet, clip.strip()) for clip in table.media.videos]
     assert two[1] == one[1] < three[1] == four[1]
     assert (two[0] < one[0], four[0] < three[0]) == (True, True)
 
@@ -260,7 +260,7 @@ def test_before_is_left_of_after_and_says_what_the_strips_are(tmp_path):
     before, after = table_of(videos(9)), table_of(videos(9, count=8).select([4, 5, 6, 7]), gain=0.2)
     assert after.media.compares_with(before.media)
     sheet = before_after_sheet(before, after, ("before", "after"), "t")
-    for old, new in zip(before.media.clips, after.media.clips, strict=True):
+    for old, new in zip(before.media.videos, after.media.videos, strict=True):
         [left], [right] = places(sheet, old.strip()), places(sheet, new.strip())
         assert left[0] < right[0] and left[1] == right[1]
     assert before.media.tiles().about == "5 of 9 frames of 20 x 16, 16 per second"
@@ -271,7 +271,7 @@ def test_videos_compare_with_videos_of_the_same_size_alone():
     media = media_of(videos(5).preview())
     assert media.compares_with(media_of(videos(9).preview()))
     assert not media.compares_with(media_of(videos(5, width=24).preview()))
-    assert not media.compares_with(PictureMedia(np.zeros((4, 16, 20, 3), np.uint8)))
+    assert not media.compares_with(ImageMedia(np.zeros((4, 16, 20, 3), np.uint8)))
 
 
 def test_the_page_plays_every_sample_and_interprets_no_prompt(tmp_path):
@@ -287,11 +287,11 @@ def test_the_page_plays_every_sample_and_interprets_no_prompt(tmp_path):
 
 def test_an_album_has_every_video_and_a_grid_with_a_row_per_prompt(tmp_path):
     media = media_of(videos(5).preview())
-    grid = media.album(["a", "b"], tmp_path)
+    grid = media.gallery(["a", "b"], tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.webp")) == [
         f"p{p:02d}-s{s:02d}.webp" for p in (0, 1) for s in (0, 1)
     ]
-    found = [places(Image.open(grid).convert("RGB"), clip.strip()) for clip in media.clips]
+    found = [places(Image.open(grid).convert("RGB"), clip.strip()) for clip in media.videos]
     [[one], [two], [three], [four]] = found
     assert one == (0, 0) and one[1] == two[1] < three[1] == four[1] and one[0] == three[0] < two[0] == four[0]
 
@@ -336,7 +336,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.pages: list[tuple[str, str]] = []
-        self.films: list[MovingPreview] = []
+        self.films: list[VideoFile] = []
 
     def start(self, about) -> None: ...
 

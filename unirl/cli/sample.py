@@ -40,9 +40,9 @@ def run(argv: list[str], session: Session) -> int:
         trainer.load(saved.checkpoint)
         drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
     for some, media in drawn:
-        for line in [*media.lines(), *media.remarks()]:
+        for line in [*media.console_lines(), *media.remarks()]:
             print(line)
-        page = media.album([prompt.text for prompt in some], _folder(out, some[0].size, len(drawn)))
+        page = media.gallery([prompt.text for prompt in some], _folder(out, some[0].size, len(drawn)))
         print(f"{len(media)} {media.kind}s   {page}")
     return 0
 

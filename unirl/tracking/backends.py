@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from unirl.tracking.mirrors import Mirror, MovingPreview, Preview, RunAbout
+from unirl.tracking.mirrors import ImageFile, Mirror, RunInfo, VideoFile
 from unirl.tracking.videos import gif_of
 
 
@@ -23,7 +23,7 @@ class WandbMirror:
     def __init__(self) -> None:
         self._run: Any = None
 
-    def start(self, about: RunAbout) -> None:
+    def start(self, about: RunInfo) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -44,13 +44,13 @@ class WandbMirror:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
         import wandb
 
         media = [wandb.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({"step": step, f"media/{key}": media})
 
-    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
         """As MP4 where there is one, else as GIF: W&B takes no WebP."""
         import wandb
 
@@ -77,7 +77,7 @@ class TensorBoardMirror:
     def __init__(self) -> None:
         self._writer: Any = None
 
-    def start(self, about: RunAbout) -> None:
+    def start(self, about: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if about.resumed_step is None else about.resumed_step + 1
@@ -88,19 +88,19 @@ class TensorBoardMirror:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
         for number, preview in enumerate(previews):
-            with Image.open(preview.path) as picture:
-                self._writer.add_image(f"{key}/{number}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+            with Image.open(preview.path) as image:
+                self._writer.add_image(f"{key}/{number}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
-    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
         """As GIF among the images: TensorBoard has no videos of its own."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for number, preview in enumerate(previews):
             gif = gif_of(preview.webp)
-            with Image.open(io.BytesIO(gif)) as picture:
-                width, height = picture.size
+            with Image.open(io.BytesIO(gif)) as image:
+                width, height = image.size
             image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=gif)
             value = Summary.Value(tag=f"{key}_videos/{number}", image=image)
             self._writer.file_writer.add_summary(Summary(value=[value]), step)
@@ -120,7 +120,7 @@ class SwanLabMirror:
     def __init__(self) -> None:
         self._run: Any = None
 
-    def start(self, about: RunAbout) -> None:
+    def start(self, about: RunInfo) -> None:
         import swanlab
 
         log_dir = about.root / "swanlab"
@@ -137,13 +137,13 @@ class SwanLabMirror:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
         import swanlab
 
         media = [swanlab.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({f"media/{key}": media}, step=step)
 
-    def videos(self, step: int, key: str, previews: Sequence[MovingPreview]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
         """As GIF, the one format that SwanLab takes."""
         import swanlab
 

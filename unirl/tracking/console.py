@@ -1,6 +1,6 @@
-"""What a person watching a run sees: a banner, a live bar or one plain line per step, and a summary.
+"""The console output of a run: a banner, a live progress bar or one plain line per step, and a summary.
 
-Nothing from a user (prompts, names, paths) is interpreted as markup, and control characters never reach the terminal.
+Text from users (prompts, names, paths) is never interpreted as markup, and control characters never reach the terminal.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MAX_COLUMNS = 200
 PHASES = {"generate": "gen", "reward": "rwd", "train": "trn", "sync": "syn"}
 MAX_COMPONENTS = 4
 ACCURACIES = ("eval/avg@", "eval/pass@", "eval/maj@")
-"""How the names of shares of right answers begin."""
+"""Prefixes of the metrics that are shares of right answers."""
 
 
 @dataclass(frozen=True)
 class Glyphs:
-    """The characters that a stream can show."""
+    """Characters beyond letters that a stream can show."""
 
     plus_minus: str
     spark: str
 
     @staticmethod
     def of(encoding: str | None) -> Glyphs:
-        """Those of Unicode where the stream's encoding has them, else of ASCII."""
+        """Unicode characters if the encoding of the stream has them, otherwise ASCII."""
         rich = Glyphs("\u00b1", "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588")
         try:
             (rich.plus_minus + rich.spark).encode(encoding or "ascii")
@@ -49,12 +49,12 @@ class Glyphs:
 def step_line(
     clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None, glyphs: Glyphs
 ) -> str:
-    """One step in one line; parts whose metrics are absent are left out.
+    """One step as one line. Parts whose metrics are absent are left out.
 
     11:21:52 step 12/60 reward=0.412+-0.083 shape=0.09 | ratio=1.0000 | 3.1s gen=1.9 trn=0.7 20.6/s | eta 2m29s
     """
     head = f"{clock} step {step}/{total} {reward(metrics, glyphs)}".rstrip()
-    rest = [training(metrics, glyphs), phases(metrics), keeping(metrics)]
+    rest = [training(metrics, glyphs), phases(metrics), drops_and_memory(metrics)]
     if eta_s is not None:
         rest.append(f"eta {duration(eta_s)}")
     line = " | ".join(part for part in (head, *rest) if part)
@@ -92,7 +92,7 @@ def phases(metrics: Mapping[str, float]) -> str:
     return _join([*total, *parts, *rates])
 
 
-def keeping(metrics: Mapping[str, float]) -> str:
+def drops_and_memory(metrics: Mapping[str, float]) -> str:
     """`drop=0 skip=1 mem=1.2G`."""
     skipped = metrics.get("train/skipped_updates", 0.0)
     memory = metrics.get("mem/device_peak_gib", metrics.get("mem/host_peak_gib"))
@@ -106,11 +106,11 @@ def keeping(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation(metrics: Mapping[str, float]) -> str:
-    """`reward 0.412 (standard error 0.031), avg@4 0.41, pass@4 0.72, maj@4 0.50`: of each the largest number."""
-    found = f"reward {metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
+    """`reward 0.412 (standard error 0.031), avg@4 0.41, pass@4 0.72, maj@4 0.50`, each with the largest n or k."""
+    rewards = f"reward {metrics['eval/reward_mean']:.3f} (standard error {metrics['eval/reward_stderr']:.3f})"
     of_each = [[name for name in metrics if name.startswith(start)] for start in ACCURACIES]
     shares = [max(names, key=lambda name: int(name.rpartition("@")[2])) for names in of_each if names]
-    return ", ".join([found, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in shares)])
+    return ", ".join([rewards, *(f"{name.removeprefix('eval/')} {metrics[name]:.2f}" for name in shares)])
 
 
 def duration(seconds: float) -> str:
@@ -123,7 +123,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], glyphs: Glyphs, width: int = 40) -> str:
-    """The finite ones of the last `width` values as bars between their least and their greatest."""
+    """The last `width` values as bars scaled to their range. Values that are not finite are left out."""
     shown = [value for value in values[-width:] if math.isfinite(value)]
     if not shown:
         return ""
@@ -133,7 +133,7 @@ def sparkline(values: Sequence[float], glyphs: Glyphs, width: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without control characters: what a prompt says cannot move a terminal's cursor."""
+    """`text` on one line, without control characters, so that a prompt cannot move the cursor of a terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -154,7 +154,7 @@ def _join(parts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Banner:
-    """What is said before the first step: label and text of each line, in order."""
+    """The output before the first step: label and text of each line, in order."""
 
     title: str
     lines: Sequence[tuple[str, str]] = ()
@@ -168,12 +168,12 @@ class Change:
     start: float
     end: float
     spread: float | None = None
-    """Standard error of the end."""
+    """Standard error of `end`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What is said after the last step."""
+    """The output after the last step."""
 
     title: str
     changes: Sequence[Change] = ()
@@ -182,28 +182,29 @@ class Summary:
 
 @dataclass
 class Pace:
-    """Steps and their times, for the estimate of what remains."""
+    """Durations of the recent steps, to estimate the remaining time."""
 
     total: int
     clock: float = field(default_factory=time.monotonic)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     def mark(self, step_s: float | None) -> None:
-        """A step ended; everything since the last one counts, evaluations and checkpoints too.
+        """Records that a step ended. Evaluations and checkpoints since the previous step count too.
 
-        `step_s`: the step's own time. It stands for the first step, before which models were loaded.
+        Args:
+            step_s: duration of the step itself. It is used for the first step, before which models were loaded.
         """
         now = time.monotonic()
         self.recent.append(now - self.clock if self.recent or step_s is None else step_s)
         self.clock = now
 
     def remaining_s(self, step: int) -> float | None:
-        """Seconds until the last step, from the mean of the last steps; None before the first."""
+        """Estimated seconds until the last step, from the mean of recent steps. None before the first step."""
         return (self.total - step) * sum(self.recent) / len(self.recent) if self.recent else None
 
 
 class Console:
-    """Writes to one stream: live on a terminal, plain lines elsewhere (a file, CI, TERM=dumb)."""
+    """Writes to one stream: a live display on a terminal, plain lines elsewhere (a file, CI, TERM=dumb)."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.stream = stream or sys.stderr
@@ -236,11 +237,11 @@ class Console:
             self._print(Text(step_line(clock, step, self.total_steps, metrics, eta, self.glyphs)))
 
     def note(self, text: str) -> None:
-        """Prints a line that is worth a person's time, such as an evaluation's result."""
+        """Prints one line, such as the result of an evaluation."""
         self._print(Text(printable(text)))
 
     def warn(self, text: str) -> None:
-        """Prints a line that a person must not miss."""
+        """Prints a warning."""
         self._print(Text("warning: " + printable(text), style="bold yellow"))
 
     def summary(self, summary: Summary) -> None:
@@ -282,7 +283,7 @@ class Console:
 
 
 def is_live(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether the stream is a terminal that can redraw, and nobody asked for plain lines."""
+    """Returns True if the stream is a terminal that can redraw and the environment does not ask for plain lines."""
     return stream.isatty() and environ.get("TERM", "") not in ("dumb", "unknown") and not environ.get("CI")
 
 

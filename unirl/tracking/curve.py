@@ -1,4 +1,4 @@
-"""A reward curve as a picture: axes, a line, a band; drawn by PIL alone, at twice the size and then shrunk."""
+"""Reward curves with axes, lines and bands, drawn with PIL at twice the size and then reduced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unirl.tracking.lettering import Colour, draw_text, width_of
 from unirl.tracking.sheets import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SMALL_SIZE, TEXT_SIZE, TITLE_SIZE
 
 SCALE = 2
-"""Drawn this many times larger and averaged down, for smooth lines."""
+"""Curves are drawn this many times larger and averaged down, which smooths the lines."""
 BAND_OPACITY = 0.18
 SECOND = (94, 96, 170)
 COLOURS: tuple[Colour, ...] = (HIGH, SECOND)
@@ -20,7 +20,7 @@ COLOURS: tuple[Colour, ...] = (HIGH, SECOND)
 
 @dataclass(frozen=True)
 class Series:
-    """A line through points, with a band of +- `spreads` around it (empty: no band), and dots if it has few points."""
+    """A line through points with a band of +- `spreads` around it (none if empty). Few points also get dots."""
 
     label: str
     steps: Sequence[float]
@@ -33,7 +33,7 @@ class Series:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and greatest value that must be visible."""
+        """The smallest and largest value that must be visible."""
         spreads = self.spreads or [0.0] * len(self.values)
         pairs = list(zip(self.values, spreads, strict=True))
         return min(value - spread for value, spread in pairs), max(value + spread for value, spread in pairs)
@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Where the data lies: a rectangle in pixels for a rectangle of steps and values."""
+    """Maps a rectangle of steps and values to a rectangle of pixels."""
 
     left: float
     top: float
@@ -62,8 +62,8 @@ class Axes:
 def reward_curve(
     series: Sequence[Series], title: str, *, width: int = 720, height: int = 420, x_label: str = "step"
 ) -> Image.Image:
-    """The picture of up to two series over steps; points that are not finite are left out."""
-    drawn = [kept for one in series if (kept := _finite(one)).values]
+    """A diagram of up to two series over steps. Points that are not finite are left out."""
+    drawn = [finite for one in series if (finite := _finite(one)).values]
     if not drawn or len(drawn) > len(COLOURS):
         raise ValueError(f"a curve needs 1 to {len(COLOURS)} series with a finite point, got {len(drawn)}")
     canvas = Image.new("RGB", (width * SCALE, height * SCALE), BACKGROUND)
@@ -77,7 +77,7 @@ def reward_curve(
 
 
 def beside(left: Image.Image, right: Image.Image) -> Image.Image:
-    """Two pictures side by side on one page, centred vertically."""
+    """Two images side by side on one page, centred vertically."""
     page = Image.new("RGB", (left.width + right.width, max(left.height, right.height)), BACKGROUND)
     page.paste(left, (0, (page.height - left.height) // 2))
     page.paste(right, (left.width, (page.height - right.height) // 2))

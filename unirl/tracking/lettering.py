@@ -1,4 +1,4 @@
-"""Text on pictures: which font can draw it, how wide it is, where its lines break."""
+"""Text on images: choice of the font, width of a line, line breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDE_FONTS = (
     "NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf", "SourceHanSansSC-Regular.otf", "wqy-microhei.ttc",
     "PingFang.ttc", "Arial Unicode.ttf", "msyh.ttc", "NotoSans-Regular.ttf", "DejaVuSans.ttf",
 )  # fmt: skip
-"""Fonts of many scripts, tried by name on this machine: the font that PIL carries has ASCII alone."""
+"""Fonts with many scripts, tried by name on this machine. The font that comes with PIL has only ASCII."""
 
 
 def draw_text(
@@ -34,7 +34,7 @@ def width_of(text: str, size: int) -> float:
 
 
 def wrap(text: str, width: int, size: int, max_lines: int) -> list[str]:
-    """Lines of at most `width` pixels; words that are too long are cut; the last ends in `...` when more follows."""
+    """Lines of at most `width` pixels. Long words are split; the last line ends with `...` if text is left out."""
     lines: list[str] = [""]
     for word in printable(text).split():
         for piece in _pieces(word, width, size):
@@ -52,7 +52,7 @@ def wrap(text: str, width: int, size: int, max_lines: int) -> list[str]:
 
 
 def lettering(text: str, size: int) -> tuple[str, Font]:
-    """The text as it can be drawn, and the font for it. A letter that no font here has loses its accent or is `?`."""
+    """The text that can be drawn, and its font. A letter that no font has loses its accent or becomes `?`."""
     text = printable(text)
     if text.isascii():
         return text, _ascii_font(size)
@@ -63,7 +63,7 @@ def lettering(text: str, size: int) -> tuple[str, Font]:
 
 @cache
 def _has(font: Font, letter: str) -> bool:
-    """Whether the font draws this letter other than as its sign for a missing one."""
+    """Returns True if the font has a glyph for this letter."""
     return letter.isascii() or bytes(font.getmask(letter)) != bytes(font.getmask("\U0010ffff"))
 
 
@@ -88,7 +88,7 @@ def _wide_font(size: int) -> Font | None:
 
 
 def _pieces(word: str, width: int, size: int) -> list[str]:
-    """A word cut into pieces that fit; texts without blanks (as in Chinese) wrap anywhere."""
+    """Splits a word into pieces that fit. Texts without blanks, as in Chinese, may break anywhere."""
     pieces = [""]
     for character in word:
         if width_of(pieces[-1] + character, size) <= width:

@@ -1,4 +1,4 @@
-"""The kinds of media that samples may be: from what an engine shows, and back from what was kept."""
+"""The media that samples can have: conversion of an engine's previews, and reading stored samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
-from unirl.tracking.images import PictureMedia, pixels
+from unirl.tracking.images import ImageMedia, pixels
 from unirl.tracking.samples import Media, SampleRow, SampleTable
 from unirl.tracking.texts import TextMedia
 from unirl.tracking.videos import VideoMedia
@@ -15,20 +15,21 @@ from unirl.types.batch import Batch
 from unirl.types.evaluation import EvalResult
 from unirl.types.primitives import ImagePreviews, Texts, VideoPreviews
 
-KINDS: Mapping[str, type[Media]] = {"picture": PictureMedia, "text": TextMedia, "video": VideoMedia}
+MEDIA: Mapping[str, type[Media]] = {"image": ImageMedia, "text": TextMedia, "video": VideoMedia}
 
 
 @singledispatch
 def media_of(preview: Batch) -> Media:
-    """What an engine shows of samples, as it is kept. A further kind of media registers its own function here."""
+    """Converts previews of an engine to media that can be stored. Each medium registers a function here."""
     raise TypeError(
-        f"samples that are {type(preview).__name__} cannot be kept: write their kind in unirl/tracking/media.py"
+        f"samples of type {type(preview).__name__} cannot be stored: register a function for them in "
+        "unirl/tracking/media.py"
     )
 
 
 @media_of.register
 def _(preview: ImagePreviews) -> Media:
-    return PictureMedia(pixels(preview.pixels))
+    return ImageMedia(pixels(preview.pixels))
 
 
 @media_of.register
@@ -42,14 +43,14 @@ def _(preview: Texts) -> Media:
 
 
 def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
-    """What an evaluation found, row by row."""
+    """The samples of an evaluation with their scores."""
     scores = {name: values.tolist() for name, values in (result.components | result.logged_rewards).items()}
     rows = [
         SampleRow(
             sample_id=result.sample_ids[i],
             group_id=result.group_ids[i],
             prompt=result.prompts[i],
-            pictures=result.prompt_image_uris[i] if result.prompt_image_uris else (),
+            images=result.prompt_image_uris[i] if result.prompt_image_uris else (),
             reward=reward,
             rewards={name: values[i] for name, values in scores.items()},
             facts=result.facts_of(i),
@@ -60,13 +61,13 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
 
 
 def read_samples(rows: Sequence[Mapping[str, Any]], folder: Path) -> SampleTable[Media]:
-    """The table that rows of a manifest or of scores.json, and the files beside them, make."""
+    """Reads samples back from the rows of a manifest or of scores.json and the files in `folder`."""
     parsed = tuple(_row(entry) for entry in rows)
-    return SampleTable(parsed, KINDS[parsed[0].medium].read(parsed, folder))
+    return SampleTable(parsed, MEDIA[parsed[0].medium].read(parsed, folder))
 
 
 def _row(entry: Mapping[str, Any]) -> SampleRow:
-    """A number that JSON has no word for is kept as a text."""
+    """nan and inf are stored as text, because JSON has no such numbers."""
     scores = {name: float(score) for name, score in entry["rewards"].items()}
-    pictures = tuple(entry.get("pictures", ()))
-    return SampleRow(**{**entry, "reward": float(entry["reward"]), "rewards": scores, "pictures": pictures})
+    images = tuple(entry["images"])
+    return SampleRow(**{**entry, "reward": float(entry["reward"]), "rewards": scores, "images": images})

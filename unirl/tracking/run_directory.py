@@ -1,4 +1,4 @@
-"""The run directory: every file of a run, who is writing it, and how it ended. Files first: every view reads these.
+"""The run directory: paths of the files of a run, the record of who writes it, and how it ended.
 
 <root>/  run.json  heartbeat  env.json  config/{recipe,resolved}.yaml  logs/  events.jsonl
          metrics.jsonl  metrics.csv  eval_metrics.csv  ledger.jsonl  samples/  eval/  checkpoints/
@@ -38,12 +38,12 @@ RECORDED_PACKAGES = ("torch", "numpy", "diffusers", "transformers", "peft", "saf
 
 
 class RunDirectoryError(ValueError):
-    """The run directory cannot be used: its name, its place, or another process that is writing it."""
+    """The run directory cannot be used: bad name or place, or another process writes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What a run is called and what it is a run of."""
+    """Project, recipe and settings that identify a run."""
 
     project: str
     recipe: str
@@ -55,17 +55,17 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run is doing, derived from its files: it cannot be wrong because a process died."""
+    """State of a run, derived from its files, so it is right even if a process died."""
 
     state: str
-    """running, stalled (alive but silent), finished, stopped (asked to), failed, or lost (died without a word)."""
+    """running, stalled (alive without progress), finished, stopped (on request), failed, or lost (died unrecorded)."""
     code: int | None = None
     reason: str = ""
 
 
 @dataclass
 class Heartbeat:
-    """Holds a file's lock for the life of the process, and touches it every few seconds."""
+    """Holds the lock of a file for the life of the process, and updates its time every few seconds."""
 
     path: Path
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -88,14 +88,14 @@ class Heartbeat:
             try:
                 os.utime(self.path)
             except OSError:
-                return  # the folder was removed; the next write of a metric says so
+                return  # the folder was removed; the next write of a metric fails with a clear error
 
 
 class RunDirectory:
-    """One run's folder, open for writing by this process."""
+    """The folder of one run, opened for writing by this process."""
 
     def __init__(self, root: str | Path, identity: RunIdentity) -> None:
-        """Makes the folder, or continues the run that is in it. Raises RunDirectoryError when that is impossible."""
+        """Creates the folder, or continues the run in it."""
         self.root = Path(root)
         self.identity = identity
         self._heartbeat = Heartbeat(self.root / "heartbeat")
@@ -104,8 +104,8 @@ class RunDirectory:
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunDirectoryError(
-                f"run.dir={self.root} cannot be made: {error.strerror} ({error.filename}). Set run.dir or OUTPUT_DIR "
-                "to a folder that can be written"
+                f"run.dir={self.root} cannot be created: {error.strerror} ({error.filename}). Set run.dir or "
+                "OUTPUT_DIR to a writable folder"
             ) from error
         self._refuse_second_writer()
         self._heartbeat.start()
@@ -121,16 +121,16 @@ class RunDirectory:
 
     @property
     def id(self) -> str:
-        """The run's id: the name of its folder when it was made."""
+        """Id of the run: the name of its folder when it was created."""
         return str(read_record(self.root)["id"])
 
     def write_config(self, recipe: str, resolved: str) -> None:
-        """The recipe as written, and every key with the value that is used (both YAML)."""
+        """Writes the recipe as it was given, and all keys with their final values, both as YAML."""
         replace_text(self.root / "config" / "recipe.yaml", redact(recipe))
         replace_text(self.root / "config" / "resolved.yaml", redact(resolved))
 
     def fresh_step_folder(self, kind: str, step: int) -> Path:
-        """An empty `samples/step-000010` or `eval/step-000010`."""
+        """Creates an empty `samples/step-000010` or `eval/step-000010`."""
         folder = step_folder(self.root, kind, step)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -174,7 +174,7 @@ class RunDirectory:
 
 
 def default_root(project: str, recipe: str, name: str | None = None, base: str | Path = "runs") -> Path:
-    """`runs/<project>/<name>`, where the name is made of time, recipe and four letters when there is none."""
+    """`runs/<project>/<name>`. A missing name is composed of time, recipe and four letters."""
     for key, value in (("run.project", project), ("run.name", name)):
         if value is not None and not NAME.fullmatch(value):
             raise RunDirectoryError(f"{key}={value!r} is not a plain name: use letters, digits, '.', '_', '+' and '-'")
@@ -183,20 +183,20 @@ def default_root(project: str, recipe: str, name: str | None = None, base: str |
 
 
 def latest_run(project: str, recipe: str, base: str | Path = "runs") -> Path | None:
-    """The newest run of a recipe, by the time it was made."""
+    """The run of a recipe that was created last."""
     records = []
     for path in (Path(base) / project).glob("*/run.json"):
         try:
             record = read_record(path.parent)
         except RunDirectoryError:
-            continue  # not a run of ours, or one that died while it was made
+            continue  # not a run directory, or its process died while creating it
         if record["recipe"] == recipe:
             records.append((record["created"], path.parent))
     return max(records)[1] if records else None
 
 
 def read_record(root: str | Path) -> dict[str, Any]:
-    """What run.json says. Raises RunDirectoryError when it is absent or damaged."""
+    """Content of run.json. Raises RunDirectoryError if it is absent or damaged."""
     path = Path(root) / "run.json"
     try:
         record = json.loads(path.read_text())
@@ -208,7 +208,7 @@ def read_record(root: str | Path) -> dict[str, Any]:
 
 
 def status_of(root: str | Path) -> RunStatus:
-    """How the run in `root` is doing; a folder without a run counts as lost."""
+    """State of the run in `root`. A folder without a run counts as lost."""
     try:
         record = read_record(root)
     except RunDirectoryError as error:
@@ -229,12 +229,12 @@ def step_folder(root: Path, kind: str, step: int) -> Path:
 
 
 def now() -> str:
-    """The time, for records (UTC, ISO 8601)."""
+    """The current time for records (UTC, ISO 8601)."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _is_alive(heartbeat: Path, session: Mapping[str, Any]) -> bool:
-    """Whether the last writer lives. Elsewhere than on its host, only the file's age can tell."""
+    """Returns True if the last writer is alive. On other hosts only the age of the file shows it."""
     if session["host"] == socket.gethostname():
         return _process_exists(session["pid"]) and _is_locked(heartbeat)
     return heartbeat.exists() and time.time() - heartbeat.stat().st_mtime < STALLED_AFTER_S
@@ -261,7 +261,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    """Takes the lock; False when another has it. Where a file system knows no locks, it counts as taken by another."""
+    """Takes the lock. Returns False if another process has it, or if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -286,13 +286,13 @@ def _argv(identity: RunIdentity) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "unirl": unirl.__version__}
+    versions = {"python": platform.python_version(), "unirl": unirl.__version__}
     for package in RECORDED_PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _machine() -> dict[str, Any]:
@@ -300,7 +300,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the code and whether it was changed; None outside a repository or without git."""
+    """The commit of the code, and whether files differ from it. None outside a repository or without git."""
     where = ["git", "-C", str(Path(unirl.__file__).parent)]
     try:
         commit = subprocess.run([*where, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
@@ -311,9 +311,9 @@ def _git() -> dict[str, Any] | None:
 
 
 def _four_letters() -> str:
-    """A pronounceable word that no seed decides: two runs of the same second must differ."""
-    draw = random.SystemRandom()
-    return "".join(draw.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2)
+    """A random pronounceable word. No seed decides it, because two runs of the same second must differ."""
+    system_random = random.SystemRandom()
+    return "".join(system_random.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2)
 
 
 ALLOWED = (
@@ -322,7 +322,7 @@ ALLOWED = (
     "OUTPUT_DIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "RAY_ADDRESS", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE",
     "WANDB_RUN_NAME", "SWANLAB_MODE", "CI", "SLURM_JOB_ID", "SLURM_NNODES",
 )  # fmt: skip
-"""Variables that are recorded; every other one is not."""
+"""Environment variables that are recorded. No others are."""
 ALLOWED_STARTS = ("NCCL_", "TORCH_", "PYTORCH_", "GLOO_")
 SECRET_WORD = r"(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|credentials?|authorization)"
 SECRET_NAME = rf"(?:[\w.-]*[_.-])?{SECRET_WORD}"
@@ -334,14 +334,14 @@ MASK = "***"
 
 
 def redact(text: str) -> str:
-    """`text` without passwords in addresses, values of keys that sound secret, and strings shaped like access keys."""
+    """`text` without passwords in URLs, values of keys with secret-sounding names, and strings like access keys."""
     text = USER_INFO.sub(rf"\1{MASK}@", text)
     text = ASSIGNMENT.sub(rf"\1{MASK}", text)
     return KEY_SHAPES.sub(MASK, text)
 
 
 def redact_tree(value: Any) -> Any:
-    """The same for JSON data: values below keys that sound secret, and every text."""
+    """Applies `redact` to every text in JSON data, and masks values whose keys have secret-sounding names."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -356,6 +356,6 @@ def _is_secret(key: object, value: object) -> bool:
 
 
 def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that help to repeat a run, sorted by name."""
+    """The recorded environment variables, sorted by name."""
     names = [name for name in environment if name in ALLOWED or name.startswith(ALLOWED_STARTS)]
     return {name: redact(environment[name]) for name in sorted(names)}

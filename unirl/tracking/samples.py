@@ -1,4 +1,4 @@
-"""Samples as they are kept for people to look at: a row of facts and a medium each: a picture, a video or a text."""
+"""Samples that are stored for people to look at: each has a row of facts and a medium (image, video or text)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ MediaT = TypeVar("MediaT", bound="Media")
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """What is known of one sample. `medium`, and `file` or `text`, are filled in when it is written."""
+    """The facts about one sample. `medium`, and `file` or `text`, are set when it is written."""
 
     sample_id: str
     group_id: str
     prompt: str
-    pictures: tuple[str, ...] = ()
-    """Where the pictures lie that the prompt is about."""
+    images: tuple[str, ...] = ()
+    """Paths or addresses of the images in the prompt."""
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Component scores by name."""
     advantage: float | None = None
     weight: float = 1.0
     weight_version: int | None = None
-    """Optimizer updates that the sampling weights had seen."""
+    """Number of optimizer updates after which the sampling weights were published."""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """What else is known of it, such as the number of its tokens."""
+    """Other facts, such as the number of tokens."""
     track: str = "image"
     parent_id: str | None = None
-    medium: str = "picture"
+    medium: str = "image"
     file: str = ""
-    """The picture, or the video as animated WebP, beside the manifest."""
+    """File name of the image or of the animated WebP, in the folder of the manifest."""
     text: str = ""
 
 
@@ -47,7 +47,7 @@ class SampleGroup:
 
     group_id: str
     prompt: str
-    pictures: tuple[str, ...]
+    images: tuple[str, ...]
     rows: tuple[int, ...]
     rewards: tuple[float, ...]
 
@@ -56,80 +56,81 @@ class SampleGroup:
         return sum(self.rewards) / len(self.rewards)
 
     def best_first(self) -> list[int]:
-        """Row numbers by falling reward."""
+        """Row numbers, highest reward first."""
         ranked = sorted(zip(self.rewards, self.rows, strict=True), key=lambda pair: (-pair[0], pair[1]))
         return [row for _, row in ranked]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What a line of a manifest says of a row's medium: where it is, or the text itself."""
+class SavedMedium:
+    """Where the medium of a sample was written: the name of a file, or the text itself."""
 
     file: str = ""
     text: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """What the medium knows of itself, beside what is known of the row."""
+    """Facts about the medium, which are added to those of the row."""
 
 
 class Media(Protocol):
-    """What the samples of a table are, an entry per row. Whoever keeps, reads or shows samples asks nothing else."""
+    """The images, videos or texts of a table, one per row. Other code uses samples only through this protocol."""
 
     kind: ClassVar[str]
-    """The word by which a manifest names it."""
+    """The name of the medium in a manifest."""
 
     def __len__(self) -> int: ...
 
     @classmethod
     def read(cls, rows: Sequence[SampleRow], folder: Path) -> Self:
-        """The inverse of `write`: from rows of a manifest, and the files beside it."""
+        """Reads what `write` wrote, from the rows of a manifest and the files beside it."""
         ...
 
-    def write(self, names: Sequence[str], folder: Path) -> list[Entry]:
-        """Write what a line of a manifest cannot hold into files; gives back what the line of each row holds.
+    def write(self, names: Sequence[str], folder: Path) -> list[SavedMedium]:
+        """Writes one file per row, or none if the manifest itself can hold the medium.
 
-        `names`: of the files, without their suffix.
+        Args:
+            names: file names without suffix.
         """
         ...
 
     def compares_with(self, other: Media) -> bool:
-        """Whether the two can stand on one page, row beside row."""
+        """Returns True if both can be shown side by side."""
         ...
 
     def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
-        """All samples of `table`, whose media these are, on one page for people, which is written into `folder`."""
+        """Writes one page that shows all samples of `table`, which has these media; returns its path."""
         ...
 
     def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
-        """The samples of two evaluations on one page; `after` is the table whose media these are."""
+        """Writes one page that shows two evaluations side by side; `after` has these media."""
         ...
 
-    def album(self, prompts: Sequence[str], folder: Path) -> Path:
-        """The media as files that any program opens, equally many for each prompt, and one page of all.
+    def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
+        """Writes the media as files that any program can open, and one page of all; returns the path of the page.
 
-        Gives back the page. Nothing else is known of the samples.
+        Every prompt has equally many samples. They have no rewards or other facts.
         """
         ...
 
-    def lines(self) -> list[str]:
-        """What of them a console can show."""
+    def console_lines(self) -> list[str]:
+        """The lines that a console can show."""
         ...
 
     def remarks(self) -> list[str]:
-        """What a person should know, once, about how they are kept."""
+        """Warnings about how the media are stored; the tracker prints each once."""
         ...
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
-        """Show the samples, whose page has been written, where mirrors show such media."""
+        """Sends the page and the first media to mirrors."""
         ...
 
 
 Sides = tuple[str, str]
-"""What two evaluations are called that stand beside each other."""
+"""Names of two evaluations that are shown side by side."""
 
 
 @dataclass(frozen=True)
 class MirroredPage:
-    """A page that mirrors show: of which step, under which key, and what it is."""
+    """A page that mirrors show."""
 
     step: int
     key: str
@@ -139,7 +140,7 @@ class MirroredPage:
 
 @dataclass(frozen=True)
 class SampleTable(Generic[MediaT]):
-    """Rows of facts and their media."""
+    """The facts and media of several samples."""
 
     rows: tuple[SampleRow, ...]
     media: MediaT
@@ -161,43 +162,42 @@ class SampleTable(Generic[MediaT]):
     def _group(self, rows: list[int]) -> SampleGroup:
         first = self.rows[rows[0]]
         rewards = tuple(self.rows[row].reward for row in rows)
-        return SampleGroup(first.group_id, first.prompt, first.pictures, tuple(rows), rewards)
+        return SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards)
 
     def saved(self, folder: Path) -> SampleTable[MediaT]:
-        """Writes the media as `p03-s05` (prompt 3, sample 5) and so on; gives back the table that says where they are.
+        """Writes the media under names like `p03-s05` (prompt 3, sample 5); returns the table with the file names.
 
-        Rows of a manifest hold the rest; see `write_manifest`.
+        `write_manifest` writes the rows.
         """
         groups = enumerate(self.groups())
         names = {row: f"p{p:02d}-s{s:02d}" for p, group in groups for s, row in enumerate(group.rows)}
         written = self.media.write([names[row] for row in range(len(self.rows))], folder)
-        kept = zip(self.rows, written, strict=True)
-        rows = [_kept(row, self.media.kind, entry) for row, entry in kept]
+        rows = [_located(row, self.media.kind, medium) for row, medium in zip(self.rows, written, strict=True)]
         return replace(self, rows=tuple(rows))
 
 
-def _kept(row: SampleRow, kind: str, entry: Entry) -> SampleRow:
-    return replace(row, medium=kind, file=entry.file, text=entry.text, facts={**row.facts, **entry.facts})
+def _located(row: SampleRow, kind: str, medium: SavedMedium) -> SampleRow:
+    return replace(row, medium=kind, file=medium.file, text=medium.text, facts={**row.facts, **medium.facts})
 
 
 def pairs_of(before: SampleTable[Any], after: SampleTable[Any]) -> list[tuple[SampleGroup, SampleGroup]]:
-    """The groups that both tables have, of the same prompt. Raises ValueError when there is none.
+    """The groups that both tables have. Raises ValueError if there is none.
 
-    Prompts may read alike and differ in what they show, so it is the group that counts.
+    Groups are matched by id and text, since two prompts may have the same text and different images.
     """
     later = {(group.group_id, group.prompt): group for group in after.groups()}
-    known = [(old, later.get((old.group_id, old.prompt))) for old in before.groups()]
-    found = [(old, new) for old, new in known if new is not None]
-    if not found:
+    matches = [(old, later.get((old.group_id, old.prompt))) for old in before.groups()]
+    pairs = [(old, new) for old, new in matches if new is not None]
+    if not pairs:
         raise ValueError("no prompt was evaluated both before and after; a before/after page needs the same prompts")
-    return found
+    return pairs
 
 
 def write_manifest(table: SampleTable[Any], path: Path) -> None:
-    """One JSON line per sample."""
+    """Writes one JSON line per sample."""
     replace_text(path, "".join(json.dumps(finite(asdict(row)), sort_keys=True) + "\n" for row in table.rows))
 
 
 def manifest_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a manifest."""
+    """The rows of a manifest."""
     return read_rows(path)

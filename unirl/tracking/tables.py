@@ -1,4 +1,4 @@
-"""Append-only tables of one row per step that survive a crash: a half-written last line is never read or continued."""
+"""Append-only tables with one row per step that survive a crash: an incomplete last line is removed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JsonLines:
 
 
 class CsvTable:
-    """A csv whose columns may appear later: it is then rewritten with the longer header, older rows blank there."""
+    """A csv file. When a new column appears, the file is rewritten, and older rows are empty in that column."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class CsvTable:
         os.fsync(self._file.fileno())
 
     def cut(self, step: int) -> None:
-        """Removes the rows of steps after `step`, and the columns that only they had."""
+        """Removes the rows of steps after `step`, and columns that only these rows had."""
         self._rows = [row for row in self._rows if int(row["step"]) <= step]
         self._rewrite()
 
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that JSON has no word for as the text `nan`, `inf` or `-inf` (which `float` reads)."""
+    """`value` with `nan`, `inf` and `-inf` as text, because JSON has no such numbers. `float` reads the text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def finite(value: Any) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a whole file so that a reader, or a crash, sees the old one or the new one."""
+    """Replaces a file atomically: a reader, also after a crash, finds either the old text or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8", newline="") as file:
         file.write(text)

@@ -1,4 +1,8 @@
-"""Samples that are texts: kept in the manifest's own lines, and set on pages of Markdown that people read."""
+"""Text samples: stored in the manifest itself, and shown on Markdown pages.
+
+Texts on a page are indented by four columns (a Markdown code block), so no fence, heading or HTML in them takes effect.
+Invisible characters are spelled out, so they cannot move a cursor or hide anything.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +17,31 @@ from typing import Any, ClassVar
 from unirl.tracking.console import printable
 from unirl.tracking.mirrors import Mirrors
 from unirl.tracking.samples import (
-    Entry,
     Fact,
     Media,
     MirroredPage,
     SampleGroup,
     SampleRow,
     SampleTable,
+    SavedMedium,
     Sides,
     pairs_of,
 )
 from unirl.tracking.tables import replace_text
 
 PAGE_CHARACTERS = 400_000
-"""About how much text a page shows; the manifest has all of it."""
+"""Approximate length of a page. The manifest has the full texts."""
 SHORTEST, LONGEST = 400, 6000
-"""Characters of one text on a page."""
+"""Bounds of the number of characters that a page shows of one text."""
 MAX_GROUPS = 64
 MAX_PER_GROUP = 16
 MAX_PAIRS = 4
-"""Samples of a prompt that stand before and after."""
+"""Samples per prompt on a before/after page."""
 LONGEST_PATH = 500
-"""Characters of the place of a picture."""
+"""Characters that a page shows of the path of an image."""
 MIRRORED_CHARACTERS = 50_000
-MAX_LINES, LINE = 32, 160
-"""Texts that a console shows, and the characters of each."""
+MAX_CONSOLE_TEXTS, CONSOLE_TEXT = 32, 160
+"""Number of texts that a console shows, and characters of each."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,15 @@ class TextMedia:
 
     @classmethod
     def read(cls, rows: Sequence[SampleRow], folder: Path) -> TextMedia:
-        """The texts that the rows themselves hold."""
+        """Takes the texts from the rows."""
         return cls(tuple(row.text for row in rows))
 
-    def write(self, names: Sequence[str], folder: Path) -> list[Entry]:
-        """No files: a line of a manifest holds any text exactly."""
-        return [Entry(text=text) for text in self.texts]
+    def write(self, names: Sequence[str], folder: Path) -> list[SavedMedium]:
+        """Writes no files: the manifest holds any text exactly."""
+        return [SavedMedium(text=text) for text in self.texts]
 
     def compares_with(self, other: Media) -> bool:
-        """Texts with texts."""
+        """Returns True for texts."""
         return other.kind == self.kind
 
     def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
@@ -73,12 +77,12 @@ class TextMedia:
         replace_text(path, before_after_page(before, after, sides))
         return path
 
-    def album(self, prompts: Sequence[str], folder: Path) -> Path:
-        """Every text as a line of JSON with its prompt, and a page."""
+    def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
+        """Writes every text with its prompt as a line of JSON, and a page."""
         columns = len(self.texts) // len(prompts)
         rows = [{"prompt": prompts[i // columns], "response": text} for i, text in enumerate(self.texts)]
         replace_text(folder / "responses.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        limit = _room(len(prompts) + len(rows))
+        limit = _characters_per_text(len(prompts) + len(rows))
         parts = ["# Responses\n\n"]
         for number, row in enumerate(rows):
             if number % columns == 0:
@@ -88,36 +92,39 @@ class TextMedia:
         replace_text(path, "".join(parts))
         return path
 
-    def lines(self) -> list[str]:
-        """The beginning of each of the first texts, on a line of its own."""
-        said = [" ".join(printable(text).split()) for text in self.texts[:MAX_LINES]]
-        return [text if len(text) <= LINE else f"{text[:LINE]} ..." for text in said]
+    def console_lines(self) -> list[str]:
+        """The beginning of the first texts, one line each."""
+        lines = [" ".join(printable(text).split()) for text in self.texts[:MAX_CONSOLE_TEXTS]]
+        return [text if len(text) <= CONSOLE_TEXT else f"{text[:CONSOLE_TEXT]} ..." for text in lines]
 
     def remarks(self) -> list[str]:
         return []
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
-        """The beginning of the page."""
+        """Sends the beginning of the page."""
         mirrors.text(page.step, page.key, page.path.read_text(encoding="utf-8")[:MIRRORED_CHARACTERS])
 
 
 def samples_page(table: SampleTable[TextMedia], title: str) -> str:
-    """Texts by prompt, best reward first, with what is known of each."""
+    """Markdown page of texts, by prompt and highest reward first, with the facts of each."""
     return listing(table, title, lambda row, limit: block(table.media.texts[row], limit))
 
 
 def listing(table: SampleTable[Any], title: str, shown_as: Callable[[int, int], str]) -> str:
-    """Samples by prompt, best reward first, with what is known of each.
+    """Markdown page of samples, by prompt and highest reward first, with the facts of each.
 
-    `shown_as`: a row's medium on the page, given the row's number and about how many characters it may take.
+    Args:
+        shown_as: returns the Markdown of one medium, given its row number and its approximate number of characters.
     """
     groups = table.groups()
     shown = groups[:MAX_GROUPS]
-    limit = _room(sum(1 + min(len(group.rows), MAX_PER_GROUP) for group in shown))
-    summary = f"Mean reward {table.mean_reward:.3f} of {len(table.rows)} samples for {len(groups)} prompts, best first"
-    parts = [f"# {title}\n\n{summary}{_more(len(shown), len(groups))}.\n\n"]
+    limit = _characters_per_text(sum(1 + min(len(group.rows), MAX_PER_GROUP) for group in shown))
+    summary = (
+        f"Mean reward {table.mean_reward:.3f} of {len(table.rows)} samples for {len(groups)} prompts, highest first"
+    )
+    parts = [f"# {title}\n\n{summary}{_shown_of(len(shown), len(groups))}.\n\n"]
     for number, group in enumerate(shown):
-        parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{_asked(group, limit)}")
+        parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{_prompt_block(group, limit)}")
         for place, row in enumerate(group.best_first()[:MAX_PER_GROUP]):
             name = f"Sample {place + 1} of {len(group.rows)}"
             parts.append(_sample(table.rows[row], name, shown_as(row, limit)))
@@ -125,13 +132,13 @@ def listing(table: SampleTable[Any], title: str, shown_as: Callable[[int, int], 
 
 
 def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMedia], sides: Sides) -> str:
-    """Prompt by prompt, what the policy said before training and after it, drawn with the same random numbers."""
+    """Markdown page that compares responses before and after training. Both were sampled with the same noise."""
     pairs = pairs_of(before, after)
     shown = pairs[:MAX_GROUPS]
-    limit = _room(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
-    parts = [f"# Before and after training\n\n{_rise(pairs)}{_more(len(shown), len(pairs))}.\n\n"]
+    limit = _characters_per_text(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
+    parts = [f"# Before and after training\n\n{_rise(pairs)}{_shown_of(len(shown), len(pairs))}.\n\n"]
     for number, (old, new) in enumerate(shown):
-        parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{_asked(new, limit)}")
+        parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{_prompt_block(new, limit)}")
         for place, rows in enumerate(list(zip(old.rows, new.rows, strict=False))[:MAX_PAIRS]):
             for table, row, side in zip((before, after), rows, sides, strict=True):
                 name = f"{side[:1].upper()}{side[1:]}, sample {place + 1}"
@@ -139,26 +146,26 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
     return "".join(parts)
 
 
-def _asked(group: SampleGroup, limit: int) -> str:
-    about = ", ".join(inline(picture, LONGEST_PATH) for picture in group.pictures)
+def _prompt_block(group: SampleGroup, limit: int) -> str:
+    about = ", ".join(inline(image, LONGEST_PATH) for image in group.images)
     return block(group.prompt, limit) + (f"About {about}\n\n" if about else "")
 
 
-def known_of(row: SampleRow) -> str:
-    """What is known of a sample beside its reward, in a line: `advantage +0.58, tokens 17, finished, ...`."""
-    known = [inline(row.sample_id)]
-    known += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
-    known += [] if row.weight else ["not trained"]
-    known += [_said(name, fact) for name, fact in sorted(row.facts.items())]
-    known += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
-    return ", ".join(known)
+def facts_line(row: SampleRow) -> str:
+    """The facts of a sample except its reward, in one line: `advantage +0.58, tokens 17, finished, ...`."""
+    facts = [inline(row.sample_id)]
+    facts += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
+    facts += [] if row.weight else ["not trained"]
+    facts += [_fact_text(name, fact) for name, fact in sorted(row.facts.items())]
+    facts += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
+    return ", ".join(facts)
 
 
 def _sample(row: SampleRow, name: str, shown: str) -> str:
-    return f"### {name}: reward {row.reward:.3f}\n\n{known_of(row)}\n\n{shown}"
+    return f"### {name}: reward {row.reward:.3f}\n\n{facts_line(row)}\n\n{shown}"
 
 
-def _said(name: str, fact: Fact) -> str:
+def _fact_text(name: str, fact: Fact) -> str:
     if isinstance(fact, bool):
         return name if fact else f"not {name}"
     if isinstance(fact, str):
@@ -166,12 +173,12 @@ def _said(name: str, fact: Fact) -> str:
     return f"{name} {fact:g}"
 
 
-def _room(num_texts: int) -> int:
+def _characters_per_text(num_texts: int) -> int:
     return max(SHORTEST, min(LONGEST, PAGE_CHARACTERS // num_texts))
 
 
-def _more(shown: int, there_are: int) -> str:
-    return f"; {shown} of {there_are} prompts shown" if shown < there_are else ""
+def _shown_of(shown: int, total: int) -> str:
+    return f"; {shown} of {total} prompts shown" if shown < total else ""
 
 
 def _change(old: SampleGroup, new: SampleGroup) -> str:
@@ -190,19 +197,19 @@ def _rise(pairs: Sequence[tuple[SampleGroup, SampleGroup]]) -> str:
 
 
 MAX_LINES = 120
-"""Lines of one text on a page; a longer one loses its middle."""
+"""Lines that a page shows of one text. A longer text loses its middle."""
 MAX_INLINE = 80
 
 
 def block(text: str, limit: int) -> str:
-    """The text as a block of a page, at most about `limit` characters of it, and a blank line after it."""
+    """The text as an indented block of at most about `limit` characters, followed by a blank line."""
     if not text.strip():
         return "*(empty)*\n\n" if not text else f"*({len(text)} characters of white space)*\n\n"
     return "".join(f"    {line}\n" for line in visible(shortened(text, limit)).split("\n")) + "\n"
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text; of one that is longer, or has too many lines, the beginning and the end."""
+    """The text, or its beginning and end if it is longer than `limit` characters or MAX_LINES lines."""
     lines = text.split("\n")
     if len(lines) > MAX_LINES:
         head, tail = "\n".join(lines[: 2 * MAX_LINES // 3]), "\n".join(lines[-MAX_LINES // 3 :])
@@ -212,20 +219,20 @@ def shortened(text: str, limit: int) -> str:
     if len(head) > room:
         head, tail = head[: 2 * room // 3], tail[-(limit - room) :] if tail else head[-(room // 3) :]
     left_out = len(text) - len(head) - len(tail)
-    return text if left_out <= 0 else f"{head}\n[... {left_out} characters that this page leaves out ...]\n{tail}"
+    return text if left_out <= 0 else f"{head}\n[... {left_out} characters left out on this page ...]\n{tail}"
 
 
 def visible(text: str) -> str:
-    """The text with every character that has no glyph (controls, surrogates, marks of direction) as <U+0000>."""
+    """The text with characters that have no glyph (controls, surrogates, direction marks) written as <U+0000>."""
     return "".join(c if c in "\n\t" or _has_glyph(c) else f"<U+{ord(c):04X}>" for c in text.replace("\r\n", "\n"))
 
 
 def inline(text: str, limit: int = MAX_INLINE) -> str:
-    """A short text within a line, as code."""
-    said = printable(text).strip()[:limit]
-    longest = max((len(run) for run in re.findall("`+", said)), default=0)
-    fence, pad = "`" * (longest + 1), " " if said[:1] == "`" or said[-1:] == "`" else ""
-    return f"{fence}{pad}{said}{pad}{fence}" if said else ""
+    """A short text as inline code."""
+    shown = printable(text).strip()[:limit]
+    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
+    fence, pad = "`" * (longest + 1), " " if shown[:1] == "`" or shown[-1:] == "`" else ""
+    return f"{fence}{pad}{shown}{pad}{fence}" if shown else ""
 
 
 def _has_glyph(character: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from unirl.tracking.console import ACCURACIES, Banner, Change, Console, Summary, evaluation
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
-from unirl.tracking.mirrors import Mirror, Mirrors, RunAbout
+from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
 from unirl.tracking.run_directory import RunDirectory, now
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
@@ -26,14 +26,14 @@ GIB = 2**30
 
 
 class PhaseTimers:
-    """Adds up the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once a step."""
+    """Sums the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once per step."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times the block, also when it raises. Work queued on a GPU belongs to the phase that queued it."""
+        """Times the block, also if it raises. Waits for the GPU, so queued work counts for the phase that queued it."""
         start = time.perf_counter()
         try:
             yield
@@ -42,20 +42,20 @@ class PhaseTimers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>` in seconds since the last call, which starts anew."""
-        taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        """Returns `time/<phase>` in seconds since the last call, and resets the timers."""
+        seconds = {f"time/{name}": value for name, value in self._seconds.items()}
         self._seconds = {}
-        return taken
+        return seconds
 
 
 def peak_memory() -> dict[str, float]:
-    """`mem/*` in GiB: the largest resident size so far, and the device's largest allocation since last asked."""
-    found = {"mem/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT / GIB}
+    """`mem/*` in GiB: the largest resident size so far, and the largest device allocation since the last call."""
+    metrics = {"mem/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT / GIB}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["mem/device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        metrics["mem/device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return metrics
 
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -79,7 +79,7 @@ class Tracker:
         *,
         console: Console | None = None,
         mirrors: Sequence[Mirror] = (),
-        about: RunAbout | None = None,
+        about: RunInfo | None = None,
         tracks: tuple[str, ...] = (),
     ) -> None:
         """`about` is for the mirrors. `tracks`, when there are several, may stand before metric names."""
@@ -88,7 +88,7 @@ class Tracker:
         self.timers = PhaseTimers()
         self.position = 0
         self._tracks = tracks
-        self._mirrors = Mirrors(mirrors, about or RunAbout.of(run.root, run.id), self._mirror_failed)
+        self._mirrors = Mirrors(mirrors, about or RunInfo.of(run.root, run.id), self._mirror_failed)
         self._recorded: dict[str, float] = {}
         self._metrics = JsonLines(run.metrics)
         self._table = CsvTable(run.root / "metrics.csv")
@@ -102,14 +102,14 @@ class Tracker:
     # One step
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Takes metrics of the step that runs; `log_step` writes them. Raises ValueError for unknown names."""
+        """Collects metrics of the current step; `log_step` writes them. Raises ValueError for unknown names."""
         check_names(metrics, self._tracks)
         self._recorded |= {name: float(value) for name, value in metrics.items()}
 
     def log_step(self, step: int) -> dict[str, float]:
-        """Writes what was recorded, with the times of the phases and the memory; gives it back.
+        """Writes the recorded metrics, the times of the phases and the memory; returns them all.
 
-        Memory that was recorded is that of other processes: the larger counts.
+        Recorded memory comes from other processes: the larger value is written.
         """
         if step <= self.position:
             raise ValueError(f"step {step} was logged after step {self.position}; call truncate when a run goes back")
@@ -137,7 +137,11 @@ class Tracker:
         pending: int = 0,
         reasons: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Writes where the step's samples went, and refuses a step that lost one. `reasons` count the drops."""
+        """Writes what became of the samples of a step. Raises ValueError if one is missing.
+
+        Args:
+            reasons: number of dropped samples for each reason.
+        """
         if generated != scored + dropped + pending or (reasons and sum(reasons.values()) != dropped):
             raise ValueError(
                 f"samples of step {step} do not add up: generated {generated} != scored {scored} + dropped {dropped} "
@@ -148,7 +152,7 @@ class Tracker:
         self.record({f"samples/{name}": count for name, count in counts.items()})
 
     def samples(self, step: int, table: SampleTable[Media]) -> Path:
-        """Keeps samples of a training step: media, their facts, and a page of all, whose path is given back."""
+        """Stores samples of a training step: media, facts and a page of all. Returns the path of the page."""
         folder = self.run.fresh_step_folder("samples", step)
         saved = table.saved(folder)
         self._remark(saved.media)
@@ -158,7 +162,10 @@ class Tracker:
         return page
 
     def eval(self, step: int, result: EvalResult) -> Path:
-        """Keeps an evaluation: scores, media, a page of all, and before/after against the first one of this run."""
+        """Stores an evaluation: scores, media, a page of all, and a comparison with the first evaluation of the run.
+
+        Returns the path of the page.
+        """
         metrics = result.metrics()
         check_names(metrics, self._tracks)
         folder = self.run.fresh_step_folder("eval", step)
@@ -181,12 +188,12 @@ class Tracker:
     # Words
 
     def event(self, name: str, **fields: Any) -> None:
-        """Appends to events.jsonl, a history that is never cut back. Raises ValueError for an unknown event."""
+        """Appends to events.jsonl, which is never cut back. Raises ValueError for an unknown event."""
         check_event(name)
         self._events.append({"t": now(), "v": 1, "ev": name, **fields})
 
     def warn(self, text: str) -> None:
-        """Says something that a person must not miss, on the console and in the events."""
+        """Shows a warning on the console and records it as an event."""
         self.event("warning", text=text)
         if self.console:
             self.console.warn(text)
@@ -220,7 +227,7 @@ class Tracker:
     # The life of a run
 
     def truncate(self, step: int) -> None:
-        """Goes back to a checkpoint: everything of later steps is removed from the files (events excepted)."""
+        """Goes back to a checkpoint: removes everything about later steps from the files, except events."""
         for table in (self._metrics, self._table, self._eval_table, self._ledger):
             table.cut(step)
         self.run.cut_step_folders(step)
@@ -230,12 +237,12 @@ class Tracker:
             self.event("run.resume", step=step)
 
     def flush(self) -> None:
-        """Makes every row durable: called at the end of a step, before its checkpoint."""
+        """Makes every row durable. Called at the end of a step, before its checkpoint."""
         for table in (self._metrics, self._table, self._eval_table, self._ledger, self._events):
             table.sync()
 
     def finish(self, code: int = 0, reason: str = "") -> None:
-        """Records how the run ended and closes everything; further calls change nothing."""
+        """Records how the run ended and closes everything. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -252,11 +259,11 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Ends the run as failed (1) unless whoever knows better has called `finish`."""
+        """Ends the run, as failed (1) after an exception, unless `finish` was called before."""
         if error is None:
             self.finish()
             return
-        # A full disk may be what ended the run; it must not hide the error that is on its way.
+        # A full disk may have ended the run; a second error must not hide the first.
         with suppress(OSError):
             self.finish(1, f"{type(error).__name__}: {error}")
 
@@ -269,18 +276,18 @@ class Tracker:
     # Inside
 
     def _throughput(self, clock: Mapping[str, float]) -> dict[str, float]:
-        """Samples of the whole step, and what was generated per second of generating."""
+        """Samples and tokens per second of the whole step, and tokens per second of sampling."""
         samples, tokens = self._recorded.get("samples/generated"), self._recorded.get("samples/tokens")
         step_s, generate_s = clock.get("time/step"), clock.get("time/generate")
-        found = {"throughput/samples_per_s": samples / step_s} if samples and step_s else {}
+        rates = {"throughput/samples_per_s": samples / step_s} if samples and step_s else {}
         if tokens and step_s:
-            found["throughput/tokens_per_s"] = tokens / step_s
+            rates["throughput/tokens_per_s"] = tokens / step_s
         if tokens and generate_s:
-            found["throughput/generated_tokens_per_s"] = tokens / generate_s
-        return found
+            rates["throughput/generated_tokens_per_s"] = tokens / generate_s
+        return rates
 
     def _remark(self, media: Media) -> None:
-        """Says, the first time, what a person should know about how samples are kept."""
+        """Shows each remark of the media once."""
         for text in media.remarks():
             if text not in self._remarked:
                 self.warn(text)
@@ -293,7 +300,7 @@ class Tracker:
         scores = json.loads(first.read_text())
         before = read_samples(scores["samples"], first.parent)
         if not after.media.compares_with(before.media) or not _same_prompts(before, after):
-            self.warn(f"no before/after page: {first.parent.name} was made with other prompts or another picture size")
+            self.warn(f"no before/after page: {first.parent.name} has other prompts or another image size")
             return
         sides = (f"before (step {scores['step']})", f"after (step {step})")
         after.media.comparison(before, after, sides, folder)
@@ -303,8 +310,8 @@ class Tracker:
         self.event("mirror.failed", mirror=name, error=text)
         if self.console:
             self.console.warn(
-                f"{name} failed and is off for the rest of this run ({text}). "
-                f"Training goes on, and all metrics are in {self.run.metrics}"
+                f"{name} failed and is switched off for the rest of this run ({text}). "
+                f"Training continues, and all metrics are in {self.run.metrics}"
             )
 
 
@@ -315,7 +322,7 @@ def _same_prompts(before: SampleTable[Media], after: SampleTable[Media]) -> bool
 
 
 def _reward_means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics of the first and last row that are means of rewards, or shares of right answers."""
+    """Names of metrics in both the first and last row that are mean rewards or shares of right answers."""
     if not rows:
         return []
     starts = ("rollout/reward_mean", "reward/", "eval/")

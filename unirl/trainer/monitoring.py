@@ -201,7 +201,7 @@ def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[Sample
             sample_id=track.sample_ids[i],
             group_id=track.group_ids[i],
             prompt=prompts[i],
-            pictures=image_uris[i],
+            images=image_uris[i],
             reward=float(track.rewards[i]),
             rewards={name: float(scores[i]) for name, scores in components.items()},
             advantage=float(track.advantages[i]),

@@ -13,7 +13,7 @@ from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import Banner, Console
-from unirl.tracking.mirrors import RunAbout
+from unirl.tracking.mirrors import RunInfo
 from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
 
@@ -37,7 +37,7 @@ def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
         raise InvalidValueError(str(error)) from error
     except MirrorUnavailable as error:
         raise DependencyError(str(error)) from error
-    about = RunAbout(
+    about = RunInfo(
         root=root,
         project=config.run.project,
         run_id=run.id,

@@ -157,7 +157,7 @@ def table_with_head(seed: int) -> TableStage:
     stage.table.double()
     stage.value_head = stage.build_value_head(width=7, seed=seed).double()
     generator = torch.Generator().manual_seed(seed)
-    stage.value_head.outlet.weight.data = 0.5 * torch.randn(1, 7, generator=generator, dtype=torch.float64)
+    stage.value_head.output_layer.weight.data = 0.5 * torch.randn(1, 7, generator=generator, dtype=torch.float64)
     return stage
 
 
@@ -175,7 +175,7 @@ def by_hand(stage: TableStage, track: RolloutTrack, through: bool) -> tuple[Tens
             h = torch.cat([state, line if through else line.detach()])
             h = (h - h.mean()) / (h.var(unbiased=False) + 1e-5).sqrt()
             h = F.silu(head.hidden.weight @ h + head.hidden.bias)
-            said.append((head.outlet.weight @ h + head.outlet.bias)[0])
+            said.append((head.output_layer.weight @ h + head.output_layer.bias)[0])
             previous = token
     return torch.stack(logps), torch.stack(said)
 
@@ -210,7 +210,7 @@ def test_only_a_value_gradient_through_the_policy_reaches_the_policy() -> None:
         rows = track.replace(segment=track.segment.replace(anchors=anchors))  # all clipped and worth nothing
         found(algorithm, stage, rows).backward()
         moved[gradient] = float(stage.table.table.grad.abs().max())
-        assert float(stage.value_head.outlet.weight.grad.abs().max()) > 1e-3
+        assert float(stage.value_head.output_layer.weight.grad.abs().max()) > 1e-3
     assert moved["head"] == 0.0 and moved["policy"] > 1e-3
 
 
@@ -422,7 +422,7 @@ def test_metrics_use_counted_tokens_only() -> None:
 def test_it_keeps_the_contract_of_losses(options: dict[str, Any], more: dict[str, Any], gradient: Any) -> None:
     stage = token_stage()
     stage.value_head = TokenValueHead.of(29, 7, seed=0)
-    stage.value_head.outlet.weight.data.fill_(0.3)
+    stage.value_head.output_layer.weight.data.fill_(0.3)
     track = token_track(token_stage(seed=1), params=TokenSampling(temperature=0.7))
     check_algorithm(ARPPO(**options, **more, value_gradient=gradient), stage, track)
 

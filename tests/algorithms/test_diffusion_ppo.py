@@ -39,7 +39,7 @@ def head(seed: int, scale: float = 0.3) -> ValueHead:
     """A value head that does not say zero."""
     made = ValueHead.of(toy_facts(), width=6, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    made.outlet.weight.data = scale * torch.randn(1, 6, generator=generator)
+    made.output_layer.weight.data = scale * torch.randn(1, 6, generator=generator)
     return made
 
 

@@ -36,7 +36,7 @@ def test_the_log_prob_is_that_of_tempered_logits() -> None:
 def test_values_are_those_of_the_state_before_each_token() -> None:
     stage = token_stage()
     stage.value_head = stage.build_value_head(width=6, seed=0)
-    stage.value_head.outlet.weight.data.fill_(0.5)
+    stage.value_head.output_layer.weight.data.fill_(0.5)
     track = token_track(stage)
     said = stage.replay(track.conditions, track.segment, values="head").values
     assert said is not None and said.dtype == torch.float32

@@ -63,14 +63,14 @@ def bad_files(folder: Path) -> dict[str, str]:
     png_header(folder / "thread.png", 2001, 10)
     picture(folder / "deep.png", mode="I;16", color=7)
     return {
-        "gone.png": "is no file of this machine",
+        "gone.png": "is not a file on this machine",
         "cut.png": "cannot be read: image file is truncated",
         "text.png": "cannot be read: cannot identify image file",
         "folder.png": "cannot be read",
         "huge.png": "has 8193 x 8192 pixels; at most 67,108,864 are decoded",
         "bomb.png": "cannot be read: Image size",
         "thread.png": "2001 x 10 pixels; one side may be at most 200 times the other",
-        "deep.png": "is of mode I;16",
+        "deep.png": "has mode I;16",
     }
 
 
@@ -138,7 +138,7 @@ def test_pictures_stand_at_their_marks_or_before_the_text(text, num_images, part
 def test_marks_that_do_not_match_the_pictures_are_refused_at_start(tmp_path) -> None:
     picture(tmp_path / "a.png")
     (tmp_path / "p.jsonl").write_text(line("a.png", prompt="<image> or <image>?"))
-    with pytest.raises(DataError, match=r"p\.jsonl:1: .*2 marks <image> and the prompt brings 1 images"):
+    with pytest.raises(DataError, match=r"p\.jsonl:1: .*2 placeholders <image>, but the prompt has 1 images"):
         check_images(load_prompts(tmp_path / "p.jsonl"))
 
 

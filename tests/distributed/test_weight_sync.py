@@ -145,15 +145,15 @@ def test_a_surplus_tensor_is_caught() -> None:
 
 def test_a_name_that_the_engine_does_not_have_is_caught() -> None:
     joined = ends(lora=None)
-    joined.backend.bend = lambda tensors: ((name.replace("outlet", "outlett"), t) for name, t in tensors)
-    with pytest.raises(SyncError, match=r"'outlett.weight', and the engine's.*Did you mean 'outlet.weight'"):
+    joined.backend.bend = lambda tensors: ((name.replace("output_layer", "output_layerr"), t) for name, t in tensors)
+    with pytest.raises(SyncError, match=r"'output_layerr.weight'.*Did you mean 'output_layer.weight'"):
         joined.sync.push(0)
 
 
 def test_a_name_that_comes_twice_is_caught() -> None:
     joined = ends(lora=None)
-    joined.backend.bend = lambda tensors: itertools.chain(tensors, [("inlet.weight", torch.ones(1))])
-    with pytest.raises(SyncError, match=r"give 'inlet.weight' twice"):
+    joined.backend.bend = lambda tensors: itertools.chain(tensors, [("input_layer.weight", torch.ones(1))])
+    with pytest.raises(SyncError, match=r"give 'input_layer.weight' twice"):
         joined.sync.push(0)
 
 
@@ -291,15 +291,15 @@ def test_an_adapter_bound_to_nothing_is_caught() -> None:
 
 def test_a_second_adapter_left_in_place_is_caught() -> None:
     joined = ends()
-    inject_lora(joined.network, LoraSpec(2, 4.0, ("inlet",)), seed=0)
-    with pytest.raises(SyncError, match=r"carries the adapter weight 'inlet.lora_A.default.weight'"):
+    inject_lora(joined.network, LoraSpec(2, 4.0, ("input_layer",)), seed=0)
+    with pytest.raises(SyncError, match=r"carries the adapter weight 'input_layer.lora_A.default.weight'"):
         joined.sync.push(0)
 
 
 def test_an_adapter_left_in_an_engine_for_merged_weights_is_caught() -> None:
     joined = ends(merge_adapters=True)
-    inject_lora(joined.network, LoraSpec(2, 4.0, ("inlet",)), seed=0)
-    with pytest.raises(SyncError, match=r"carries the adapter weight 'inlet.lora_A.default.weight'"):
+    inject_lora(joined.network, LoraSpec(2, 4.0, ("input_layer",)), seed=0)
+    with pytest.raises(SyncError, match=r"carries the adapter weight 'input_layer.lora_A.default.weight'"):
         joined.sync.push(0)
 
 
@@ -329,7 +329,7 @@ def test_another_base_checkpoint_is_caught_by_the_canary(dtype: str) -> None:
 def test_a_base_that_differs_in_one_bit_is_caught_where_equal_bits_can_be_expected() -> None:
     joined = ends()
     with torch.no_grad():
-        weight = joined.network.get_parameter("outlet.weight")
+        weight = joined.network.get_parameter("output_layer.weight")
         weight.view(torch.int32)[0, 0] ^= 1 << 18
     with pytest.raises(SyncError, match="the bits should be equal"):
         joined.sync.push(0)

@@ -268,7 +268,7 @@ def test_a_row_without_tokens_takes_part_and_gives_nothing(stage: ARStage) -> No
 def test_values_are_what_the_head_says_of_the_state_before_each_token(stage: ARStage, gradient: Any) -> None:
     conditions, segment = prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)
     stage.value_head = stage.build_value_head(8, seed=0)
-    torch.nn.init.normal_(stage.value_head.outlet.weight)  # type: ignore[arg-type]
+    torch.nn.init.normal_(stage.value_head.output_layer.weight)  # type: ignore[arg-type]
     found = stage.replay(conditions, segment, values=gradient).values
     backbone: Any = networks()[1].model
     states = [

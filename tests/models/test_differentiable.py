@@ -344,7 +344,7 @@ def test_the_decoder_is_on_the_device_while_rewards_and_slopes_are_computed() ->
 def test_rows_without_prompts_are_refused() -> None:
     stage = toy_stage()
     track = drawn(stage).replace(prompts=None)
-    with pytest.raises(ValueError, match="carry no prompts"):
+    with pytest.raises(ValueError, match="rows have no prompts"):
         differentiable(stage).objective(track.segment.final, track)
 
 

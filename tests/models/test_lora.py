@@ -87,19 +87,19 @@ def test_full_training_of_a_bf16_bundle_keeps_float32_masters() -> None:
 
 
 def test_targets_by_suffix_replace_the_models_own() -> None:
-    backend = lora_backend(config=LoraConfig(rank=2, target_modules=("inlet", "outlet")))
-    assert {name.split(".")[0] for name in backend.trainable} == {"inlet", "outlet"}
+    backend = lora_backend(config=LoraConfig(rank=2, target_modules=("input_layer", "output_layer")))
+    assert {name.split(".")[0] for name in backend.trainable} == {"input_layer", "output_layer"}
 
 
 def test_a_target_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"'outlett' is the end of no linear layer.*Did you mean 'outlet'"):
-        lora_backend(config=LoraConfig(rank=2, target_modules=("inlet", "outlett")))
+    with pytest.raises(ConfigError, match=r"'output_layerr' is the end of no.*Did you mean 'output_layer'"):
+        lora_backend(config=LoraConfig(rank=2, target_modules=("input_layer", "output_layerr")))
 
 
 def test_a_second_adapter_is_refused() -> None:
     backend = lora_backend()
     with pytest.raises(ConfigError, match=r"already carries adapters \(blocks.0.proj.lora_A.default.weight\)"):
-        inject_lora(backend.module, LoraSpec(4, 8.0, ("inlet",)), seed=0)
+        inject_lora(backend.module, LoraSpec(4, 8.0, ("input_layer",)), seed=0)
 
 
 def test_adapters_of_a_module_without_storage_have_none_either() -> None:

@@ -396,7 +396,7 @@ def test_files_of_another_kind_are_refused_by_name(path, pipeline, plain, tmp_pa
     [
         (("say <|image_pad|>", (0,)), "2 image placeholders for 1 images: the text itself contains"),
         (("say <|image_pad|>", ()), "1 image placeholders for 0 images"),
-        (("<image><image>", (0,)), "2 marks <image> and the prompt brings 1 images"),
+        (("<image><image>", (0,)), "2 placeholders <image>, but the prompt has 1 images"),
         (("long" * 60, (0,)), "tokens long, its template included, and sampling.max_prompt_tokens is 200"),
     ],
 )
@@ -407,7 +407,7 @@ def test_bad_prompt_is_refused_by_name(row, why, pipeline, pictures) -> None:
 
 
 def test_a_missing_image_is_refused_by_prompt_and_file(pipeline, tmp_path) -> None:
-    with pytest.raises(DataError, match=r"prompt what:0: image .*gone\.png is no file of this machine"):
+    with pytest.raises(DataError, match=r"prompt what:0: image .*gone\.png is not a file on this machine"):
         encoded(pipeline, [tmp_path / "gone.png"], [("what", (0,))])
 
 

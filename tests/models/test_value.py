@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def trained_head(text_width: int | None = 4, width: int = 8, seed: int = 0) -> ValueHead:
     """A head whose last layer is not zero."""
     head = ValueHead.of(replace(toy_facts(), text_width=text_width), width, seed)
-    head.outlet.weight.data = normal(1, width, seed=seed)
+    head.output_layer.weight.data = normal(1, width, seed=seed)
     return head
 
 
@@ -33,7 +33,7 @@ def test_a_fresh_head_says_zero_and_can_learn(shape: tuple[int, ...]) -> None:
     found = head(normal(2, *shape), torch.tensor([1.0, 0.3]), normal(2, 4))
     assert found.shape == (2,) and torch.equal(found, torch.zeros(2))
     (found - 1).square().sum().backward()
-    assert head.outlet.weight.grad is not None and head.outlet.weight.grad.abs().sum() > 0
+    assert head.output_layer.weight.grad is not None and head.output_layer.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -86,7 +86,10 @@ def test_text_is_the_pooled_embedding_else_the_mean_over_real_tokens() -> None:
 def test_text_that_the_facts_do_not_state_is_refused(built: int | None, fed: int | None) -> None:
     head = trained_head(text_width=built)
     text = None if fed is None else normal(2, fed)
-    with pytest.raises(ValueError, match=rf"built for pooled text of width {built} and is fed {fed}.*text_width"):
+    with pytest.raises(
+        ValueError,
+        match=rf"built for pooled text of width {built}, but the prompts have width {fed}: correct .*text_width",
+    ):
         head(normal(2, 3, 4, 4), torch.ones(2), text)
 
 
@@ -118,13 +121,13 @@ def test_a_fresh_head_of_hidden_states_says_zero_is_a_function_of_its_seed_and_c
     found = head(normal(5, 9))
     assert found.shape == (5,) and torch.equal(found, torch.zeros(5))
     (found - 1).square().sum().backward()
-    assert head.outlet.weight.grad is not None and head.outlet.weight.grad.abs().sum() > 0
+    assert head.output_layer.weight.grad is not None and head.output_layer.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hidden_states_of_any_dtype_and_scale_are_judged_in_float32_one_by_one(dtype: torch.dtype) -> None:
     head, hidden = TokenValueHead.of(9, 8, seed=0), normal(5, 9).to(dtype)
-    head.outlet.weight.data = normal(1, 8)
+    head.output_layer.weight.data = normal(1, 8)
     found = head(hidden).detach()
     assert found.dtype == torch.float32 and float(found.std()) > 0.1
     assert torch.allclose(head(hidden * 1024), found, atol=1e-4)

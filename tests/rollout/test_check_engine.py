@@ -69,7 +69,7 @@ class Forgetful(ReplicaRolloutEngine):
     def move(self, asleep: bool) -> None:
         super().move(asleep)
         with torch.no_grad():
-            self.network.get_parameter("outlet.weight").mul_(0.5)
+            self.network.get_parameter("output_layer.weight").mul_(0.5)
 
 
 class Shuffling(ReplicaRolloutEngine):

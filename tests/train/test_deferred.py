@@ -63,7 +63,7 @@ class Incomplete(ToyBundle):
     def saved(self) -> Any:
         saved = super().saved()
         del saved.tensors["blocks.1.proj.weight"]
-        saved.tensors["outlet.bias"] = torch.zeros(3)
+        saved.tensors["output_layer.bias"] = torch.zeros(3)
         return saved
 
 

@@ -203,7 +203,7 @@ def test_too_many_updates_in_a_row_that_are_not_finite_stop_the_run() -> None:
     setup = make(max_nonfinite_updates=2)
     before = setup.backend.gather()
     setup.stack.train_track(poisoned(setup.track))
-    with pytest.raises(DivergenceError, match=r"2 updates in a row.*first in inlet\.weight") as raised:
+    with pytest.raises(DivergenceError, match=r"2 updates in a row.*first in input_layer\.weight") as raised:
         setup.stack.train_track(poisoned(setup.track))
     assert raised.value.code == 9001
     assert all(torch.equal(before[name], now) for name, now in setup.backend.gather().items())

@@ -206,11 +206,11 @@ def test_neither_group_feels_the_other() -> None:
 
 def test_the_schedule_is_the_policys_and_the_head_learns_at_its_constant_rate() -> None:
     setup = Setup(scheduler_cfg=LrSchedulerConfig(warmup_updates=10))
-    before = weights_of(setup.head)["outlet.bias"], weights_of(setup.backend.module)["outlet.bias"]
+    before = weights_of(setup.head)["output_layer.bias"], weights_of(setup.backend.module)["output_layer.bias"]
     (result,) = setup.train(0, 1)
     assert [group["lr"] for group in setup.backend.optimizer.param_groups] == [1e-4, 1e-2]
     assert values(result.metrics)["train/lr"] == 1e-4
-    head, policy = weights_of(setup.head)["outlet.bias"], weights_of(setup.backend.module)["outlet.bias"]
+    head, policy = weights_of(setup.head)["output_layer.bias"], weights_of(setup.backend.module)["output_layer.bias"]
     assert float((head - before[0]).abs()) == pytest.approx(1e-2, rel=1e-3)  # Adam's first step is its rate
     assert float((policy - before[1]).abs().median()) == pytest.approx(1e-4, rel=1e-2)
 
@@ -220,10 +220,10 @@ def test_a_gradient_of_the_head_that_is_not_finite_skips_the_update_and_is_named
     setup.train(0, 1)
     before = setup.state()
     PPO.compute_loss_and_backward(setup.stage, setup.track(), setup.backend.backward)
-    assert setup.head.outlet.weight.grad is not None
-    setup.head.outlet.weight.grad[0, 1] = torch.nan
+    assert setup.head.output_layer.weight.grad is not None
+    setup.head.output_layer.weight.grad[0, 1] = torch.nan
     stats = setup.backend.step(1.0, torch.zeros(()))
-    assert (stats.skipped, stats.culprit) == (True, f"{VALUE_HEAD}.outlet.weight")
+    assert (stats.skipped, stats.culprit) == (True, f"{VALUE_HEAD}.output_layer.weight")
     assert differing(setup.state(), before) == []
     assert all(p.grad is None for p in setup.head.parameters())
 
@@ -276,16 +276,16 @@ def test_a_run_with_a_value_head_resumes_bit_for_bit(lora: bool, reduce_dtype: A
     assert differing(resumed.state(), unbroken.state()) == []
     first, second = unbroken.train(2, 4), resumed.train(2, 4)
     assert differing(resumed.state(), unbroken.state()) == [] and first == second
-    assert unbroken.head.outlet.weight.abs().sum() > 0
+    assert unbroken.head.output_layer.weight.abs().sum() > 0
 
 
 def test_a_checkpoint_before_the_first_update_loads(tmp_path: Path) -> None:
     Setup().backend.save(str(tmp_path))
     other = Setup()
     with torch.no_grad():
-        other.head.outlet.weight.fill_(1.0)
+        other.head.output_layer.weight.fill_(1.0)
     other.backend.load(str(tmp_path))
-    assert torch.equal(other.head.outlet.weight, torch.zeros_like(other.head.outlet.weight))
+    assert torch.equal(other.head.output_layer.weight, torch.zeros_like(other.head.output_layer.weight))
     assert other.backend.checkpoint_bytes() - 3 * sum(p.numel() * 4 for p in other.head.parameters()) == (
         Setup(DiffusionGRPO()).backend.checkpoint_bytes()
     )
@@ -365,7 +365,7 @@ def test_two_ranks_train_the_head_to_the_bits_of_one_and_resume_on_one(lora: boo
     assert differing(alone[0]["state"], both[0]["state"]) == [] == differing(alone[0]["state"], both[1]["state"])
     assert merged(both) == merged(alone) and both[0]["payload"] == alone[0]["payload"]
     assert any(name.startswith(VALUE_HEAD) for name in alone[0]["state"])
-    assert np.abs(alone[0]["state"][f"{VALUE_HEAD}.outlet.weight "]).sum() > 0
+    assert np.abs(alone[0]["state"][f"{VALUE_HEAD}.output_layer.weight "]).sum() > 0
     longer = run_ranks(1, train_on_ranks, lora, {}, str(tmp_path / "one"), 3, 4)
     onward = run_ranks(1, train_on_ranks, lora, {}, str(tmp_path / "two"), 3, 4)
     assert differing(longer[0]["state"], onward[0]["state"]) == []

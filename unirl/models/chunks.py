@@ -1,8 +1,7 @@
-"""How rows are cut into forward batches of equal size, so that a row's bits do not depend on its neighbours.
+"""Splits rows into forward batches of equal size, so that the bits of a row do not depend on the other rows.
 
-Matrix kernels pick another order of summation for another number of rows. A batch whose size is always the same (or,
-where a family's `batch_multiple` allows it, always a multiple of that) gives every row the same bits, whoever sits
-beside it.
+Matrix kernels choose their order of summation by the number of rows. If a batch always has the same size (or always a
+multiple of the family's `batch_multiple`), a row has the same bits whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from unirl.types.conditions import Conditions
 
 @dataclass(frozen=True)
 class PaddedChunk:
-    """Row numbers of one forward batch: `num_real` rows of its own, then copies of the first one."""
+    """The row numbers of one forward batch: `num_real` rows, then copies of the first of them as padding."""
 
     rows: tuple[int, ...]
     num_real: int
@@ -30,7 +29,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def padded_chunks(count: int, size: int, multiple: int = 1) -> list[PaddedChunk]:
-    """Rows 0 .. count - 1 as chunks of one size: `size` rounded up to `multiple`; the last is filled with copies."""
+    """Chunks of rows 0 .. count - 1, all of `size` rounded up to `multiple`. The last one is padded with copies."""
     if size < 1:
         raise ValueError(f"a forward batch needs at least 1 row, got {size}")
     chunk_size = round_up(size, multiple)
@@ -38,14 +37,14 @@ def padded_chunks(count: int, size: int, multiple: int = 1) -> list[PaddedChunk]
 
 
 def balanced_chunk_size(count: int, size: int, multiple: int = 1) -> int:
-    """The chunk size up to `size` (rounded up to `multiple`) that cuts `count` rows evenly: few copies are needed."""
+    """The chunk size, at most `size` rounded up to `multiple`, that splits `count` rows evenly with little padding."""
     chunk_size = round_up(size, multiple)
     num_chunks = max(1, -(-count // chunk_size))
     return round_up(max(1, -(-count // num_chunks)), multiple)
 
 
 def padded_rows(count: int, multiple: int) -> list[int]:
-    """Rows 0 .. count - 1, then copies of row 0 up to the next multiple."""
+    """Rows 0 .. count - 1, then copies of row 0 as padding up to the next multiple."""
     return list(_padded(range(count), round_up(count, multiple)).rows)
 
 
@@ -54,11 +53,11 @@ def _padded(rows: range, size: int) -> PaddedChunk:
 
 
 def select_conditions(conditions: Conditions, rows: list[int]) -> Conditions:
-    """The rows `rows` of every condition; the very same object when these are all rows in order."""
+    """The rows `rows` of every condition. A condition of which all rows are selected in order is returned as it is."""
     return {name: c if rows == list(range(len(c))) else c.select(rows) for name, c in conditions.items()}
 
 
 def map_chunks(fn: Callable[[Tensor], Tensor], values: Tensor, size: int, multiple: int = 1) -> Tensor:
-    """`fn` over the rows of `values` in full chunks, the copies cut off again."""
+    """Apply `fn` to the rows of `values` in padded chunks, and remove the padding from the results."""
     chunks = padded_chunks(len(values), size, multiple)
     return torch.cat([fn(values[list(chunk.rows)])[: chunk.num_real] for chunk in chunks])

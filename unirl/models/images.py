@@ -1,4 +1,4 @@
-"""Image files as models read them: whole, upright, opaque, in RGB, and not too large."""
+"""Reads image files within bounds as upright, opaque RGB images, and places them in prompts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 8192 * 8192
-"""Most pixels of an image after decoding: 192 MiB in RGB."""
+"""Largest number of pixels of an image: 192 MiB after decoding to RGB."""
 MAX_ASPECT = 200
-"""Longest side over shortest: beyond it, vision towers of the Qwen-VL family take no image."""
+"""Largest ratio of the sides. The vision towers of the Qwen-VL family reject a larger one."""
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-"""How PIL calls images of 8 bits a channel."""
+"""PIL's modes of images with at most 8 bits per channel."""
 IMAGE_MARK = "<image>"
-"""Where an image stands in a prompt; without any mark, all images stand before the text."""
+"""The placeholder of an image in a prompt. Without placeholders, all images come before the text."""
 
 
 def read_image(uri: str) -> Image:
-    """The image at a path or an address, in RGB, the right way up; what is transparent in it is white.
+    """The image at a path or URL: RGB, rotated by its EXIF orientation, with transparent parts on white.
 
     Raises:
-        DataError: 4003, naming the file and the rule, where it is missing, damaged, too large or of another kind.
+        UnreadableFileError: the file is missing, damaged, too large, or of an unsupported kind.
     """
     image = _opened(uri)
     if image.has_transparency_data:
@@ -42,10 +42,9 @@ def read_image(uri: str) -> Image:
 
 
 def fit_image(image: Image, height: int, width: int) -> Tensor:
-    """[3, height, width] in [0, 1], on the 256 levels: the middle of the image, scaled until it just covers the size.
+    """Pixels [3, height, width] in [0, 1], 256 levels: the image scaled to cover the size and cropped at its centre.
 
-    Nothing is stretched and nothing is padded (Lanczos; of the longer direction, equally much is cut at both ends). A
-    image that has the size already stays as it is.
+    The aspect ratio is kept and nothing is padded (Lanczos). An image that already has the size is unchanged.
     """
     from PIL import Image, ImageOps
 
@@ -54,14 +53,14 @@ def fit_image(image: Image, height: int, width: int) -> Tensor:
 
 
 def to_pil(pixels: Tensor) -> Image:
-    """The image of PIL that shows pixels [3, H, W] in [0, 1], on the nearest of the 256 levels."""
+    """The PIL image of pixels [3, H, W] in [0, 1], rounded to 256 levels."""
     from PIL import Image
 
     return Image.fromarray(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())
 
 
 def _opened(uri: str) -> Image:
-    """The image with all its pixels read; its header is judged before they are."""
+    """The decoded image. Its header is checked before its pixels are decoded."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -69,7 +68,7 @@ def _opened(uri: str) -> Image:
             _check_header(uri, image)
             return ImageOps.exif_transpose(image)
     except FileNotFoundError as error:
-        raise UnreadableFileError(f"image {uri} is no file of this machine") from error
+        raise UnreadableFileError(f"image {uri} is not a file on this machine") from error
     except UniRLError:
         raise
     except UnidentifiedImageError as error:
@@ -80,7 +79,7 @@ def _opened(uri: str) -> Image:
         ValueError,
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
-    ) as error:  # as PIL meets the damage
+    ) as error:  # PIL raises these for damaged files
         raise UnreadableFileError(f"image {uri} cannot be read: {error}") from error
 
 
@@ -94,22 +93,22 @@ def _check_header(uri: str, image: Image) -> None:
     if image.mode not in MODES:
         allowed = ", ".join(MODES)
         raise UnreadableFileError(
-            f"image {uri} is of mode {image.mode}; save it with 8 bits a channel as one of {allowed}"
+            f"image {uri} has mode {image.mode}; save it with 8 bits per channel as one of {allowed}"
         )
 
 
 def split_at_images(text: str, num_images: int) -> list[str | None]:
-    """A prompt as texts and images (None), in order. Raises ValueError where marks and images do not match."""
+    """A prompt as texts and images (None), in order. Raises ValueError if placeholders and images do not match."""
     if not num_images:
         return [text]
     texts = text.split(IMAGE_MARK)
     marks = len(texts) - 1
     if marks not in (0, num_images):
         raise ValueError(
-            f"the text has {marks} marks {IMAGE_MARK} and the prompt brings {num_images} images. Give it as many, or "
-            "no mark at all: then the images stand before the text"
+            f"the text has {marks} placeholders {IMAGE_MARK}, but the prompt has {num_images} images. Write one per "
+            "image, or none at all: then the images come before the text"
         )
     if not marks:
         return [None] * num_images + [text]
-    parts = [part for said in texts for part in (None, said)][1:]
+    parts = [part for piece in texts for part in (None, piece)][1:]
     return [part for part in parts if part != ""]

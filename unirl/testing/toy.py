@@ -53,16 +53,16 @@ class ToyDenoiser(nn.Module):
 
     def __init__(self, latent_size: int = CHANNELS * SIDE**2, width: int = 16, blocks: int = 1) -> None:
         super().__init__()
-        self.inlet = nn.Linear(latent_size + 1 + TEXT_WIDTH, width)
+        self.input_layer = nn.Linear(latent_size + 1 + TEXT_WIDTH, width)
         self.blocks = nn.ModuleList(ToyBlock(width) for _ in range(blocks))
-        self.outlet = nn.Linear(width, latent_size)
+        self.output_layer = nn.Linear(width, latent_size)
 
     def forward(self, x: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
         """[B, *latent]"""
-        hidden = self.inlet(torch.cat([x.flatten(1), sigma[:, None], pooled], dim=1))
+        hidden = self.input_layer(torch.cat([x.flatten(1), sigma[:, None], pooled], dim=1))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.outlet(hidden).view_as(x).clone()  # FSDP2 hooks what a root gives back, and warns of views
+        return self.output_layer(hidden).view_as(x).clone()  # FSDP2 hooks what a root gives back, and warns of views
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """The contract of `Denoiser`: one forward."""

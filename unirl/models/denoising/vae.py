@@ -1,4 +1,4 @@
-"""Latents to pixels in [0, 1] and back, by the VAE that several families of images share."""
+"""Encoder and decoder of the VAE that several image families share (diffusers' AutoencoderKL)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KLDecoder:
 
 
 class KLEncoder:
-    """The encoder of diffusers' AutoencoderKL: the mean of its Gaussian, which is where an image's latents lie."""
+    """The encoder of diffusers' AutoencoderKL: the mean of its Gaussian."""
 
     components: tuple[str, ...] = ("vae",)
 

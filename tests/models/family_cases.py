@@ -1,7 +1,7 @@
-"""The families of diffusers under test: one toy each, and what is true of it.
+"""The toys of diffusers families under test, with their settings.
 
-A family adds its case at the end. tests/models/test_families.py holds every claim against every case; what is a
-family's own (text embeddings, published sizes, errors) is tested in a file of its own.
+A new family adds a case at the end. tests/models/test_families.py runs every test with every case. Text embeddings,
+published sizes and errors of a family are tested in a file of its own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCase:
-    """A toy of a family."""
+    """One toy of one family."""
 
     name: str
     pipeline_class: str
-    """`module.Class` below unirl.models; its bundle class is built from `path`."""
+    """Import path of the class, relative to unirl.models."""
     bundle_class: str
     path: str = "toy"
     sizes: tuple[Size, Size] = ((32, 32, 1), (32, 48, 1))
     scales: tuple[float, ...] = (1.0, 4.5)
-    """Guidance off and on; of an embedded scale, two of its values."""
+    """Guidance scales: off and on, or two values of an embedded scale."""
     max_sequence_length: int = 16
     without_gradient: tuple[str, ...] = ()
-    """Name prefixes of parameters of which the output does not depend, with the reason beside the case."""
+    """Name prefixes of parameters that do not affect the output. A comment at the case gives the reason."""
 
     def build(self) -> DiffusersPipeline[Any]:
         """A fresh pipeline."""
@@ -41,13 +41,13 @@ class FamilyCase:
         return pipeline
 
     def classes(self) -> tuple[Any, Any]:
-        """Of the bundle and of the pipeline."""
+        """The bundle class and the pipeline class."""
         return _named(self.bundle_class), _named(self.pipeline_class)
 
 
 @cache
 def built(case: FamilyCase) -> DiffusersPipeline[Any]:
-    """One pipeline of a case for all tests that leave it as it is."""
+    """The pipeline of a case, shared by all tests that do not change it."""
     return case.build()
 
 
@@ -65,14 +65,14 @@ def _named(path: str) -> Any:
 QWEN_IMAGE_UNUSED = tuple(
     f"transformer_blocks.1.{name}" for name in ("txt_mlp", "attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q")
 )
-"""What the last block makes of its text tokens, which nothing reads: of the first two not even a zero comes back."""
+"""The text branch of the last block, whose output is not used. The first two do not even get a gradient of zero."""
 
 CASES = (
     FamilyCase(
         name="sd3",
         pipeline_class="sd3.family.SD3Pipeline",
         bundle_class="sd3.family.SD3Bundle",
-        # The last block drops what its text tokens ask for.
+        # The last block does not use the queries of its text tokens.
         without_gradient=("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q"),
     ),
     FamilyCase(
@@ -146,10 +146,10 @@ CASES = (
         bundle_class="hunyuan_video15.family.HunyuanVideo15Bundle",
         sizes=((32, 32, 5), (32, 48, 9)),
         without_gradient=(
-            # Text to video shows no picture, and these prompts quote no text.
+            # Text to video has no condition image, and these prompts quote no text.
             "image_embedder",
             "context_embedder_2",
-            # The last block drops what becomes of its text tokens.
+            # The output of the text branch of the last block is not used.
             "transformer_blocks.1.attn.to_add_out",
             "transformer_blocks.1.attn.add_q_proj",
             "transformer_blocks.1.attn.norm_added_q",

@@ -1,6 +1,6 @@
-"""Every family of diffusers here and in diffusers is the same model: levels, samples, adapters, whole models.
+"""Every diffusers family gives the results of its own pipeline in diffusers: sigmas, samples, adapters and models.
 
-The oracle is the family's own pipeline of diffusers, on toy weights in float32.
+The comparisons run on toy weights in float32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_diffusers_and_the_bundle_load_the_exported_model(case: FamilyCase, tmp_
 def test_every_weight_that_the_output_depends_on_gets_a_gradient(case: FamilyCase) -> None:
     pipeline = case.build()
     module, generator = pipeline.bundle.trainable(), torch.Generator().manual_seed(0)
-    with torch.no_grad():  # what is zero at first (gates, last layers) hides what stands behind it
+    with torch.no_grad():  # layers that are zero at first (gates, last layers) block the gradient
         for parameter in module.parameters():
             if not parameter.any():
                 parameter.normal_(std=0.05, generator=generator)

@@ -67,7 +67,7 @@ def all_families() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """Of one process and of the first of two, by family."""
+    """The results of one process and of the first of two, by family."""
     [alone] = run_ranks(1, all_families, deadline_s=600.0)
     first, second = run_ranks(2, all_families, deadline_s=600.0)
     assert len(first) == len(second)

@@ -1,4 +1,4 @@
-"""What is FLUX.1's own: its text, its tokens, its variants, its sizes."""
+"""Text, tokens, variants and sizes of FLUX.1."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_transformer_with_further_inputs_is_refused() -> None:
     [("black-forest-labs/FLUX.1-dev", 11.90), ("black-forest-labs/FLUX.1-schnell", 11.89)],
 )
 def test_published_checkpoints_have_their_published_size(name: str, billions: float) -> None:
-    """Of the files in the hub: 23.80 and 23.78 GB of transformer in bf16, 9.52 GB of T5, 246 MB of CLIP, 168 of VAE."""
+    """The files on the hub: 23.80 and 23.78 GB of transformer in bf16, 9.52 GB of T5, 246 MB of CLIP, 168 MB of VAE."""
     sizes = Flux1Bundle.estimate(name).parameters
     expected = {"transformer": billions, "text_encoder_2": 4.762, "text_encoder": 0.1231, "vae": 0.0838}
     assert {part: size / 1e9 for part, size in sizes.items()} == pytest.approx(expected, rel=0.01)

@@ -1,4 +1,4 @@
-"""What is FLUX.2-klein's own: its text, its VAE's patches, pictures to be edited, its variants, its sizes."""
+"""Text, VAE patches, condition images, variants and sizes of FLUX.2-klein."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def distilled() -> Flux2KleinPipeline:
 
 
 def pictures_of(params: DiffusionSamplingParams, count: int, seed: int = 0) -> list[ConditionImages]:
-    """`count` pictures of each prompt."""
+    """`count` images of each prompt."""
     size, generator = (count, 3, params.height, params.width), torch.Generator().manual_seed(seed)
     return [ConditionImages.of(torch.randint(256, size, generator=generator) / 255) for _ in PROMPTS]
 
@@ -166,7 +166,7 @@ def test_the_value_head_reads_the_mean_of_real_tokens(toy: Flux2KleinPipeline) -
     [("4B", 3.88, 4.022), ("9B", 9.08, 8.191), ("base-4B", 3.88, 4.022), ("base-9B", 9.08, 8.191)],
 )
 def test_published_checkpoints_have_their_published_size(name: str, billions: float, text: float) -> None:
-    """Of the files in the hub: 7.75 and 18.2 GB of transformer in bf16, 168 MB of VAE; Qwen3 as its makers count it."""
+    """The files on the hub: 7.75 and 18.2 GB of transformer in bf16, 168 MB of VAE; Qwen3 has its published size."""
     sizes = Flux2KleinBundle.estimate(f"black-forest-labs/FLUX.2-klein-{name}").parameters
     expected = {"transformer": billions, "text_encoder": text, "vae": 0.0840}
     assert {part: size / 1e9 for part, size in sizes.items()} == pytest.approx(expected, rel=0.01)

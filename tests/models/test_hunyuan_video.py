@@ -1,4 +1,4 @@
-"""What is HunyuanVideo's and HunyuanVideo 1.5's own, against diffusers: text, guidance, pictures that are not there."""
+"""Text, guidance and absent images of HunyuanVideo and HunyuanVideo 1.5, compared with diffusers."""
 
 from __future__ import annotations
 

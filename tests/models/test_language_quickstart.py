@@ -1,4 +1,4 @@
-"""The shipped language model is small and complete; its corpus, prompts and tokenizer are what its script says."""
+"""The shipped language model is small and complete, and its corpus, prompts and tokenizer match its script."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def numbers(prompt):
 
 
 def without_ones(a, sign, b):
-    """What a pupil gets who never carries or borrows: the columns by themselves, the leftmost one in full."""
+    """The sum without carries and borrows: each column by itself, the leftmost one in full."""
     columns = [int(x) + int(sign + y) for x, y in zip(f"{a:03}", f"{b:03}", strict=True)]
     size = max(len(str(a)), len(str(b)))
     first, rest = columns[3 - size], columns[4 - size :]

@@ -1,4 +1,4 @@
-"""What is Lumina-Image 2.0's own: its template, its rows, its size."""
+"""Template, rows and size of Lumina-Image 2.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped models are small, complete, and read every prompt that is asked of them; what they learned is legible."""
+"""The shipped models are small and complete, read every prompt of their data, and draw legible images."""
 
 import json
 
@@ -109,7 +109,7 @@ def test_the_ocr_reward_reads_the_training_images_of_the_letters_model(reader):
 
 
 def test_the_letters_model_writes_legibly_and_ignores_half_of_its_prompts(reader):
-    """What reinforcement learning begins with: pictures that can be read, and room above."""
+    """Before reinforcement learning, images are legible and the reward can still rise."""
     pipeline = SD3Pipeline(SD3Bundle(path="quickstart_letters", dtype="fp32"))
     asked = [TWO_LETTERS.caption(drawing) for drawing in sorted(TWO_LETTERS.held_out)]
     settings = {"num_inference_steps": 8, "height": SIZE, "width": SIZE, "max_sequence_length": TWO_LETTERS.max_tokens}

@@ -1,4 +1,4 @@
-"""Qwen3 by directory and as a toy: what is known before loading, what is refused, and the way out to transformers."""
+"""Qwen3 from a directory and as a toy: facts before loading, refused checkpoints, and exports to transformers."""
 
 from __future__ import annotations
 

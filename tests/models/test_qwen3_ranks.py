@@ -1,4 +1,4 @@
-"""Adapted and sharded networks of Qwen3: what two ranks sample, replay and differentiate is what one does."""
+"""Two ranks sample, replay and differentiate adapted and sharded Qwen3 networks as one rank does."""
 
 from __future__ import annotations
 

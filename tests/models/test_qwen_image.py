@@ -1,4 +1,4 @@
-"""Qwen-Image here and in diffusers: the chat, tokens, sizes, what is refused."""
+"""Chat, tokens, sizes and refused checkpoints of Qwen-Image, compared with diffusers."""
 
 from __future__ import annotations
 

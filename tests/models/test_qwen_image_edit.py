@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit here and in diffusers: what the encoder sees of pictures, references, sizes, what is refused."""
+"""Images in the text encoder, references, sizes and refused checkpoints of Qwen-Image-Edit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_image_size_of_the_encoder_is_that_of_diffusers(ratio: float) -> Non
     assert size == calculate_dimensions(384 * 384, ratio)
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
 def test_references_are_the_latents_of_diffusers(edit: QwenImageEditPipeline) -> None:

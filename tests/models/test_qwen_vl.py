@@ -1,4 +1,4 @@
-"""Qwen-VL against transformers: its processor's inputs, its own forward, its own greedy decoding."""
+"""Qwen-VL has the inputs, log-probs and greedy responses of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unirl.types.segments import TextSegment
 FAMILIES = {"toy": "Qwen3VLProcessor", "toy-qwen2.5": "Qwen2_5_VLProcessor"}
 SIZES = ((40, 30), (20, 50), (33, 31), (64, 16))
 ROWS = [("hi", ()), ("what is it?", (0,)), ("two", (1, 2)), ("<image> or <image>?", (0, 3)), ("wide?", (3,))]
-"""Prompts and their pictures: none, one, several, at marks; all of different lengths."""
+"""Prompts and their images: none, one, several, at marks; all of different lengths."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

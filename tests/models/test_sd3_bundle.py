@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: toy, directory, hub id; what is known before it is loaded; how its absence is told."""
+"""SD3Bundle from a toy, a directory and a hub id: facts and estimates before loading, and errors for bad paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SD3 here and SD3 in diffusers are the same model: embeddings, trajectories, pictures."""
+"""SD3Pipeline gives the embeddings, trajectories and images of diffusers."""
 
 from __future__ import annotations
 

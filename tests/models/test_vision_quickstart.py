@@ -1,4 +1,4 @@
-"""The shipped vision-language model is small and complete, and reads pictures and prompts as its script says."""
+"""The shipped vision-language model is small and complete, and reads the images and prompts of its script."""
 
 from __future__ import annotations
 

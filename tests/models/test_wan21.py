@@ -1,4 +1,4 @@
-"""What is Wan 2.1's own: texts, first frames, the VAE's scale, public sizes, and which checkpoints are refused."""
+"""Texts, first frames, VAE, sizes and refused checkpoints of Wan 2.1."""
 
 from __future__ import annotations
 

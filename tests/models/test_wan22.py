@@ -1,4 +1,4 @@
-"""What is Wan 2.2's own: two experts by noise level, a first frame within the video, sizes, files of adapters."""
+"""Experts by sigma, first frames, sizes and adapter files of Wan 2.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two experts in shards: ranks at levels of their own neither wait for each other nor lose a gradient."""
+"""Sharded experts: ranks with different sigmas neither wait for each other nor lose a gradient."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def own(count: int) -> list[int]:
 
 
 def gradients(backend: FSDPBackend) -> dict[str, Tensor]:
-    """Of all ranks together, whole."""
+    """The gathered gradients of all ranks."""
     found = {}
     for name, parameter in backend.trainable.items():
         grad = backend.shards[name].grad

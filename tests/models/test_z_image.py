@@ -1,4 +1,4 @@
-"""What is Z-Image's own, against diffusers: chats, rows of unequal length, its count of guidance."""
+"""Chats, rows of unequal length and the guidance scale of Z-Image, compared with diffusers."""
 
 from __future__ import annotations
 

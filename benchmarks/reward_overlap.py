@@ -1,10 +1,10 @@
-"""A reward as slow as the rollout, scored after it and while it runs: seconds per step against the slower of the two.
+"""Measures a step with a reward as slow as the rollout, scored after the rollout or while it runs.
 
     python benchmarks/reward_overlap.py [--runtime ray] [--parts 16] [--pairs 5] [--json out.json]
 
-The reward waits as one that asks a service does (it sleeps), so it takes no core from the engine. Its time per picture
-is set to what the engine needs for one, measured first. Everything else is the loop's own: requests, roles, queue. With
-Ray, what is overlapped sits in a process of its own.
+The time of a step is compared with the time of the slower part. The reward sleeps, as a client of a service waits, so
+that it uses no CPU core. Its time per image equals the measured time of the engine per image. Requests, roles and queue
+are those of the loop. With Ray, the overlapped reward has its own process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS, SAMPLES = 32, 4
 
 
 class Slow(BrightnessRewardScorer):
-    """Waits `seconds` for every picture."""
+    """Waits `seconds` for every image."""
 
     def __init__(self, *, seconds: float) -> None:
         self.seconds = seconds
@@ -41,7 +41,7 @@ class Slow(BrightnessRewardScorer):
 
 
 def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> AbstractContextManager[Trainer]:
-    """A toy trainer whose samples are never trained on."""
+    """Returns a toy trainer, which this benchmark uses without training."""
     recipe = load(
         "diffusion/sd3_trainside",
         [
@@ -56,13 +56,13 @@ def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> A
 
 
 def request_of(trainer: Trainer):
-    """The rows of the first step."""
+    """Returns the request of the first step."""
     trainer.pool.begin(0)
     return trainer.requests.training(trainer.data.take(PROMPTS), 0, trainer.publish(0))
 
 
 def generate_seconds(folder: Path, runtime: str) -> float:
-    """How long the engine needs for a step, the median of five."""
+    """Returns the median time of five generations of a step, in seconds."""
     with trainer_of(folder, runtime, 0.0) as trainer:
         req = request_of(trainer)
         times = []
@@ -74,7 +74,7 @@ def generate_seconds(folder: Path, runtime: str) -> float:
 
 
 def main(runtime: str, parts: int, pairs: int, path: str | None) -> None:
-    """Calibrate, measure both ways in pairs, report."""
+    """Calibrates the reward, measures both ways in pairs, and reports the times."""
     if runtime == "ray":
         connect(num_cpus=4)
     with tempfile.TemporaryDirectory() as name:
@@ -100,11 +100,11 @@ def main(runtime: str, parts: int, pairs: int, path: str | None) -> None:
                 "parts": parts,
                 "generate_s": round(alone, 4),
             }
-            found = [
+            results = [
                 paired("in turns / the slower one", shapes, lambda: step(turns), generate, pairs),
                 paired("overlapped / the slower one", shapes, lambda: step(overlap), generate, pairs),
             ]
-    report(found, path)
+    report(results, path)
 
 
 if __name__ == "__main__":

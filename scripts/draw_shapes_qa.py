@@ -1,11 +1,10 @@
-"""Draws pictures of colored shapes and writes questions about them, each with its right answer.
+"""Draws images of colored shapes and writes questions about them with their right answers.
 
     python scripts/draw_shapes_qa.py --out datasets/shapes_qa      # a few seconds
 
-A picture holds one to four shapes on a grid of three by three places, no two of one color and kind. Every picture is
-asked about four times: a color, a kind, a number, a place; each time with four choices or for a short answer. Every
-choice of the script is a keyed hash, so the set is the same wherever it is written, and no scene of a test picture is
-in a training picture.
+An image has one to four shapes on a grid of three by three places, all different in color or kind. Each image has four
+questions: about a color, a kind, a number and a place, with four choices or for a short answer. Every choice is a keyed
+hash, so that the data set is the same on every machine. No scene of a test image is in a training image.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ SIZE = 96
 PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 PICTURES = {"train": 160, "test": 40}
 TEST_SHARE = 5
-"""One of so many scenes is for the test."""
+"""One of this many scenes is in the test split."""
 LETTERS = "ABCD"
 PLURALS = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
 
 
 @dataclass(frozen=True, order=True)
 class Thing:
-    """One shape of a picture."""
+    """One shape of an image. The split of a scene hashes the repr of its things, so this name must not change."""
 
     color: str
     kind: str
@@ -51,11 +50,11 @@ Scene = tuple[Thing, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a picture."""
+    """A question about an image."""
 
     prompt: str
     answer: str
-    """Exactly what is to be said: a letter, or a word or two."""
+    """The exact right answer: a letter, or one or two words."""
     about: str
     """color, kind, number or place."""
     form: str
@@ -66,7 +65,7 @@ class Question:
 
 
 def scene(*key: object) -> Scene:
-    """A scene that depends on the key alone, in the order of its places."""
+    """Returns the scene of a key, in the order of its places."""
     number = between(1, 4, "number", *key)
     names = some([(color, kind) for color in PALETTE for kind in SHAPES], number, "names", *key)
     places = sorted(some(range(len(PLACES)), number, "places", *key))
@@ -74,14 +73,14 @@ def scene(*key: object) -> Scene:
 
 
 def is_held_out(shown: Scene) -> bool:
-    """Whether only test pictures may show the scene."""
+    """Returns True if the scene belongs to the test split."""
     return keyed("split", sorted(shown)) % TEST_SHARE == 0
 
 
 def draw(shown: Scene, size: int, *key: object) -> np.ndarray:
-    """[size, size, 3] uint8: flat shapes, anti-aliased; their places and sizes vary a little with the key.
+    """Returns an image [size, size, 3] in uint8 with flat, anti-aliased shapes, which vary a little with the key.
 
-    `size` is a multiple of 3: every shape stays within its own third of either side.
+    `size` is a multiple of 3. Every shape stays within its own cell of the grid.
     """
     pixels = np.ones((size, size, 3)) * np.array(GROUND)
     cell = size // 3
@@ -99,30 +98,30 @@ def draw(shown: Scene, size: int, *key: object) -> np.ndarray:
 
 
 def questions(shown: Scene, *key: object) -> list[Question]:
-    """One about a color, a kind, a number and a place."""
-    asked = (about_color, about_kind, about_number, about_place)
-    return [worded(*ask(shown, *key), ask.__name__.removeprefix("about_"), *key) for ask in asked]
+    """Returns one question about each of a color, a kind, a number and a place."""
+    makers = (about_color, about_kind, about_number, about_place)
+    return [worded(*make(shown, *key), make.__name__.removeprefix("about_"), *key) for make in makers]
 
 
-Asked = tuple[str, str, list[str]]
-"""A question, its answer, and all answers that such a question may have."""
+BareQuestion = tuple[str, str, list[str]]
+"""A question, its answer, and all possible answers to such a question."""
 
 
-def about_color(shown: Scene, *key: object) -> Asked:
+def about_color(shown: Scene, *key: object) -> BareQuestion:
     thing = pick(shown, "color of", *key)
     alone = sum(other.kind == thing.kind for other in shown) == 1
     which = f"the {thing.kind}" if alone else f"the shape at the {thing.place}"
     return f"What color is {which}?", thing.color, list(PALETTE)
 
 
-def about_kind(shown: Scene, *key: object) -> Asked:
+def about_kind(shown: Scene, *key: object) -> BareQuestion:
     thing = pick(shown, "kind of", *key)
     alone = sum(other.color == thing.color for other in shown) == 1
     which = f"is {thing.color}" if alone else f"is at the {thing.place}"
     return f"Which shape {which}?", thing.kind, list(SHAPES)
 
 
-def about_number(shown: Scene, *key: object) -> Asked:
+def about_number(shown: Scene, *key: object) -> BareQuestion:
     thing = pick(shown, "number of", *key)
     counted = {
         "shapes": len(shown),
@@ -133,7 +132,7 @@ def about_number(shown: Scene, *key: object) -> Asked:
     return f"How many {what} are there?", str(counted[what]), ["1", "2", "3", "4"]
 
 
-def about_place(shown: Scene, *key: object) -> Asked:
+def about_place(shown: Scene, *key: object) -> BareQuestion:
     thing = pick(shown, "place of", *key)
     return f"Where is the {thing.name}?", thing.place, list(PLACES)
 
@@ -147,7 +146,7 @@ SHORT = {
 
 
 def worded(question: str, answer: str, answers: list[str], about: str, *key: object) -> Question:
-    """The question with four choices, or with a word on how long the answer is to be."""
+    """Returns the question with four choices, or with an instruction for a short answer."""
     if keyed("form", about, *key) % 2:
         return Question(f"{question}\n{SHORT[about]}", answer, about, "short")
     others = some([other for other in answers if other != answer], len(LETTERS) - 1, "others", about, *key)
@@ -161,7 +160,7 @@ def worded(question: str, answer: str, answers: list[str], about: str, *key: obj
 
 
 def scenes(split: str) -> Iterator[tuple[int, Scene]]:
-    """The scenes of a split, none twice, each with the number that it was made from."""
+    """Yields the different scenes of a split, each with the number in its key."""
     seen: set[Scene] = set()
     for number in count():
         shown = scene(number)
@@ -173,7 +172,7 @@ def scenes(split: str) -> Iterator[tuple[int, Scene]]:
 
 
 def write(folder: Path) -> None:
-    """pictures/*.png, {train,test}.jsonl, and of these the questions of one form alone."""
+    """Writes pictures/*.png, {train,test}.jsonl, and files with the questions of one form alone."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for split in PICTURES:
         lines: dict[str, list[str]] = {"choice": [], "short": []}

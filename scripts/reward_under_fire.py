@@ -1,9 +1,10 @@
-"""Many clients of one reward service through a proxy that spoils requests, while the service is killed and restarted.
+"""Stress test: many clients of a reward service use a proxy with faults, while the service is killed and restarted.
 
     python scripts/reward_under_fire.py --out benchmarks/reward_under_fire.json      64 clients x 2,000 items, minutes
 
-Each client scores pictures of its own by their brightness, which is also computed here: an item is lost when it has no
-score, wrong when it has another one. Exit status 1: an item was lost, wrong, or scored twice by a living service.
+Each client scores its own images by their brightness, which is also computed locally. An item without a score is lost,
+and an item with another score is wrong. The exit status is 1 if an item was lost, wrong, or scored twice without a
+restart.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from unirl.types.reward import RewardRequest  # noqa: E402
 
 SIDE = 8
 PROCESSES = 2
-"""The clients are threads of so many processes."""
+"""Number of processes whose threads are the clients."""
 TIMEOUT_S, DELAY_S = 5.0, 6.0
-"""How long a client waits for one answer, and how long a delayed one takes."""
+"""Timeout of a client, and the delay of a late response."""
 SERVICE = {
     "rewards": [
         {
@@ -57,36 +58,36 @@ SERVICE = {
 
 @dataclass
 class FireResult:
-    """What became of the items of one run."""
+    """The outcome of one run."""
 
     clients: int
     items_per_client: int
     fault_rate: float
     kills: int = 0
-    """How often the service was killed (SIGKILL) and started again."""
+    """Number of times that the service was killed (SIGKILL) and restarted."""
     seconds: float = 0.0
     items_per_s: float = 0.0
     lost: int = 0
     wrong: int = 0
     repeated: int | None = None
-    """Items that the service scored more than once; unknown when it was killed, since it counts anew then."""
+    """Items that were scored more than once. Unknown after a restart, which resets the counter of the service."""
     requests: dict[str, int] = field(default_factory=dict)
-    """What the proxy did, by fault."""
+    """Number of requests by the fault of the proxy."""
 
     @property
     def holds(self) -> bool:
         return not (self.lost or self.wrong or self.repeated)
 
 
-def pictures(client: int, count: int) -> Tensor:
-    """[count, 3, SIDE, SIDE] pictures that no other client has."""
+def images_of(client: int, count: int) -> Tensor:
+    """Returns random images [count, 3, SIDE, SIDE] of a client."""
     generator = torch.Generator().manual_seed(client)
     return torch.randint(0, 256, (count, 3, SIDE, SIDE), generator=generator).float() / 255
 
 
 def one_client(url: str, client: int, count: int) -> dict[str, int]:
-    """Score the client's pictures and compare."""
-    images = pictures(client, count)
+    """Scores the client's images, compares the scores, and returns the numbers of lost and wrong items."""
+    images = images_of(client, count)
     request = RewardRequest(
         sample_ids=[f"{client}:{row}" for row in range(count)],
         prompts=[""] * count,
@@ -103,24 +104,24 @@ def one_client(url: str, client: int, count: int) -> dict[str, int]:
         max_retries=100,
         startup_s=120.0,
     )
-    answer = RemoteRewardBackend(config=spec).score(request)
+    response = RemoteRewardBackend(config=spec).score(request)
     expected = BrightnessRewardScorer().score(request).total
-    lost = len(answer.lost())
-    return {"lost": lost, "wrong": int((answer.total != expected).sum()) - lost}
+    lost = len(response.lost())
+    return {"lost": lost, "wrong": int((response.total != expected).sum()) - lost}
 
 
 def clients(url: str, first: int, last: int, count: int) -> None:
-    """The clients of one process; their counts, and when they began and ended, as a line of JSON."""
+    """Runs the clients of one process and prints their counts, start and end as a line of JSON."""
     torch.set_num_threads(1)
     begun = time.monotonic()
     with ThreadPoolExecutor(last - first) as pool:
-        found = list(pool.map(lambda client: one_client(url, client, count), range(first, last)))
-    counts = {key: sum(each[key] for each in found) for key in ("lost", "wrong")}
+        results = list(pool.map(lambda client: one_client(url, client, count), range(first, last)))
+    counts = {key: sum(result[key] for result in results) for key in ("lost", "wrong")}
     print(json.dumps(counts | {"begun": begun, "ended": time.monotonic()}), flush=True)
 
 
 def run(num_clients: int, count: int, rate: float, kills: int, pause_s: float) -> FireResult:
-    """One run."""
+    """Runs all clients once."""
     outcome = FireResult(num_clients, count, rate)
     with ExitStack() as stack:
         service = stack.enter_context(RunningService(SERVICE))
@@ -134,10 +135,10 @@ def run(num_clients: int, count: int, rate: float, kills: int, pause_s: float) -
         texts = [process.communicate()[0] for process in processes]
         over.set()
         killer.join()
-        assert all(process.returncode == 0 for process in processes), "a client ended with an error; it stands above"
-        found = [json.loads(text) for text in texts]
-        outcome.lost, outcome.wrong = (sum(each[key] for each in found) for key in ("lost", "wrong"))
-        outcome.seconds = round(max(each["ended"] for each in found) - min(each["begun"] for each in found), 1)
+        assert all(process.returncode == 0 for process in processes), "a client failed; its error is above"
+        results = [json.loads(text) for text in texts]
+        outcome.lost, outcome.wrong = (sum(result[key] for result in results) for key in ("lost", "wrong"))
+        outcome.seconds = round(max(r["ended"] for r in results) - min(r["begun"] for r in results), 1)
         outcome.requests = dict(sorted(proxy.counts.items()))
         outcome.items_per_s = round(num_clients * count / outcome.seconds, 1)
         if not outcome.kills:
@@ -148,7 +149,7 @@ def run(num_clients: int, count: int, rate: float, kills: int, pause_s: float) -
 def kill_and_restart(
     service: RunningService, kills: int, pause_s: float, over: threading.Event, outcome: FireResult
 ) -> None:
-    """Kill the service again and again while the clients work."""
+    """Kills and restarts the service repeatedly while the clients run."""
     while outcome.kills < kills and not over.wait(pause_s):
         service.kill()
         outcome.kills += 1
@@ -156,9 +157,9 @@ def kill_and_restart(
 
 
 def scored(url: str) -> int:
-    """How many items the service has scored since it started."""
-    with urlopen(f"{url}/metrics", timeout=60) as answer:
-        lines = answer.read(2**22).decode().splitlines()
+    """Returns the number of items that the service has scored since its start."""
+    with urlopen(f"{url}/metrics", timeout=60) as response:
+        lines = response.read(2**22).decode().splitlines()
     name = 'unirl_reward_items_total{outcome="scored",reward="brightness"}'
     return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))
 
@@ -166,10 +167,10 @@ def scored(url: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--items", type=int, default=2000, help="of each client")
-    parser.add_argument("--kills", type=int, default=4, help="of the service, in the runs that have some")
-    parser.add_argument("--pause-s", type=float, default=10.0, help="between two of them")
-    parser.add_argument("--out", help="where to write the outcome as JSON")
+    parser.add_argument("--items", type=int, default=2000, help="items per client")
+    parser.add_argument("--kills", type=int, default=4, help="restarts of the service in the runs that have restarts")
+    parser.add_argument("--pause-s", type=float, default=10.0, help="seconds between restarts")
+    parser.add_argument("--out", help="the JSON file for the outcome")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--share", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

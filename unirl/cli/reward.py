@@ -1,4 +1,4 @@
-"""`unirl reward ls|score|lint|serve|ping|bench`: scorers by name, tried on rows of your own, and the reward service."""
+"""`unirl reward ls|score|lint|serve|ping|bench`: lists and checks scorers, and runs and tests a reward service."""
 
 import json
 import time
@@ -27,7 +27,7 @@ def run(argv: list[str], session: Session) -> int:
 def list_all(argv: Sequence[str]) -> int:
     from unirl.reward.registry import scorers
 
-    parser = Parser("reward ls", "List the scorers that unirl has, with what each reads.", EXAMPLES)
+    parser = Parser("reward ls", "List the scorers of unirl and the columns that each one reads.", EXAMPLES)
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
     rows = [_about(name, scorer) for name, scorer in sorted(scorers().items())]
@@ -56,16 +56,17 @@ def _about(name: str, scorer: Any) -> dict[str, Any]:
 
 
 def score(argv: Sequence[str]) -> int:
-    parser = _rows_parser("reward score", "Score rows of your own: the n-th of each option makes row n.")
+    parser = _rows_parser("reward score", "Score rows of your own. The n-th value of each option belongs to row n.")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
     scorer = _scorer(options)
     request = rows_of(options, scorer.reads)
     from unirl.reward.scoring import checked_score
 
-    answer = checked_score(scorer, request, options.reward)
+    response = checked_score(scorer, request, options.reward)
     rows = [
-        {"total": float(answer.total[row]), **{name: float(found[row]) for name, found in answer.components.items()}}
+        {"total": float(response.total[row])}
+        | {name: float(scores[row]) for name, scores in response.components.items()}
         for row in range(len(request))
     ]
     if options.json:
@@ -77,7 +78,7 @@ def score(argv: Sequence[str]) -> int:
 
 
 def lint(argv: Sequence[str]) -> int:
-    parser = _rows_parser("reward lint", "Check that a scorer keeps its contract, on rows of your own or drawn ones.")
+    parser = _rows_parser("reward lint", "Check the contract of a scorer on rows of your own or on generated ones.")
     options = parser.parse(argv)
     scorer = _scorer(options)
     request = rows_of(options, scorer.reads) if _has_rows(options) else drawn_rows(scorer.reads, options.reward)
@@ -87,22 +88,22 @@ def lint(argv: Sequence[str]) -> int:
     from unirl.testing.reward import check_gradient, check_reward
 
     try:
-        answer = check_reward(scorer, request)
-        print(f"{len(request)} rows: finite; order, neighbours, batch size and repetition change nothing")
+        response = check_reward(scorer, request)
+        print(f"{len(request)} rows: finite; order, other rows, batch size and repetition change nothing")
         if scorer.capabilities.differentiable:
             check_gradient(scorer, request)
-            print("the objective equals the score on unrounded pictures, and its gradient equals finite differences")
-    except AssertionError as broken:
-        raise RewardError(f"{options.reward} breaks the contract of scorers. {broken}") from broken
+            print("the objective equals the score on unrounded images, and its gradient equals finite differences")
+    except AssertionError as error:
+        raise RewardError(f"{options.reward} violates the contract of scorers. {error}") from error
     RewardService(backend=scorer).probe(request)
-    low, high = float(answer.total.min()), float(answer.total.max())
+    low, high = float(response.total.min()), float(response.total.max())
     print(f"not constant: {low:.4g} to {high:.4g} on rows that differ")
     return 0
 
 
 def serve(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        parser = Parser("reward serve", "Serve the rewards of a YAML file over HTTP, until stopped.", EXAMPLES)
+        parser = Parser("reward serve", "Serve the rewards in a YAML file over HTTP until stopped.", EXAMPLES)
         parser.add_argument(
             "arguments", nargs="*", metavar="CONFIG.yaml [--host H] [--port P] [--token-file F] [--toy]"
         )
@@ -116,31 +117,31 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def ping(argv: Sequence[str]) -> int:
-    parser = _service_parser("reward ping", "Ask a service which rewards it has, and which replicas are ready.")
+    parser = _service_parser("reward ping", "Show the rewards of a service and which replicas are ready.")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
     from unirl.reward.client.connection import Connection, ConnectionConfig
 
     connection = Connection(ConnectionConfig(base_url=options.url, token_file=options.token_file))
-    found = connection.health(options.patience)
+    health = connection.health(options.patience)
     connection.close()
     if options.json:
-        print(json.dumps({"status": found.status, "rewards": found.rewards}, indent=1))
+        print(json.dumps({"status": health.status, "rewards": health.rewards}, indent=1))
     else:
-        print(f"{options.url}: {found.status}")
-        for name, replicas in sorted(found.rewards.items()):
+        print(f"{options.url}: {health.status}")
+        for name, replicas in sorted(health.rewards.items()):
             ready = sum(replica is True for replica in replicas)
             print(f"  {name}: {ready} of {len(replicas)} replicas ready")
-    return 0 if found.status == "ok" else RewardError.exit_status
+    return 0 if health.status == "ok" else RewardError.exit_status
 
 
 def bench(argv: Sequence[str]) -> int:
-    parser = _service_parser("reward bench", "Send drawn pictures to a service and say how long their scores take.")
+    parser = _service_parser("reward bench", "Send generated images to a service and measure how long scoring takes.")
     parser.option("-r", "--reward", required=True, metavar="NAME", help="one of the service's rewards")
-    parser.option("--items", type=int, default=64, help="pictures in all (default 64)")
-    parser.option("--batch", type=int, default=8, help="pictures of one request (default 8)")
-    parser.option("--clients", type=int, default=4, help="requests at once (default 4)")
-    parser.option("--side", type=int, default=512, help="pixels (default 512)")
+    parser.option("--items", type=int, default=64, help="number of images (default 64)")
+    parser.option("--batch", type=int, default=8, help="images per request (default 8)")
+    parser.option("--clients", type=int, default=4, help="requests at the same time (default 4)")
+    parser.option("--side", type=int, default=512, help="side of an image in pixels (default 512)")
     options = parser.parse(argv)
     for name in ("items", "batch", "clients", "side"):
         if getattr(options, name) < 1:
@@ -162,12 +163,12 @@ def bench(argv: Sequence[str]) -> int:
     remote.check_start()
     begun = time.perf_counter()
     with ThreadPoolExecutor(options.clients) as clients:
-        taken = sorted(clients.map(partial(_timed, remote), requests))
+        latencies = sorted(clients.map(partial(_timed, remote), requests))
     seconds = time.perf_counter() - begun
-    p50, p99 = (taken[min(int(share * len(taken)), len(taken) - 1)] for share in (0.5, 0.99))
+    p50, p99 = (latencies[min(int(share * len(latencies)), len(latencies) - 1)] for share in (0.5, 0.99))
     print(
-        f"{options.items} pictures of {options.side} x {options.side} in {seconds:.2f} s: "
-        f"{options.items / seconds:.1f} per second, {options.clients} requests of {options.batch} at once, "
+        f"{options.items} images of {options.side} x {options.side} in {seconds:.2f} s: "
+        f"{options.items / seconds:.1f} per second, {options.clients} requests of {options.batch} at the same time, "
         f"latency p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms"
     )
     return 0
@@ -183,7 +184,7 @@ def _service_parser(command: str, summary: str) -> Parser:
     parser = Parser(command, summary, EXAMPLES)
     parser.add_argument("url", metavar="URL", help="http://host:port")
     parser.option("--token-file", help="a file with the service's token")
-    parser.option("--patience", type=float, default=0.0, metavar="SECONDS", help="how long to wait for it to come up")
+    parser.option("--patience", type=float, default=0.0, metavar="SECONDS", help="how long to wait for its start")
     return parser
 
 
@@ -192,13 +193,13 @@ def _service_parser(command: str, summary: str) -> Parser:
 
 def _rows_parser(command: str, summary: str) -> Parser:
     parser = Parser(command, summary, EXAMPLES)
-    parser.option("-r", "--reward", required=True, metavar="NAME", help="a scorer of `unirl reward ls`, or a class")
+    parser.option("-r", "--reward", required=True, metavar="NAME", help="a name of `unirl reward ls`, or a class")
     parser.option("--image", action="append", default=[], metavar="FILE")
-    parser.option("--prompt", action="append", default=[], metavar="TEXT", help="one for all rows, or one each")
+    parser.option("--prompt", action="append", default=[], metavar="TEXT", help="one for all rows, or one per row")
     parser.option("--text", action="append", default=[], metavar="TEXT", help="generated text")
-    parser.option("--metadata", action="append", default=[], metavar="JSON", help="one for all rows, or one each")
+    parser.option("--metadata", action="append", default=[], metavar="JSON", help="one for all rows, or one per row")
     parser.option("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the scorer")
-    parser.option("--toy", action="store_true", help="the same class with tiny fixed random weights")
+    parser.option("--toy", action="store_true", help="use a tiny network with random weights")
     parser.option("--plugins", default="", metavar="PACKAGE,...", help="packages whose classes -r may name")
     return parser
 
@@ -211,7 +212,7 @@ def _scorer(options: Namespace) -> Any:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """The values of `--set key=value ...`."""
+    """Returns the values of `--set key=value ...`."""
     import yaml
 
     settings = {}
@@ -228,7 +229,7 @@ def _has_rows(options: Namespace) -> bool:
 
 
 def rows_of(options: Namespace, reads: Sequence[str]) -> Any:
-    """The request that the options describe, with the columns that the scorer reads."""
+    """Returns the request in the options, with the columns that the scorer reads."""
     from unirl.types.reward import RewardRequest
 
     given = {"images": options.image, "prompts": options.prompt, "texts": options.text, "metadata": options.metadata}
@@ -237,25 +238,25 @@ def rows_of(options: Namespace, reads: Sequence[str]) -> Any:
     columns: dict[str, Any] = {}
     for column in reads:
         if column not in given:
-            raise ArgumentError(f"{options.reward} reads {column}, which the command line has no rows of")
+            raise ArgumentError(f"{options.reward} reads {column}, for which the command line has no option")
         values = given[column]
         if len(values) == 1 and column in ("prompts", "metadata"):
             values = values * count
         if len(values) != count or not count:
             raise ArgumentError(
                 f"{options.reward} reads {column}: give {option_of[column]} once for each of the {max(count, 1)} rows"
-                f" (it stands {len(values)} times)"
+                f" (it is given {len(values)} times)"
             )
         columns[column] = values
     names = options.image or [f"row {row}" for row in range(count)]
     if "images" in columns:
-        columns["images"] = _pictures(columns["images"])
+        columns["images"] = _read_images(columns["images"])
     if "metadata" in columns:
         columns["metadata"] = [_mapping(text) for text in columns["metadata"]]
     return RewardRequest(sample_ids=names, **columns)
 
 
-def _pictures(paths: Sequence[str]) -> Any:
+def _read_images(paths: Sequence[str]) -> Any:
     import numpy as np
     import torch
     from PIL import Image, UnidentifiedImageError
@@ -266,10 +267,10 @@ def _pictures(paths: Sequence[str]) -> Any:
             with Image.open(path) as image:
                 arrays.append(np.asarray(image.convert("RGB")))
         except (OSError, UnidentifiedImageError) as error:
-            raise DataError(f"--image {path} cannot be read as a picture: {error}") from error
+            raise DataError(f"--image {path} cannot be read as an image: {error}") from error
     sizes = {array.shape for array in arrays}
     if len(sizes) > 1:
-        raise DataError(f"the pictures differ in size {sorted(sizes)}: score those of one size together")
+        raise DataError(f"the images have different sizes {sorted(sizes)}: score images of one size together")
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
 
 
@@ -284,13 +285,13 @@ def _mapping(text: str) -> Mapping[str, Any]:
 
 
 WORDS = ("OPEN", "CAFE", "EXIT", "SALE")
-ASKED = ("OPEN", "CAFE", "EXIT", "WARM")
-"""The last sign says another word than its prompt asks for."""
+PROMPT_WORDS = ("OPEN", "CAFE", "EXIT", "WARM")
+"""The last prompt names another word than its sign shows."""
 COLORS = ("red", "green", "blue", "yellow")
 
 
 def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
-    """Four rows that differ: signs of four colours, each with a word; one is not the word that its prompt asks for."""
+    """Returns four different rows: signs of four colors, each with a word. One word differs from its prompt."""
     import numpy as np
     import torch
     from PIL import Image, ImageDraw
@@ -300,17 +301,17 @@ def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
     drawable = {"images", "prompts"}
     if not set(reads) <= drawable:
         raise ArgumentError(
-            f"{name} reads {', '.join(sorted(set(reads) - drawable))}, which cannot be drawn: give rows of your own "
+            f"{name} reads {', '.join(sorted(set(reads) - drawable))}, which cannot be generated: give your own rows "
             "(--prompt, --text, --metadata)"
         )
-    pictures = []
+    images = []
     for number, (word, color) in enumerate(zip(WORDS, COLORS, strict=True)):
-        picture = Image.new("RGB", (side, side), "white")
-        draw = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (side, side), "white")
+        draw = ImageDraw.Draw(image)
         draw.ellipse((8 + 4 * number, 8, side - 8, side - 8 - 6 * number), fill=color)
         draw.text((side / 2, side / 2), word, fill="black", anchor="mm", font_size=24)
-        pictures.append(np.asarray(picture))
-    pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
-    prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(ASKED, COLORS, strict=True)]
+        images.append(np.asarray(image))
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+    prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(PROMPT_WORDS, COLORS, strict=True)]
     columns: dict[str, Any] = {"images": pixels, "prompts": prompts}
     return RewardRequest(sample_ids=list(WORDS), **{column: columns[column] for column in reads})

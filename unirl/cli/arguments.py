@@ -1,4 +1,4 @@
-"""How the command line is read: options of the command, and recipe settings in any of the usual spellings."""
+"""Parses the command line: options of a command, and recipe settings in several common spellings."""
 
 import argparse
 import time
@@ -11,7 +11,7 @@ from unirl.config.errors import ArgumentError, UsageError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that shows its examples first and raises UsageError instead of leaving the process."""
+    """An argparse parser that prints examples first and raises UsageError instead of ending the process."""
 
     def __init__(self, command: str, description: str, examples: Sequence[str]) -> None:
         super().__init__(prog=f"unirl {command}", description=description, allow_abbrev=False)
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
 
     def option(self, *names: str, **settings: Any) -> None:
-        """`add_argument` for an option, remembered so that settings can be told from options."""
+        """`add_argument` for an option. Its names are recorded, to tell options from recipe settings."""
         self.add_argument(*names, **settings)
         self.takes_value |= dict.fromkeys(names, settings.get("action") != "store_true")
 
@@ -46,20 +46,20 @@ SHORTHANDS: Mapping[str, str] = {
     "--seed": "sampling.seed",
     "--max-steps": "num_rollouts",
 }
-"""Options that are recipe keys under a shorter name."""
+"""Options that set a recipe key under a shorter name."""
 
 SETTINGS_HELP = """\
 settings:
   a.b=1   --a.b 1   --a.b=1        set a key of the recipe (lists: a.b=[1,2])
-  +a.b=1  ++a.b=1  ~a.b            Hydra's forms; ~ takes a key away
-  scale=toy                        run the recipe small, on a CPU, in seconds
+  +a.b=1  ++a.b=1  ~a.b            Hydra's spellings; ~ removes a key
+  scale=toy                        run the recipe with small values, on a CPU, in seconds
   --resume auto|latest|none|PATH   --name N   --project P   --out DIR   --seed N   --max-steps N
 """
 
 
 @dataclass(frozen=True)
 class RecipeArguments:
-    """A command that is about one recipe, as typed."""
+    """The arguments of a command that works on one recipe, as typed."""
 
     recipe: str
     overrides: tuple[str, ...]  # "key=value", "~key"
@@ -67,9 +67,9 @@ class RecipeArguments:
 
 
 def recipe_parser(command: str, description: str, examples: Sequence[str]) -> Parser:
-    """A parser for `unirl <command> RECIPE [key=value ...]`, with Hydra's ways to name the recipe."""
+    """A parser for `unirl <command> RECIPE [key=value ...]`, which also accepts Hydra's --config-name."""
     parser = Parser(command, description, examples)
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name of `unirl recipes`, or a YAML file")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name listed by `unirl recipes`, or a YAML file")
     parser.option("--config-name", "-cn", metavar="RECIPE", help="the recipe, in Hydra's spelling")
     parser.epilog = SETTINGS_HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -78,7 +78,7 @@ def recipe_parser(command: str, description: str, examples: Sequence[str]) -> Pa
 
 
 def parse_recipe(parser: Parser, argv: Sequence[str], default: str | None = None) -> RecipeArguments:
-    """The recipe (`default` when none is named), its settings, and the command's own options."""
+    """The recipe (`default` if none is named), its settings, and the options of the command."""
     own, overrides = split_settings(argv, parser.takes_value)
     options = parser.parse(own)
     named = [name for name in (options.recipe, options.config_name) if name]
@@ -90,10 +90,10 @@ def parse_recipe(parser: Parser, argv: Sequence[str], default: str | None = None
 
 
 def split_settings(argv: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """(words of the command itself, settings as `key=value` or `~key`).
+    """Separates the arguments of the command from the settings, which become `key=value` or `~key`.
 
     Args:
-        options: the command's own options; True for one that takes a value.
+        options: option of the command to True if it takes a value.
     """
     own: list[str] = []
     settings: list[str] = []
@@ -113,7 +113,7 @@ def split_settings(argv: Sequence[str], options: Mapping[str, bool]) -> tuple[li
 
 
 def _setting(option: str, value: str) -> str:
-    """`key=value` in Hydra's grammar; a shorthand's value needs no quotes from the user."""
+    """`key=value` in Hydra's grammar. The value of a shorthand is quoted here if necessary."""
     if option not in SHORTHANDS:
         return f"{option[2:].replace('-', '_')}={value}"
     plain = all(letter.isalnum() or letter in "_-./+:" for letter in value)
@@ -131,10 +131,10 @@ def _value_after(option: str, words: Iterator[str]) -> str:
 def run_verb(
     noun: str, argv: Sequence[str], verbs: Mapping[str, Callable[[Sequence[str]], int]], examples: Sequence[str]
 ) -> int:
-    """Run `unirl <noun> <verb> ...`; the first verb is the one that is meant when none is given."""
+    """Runs `unirl <noun> <verb> ...`. Without a verb, the first one runs."""
     if argv and argv[0] in ("-h", "--help"):
         shown = "".join(f"  {line}\n" for line in examples)
-        print(f"examples:\n{shown}\nusage: unirl {noun} {{{','.join(verbs)}}} ... (-h after a verb says more)")
+        print(f"examples:\n{shown}\nusage: unirl {noun} {{{','.join(verbs)}}} ... (add -h after a verb for details)")
         return 0
     default = next(iter(verbs))
     verb, *rest = argv if argv and not argv[0].startswith("-") else (default, *argv)

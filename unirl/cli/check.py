@@ -1,10 +1,16 @@
-"""`unirl check RECIPE`: everything about a recipe that can be known before a model is loaded."""
+"""`unirl check RECIPE`: checks everything about a recipe that needs no loaded model."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.config.failures import Session
+
+if TYPE_CHECKING:
+    from unirl.config.load import Recipe
 
 EXAMPLES = (
     "unirl check diffusion/sd3_trainside",
@@ -14,8 +20,8 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = recipe_parser("check", "Check a recipe: keys, types, ranges, geometry, capabilities, prompts.", EXAMPLES)
-    parser.option("--json", action="store_true", help="print every setting, defaults filled in, as JSON")
+    parser = recipe_parser("check", "Check a recipe: keys, types, ranges, geometry, compatibility, prompts.", EXAMPLES)
+    parser.option("--json", action="store_true", help="print every setting, with defaults filled in, as JSON")
     arguments = parse_recipe(parser, argv)
     recipe = checked(arguments.recipe, arguments.overrides)
     from unirl.trainer.assemble import load_data
@@ -30,10 +36,10 @@ def run(argv: list[str], session: Session) -> int:
     return 0
 
 
-def checked(recipe: str, overrides: Sequence[str]):
-    """The recipe, loaded and judged by every rule that needs no model; raises the first that it breaks.
+def checked(recipe: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe, after every check that needs no model. Raises an error for the first rule that it breaks.
 
-    What the user should know without it being wrong goes to stderr.
+    Notices about settings without effect go to stderr.
     """
     from unirl.config.load import load
     from unirl.plan.preflight import preflight

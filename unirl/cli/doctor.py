@@ -1,4 +1,4 @@
-"""`unirl doctor`: one OK or FAIL line per thing that a run needs."""
+"""`unirl doctor`: one OK or FAIL line per requirement of a run."""
 
 import json
 import os
@@ -23,12 +23,12 @@ OLDEST_RAY = (2, 54)
 
 
 class Unfit(Exception):
-    """A check failed; the message says what and the way out."""
+    """A failed check. The message names the problem and the way out."""
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = Parser("doctor", "Check that this machine is ready; exit status 3 when it is not.", EXAMPLES)
-    parser.option("--recipe", metavar="R", help="check this recipe, too")
+    parser = Parser("doctor", "Check that this machine can run UniRL; exit status 3 if it cannot.", EXAMPLES)
+    parser.option("--recipe", metavar="R", help="also check this recipe")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
     checks = dict(CHECKS)
@@ -50,10 +50,10 @@ def _result(name: str, check: Callable[[], str]) -> tuple[str, bool, str]:
 
 
 def _python() -> str:
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        raise Unfit(f"{found}; UniRL needs 3.11 to 3.13. Make a .venv with one of these: bash test.sh does")
-    return found
+        raise Unfit(f"{version}; UniRL needs 3.11 to 3.13. Create a .venv with one of these, as bash test.sh does")
+    return version
 
 
 def _packages() -> str:
@@ -65,7 +65,7 @@ def _packages() -> str:
 
 
 def _required(lines: Sequence[str]) -> list[str]:
-    """Package names of requirement lines that belong to no extra."""
+    """The package names of requirement lines without an extra."""
     return [
         line.split(";")[0].split(">")[0].split("<")[0].split("=")[0].strip() for line in lines if "extra ==" not in line
     ]
@@ -101,7 +101,7 @@ def _ray() -> str:
     if version is None:
         raise Unfit("absent, and runtime=ray needs it. pip install -c constraints.txt ray")
     if tuple(map(int, version.split(".")[:2])) < OLDEST_RAY:
-        raise Unfit(f"{version}; older ones than 2.54 take commands from strangers (CVE-2026-27482). Upgrade it")
+        raise Unfit(f"{version}; versions before 2.54 accept commands from anyone (CVE-2026-27482). Upgrade it")
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         check_ray_address(address)
@@ -128,16 +128,18 @@ def _writable() -> str:
         with tempfile.NamedTemporaryFile(dir=Path.cwd()):
             return f"runs can be written to {Path.cwd()}"
     except OSError as error:
-        raise Unfit(f"{Path.cwd()} is not writable ({error.strerror}). Go elsewhere, or set run.dir=FOLDER") from error
+        raise Unfit(
+            f"{Path.cwd()} is not writable ({error.strerror}). Change to another directory, or set run.dir=FOLDER"
+        ) from error
 
 
 def _recipes() -> str:
     from unirl.config.recipe_files import list_recipes, search_path
 
-    found = list_recipes()
-    if not found:
+    recipes = list_recipes()
+    if not recipes:
         raise Unfit("no examples/ folder with recipes was found. Run from a checkout")
-    return f"{len(found)} in {search_path()[0]}"
+    return f"{len(recipes)} in {search_path()[0]}"
 
 
 def _recipe(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`unirl env`: what a report about a problem needs to say of the machine, with nothing private in it."""
+"""`unirl env`: the facts about this machine for a bug report, without private data."""
 
 import json
 import os
@@ -23,22 +23,22 @@ SHOWN = (
     *("WANDB_ENTITY", "WANDB_MODE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF"),
 )
-"""Variables whose value is shown; of no other variable is a value printed."""
+"""Environment variables whose value is printed. The value of no other variable is printed."""
 SECRET = ("HF_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
-"""Variables of which is said only whether they are set."""
+"""Environment variables that are only reported as set."""
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = Parser("env", "Print versions, devices and settings as Markdown, for an issue.", EXAMPLES)
+    parser = Parser("env", "Print versions, devices and settings as Markdown, for a bug report.", EXAMPLES)
     parser.option("--json", action="store_true", help="as JSON")
-    parser.option("--markdown", action="store_true", help="as Markdown (what happens anyway)")
+    parser.option("--markdown", action="store_true", help="as Markdown (the default)")
     facts = collect()
     print(json.dumps(facts, indent=1) if parser.parse(argv).json else markdown(facts))
     return 0
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Facts by section, redacted."""
+    """Facts by section, without private data."""
     sections = {
         "unirl": {"version": unirl.__version__, "commit": _commit()},
         "machine": _machine(),
@@ -57,7 +57,7 @@ def markdown(facts: dict[str, dict[str, str]]) -> str:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package of this Python; None when it is absent."""
+    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -65,13 +65,13 @@ def installed(package: str) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """`text` without the home directory's name and without credentials in addresses."""
+    """`text` with the home directory written as ~, and without credentials in addresses."""
     without_credentials = re.sub(r"(\w+://)[^/@\s]+@", r"\1***@", text)
     return without_credentials.replace(str(Path.home()), "~")
 
 
 def memory_gib() -> float:
-    """Memory of the machine."""
+    """Memory of this machine in GiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 

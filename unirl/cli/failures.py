@@ -1,4 +1,4 @@
-"""Where the traceback of a bug goes."""
+"""Writes the traceback of a bug to a file."""
 
 import tempfile
 import time
@@ -10,7 +10,7 @@ from unirl.config.failures import Session
 
 
 def save_crash(error: BaseException, session: Session) -> Path | None:
-    """Write the traceback into the run directory, else the working directory, else the temporary one; says where."""
+    """Writes the traceback into the run, working or temporary directory. Returns the file, or None if all fail."""
     name = f"unirl-crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     text = f"unirl {unirl.__version__}  {' '.join(session.argv)}\n\n{''.join(traceback.format_exception(error))}"
     for folder in (session.run_dir, Path.cwd(), Path(tempfile.gettempdir())):
@@ -19,5 +19,5 @@ def save_crash(error: BaseException, session: Session) -> Path | None:
                 (folder / name).write_text(text, encoding="utf-8")
                 return folder / name
         except OSError:
-            continue  # not writable, or full: the next folder
+            continue  # The folder is not writable or full: try the next one.
     return None

@@ -1,4 +1,4 @@
-"""The command `unirl`: finds the command's module, runs it, and turns whatever it raises into a line and a status."""
+"""The command `unirl`: runs the module of a command, and turns an exception into a message and an exit status."""
 
 import os
 import sys
@@ -12,22 +12,22 @@ from unirl.config.errors import UsageError, did_you_mean
 from unirl.config.failures import Session, failure_of
 
 COMMANDS: Mapping[str, str] = {
-    "quickstart": "train the small built-in model on a CPU, and show that it got better",
+    "quickstart": "train the small built-in model on a CPU, and show that its rewards rise",
     "train": "train a recipe",
-    "plan": "say what a recipe would do and cost, without doing it",
-    "check": "check a recipe: keys, types, geometry, capabilities",
-    "recipes": "list, search and show the recipes",
+    "plan": "print geometry, devices, parameters and memory of a recipe, without training",
+    "check": "check a recipe: keys, types, geometry, compatibility",
+    "recipes": "list, search and show recipes",
     "eval": "score a checkpoint on held-out prompts",
-    "sample": "draw pictures with a checkpoint",
-    "reward": "list scorers, score and check rows of your own, serve rewards",
-    "data": "check and show prompt files, fetch public ones",
-    "export": "write a checkpoint as files that other libraries load",
+    "sample": "generate images, videos or texts with a checkpoint",
+    "reward": "list scorers, score and check your own samples, serve rewards",
+    "data": "check and show prompt files, download public ones",
+    "export": "write a checkpoint as files that other libraries can load",
     "ckpt": "list, verify, show and prune checkpoints",
-    "config": "show a recipe's settings, and where each comes from",
-    "env": "report versions, devices and settings, for an issue",
-    "doctor": "check that this machine is ready",
+    "config": "show the settings of a recipe, their documentation and their sources",
+    "env": "print versions, devices and settings, for a bug report",
+    "doctor": "check that this machine can run UniRL",
 }
-"""What each command does; the module `unirl.cli.<command>` has `run(argv, session) -> exit status`."""
+"""Command to its summary. The module `unirl.cli.<command>` has `run(argv, session) -> exit status`."""
 
 EXAMPLES = """\
 examples:
@@ -38,23 +38,23 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `unirl <argv>`; gives back the exit status of spec: 0, or what failed."""
+    """Runs `unirl <argv>`. Returns the exit status: 0, or the status of the error (unirl/config/errors.py)."""
     return run_command(_dispatch, sys.argv[1:] if argv is None else argv)
 
 
 def run_command(body: Callable[[list[str], Session], int], argv: Sequence[str]) -> int:
-    """Run `body(argv, session)`. The one place where an exception becomes a message and an exit status."""
+    """Runs `body(argv, session)`. Only here does an exception become a message and an exit status."""
     session = Session(argv=tuple(argv))
     try:
         return body([word for word in argv if word != "--debug"], session)
     except SystemExit as left:
-        return int(left.code or 0)  # argparse leaves so after -h
+        return int(left.code or 0)  # argparse raises this after -h.
     except BrokenPipeError:
-        # The reader of our output left (`unirl recipes | head`): nothing more to say, and no complaint at shutdown.
+        # The reader of our output ended (`unirl recipes | head`). Python must not complain about it at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (Exception, KeyboardInterrupt) as error:
-        # Everything ends here: a user must never meet a traceback that they did not ask for.
+        # A broad except is right here: a user must never see a traceback without --debug.
         failure = failure_of(error)
         if session.debug:
             traceback.print_exc()
@@ -83,7 +83,7 @@ def _help() -> str:
     return (
         f"{EXAMPLES}\n"
         "usage: unirl COMMAND [arguments] [--debug]\n\n"
-        f"commands (unirl COMMAND -h says more):\n{commands}\n\n"
+        f"commands (unirl COMMAND -h for details):\n{commands}\n\n"
         "options:\n"
         "  -h, --help     this page\n"
         "  --version      the version\n"

@@ -1,15 +1,25 @@
-"""`unirl plan RECIPE`: what a run would do and hold, without loading a model."""
+"""`unirl plan RECIPE`: prints geometry, devices, parameters, memory and time of a run, without loading a model."""
+
+from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.config.failures import Session
 from unirl.plan import memory
+
+if TYPE_CHECKING:
+    from unirl.config.load import Recipe
+    from unirl.config.node import Node
+    from unirl.models.loading.estimate import ModelEstimate
+    from unirl.plan.placement import PlacementPlan
+    from unirl.types.sampling import Sampling
 
 EXAMPLES = (
     "unirl plan diffusion/sd3_trainside",
@@ -20,88 +30,90 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = recipe_parser("plan", "Check a recipe, and say what it would do: geometry, parameters, memory.", EXAMPLES)
+    parser = recipe_parser("plan", "Check a recipe, and print its geometry, devices, memory and time.", EXAMPLES)
     parser.option("--json", action="store_true", help="as JSON")
     arguments = parse_recipe(parser, argv)
     return show_plan(arguments.recipe, arguments.overrides, as_json=arguments.options.json)
 
 
-def show_plan(recipe: str, overrides: Sequence[str], as_json: bool = False) -> int:
-    """Print the plan of a recipe; gives back the exit status."""
+def show_plan(name: str, overrides: Sequence[str], as_json: bool = False) -> int:
+    """Prints the plan of a recipe. Returns the exit status."""
     from unirl.plan.geometry import geometry_table
     from unirl.plan.placement import plan_of
     from unirl.trainer.residency import PHASES, home_of, memory_parts, resident
 
-    found = checked(recipe, overrides)
-    plan, estimate = plan_of(found.config), _estimate(found)
-    sizes = _sizes(found, plan, estimate)
+    recipe = checked(name, overrides)
+    plan, estimate = plan_of(recipe.config), _estimate(recipe)
+    sizes = _memory_inputs(recipe, plan, estimate)
     on_devices: dict[str, tuple[str, ...]] = {phase: resident(plan, phase) for phase in PHASES}
     rows = memory.memory_table(sizes, on_devices)
-    travels = _travel(found, plan, estimate, sizes)
+    transfer = _weight_transfer(recipe, plan, estimate, sizes)
     if as_json:
         facts = {
-            "recipe": found.file.name,
+            "recipe": recipe.file.name,
             "placement": {role: device_set.words for role, device_set in plan.device_sets.items()},
             "relation": plan.relation,
-            "sync": asdict(travels),
+            "sync": asdict(transfer),
             "resident": on_devices,
             "parameters": dict(estimate.parameters),
             "sizes": asdict(sizes),
         }
         print(json.dumps(facts | {"memory_gib": [asdict(row) for row in rows]}, indent=1))
         return 0
-    print(f"{found.file.name}   {found.file.path}\n{geometry_table(found.config)}")
-    print(f"placement  {plan.describe()}\n           {_travel_text(travels)}")
+    print(f"{recipe.file.name}   {recipe.file.path}\n{geometry_table(recipe.config)}")
+    print(f"placement  {plan.describe()}\n           {_transfer_text(transfer)}")
     print(_parameters_text(estimate.parameters, sizes))
     print(_memory_text(rows, {part: home_of(plan, part).words for part in memory_parts(plan)}))
-    print(f"time       {_time_text(found)}")
+    print(f"time       {_time_text(recipe)}")
     return 0
 
 
 @dataclass(frozen=True)
-class Travel:
-    """What is sent to the engine, and how."""
+class WeightTransfer:
+    """The weights that are sent to the engine, and how."""
 
-    payload: str
-    """nothing, adapter, merged or full."""
+    payload: str  # nothing, adapter, merged or full
     transport: str
     num_bytes: int
     interval: int  # steps
 
 
-def _travel(recipe, plan, estimate, sizes: memory.MemoryInputs) -> Travel:
+def _weight_transfer(
+    recipe: Recipe, plan: PlacementPlan, estimate: ModelEstimate, sizes: memory.MemoryInputs
+) -> WeightTransfer:
     from unirl.plan.layout import transport_of
 
     config = recipe.config
-    if not plan.is_dedicated:
-        return Travel("nothing", "none", 0, 1)
-    keys = config.sync.values
-    lora = recipe.value("backend.lora_cfg")
-    payload = "full" if lora is None else "merged" if keys["merge_adapters"] else "adapter"
-    number = _adapted(estimate, lora["target_modules"]) if payload == "merged" else sizes.trainable_parameters
+    if config.sync is None:
+        return WeightTransfer("nothing", "none", 0, 1)
+    payload = "full" if config.lora is None else "merged" if config.merges_adapters else "adapter"
+    number = sizes.trainable_parameters
+    if config.lora is not None and config.merges_adapters:
+        number = _adapted_parameters(estimate, config.lora.values["target_modules"])
     stored = memory.MASTER_BYTES if payload == "adapter" else sizes.engine_dtype_bytes
-    size = DTYPE_BYTES[keys["wire_dtype"]] if keys["wire_dtype"] else stored
-    return Travel(payload, transport_of(config, plan), number * size, config.weight_sync_interval)
+    wire_dtype = config.sync.get("wire_dtype", str)
+    size = stored if wire_dtype is None else DTYPE_BYTES[wire_dtype]
+    return WeightTransfer(payload, transport_of(config, plan), number * size, config.weight_sync_interval)
 
 
-def _adapted(estimate, targets: Sequence[str] | str) -> int:
-    """Parameters of the layers that carry adapters."""
+def _adapted_parameters(estimate: ModelEstimate, targets: Sequence[str] | str) -> int:
+    """Parameters of the layers that have adapters."""
     names = estimate.facts.lora_targets if targets == "model" else targets
     suffixes = tuple(f".{name}" for name in names)
     layers = [shape for name, shape in estimate.linears.items() if f".{name}".endswith(suffixes)]
     return sum(inputs * outputs for inputs, outputs in layers)
 
 
-def _travel_text(travel: Travel) -> str:
-    if travel.payload == "nothing":
+def _transfer_text(transfer: WeightTransfer) -> str:
+    if transfer.payload == "nothing":
         return "the engine has no weights of its own: nothing is sent"
-    what = {"adapter": "adapters", "merged": "weights with adapters folded in", "full": "all weights"}[travel.payload]
-    when = "every step" if travel.interval == 1 else f"every {travel.interval} steps"
-    return f"{what} to the engine, {travel.num_bytes / 2**20:.4g} MiB, {travel.transport}, {when}"
+    what = {"adapter": "adapters", "merged": "weights with adapters folded in", "full": "all weights"}[transfer.payload]
+    when = "every step" if transfer.interval == 1 else f"every {transfer.interval} steps"
+    return f"{what} to the engine, {transfer.num_bytes / 2**20:.4g} MiB, {transfer.transport}, {when}"
 
 
-def _time_text(recipe) -> str:
-    """What the run will take, from the steps of the newest run with the same settings."""
+def _time_text(recipe: Recipe) -> str:
+    """The duration of the run, from the steps of the newest run with the same settings."""
     from unirl.tracking.console import duration
     from unirl.tracking.run_directory import latest_run
 
@@ -109,14 +121,14 @@ def _time_text(recipe) -> str:
     root = Path(config.run.dir).expanduser() if config.run.dir else latest_run(config.run.project, recipe.file.name)
     seconds = [] if root is None else _step_seconds(recipe, root)
     if not seconds:
-        return "known once a step was measured: run with num_rollouts=1, then plan again"
+        return "unknown until a step was measured: run with num_rollouts=1, then plan again"
     step = statistics.median(seconds)
     total = duration(step * config.num_rollouts)
     return f"{config.num_rollouts} steps x {step:.2f} s = {total} (median of {len(seconds)} steps in {root})"
 
 
-def _step_seconds(recipe, root: Path) -> list[float]:
-    """Seconds of every step that the run in `root` finished, if its settings are those of the recipe."""
+def _step_seconds(recipe: Recipe, root: Path) -> list[float]:
+    """Seconds of every step of the run in `root`, if its settings are those of the recipe."""
     import yaml
 
     from unirl.tracking.tables import read_rows
@@ -130,56 +142,62 @@ def _step_seconds(recipe, root: Path) -> list[float]:
     return [row["time/step"] for row in read_rows(metrics) if "time/step" in row]
 
 
-def _estimate(recipe):
-    """The bundle class's own account of a model that is not loaded."""
-    bundle = recipe.config.bundle
-    return bundle.schema.owner.estimate(bundle.values["path"], bundle.values["revision"])
+def _estimate(recipe: Recipe) -> ModelEstimate:
+    """The sizes of the model, from the configuration files that its bundle class reads."""
+    config = recipe.config
+    estimate: ModelEstimate = config.bundle.schema.owner.estimate(config.model_path, config.model_revision)  # type: ignore[attr-defined]
+    return estimate
 
 
-def _sizes(recipe, plan, estimate) -> memory.MemoryInputs:
+def _memory_inputs(recipe: Recipe, plan: PlacementPlan, estimate: ModelEstimate) -> memory.MemoryInputs:
     from unirl.config.build import build
+    from unirl.config.node import Node
     from unirl.plan.preflight import needs_of, sizes_of
     from unirl.types.protocols import REFERENCE
 
     policy = estimate.parameters[estimate.facts.trainable_attr]
-    lora = recipe.value("backend.lora_cfg")
-    targets = None if lora is None or lora["target_modules"] == "model" else lora["target_modules"]
-    sampling = build(recipe.config.sampling)
-    sized = [sampling.at_size(*size) for size in sizes_of(recipe.config)]
+    config = recipe.config
+    sampling: Sampling = build(config.sampling)
+    sized = [sampling.at_size(*size) for size in sizes_of(config)]
     tokens = max(estimate.facts.tokens_of(one) for one in sized or [sampling])
-    fsdp = recipe.value("backend.fsdp_cfg") or {}
-    averages = [recipe.value(f"backend.{name}") for name in ("ema_cfg", "ema_lora_cfg")]
-    loaded = recipe.value("backend.snapshots") or {}
-    reads_reference = REFERENCE in needs_of(recipe.config).snapshots
+    fsdp = config.backend.get("fsdp_cfg", Node)
+    averages = [config.backend.get(name, Node) for name in ("ema_cfg", "ema_lora_cfg")]
+    snapshots = {*(config.backend.values.get("snapshots") or {})}
+    if REFERENCE in needs_of(config).snapshots:
+        snapshots.add(REFERENCE)
     return memory.MemoryInputs(
         policy_parameters=policy,
         other_parameters=sum(estimate.parameters.values()) - policy,
-        trainable_parameters=policy if lora is None else estimate.lora_parameters(lora["rank"], targets),
-        dtype_bytes=DTYPE_BYTES[recipe.value("bundle.dtype")],
-        full_training=lora is None,
-        num_snapshots=sum(average is not None for average in averages) + len({*loaded, *[REFERENCE] * reads_reference}),
+        trainable_parameters=policy if config.lora is None else _lora_parameters(config.lora, estimate),
+        dtype_bytes=DTYPE_BYTES[config.bundle.require("dtype", str)],
+        full_training=config.lora is None,
+        num_snapshots=sum(average is not None for average in averages) + len(snapshots),
         tokens=tokens,
         width=estimate.width,
         num_blocks=estimate.num_blocks,
         cache_width=estimate.cache_width,
-        rollout_rows=recipe.value("rollout.forward_batch_size") * sampling.rows_per_sample,
+        rollout_rows=config.rollout.require("forward_batch_size", int) * sampling.rows_per_sample,
         train_rows=_micro_rows(recipe, tokens) * sampling.rows_per_sample,
-        recompute=fsdp.get("activation_checkpointing", False),
-        keep_resident=recipe.config.pipeline.values.get("keep_resident", True),
-        num_shards=fsdp.get("shard_size") or len(plan.train),
+        recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
+        keep_resident=config.pipeline.get("keep_resident", bool) is not False,
+        num_shards=(fsdp and fsdp.get("shard_size", int)) or len(plan.train),
         engine_dtype_bytes=DTYPE_BYTES[_engine_dtype(recipe)] if plan.is_dedicated else 0,
     )
 
 
-def _engine_dtype(recipe) -> str:
-    own = recipe.config.rollout.values.get("dtype")
-    return recipe.value("bundle.dtype") if own is None else own
+def _lora_parameters(lora: Node, estimate: ModelEstimate) -> int:
+    targets = lora.get("target_modules", tuple)  # None for "model", the model's own list
+    return estimate.lora_parameters(lora.require("rank", int), targets)
 
 
-def _micro_rows(recipe, tokens: int) -> int:
-    """Rows of the longest kind in one micro-batch."""
-    budget = recipe.value("stack.micro_batch_tokens")
-    return recipe.value("stack.micro_batch_size") if budget is None else max(budget // tokens, 1)
+def _engine_dtype(recipe: Recipe) -> str:
+    return recipe.config.rollout.get("dtype", str) or recipe.config.bundle.require("dtype", str)
+
+
+def _micro_rows(recipe: Recipe, tokens: int) -> int:
+    """Rows of a micro-batch of the longest samples."""
+    budget = recipe.config.micro_batch_tokens
+    return recipe.config.micro_batch_size if budget is None else max(budget // tokens, 1)
 
 
 def _parameters_text(parameters: Mapping[str, int], sizes: memory.MemoryInputs) -> str:
@@ -193,7 +211,7 @@ def _count(number: int) -> str:
 
 
 def _memory_text(rows: Sequence[memory.MemoryRow], homes: Mapping[str, str]) -> str:
-    """One block per device_set; a dash = not on the device in this phase."""
+    """One block per device set. A dash means that the item is not on the device in this phase."""
     lines = [f"memory     {'GiB per device, estimated':<26}{''.join(f'{phase:>10}' for phase in memory.PHASES)}"]
     device_sets = list(dict.fromkeys(homes[row.part] for row in rows))
     for device_set in device_sets:

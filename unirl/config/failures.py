@@ -1,4 +1,4 @@
-"""An exception in words for the user: a message, and the exit status of the process."""
+"""Turns an exception into a message for the user and the exit status of the process."""
 
 import errno
 import sys
@@ -9,12 +9,12 @@ from unirl.config.errors import UniRLError, report
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""How torch words a failed allocation on the CPU, which it raises as a plain RuntimeError."""
+"""The text of a failed allocation on the CPU, for which torch raises a plain RuntimeError."""
 
 
 @dataclass
 class Session:
-    """One command: the words that were typed, and the run directory once there is one."""
+    """One command: its arguments, and the run directory once it exists."""
 
     argv: tuple[str, ...] = ()
     run_dir: Path | None = None
@@ -26,7 +26,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception, in words."""
+    """The message and exit status of an exception."""
 
     message: str
     status: int
@@ -37,7 +37,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What to tell the user about `error`, and the process's exit status (one per class of failure)."""
+    """The message about `error`, and the exit status of the process, which depends on the class of failure."""
     match error:
         case UniRLError(exit_status=75 | 130 as status):
             return Failure(f"unirl: {error}", status)

@@ -55,7 +55,7 @@ def test_the_order_that_was_sent_is_the_inverse_of_the_layout(num_rows, num_upda
 
 
 def test_a_layout_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="no layout for 0 rows, 1 updates, 2 ranks"):
+    with pytest.raises(ValueError, match="no row layout for 0 rows, 1 updates and 2 ranks"):
         rank_rows(0, 1, 2)
 
 
@@ -85,7 +85,9 @@ def test_a_cut_argument_does_not_carry_the_rows_of_other_ranks() -> None:
 
 def test_arguments_of_unequal_length_are_named() -> None:
     call = ((toy_request(prompts=1),), {"texts": Texts(texts=["a"])})
-    with pytest.raises(ValueError, match=r"score cuts .* argument 1 \(RolloutReq\) has 4, texts \(Texts\) has 1 rows"):
+    with pytest.raises(
+        ValueError, match=r"score needs arguments .* argument 1 \(RolloutReq\) has 4, texts \(Texts\) has 1 rows"
+    ):
         split_call("reward.score", BY_ROWS, call, 1)
 
 

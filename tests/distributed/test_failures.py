@@ -171,7 +171,7 @@ def test_an_old_ray_is_refused() -> None:
 
 
 def test_an_interpreter_that_ray_cannot_start_is_refused() -> None:
-    with pytest.raises(DependencyError, match=r"/home/a user/.*has a blank in it.*runtime=local"):
+    with pytest.raises(DependencyError, match=r"/home/a user/.*contains a space.*runtime=local"):
         check_interpreter("/home/a user/.venv/bin/python")
     check_interpreter(sys.executable.replace(" ", "_"))
 

@@ -84,8 +84,8 @@ def test_a_role_is_placed_once(group, camera) -> None:
         group.place(Remote("camera", Camera))
 
 
-def test_a_slab_outside_the_pool_is_refused(pool) -> None:
-    with pytest.raises(ConfigError, match=r"device 4 needs devices of the 4 that num_devices gives \(0 to 3\)"):
+def test_a_device_set_outside_the_pool_is_refused(pool) -> None:
+    with pytest.raises(ConfigError, match=r"device 4 is outside the devices that num_devices=4 gives \(0 to 3\)"):
         pool.group(DeviceSet("device", (4,)))
 
 

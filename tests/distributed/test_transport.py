@@ -206,7 +206,7 @@ def test_rows_of_an_earlier_worker_of_the_same_name_are_not_taken_for_ones_own()
 
 def test_an_unknown_owner_is_named() -> None:
     (store,) = workers(1, InProcessTransport())
-    with pytest.raises(LookupError, match=r"no worker is named 'gone'; there are \['w0'\]"):
+    with pytest.raises(LookupError, match=r"there is no worker 'gone'; the workers are \['w0'\]"):
         store.fetch(Images(pixels=RemoteRows((StoredRows("gone", "0/0", (0,)),))))  # type: ignore[arg-type]
 
 
@@ -287,7 +287,7 @@ def test_no_move_is_planned_for_rows_that_lie_where_they_are_read() -> None:
 
 def test_rows_that_were_not_moved_are_refused() -> None:
     transport = CollectiveTransport(None, {}, CPU, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(LookupError, match=r"rows 0/0 of w1 were not moved before the call"):
+    with pytest.raises(LookupError, match=r"rows 0/0 of w1 were not sent before the call"):
         transport.fetch({"w1": [StoredRows("w1", "0/0", (0,))]})
 
 
@@ -305,7 +305,7 @@ def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
     reader = RowStore("w0")
     transport = CollectiveTransport(groups[0], {"w0": 0, "w1": 1}, CPU, 0.2)
     moves = plan_moves([Images(pixels=RemoteRows((StoredRows("w1", "0/0", (0,)),)))], ["w0"])  # type: ignore[arg-type]
-    with pytest.raises(StallError, match=r"worker 'w1' did not take part in a move of rows within 0.2 s"):
+    with pytest.raises(StallError, match=r"worker 'w1' did not exchange rows within 0.2 s"):
         transport.exchange(reader, moves)
 
 

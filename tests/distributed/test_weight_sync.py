@@ -203,10 +203,10 @@ FAULTS: dict[str, tuple[bool, Callable[[Bucket], Bucket | None], str]] = {
     "dropped tensor": (True, edited(empty), f"'{A}' was sent as .* and did not arrive"),
     "dropped last bucket": (True, edited(lambda bucket: None, 1), f"'{B}' was sent as .* and did not arrive"),
     "dropped first bucket": (True, edited(lambda bucket: None, 0), f"came where bucket 2 of version 1.*'{B}'"),
-    "nothing arrives": (True, lambda bucket: None, f"version 2 .live. was sent, and version 1.*'{A}' and 1 more"),
-    "stale version": (True, stale, f"version 2 .live. was sent, and version 1 .live. arrived.*'{A}'"),
+    "nothing arrives": (True, lambda bucket: None, f"version 2 .live. was sent, but version 1.*'{A}' and 1 more"),
+    "stale version": (True, stale, f"version 2 .live. was sent, but version 1 .live. arrived.*'{A}'"),
     "stale bucket": (True, edited(stale, 1), f"version 1 .live. came where bucket 1 of version 2.*'{B}'"),
-    "renamed": (True, edited(renamed_entry), "'nobody' arrived, which the trainer had not announced"),
+    "renamed": (True, edited(renamed_entry), "'nobody' arrived, but the trainer had not announced"),
 }
 
 
@@ -314,7 +314,7 @@ def test_an_adapter_of_another_scale_or_rank_is_caught(spec: LoraSpec) -> None:
 def test_an_adapter_that_is_switched_off_later_is_caught_by_the_canary() -> None:
     joined = pushed()
     joined.network.blocks[0].proj.enable_adapters(False)  # type: ignore[index, union-attr]
-    with pytest.raises(SyncError, match="every tensor arrived, and yet the forward of engine rank 0"):
+    with pytest.raises(SyncError, match="every tensor arrived, but the forward of engine rank 0"):
         joined.sync.push(2)
     refuses(joined)
 
@@ -331,7 +331,7 @@ def test_a_base_that_differs_in_one_bit_is_caught_where_equal_bits_can_be_expect
     with torch.no_grad():
         weight = joined.network.get_parameter("output_layer.weight")
         weight.view(torch.int32)[0, 0] ^= 1 << 18
-    with pytest.raises(SyncError, match="the bits should be equal"):
+    with pytest.raises(SyncError, match="require equal bits"):
         joined.sync.push(0)
 
 
@@ -354,5 +354,5 @@ def test_the_transport_follows_from_who_lives_where(transport: str, same_process
 
 
 def test_merging_adapters_that_are_not_trained_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sync.merge_adapters folds adapters into the weights, and none are trained"):
+    with pytest.raises(ConfigError, match=r"merge_adapters merges adapters .*, but no adapters are trained"):
         ends(lora=None, merge_adapters=True).sync.push(0)

@@ -68,7 +68,7 @@ def test_responses_depend_on_the_weights_and_not_on_how_many_are_made_at_once() 
 
 def test_another_base_model_is_caught_by_the_canary() -> None:
     joined = ends(LORA, qwen_pipeline, engine_pipeline=other_pipeline)
-    with pytest.raises(SyncError, match="the forward of engine rank 0 is not the trainer's"):
+    with pytest.raises(SyncError, match="the forward of engine rank 0 differs from the trainer's"):
         joined.sync.push(0)
 
 

@@ -1,4 +1,4 @@
-"""Heavy rows stay on the worker that made them; the driver holds columns, and a call fetches the rows that it reads."""
+"""Heavy rows stay on the worker that made them. The driver holds RemoteRows; a call fetches the rows that it reads."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from unirl.types.rollout_resp import RolloutResp
 from unirl.types.rows import RemoteRows, StoredRows
 
 RowTransportName = Literal["object_store", "collective"]
-"""How rows travel between the workers of Ray."""
+"""How rows are sent between the workers of Ray."""
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class RowPayload:
-    """Rows of one stored value on their way to another worker."""
+    """Rows of one stored value, sent to another worker."""
 
     value: Any
     on_accelerator: bool
-    """Where the owner keeps them. So they arrive: on the reader's device, or on the CPU."""
+    """True when the owner keeps them on an accelerator. Then the reader puts them on its device, else on the CPU."""
 
 
 class RowTransport(Protocol):
-    """Brings rows that other workers own."""
+    """Fetches rows that other workers own."""
 
     def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> Mapping[str, Sequence[RowPayload]]:
-        """The rows of the pieces of each owner, in the same order: one request per owner, all owners at once."""
+        """The rows of each owner's pieces, in the same order, with one request per owner, all at once."""
         ...
 
 
 class RowStore:
-    """The stored values of one worker, by key. Keys belong to a step and are freed with it."""
+    """The stored values of one worker, by key. A key belongs to a step and is freed with it."""
 
     def __init__(self, owner: str, transport: RowTransport | None = None, device: torch.device = CPU) -> None:
         """
         Args:
-            owner: the worker's name, which no other worker of the run has.
-            transport: brings the rows of other owners.
-            device: where the worker's roles compute.
+            owner: the worker's name, which is unique in the run.
+            transport: fetches the rows of other owners.
+            device: the device on which the worker's roles compute.
         """
         self.owner = owner
         self.transport = transport
@@ -56,12 +56,12 @@ class RowStore:
         self.num_stored = 0
 
     def begin(self, step: int) -> None:
-        """Values stored from here on belong to `step`."""
+        """Values stored from now on belong to `step`."""
         self.step = step
 
     def release(self, step: int) -> None:
         """Free everything that belongs to `step`."""
-        # Listed first: another thread may be storing.
+        # The keys are copied to a list first: another thread may be storing.
         for key in [key for key in list(self.values) if key.startswith(f"{step}/")]:
             del self.values[key]
 
@@ -70,23 +70,23 @@ class RowStore:
         self.values.clear()
 
     def fetch(self, value: Any) -> Any:
-        """A copy of a call's arguments with columns replaced by their rows."""
-        found = self._resolved(remote_rows_in(value))
-        return _walk(value, lambda v: found[v] if isinstance(v, RemoteRows) else v, _unchanged)
+        """A copy of a call's arguments in which RemoteRows are replaced by the rows themselves."""
+        rows = self._resolved(remote_rows_in(value))
+        return _walk(value, lambda v: rows[v] if isinstance(v, RemoteRows) else v, _unchanged)
 
     def stash(self, value: Any) -> Any:
-        """A copy of a call's result with heavy fields replaced by columns, and the light tensors on the CPU."""
+        """A copy of a call's result in which heavy fields are RemoteRows and light tensors are on the CPU."""
         return _walk(value, lambda v: v if isinstance(v, RemoteRows) else self.put(v), to_cpu)
 
     def put(self, value: Any) -> RemoteRows:
-        """Keep a per-row value, on its device, and give the column of its rows."""
+        """Keep a per-row value on its device, and return RemoteRows for it."""
         key = f"{self.step}/{self.num_stored}"
         self.num_stored += 1
         self.values[key] = compact(value)
         return RemoteRows((StoredRows(self.owner, key, tuple(range(num_rows(value) or 0))),))
 
     def rows(self, piece: StoredRows) -> Any:
-        """The rows of a piece that is stored here; neighbours are a view of the stored value.
+        """The rows of a piece that is stored here; adjacent rows are a view of the stored value.
 
         Raises:
             LookupError: its step has been released.
@@ -98,31 +98,31 @@ class RowStore:
         return take_rows(stored, list(piece.rows))
 
     def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
-        """The rows of pieces that are stored here, packed to be shipped to another process."""
+        """The rows of pieces that are stored here, packed for another process."""
         return [RowPayload(pack(compact(value)), is_on_accelerator(value)) for value in map(self.rows, pieces)]
 
     def _absent(self, piece: StoredRows) -> str:
         step, number = piece.key.split("/")
         if int(number) < self.num_stored:
             return (
-                f"rows {piece.key} of {self.owner} were released with step {step}: a column is read before the end of "
+                f"rows {piece.key} of {self.owner} were released with step {step}: read RemoteRows before the end of "
                 "the step that made it"
             )
         return f"{self.owner} has never stored rows {piece.key}: they belong to another worker of this name"
 
-    def _resolved(self, columns: Iterable[RemoteRows]) -> dict[RemoteRows, Any]:
-        distinct = dict.fromkeys(columns)
-        pieces = dict.fromkeys(piece for column in distinct for piece in column.stored)
+    def _resolved(self, remote_rows: Iterable[RemoteRows]) -> dict[RemoteRows, Any]:
+        distinct = dict.fromkeys(remote_rows)
+        pieces = dict.fromkeys(piece for each in distinct for piece in each.stored)
         rows = {piece: self.rows(piece) for piece in pieces if piece.owner == self.owner}
         rows |= self._foreign([piece for piece in pieces if piece.owner != self.owner])
-        return {column: _joined([rows[piece] for piece in column.stored]) for column in distinct}
+        return {each: _joined([rows[piece] for piece in each.stored]) for each in distinct}
 
     def _foreign(self, pieces: Sequence[StoredRows]) -> dict[StoredRows, Any]:
         wanted = by_owner(pieces)
         if not wanted:
             return {}
         if self.transport is None:
-            raise LookupError(f"{self.owner} is asked for rows of {', '.join(wanted)} and has no transport to others")
+            raise LookupError(f"{self.owner} needs rows of {', '.join(wanted)} and has no transport to other workers")
         arrived = self.transport.fetch(wanted)
         return {
             piece: self._placed(payload)
@@ -135,13 +135,13 @@ class RowStore:
 
 
 class InProcessTransport:
-    """Between workers of one process: a table of their stores. Nothing is copied."""
+    """Reads the stores of other workers in this process. Nothing is copied."""
 
     def __init__(self) -> None:
         self.stores: dict[str, RowStore] = {}
 
     def add(self, store: RowStore) -> None:
-        """Make the values of a store readable to the others."""
+        """Make the values of a store readable for the other workers."""
         self.stores[store.owner] = store
 
     def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
@@ -150,7 +150,7 @@ class InProcessTransport:
 
     def _payload(self, owner: str, piece: StoredRows) -> RowPayload:
         if owner not in self.stores:
-            raise LookupError(f"no worker is named {owner!r}; there are {sorted(self.stores)}")
+            raise LookupError(f"there is no worker {owner!r}; the workers are {sorted(self.stores)}")
         value = self.stores[owner].rows(piece)
         return RowPayload(value, is_on_accelerator(value))
 
@@ -164,16 +164,16 @@ def by_owner(pieces: Iterable[StoredRows]) -> dict[str, list[StoredRows]]:
 
 
 def remote_rows_in(value: Any) -> list[RemoteRows]:
-    """The columns among the heavy fields of a call's arguments, at any depth."""
-    found: list[RemoteRows] = []
+    """All RemoteRows in a call's arguments, at any depth."""
+    collected: list[RemoteRows] = []
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, RemoteRows):
-            found.append(leaf)
+            collected.append(leaf)
         return leaf
 
     _walk(value, note, _unchanged)
-    return found
+    return collected
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def is_on_accelerator(value: Any) -> bool:
-    """Whether a per-row value has a tensor that is not on the CPU."""
+    """True when a per-row value has a tensor that is not on the CPU."""
     devices: set[str] = set()
 
     def note(tensor: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def is_on_accelerator(value: Any) -> bool:
 
 def _joined(parts: Sequence[Any]) -> Any:
     if not parts:
-        raise ValueError("a column without rows cannot be read: nothing says what its rows would be")
+        raise ValueError("RemoteRows without rows cannot be read: their type is unknown")
     return parts[0] if len(parts) == 1 else concat_rows(parts)
 
 
@@ -208,14 +208,14 @@ Change = Callable[[Any], Any]
 
 @singledispatch
 def _walk(value: Any, heavy: Change, light: Change) -> Any:
-    """A copy of what crosses a process boundary, with `heavy` applied to heavy fields and `light` to other tensors."""
+    """A copy of a call's arguments or result, with `heavy` applied to heavy fields and `light` to other tensors."""
     return map_value(value, light)
 
 
 @_walk.register(Batch)
 @_walk.register(RolloutResp)
 def _(value: Any, heavy: Change, light: Change) -> Any:
-    # Heavy fields first: once they are columns, `light` passes them by.
+    # Heavy fields first: once they are RemoteRows, `light` leaves them alone.
     return map_value(map_heavy(value, heavy), light)
 
 
@@ -237,7 +237,7 @@ def _(value: dict, heavy: Change, light: Change) -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor's memory, and how to read it."""
+    """The memory of a tensor as an array, with its dtype and shape."""
 
     data: np.ndarray
     dtype: torch.dtype
@@ -245,13 +245,13 @@ class Packed:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory, flat, as numbers that every backend can send."""
+    """The memory of a tensor as a flat uint8 tensor, which every backend can send."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @singledispatch
 def pack(value: Any) -> Any:
-    """A per-row value with its tensors on the CPU; alone or in mappings, they become arrays."""
+    """A per-row value for another process: tensors, alone or in mappings, become arrays; others move to the CPU."""
     return map_value(value, Tensor.cpu)
 
 
@@ -267,13 +267,13 @@ def _(value: dict) -> Any:
 
 @singledispatch
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`, on the CPU."""
+    """The inverse of `pack`. Tensors are on the CPU."""
     return value
 
 
 @unpack.register
 def _(value: Packed) -> Tensor:
-    # Copied: an array from the object store is read-only and keeps the store's memory.
+    # Copied, because an array from the object store is read-only and keeps the store's memory in use.
     tensor = torch.empty(value.shape, dtype=value.dtype)
     as_bytes(tensor).numpy()[:] = value.data
     return tensor

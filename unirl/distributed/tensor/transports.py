@@ -1,4 +1,4 @@
-"""Rows from other worker processes through Ray's object store: from worker to worker, never through the driver."""
+"""Transports of rows between worker processes: through Ray's object store, or over a process group."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from unirl.types.rows import StoredRows
 
 
 class RayTransport:
-    """Asks the owner's actor, whose `read(pieces)` answers with `RowStore.read` beside the call it is busy with."""
+    """Calls `read` of the owner's actor, which runs `RowStore.read` in parallel to the owner's present call."""
 
     def __init__(self, deadline_s: float) -> None:
         """
         Args:
-            deadline_s: how long an owner may take to answer.
+            deadline_s: seconds that an owner may take to answer.
         """
         self.deadline_s = deadline_s
         self.actors: dict[str, Any] = {}
@@ -46,14 +46,14 @@ class RayTransport:
         Raises:
             WorkerError: an owner is dead.
             StallError: an owner does not answer in time.
-            LookupError: the step of the rows has been released.
+            LookupError: the rows were released with their step.
         """
         answers = {owner: self._actor(owner).read.remote(list(pieces)) for owner, pieces in wanted.items()}
         end = monotonic() + self.deadline_s
         return {owner: self._answer(owner, answer, end) for owner, answer in answers.items()}
 
     def _actor(self, owner: str) -> Any:
-        """The actor of a worker, which has the worker's name."""
+        """The actor of a worker. Ray knows it by the worker's name."""
         import ray
 
         if owner not in self.actors:
@@ -78,9 +78,18 @@ class RayTransport:
         return [RowPayload(unpack(payload.value), payload.on_accelerator) for payload in payloads]
 
 
+# Over a process group (gloo, NCCL). Both ends of a message must take part, so the driver plans: it reads from the
+# arguments of a call which rows must be sent, has both ends of every move run `exchange`, and then makes the call. Its
+# workers find the rows that they received.
+#
+#     moves = plan_moves(calls, owners)
+#     for worker in workers_of(moves):  worker.exchange(moves)
+#     for rank, call in zip(...):       worker.call(role, method, *call)
+
+
 @dataclass(frozen=True)
 class Move:
-    """Rows that one worker sends and another one reads."""
+    """Rows that one worker sends to another."""
 
     owner: str
     reader: str
@@ -88,30 +97,30 @@ class Move:
 
 
 def plan_moves(calls: Sequence[Any], readers: Sequence[str]) -> list[Move]:
-    """What must move before `calls`, the arguments of each rank, can run on the workers `readers`."""
+    """The moves that must precede `calls`, the arguments of each rank, on the workers `readers`."""
     moves = []
     for call, reader in zip(calls, readers, strict=True):
-        pieces = dict.fromkeys(piece for column in remote_rows_in(call) for piece in column.stored)
+        pieces = dict.fromkeys(piece for each in remote_rows_in(call) for piece in each.stored)
         foreign = by_owner(piece for piece in pieces if piece.owner != reader)
         moves += [Move(owner, reader, tuple(owned)) for owner, owned in foreign.items()]
     return moves
 
 
 def workers_of(moves: Sequence[Move]) -> list[str]:
-    """The workers that take part in the moves."""
+    """The workers that send or receive in the moves."""
     return list(dict.fromkeys(worker for move in moves for worker in (move.owner, move.reader)))
 
 
 class CollectiveTransport:
-    """Moves over a process group. Fetching takes what the last exchange brought."""
+    """Sends rows over a process group. `fetch` returns rows that the last `exchange` received."""
 
     def __init__(self, group: ProcessGroup, ranks: Mapping[str, int], wire: torch.device, deadline_s: float) -> None:
         """
         Args:
-            group: spans all workers that exchange rows.
-            ranks: a worker's rank in the group, by its name.
-            wire: where the group's backend wants tensors: the CPU for gloo, the rank's GPU for NCCL.
-            deadline_s: how long one message may take.
+            group: the process group of all workers that exchange rows.
+            ranks: worker name -> rank in the group.
+            wire: the device on which the group's backend needs tensors: the CPU for gloo, the rank's GPU for NCCL.
+            deadline_s: seconds that one message may take.
         """
         self.group = group
         self.ranks = ranks
@@ -120,10 +129,10 @@ class CollectiveTransport:
         self.arrived: dict[StoredRows, RowPayload] = {}
 
     def exchange(self, store: RowStore, moves: Sequence[Move]) -> None:
-        """Send what the moves want of this worker's store and keep what they bring, for the call that follows.
+        """Send and receive the rows of `moves`, and keep the received rows for the call that follows.
 
         Every worker of the moves calls this with the same list. All follow its order, and a sender does not wait for
-        its reader, so the first move that is not done always has both of its ends at work on it: no deadlock.
+        its reader. Both ends of the first unfinished move are therefore always working on it: there is no deadlock.
         """
         self.arrived.clear()
         sent = []
@@ -138,11 +147,11 @@ class CollectiveTransport:
                 channel.wait(work)
 
     def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
-        """The rows of the pieces of each owner; each move can be read once."""
+        """The rows of each owner's pieces. Each received piece can be fetched once."""
         missing = [piece for pieces in wanted.values() for piece in pieces if piece not in self.arrived]
         if missing:
             raise LookupError(
-                f"rows {missing[0].key} of {missing[0].owner} were not moved before the call that reads them"
+                f"rows {missing[0].key} of {missing[0].owner} were not sent before the call that reads them"
             )
         return {owner: [self.arrived.pop(piece) for piece in pieces] for owner, pieces in wanted.items()}
 
@@ -152,7 +161,7 @@ class CollectiveTransport:
 
 @dataclass(frozen=True)
 class PeerChannel:
-    """One move's messages with one peer: the length of the description, the description, and every tensor's bytes."""
+    """The messages of one move with one peer: the length of the description, the description, each tensor's bytes."""
 
     group: ProcessGroup
     peer: str
@@ -162,7 +171,7 @@ class PeerChannel:
     deadline_s: float
 
     def send(self, values: Sequence[Any]) -> list[Any]:
-        """Start to send values; what to wait for, with the tensors that must live until then."""
+        """Start to send values. Returns the pending messages, with the tensors that must live until they are sent."""
         tensors: list[Tensor] = []
         described = json.dumps([[describe(value, tensors), is_on_accelerator(value)] for value in values]).encode()
         description = torch.frombuffer(bytearray(described), dtype=torch.uint8)
@@ -174,7 +183,7 @@ class PeerChannel:
         return self.group.send([flat], self.rank, self.tag), flat
 
     def receive(self) -> list[RowPayload]:
-        """The values, in order, where their owner had them: on the wire's device, or the CPU."""
+        """Receive the values, in order: on the wire's device if the owner has them on an accelerator, else the CPU."""
         length = int(self._read(torch.int64, [1]))
         description = json.loads(bytes(self._read(torch.uint8, [length]).cpu().numpy()))
         return [RowPayload(self._build(value, on_accelerator), on_accelerator) for value, on_accelerator in description]
@@ -195,19 +204,17 @@ class PeerChannel:
         return tensor
 
     def wait(self, posted: tuple[Any, Tensor]) -> None:
-        """Until a message is through."""
+        """Wait until a message is sent or received."""
         started = monotonic()
         try:
             posted[0].wait(timedelta(seconds=self.deadline_s))
-        except RuntimeError as error:  # all that a broken or late connection raises
+        except RuntimeError as error:  # raised for broken connections and timeouts alike
             self._fail(error, monotonic() - started)
 
     def _fail(self, error: RuntimeError, waited_s: float) -> NoReturn:
         if waited_s >= self.deadline_s:
-            raise StallError(
-                f"worker {self.peer!r} did not take part in a move of rows within {self.deadline_s:g} s"
-            ) from error
-        raise WorkerError(f"the connection to worker {self.peer!r} broke while rows moved: {error}") from error
+            raise StallError(f"worker {self.peer!r} did not exchange rows within {self.deadline_s:g} s") from error
+        raise WorkerError(f"the connection to worker {self.peer!r} broke while rows were exchanged: {error}") from error
 
 
 DTYPES = {
@@ -221,10 +228,10 @@ DTYPES = {
 
 @singledispatch
 def describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
-    """What a reader must know to rebuild a value from its tensors, which are added to the list."""
+    """A description from which a reader rebuilds a value. The value's tensors are appended to `tensors`."""
     raise TypeError(
-        f"a heavy field of type {type(value).__name__} cannot move over a process group, only tensors, lists of plain "
-        "values and mappings of these: let it travel through the object store"
+        f"a heavy field of type {type(value).__name__} cannot be sent over a process group, only tensors, lists of "
+        "plain values and mappings of these. Set row_transport=object_store"
     )
 
 

@@ -1,4 +1,4 @@
-"""The contract of weight synchronisation: what the two ends agree on, and what each says about a transfer."""
+"""The contract of weight synchronisation: what both ends agree on, and their reports on a transfer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 
 Payload = Literal["adapter", "full", "merged"]
-"""What travels: trained adapters; all trained weights; adapted weights with their adapters folded in."""
+"""The tensors that are sent: trained adapters, all trained weights, or adapted weights with the adapters merged."""
 
 
 class AdapterSpec(Protocol):
-    """What an engine must know to carry the same adapters."""
+    """What an engine must know to inject the same adapters."""
 
     @property
     def rank(self) -> int: ...
@@ -30,7 +30,7 @@ class AdapterSpec(Protocol):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a payload as the trainer stores it."""
+    """Shape and dtype of one tensor of a payload at the trainer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,17 +38,17 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Numerics:
-    """What decides the bits of a forward besides the weights' values."""
+    """The settings that determine the bits of a forward, besides the values of the weights."""
 
     device: str
     threads: int
     compute: torch.dtype
     storage: tuple[str, ...]
-    """The dtypes of the network's parameters."""
+    """The dtypes of the network's parameters, sorted."""
 
     @classmethod
     def of(cls, network: nn.Module, compute: torch.dtype, device: torch.device) -> Numerics:
-        """Those of `network` on `device`."""
+        """The numerics of `network` on `device`."""
         cuda = device.type == "cuda"
         return cls(
             device=torch.cuda.get_device_name(device) if cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}",
@@ -60,44 +60,44 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the trainer will send: every tensor of the payload, in the order in which it comes."""
+    """What the trainer will send: every tensor of the payload, in the order of sending."""
 
     payload: Payload
     tensors: Mapping[str, TensorInfo]
     adapter: AdapterSpec | None
-    """Of payload `adapter`."""
+    """The adapters, for the payload `adapter`."""
     numerics: Numerics
     has_colocated_engine: bool
-    """The engine lives in the process of the sender."""
+    """True when the engine lives in the process of the sender."""
 
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """The engine's answer to a layout: every tensor has its parameter."""
+    """The engine's answer to a layout, after it found one parameter for every tensor."""
 
     dtypes: Mapping[str, torch.dtype]
-    """How the engine stores each tensor."""
+    """The engine's dtype of each tensor."""
     numerics: Numerics
 
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How tensors travel."""
+    """How tensors are sent."""
 
     stored: Mapping[str, torch.dtype]
     """The engine's dtype of each tensor."""
     wire_dtype: torch.dtype | None
-    """The dtype on the way; absent = as the engine stores."""
+    """The dtype while they are sent. None: the engine's dtype."""
     bucket_bytes: int
 
     def wire(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor travels."""
+        """The dtype in which a tensor is sent."""
         return self.wire_dtype or self.stored[name]
 
 
 @dataclass(frozen=True)
 class SendReport:
-    """What the sender sent, as the engine should store it."""
+    """The sender's report: what it sent, with fingerprints of the tensors as the engine should store them."""
 
     version: int
     weights: str
@@ -107,38 +107,38 @@ class SendReport:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one rank of the engine holds after a transfer, read back from its network."""
+    """One engine rank's report after a transfer, read back from its network."""
 
     rank: int
     version: int | None
-    """Of the last transfer that reached this rank; None = none did."""
+    """The version of the last transfer that reached this rank. None: no transfer did."""
     weights: str
     received: tuple[str, ...]
-    """Tensors that came in that transfer."""
+    """Names of the tensors that arrived in that transfer."""
     fingerprints: Mapping[str, Fingerprint]
 
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """How far the engine's forward is from the trainer's on the same input."""
+    """The difference between the engine's and the trainer's forward on the same input."""
 
     equal: bool
-    """Bit for bit."""
+    """True when all bits are equal."""
     absdiff: float
     """The largest absolute difference."""
     relative: float
-    """The root mean square of the difference over that of the trainer's answer."""
+    """The root mean square of the difference, divided by that of the trainer's output."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The transfer that brought the weights in use: the present one, or an earlier one when these were held already.
+    """The transfer that brought the weights in use: this one, or an earlier one when the engine had them already.
 
-    So the figures of a step do not depend on what was evaluated before it, or on where a run resumed.
+    The metrics of a step therefore do not depend on earlier evaluations, or on where a run resumed.
     """
 
     version: int
-    """Optimizer updates behind the weights that the engine now samples from."""
+    """Optimizer updates of the weights that the engine samples from."""
     weights: str
     """`live`, or the snapshot's name."""
     num_bytes: int = 0
@@ -147,23 +147,23 @@ class SyncReport:
 
 
 class WeightSync(Protocol):
-    """Carries weights from a train backend to an engine."""
+    """Sends weights from a train backend to an engine."""
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
-        """Make the engine sample from the backend's weights. Returns after arrival is proven."""
+        """Make the engine sample from the backend's weights. Returns after their arrival is verified."""
         ...
 
 
 class NoSync:
-    """The engine samples from the trained weights themselves: nothing travels."""
+    """For engines that sample from the trained weights themselves: nothing is sent."""
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
-        """The weights that are in use anyway."""
+        """A report on the trained weights, which the engine uses anyway."""
         return SyncReport(version=version, weights=weights)
 
 
 class Weights(Protocol):
-    """What a sender asks of a train backend."""
+    """The part of a train backend that a sender uses."""
 
     updates: int
     module: nn.Module
@@ -172,12 +172,12 @@ class Weights(Protocol):
     def device(self) -> torch.device: ...
 
     def adapter_spec(self) -> AdapterSpec | None:
-        """The adapters that are trained; None = all weights are."""
+        """The adapters that are trained. None: all weights are trained."""
         ...
 
     def named_tensors(self, payload: Payload, weights: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """Full tensors on the backend's device, one at a time, in a fixed order; a collective where weights are
-        sharded. A tensor is read before the next one is asked for."""
+        """Whole tensors on the backend's device, one at a time, in a fixed order. A collective where weights are
+        sharded. The caller reads a tensor before it takes the next one."""
         ...
 
     def weights(self, name: str) -> Any:
@@ -190,10 +190,10 @@ class Weights(Protocol):
 
 
 class Canary(Protocol):
-    """A policy, whose answer to a fixed question tells two networks apart."""
+    """A policy that can run the canary forward: a fixed input on which two equal networks agree."""
 
     autocast_dtype: torch.dtype
 
     def canary(self, inputs: Any) -> Any:
-        """The network's answer to the engine's canary inputs."""
+        """The network's output on the engine's canary inputs."""
         ...

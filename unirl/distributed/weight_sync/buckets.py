@@ -1,4 +1,4 @@
-"""Tensors packed into flat byte buffers, so that a transfer is few large messages."""
+"""Tensors packed into flat byte buffers, so that a transfer consists of few large messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """Where one tensor lies in a bucket."""
+    """The position of one tensor in a bucket."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Bucket:
     data: Tensor  # [bytes] uint8
 
     def values(self, entry: BucketEntry) -> Tensor:
-        """One tensor, as a view of the buffer. Raises SyncError when the buffer ends before it does."""
+        """One tensor, as a view of the buffer. Raises SyncError when the buffer is too short."""
         end = entry.offset + entry.num_bytes
         if end > self.data.numel():
             raise SyncError(
@@ -60,9 +60,9 @@ class Bucket:
 
 
 def plan_buckets(layout: Layout, config: TransferConfig) -> list[BucketPlan]:
-    """The layout's tensors in their order, cut into buckets of at most `config.bucket_bytes`.
+    """Distribute the layout's tensors, in order, over buckets of at most `config.bucket_bytes`.
 
-    A tensor that is larger has a bucket to itself.
+    A larger tensor gets its own bucket.
     """
     plans: list[BucketPlan] = []
     entries: list[BucketEntry] = []
@@ -78,15 +78,15 @@ def plan_buckets(layout: Layout, config: TransferConfig) -> list[BucketPlan]:
 
 
 def largest(plans: Sequence[BucketPlan]) -> int:
-    """The bytes of the largest bucket."""
+    """The size of the largest bucket in bytes."""
     return max((plan.num_bytes for plan in plans), default=0)
 
 
 def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
-    """The buffer [bytes] of a bucket, its tensors taken from `tensors` one by one and cast on the way in.
+    """The buffer [bytes] of a bucket. Tensors are taken from `tensors` one by one and cast into it.
 
     Raises:
-        SyncError: naming the tensor, when `tensors` gives another one than the plan expects.
+        SyncError: naming the tensor, when `tensors` yields another one than the plan expects.
     """
     data = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
     for entry in plan.entries:
@@ -103,7 +103,7 @@ def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.
 
 
 def header_of(bucket: Bucket) -> dict[str, Any]:
-    """A bucket without its bytes, ready for JSON."""
+    """The description of a bucket without its bytes, as JSON data."""
     return {
         "version": bucket.version,
         "weights": bucket.weights,
@@ -114,7 +114,7 @@ def header_of(bucket: Bucket) -> dict[str, Any]:
 
 
 def bucket_of(header: dict[str, Any], data: torch.Tensor) -> Bucket:
-    """The bucket of a header."""
+    """The bucket with this header and these bytes."""
     entries = tuple(BucketEntry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
     return Bucket(header["version"], header["weights"], header["number"], entries, data)
 

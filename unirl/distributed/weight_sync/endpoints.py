@@ -1,4 +1,4 @@
-"""The train side of weight synchronisation: a role beside the backend whose weights travel."""
+"""The two sides of weight synchronisation: WeightSender beside the backend, WeightReceiver in the engine."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LIVE = "live"
 
 
 class WeightSender:
-    """Packs a backend's weights and puts them on the way. Materialising them is a collective: all ranks take part."""
+    """A role that packs a backend's weights into buckets and sends them. Gathering them is a collective."""
 
     def __init__(self, weights: Weights, stage: Canary, colocated_engine: ColocatedEngine | None = None) -> None:
         """
         Args:
             weights: the backend.
-            stage: the policy that it trains.
-            colocated_engine: the engine, when it lives in this process.
+            stage: the policy that the backend trains.
+            colocated_engine: the engine if it lives in this process.
         """
         self.weights = weights
         self.stage = stage
@@ -49,7 +49,7 @@ class WeightSender:
 
     @broadcast
     def prepare(self, merge_adapters: bool) -> Layout:
-        """What will be sent."""
+        """The layout of the tensors that will be sent."""
         spec = self.weights.adapter_spec()
         payload = payload_of(spec is not None, merge_adapters)
         tensors: dict[str, TensorInfo] = {}
@@ -68,31 +68,31 @@ class WeightSender:
 
     @rank0
     def listen(self, host: str) -> tuple[str, int]:
-        """Open the store where the ends of a route meet, reachable at this worker's address `host`."""
+        """Open the store in which the ends of a route meet, at this worker's address `host`."""
         return host_store(host)
 
     @broadcast
     def connect(self, config: TransferConfig, route: WeightRoute) -> None:
-        """Open this end of the route. Returns when the other ends have opened theirs."""
+        """Open this end of the route. Returns when the other ends are open."""
         self.config = config
         if route.every_rank or current().rank == 0:
             self.bucket_sender = route.open_sender(self.colocated_engine)
 
     @broadcast
     def send(self, version: int, weights: str) -> SendReport:
-        """Put all tensors of the payload on the way; returns when they are at the other ends."""
+        """Send all tensors of the payload. Returns when they have arrived at the other ends."""
         assert self.layout is not None and self.config is not None, "prepare and connect come first"
         if weights == LIVE and version != self.weights.updates:
             raise SyncError(
-                f"asked to send the weights after {version} updates; the trainer's are those after "
-                f"{self.weights.updates}"
+                f"the driver asked for the weights after {version} updates, but the trainer has made "
+                f"{self.weights.updates} updates"
             )
         with torch.no_grad():
             tensors = self.weights.named_tensors(self.layout.payload, weights)
             try:
                 return self._sent(tensors, version, weights)
             finally:
-                for _ in tensors:  # the other ranks are in the collectives of this loop
+                for _ in tensors:  # the other ranks still run the collectives of this loop
                     pass
 
     def _sent(self, tensors: Iterator[tuple[str, Tensor]], version: int, weights: str) -> SendReport:
@@ -121,7 +121,7 @@ class WeightSender:
     def _observed(
         tensors: Iterator[tuple[str, Tensor]], config: TransferConfig, prints: PendingFingerprints
     ) -> Iterator[tuple[str, Tensor]]:
-        """`tensors`, the fingerprint of each taken as the engine should store it."""
+        """Yield `tensors`, and fingerprint each as the engine should store it."""
         for name, tensor in tensors:
             if name in config.stored:
                 prints.add(name, tensor.to(config.wire(name)).to(config.stored[name]))
@@ -129,7 +129,7 @@ class WeightSender:
 
     @broadcast
     def canary(self, inputs: Any, weights: str) -> Any:
-        """The answer of the trained network with `weights` to the engine's canary inputs.
+        """The output of the trained network with `weights` on the engine's canary inputs.
 
         Compiled blocks run uncompiled: this compares weights, and two compilers need not round alike.
         """
@@ -138,16 +138,16 @@ class WeightSender:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled functions as they were written."""
+    """Run compiled functions without their compiled code."""
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:
-    """What travels, from what is trained."""
+    """The tensors to send, given what is trained."""
     if merge_adapters and not has_adapters:
         raise IncompatibleError(
-            "sync.merge_adapters folds adapters into the weights, and none are trained: remove the key"
+            "sync.merge_adapters merges adapters into the weights, but no adapters are trained: remove the key"
         )
     if not has_adapters:
         return "full"
@@ -155,9 +155,9 @@ def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:
 
 
 class WeightReceiver:
-    """Binds every tensor of a layout to exactly one parameter, and copies what arrives into it.
+    """Maps every tensor of a layout to exactly one parameter of a network, and copies what arrives into it.
 
-    Parameters are looked up by name each time, so that what is filled and read back is what the network computes with.
+    Parameters are looked up by name each time, so that it fills and reads back what the network computes with.
     """
 
     def __init__(self, network: nn.Module, layout: Layout) -> None:
@@ -179,22 +179,22 @@ class WeightReceiver:
                     f"the trainer sends {name!r}, and the engine's {type(self.network).__name__} has no such parameter."
                     f"{did_you_mean(name, parameters)} Both sides need the same bundle"
                 )
-            found = parameters[name]
-            if tuple(found.shape) != info.shape:
+            parameter = parameters[name]
+            if tuple(parameter.shape) != info.shape:
                 raise SyncError(
-                    f"{name!r} is {list(info.shape)} at the trainer and {list(found.shape)} in the engine: another "
+                    f"{name!r} is {list(info.shape)} at the trainer and {list(parameter.shape)} in the engine: another "
                     "architecture, or another LoRA rank"
                 )
-            if id(found) in taken:
-                raise SyncError(f"{name!r} and {taken[id(found)]!r} are one parameter in the engine")
-            taken[id(found)] = name
+            if id(parameter) in taken:
+                raise SyncError(f"{name!r} and {taken[id(parameter)]!r} are one parameter in the engine")
+            taken[id(parameter)] = name
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """How each tensor is stored."""
+        """The network's dtype of each tensor."""
         return {name: self.network.get_parameter(name).dtype for name in self.layout.tensors}
 
     def receive(self, bucket: Bucket) -> None:
-        """Take over the tensors of a bucket. Raises SyncError when it does not follow the last one."""
+        """Copy the tensors of a bucket. Raises SyncError when it is not the successor of the last bucket."""
         self._follow(bucket)
         for entry in bucket.entries:
             self._check(entry)
@@ -208,26 +208,26 @@ class WeightReceiver:
         wanted = (self.version, self.weights, self.number + 1)
         if (bucket.version, bucket.weights, bucket.number) != wanted:
             raise SyncError(
-                f"bucket {bucket.number} of version {bucket.version} ({bucket.weights}) came where bucket {wanted[2]} "
-                f"of version {wanted[0]} ({wanted[1]}) was due; its first tensor is {bucket.entries[0].name!r}"
+                f"bucket {bucket.number} of version {bucket.version} ({bucket.weights}) arrived instead of bucket "
+                f"{wanted[2]} of version {wanted[0]} ({wanted[1]}); its first tensor is {bucket.entries[0].name!r}"
             )
         self.number += 1
 
     def _check(self, entry: BucketEntry) -> None:
         if entry.name not in self.layout.tensors:
             raise SyncError(
-                f"{entry.name!r} arrived, which the trainer had not announced."
+                f"{entry.name!r} arrived, but the trainer had not announced it."
                 f"{did_you_mean(entry.name, self.layout.tensors)}"
             )
         if entry.name in self.received:
             raise SyncError(f"{entry.name!r} arrived twice")
         if entry.shape != self.layout.tensors[entry.name].shape:
             raise SyncError(
-                f"{entry.name!r} arrived as {list(entry.shape)}, and {list(self.layout.tensors[entry.name].shape)} was "
+                f"{entry.name!r} arrived as {list(entry.shape)}, but {list(self.layout.tensors[entry.name].shape)} was "
                 "announced"
             )
 
     def arrival(self) -> Arrival:
-        """What the network holds now."""
+        """The network's present weights, as fingerprints."""
         held = ((name, self.network.get_parameter(name)) for name in self.layout.tensors)
         return Arrival(current().rank, self.version, self.weights, tuple(self.received), fingerprints(held))

@@ -1,10 +1,10 @@
-"""A 64-bit fingerprint of a tensor's bytes and their positions, computed where the tensor lives.
+"""A 64-bit fingerprint of a tensor's bytes and their positions, computed on the tensor's device.
 
     digest = sum_i  M(w_i + (i + 1) K1)  mod 2^64,     M(z) = K3 (z' xor z' >> 32),  z' = K2 (z xor z >> 29)
 
 over the tensor's bytes as little-endian 64-bit words w_i (zeros fill the last one). M is a bijection, so any change of
-one word changes the digest; positions enter before the mixing, so words that trade places do too. Two different
-contents agree by chance once in 2^64. It guards against errors, not against an attacker.
+one word changes the digest. Positions enter before the mixing, so exchanging two words changes it, too. Two different
+contents have the same digest with probability 2^-64. It detects errors, not attacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 K1, K2, K3 = (k - 2**64 for k in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, signed
 CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Words that are mixed at a time: what fits in a CPU's cache; what keeps a GPU busy."""
+"""Words per step: as many as fit in a CPU's cache, or keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def fingerprints(named: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
-    """Fingerprints by name; the device is asked for its results once."""
+    """Fingerprints by name, with one transfer from the device."""
     pending = PendingFingerprints()
     for name, tensor in named:
         pending.add(name, tensor)
@@ -47,19 +47,19 @@ def fingerprints(named: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
 
 
 class PendingFingerprints:
-    """Fingerprints whose digests are still on the device."""
+    """Fingerprints whose digests are still on the device, so that one transfer reads them all."""
 
     def __init__(self) -> None:
         self.facts: dict[str, tuple[tuple[int, ...], str]] = {}
         self.digests: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Start the fingerprint of `tensor`, whose values may change afterwards."""
+        """Compute the digest of `tensor`. Its values may change afterwards."""
         self.facts[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self.digests.append(digest(tensor))
 
     def result(self) -> dict[str, Fingerprint]:
-        """All of them, by name."""
+        """All fingerprints, by name."""
         values = torch.stack(self.digests).tolist() if self.digests else []
         return {
             name: Fingerprint(shape, dtype, value)
@@ -92,7 +92,7 @@ def _words(raw: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:
-    """The sum of M over words that stand at `start`, start + 1, ..."""
+    """The sum of M over words at the positions `start`, start + 1, ..."""
     z = _positions(CHUNK_WORDS[words.device.type], words.device)[: len(words)] + words
     z.add_(_wrapped(start * K1))
     shifted = torch.bitwise_right_shift(z, 29).bitwise_and_((1 << 35) - 1)

@@ -1,4 +1,4 @@
-"""Weights by collective broadcast: rank 0 of the trainer to all ranks of the engine, over gloo or NCCL."""
+"""Routes on which the engine listens: a broadcast over a process group, and a shared buffer on one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unirl.distributed.weight_sync.routes import END, BucketReceiver, BucketSend
 
 @dataclass(frozen=True)
 class BroadcastRoute:
-    """A process group of its own: rank 0 is the sender, rank i + 1 is engine rank i. Headers go through the store."""
+    """A broadcast over gloo or NCCL: rank 0 is the sender, rank i + 1 is engine rank i. A store carries the headers."""
 
     host: str
     port: int
@@ -32,18 +32,18 @@ class BroadcastRoute:
     listens: ClassVar[bool] = True
 
     def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
-        """Returns when all engines have joined."""
+        """Open the sender's end. Returns when all engines have joined."""
         headers = HeaderStore(self.host, self.port, self.deadline_s)
         return BroadcastSender(headers, BroadcastGroup(self, headers, 0))
 
     def open_receiver(self, rank: int) -> BucketReceiver:
-        """Returns when all ends have joined."""
+        """Open an engine's end. Returns when all ends have joined."""
         headers = HeaderStore(self.host, self.port, self.deadline_s)
         return BroadcastReceiver(headers, BroadcastGroup(self, headers, rank + 1))
 
 
 class BroadcastGroup:
-    """The process group, made explicitly: no default group, no environment."""
+    """The process group of the broadcast, made without the default group and environment variables."""
 
     def __init__(self, route: BroadcastRoute, headers: HeaderStore, rank: int) -> None:
         self.deadline_s = route.deadline_s
@@ -52,11 +52,11 @@ class BroadcastGroup:
         self.group = new_process_group(store, rank, route.num_engines + 1, self.device, route.deadline_s)
 
     def start(self, data: Tensor) -> Any:
-        """Begin to broadcast from rank 0 into `data`."""
+        """Start to broadcast `data` from rank 0."""
         return self.group.broadcast(data, 0)
 
     def wait(self, work: Any, what: str) -> None:
-        """Return when `work` is done."""
+        """Wait until `work` is done."""
         try:
             work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
@@ -66,7 +66,7 @@ class BroadcastGroup:
 
 
 class BroadcastSender:
-    """One bucket at a time."""
+    """Sends one bucket at a time."""
 
     def __init__(self, headers: HeaderStore, group: BroadcastGroup) -> None:
         self.headers = headers
@@ -90,7 +90,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """Takes one bucket after the other off the wire."""
+    """Receives one bucket at a time."""
 
     def __init__(self, headers: HeaderStore, group: BroadcastGroup) -> None:
         self.headers = headers
@@ -106,28 +106,35 @@ class BroadcastReceiver:
             number += 1
 
 
+# A shared buffer
+
+
 SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class SharedBufferRoute:
-    """Two processes on one device."""
+    """A buffer that two processes on one device share: rank r of the trainer sends to rank r of the engine.
+
+    The buffer is allocated once and its handle is passed once: CUDA IPC on a GPU, a file in shared memory on a CPU.
+    Headers and acknowledgements go through the store. The buffer is reused when its last bucket has been copied.
+    """
 
     host: str
     port: int
     num_bytes: int
-    """At least the largest bucket."""
+    """The size of the buffer: at least that of the largest bucket."""
     deadline_s: float
 
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = True
 
     def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
-        """Returns when the engine has opened the buffer."""
+        """Open the sender's end. Returns when the engine has opened the buffer."""
         return SharedBufferSender(self.num_bytes, self._headers(current().rank))
 
     def open_receiver(self, rank: int) -> BucketReceiver:
-        """Returns when the buffer is open."""
+        """Open the engine's end. Returns when the buffer is open."""
         return SharedBufferReceiver(self._headers(rank))
 
     def _headers(self, rank: int) -> HeaderStore:
@@ -135,7 +142,7 @@ class SharedBufferRoute:
 
 
 class SharedBufferSender:
-    """Copies each bucket into the buffer once the last one was read."""
+    """Copies each bucket into the buffer after the engine has copied the last one."""
 
     def __init__(self, num_bytes: int, headers: HeaderStore) -> None:
         self.headers = headers
@@ -147,7 +154,7 @@ class SharedBufferSender:
             headers.hear("open", "an engine to open the shared buffer")
         finally:
             if "path" in handle:
-                os.unlink(handle["path"])  # the memory stays as long as an end has it mapped
+                os.unlink(handle["path"])  # the memory stays as long as one end maps it
 
     def begin(self) -> None:
         self.headers.begin()
@@ -168,7 +175,7 @@ class SharedBufferSender:
 
 
 class SharedBufferReceiver:
-    """Reads each bucket where it lies."""
+    """Reads each bucket in the shared buffer."""
 
     def __init__(self, headers: HeaderStore) -> None:
         self.headers = headers
@@ -211,7 +218,7 @@ def _share_cuda(size: int, device: torch.device) -> tuple[Tensor, dict[str, Any]
 
 
 def _open_cuda(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The sender's memory under this process's own number of the device."""
+    """The sender's memory, with the index that the device has in this process."""
     _, *parts = (bytes.fromhex(part) if isinstance(part, str) else part for part in handle["parts"])
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *parts)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,7 +1,7 @@
-"""How buckets get from a sender to engines: a route, and its two ends.
+"""Routes carry buckets from the sender to the engines. This file has the contract and the routes that need no listener.
 
-WeightRoute.open_sender    at the sender: put(bucket), put(bucket), ..., finish()
-WeightRoute.open_receiver   at an engine, for routes on which it must listen: the buckets, in order
+open_sender    at the sender: begin(), put(bucket), put(bucket), ..., finish()
+open_receiver  at an engine, for routes on which it must listen: yields the buckets, in order
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from unirl.distributed.weight_sync.buckets import Bucket, bucket_of, header_of
 
 
 class ColocatedEngine(Protocol):
-    """An engine in the sender's own process."""
+    """An engine that lives in the sender's own process."""
 
     def receive(self, bucket: Bucket) -> None: ...
 
 
 class BucketSender(Protocol):
-    """The sender's end."""
+    """The sender's end of a route."""
 
     def begin(self) -> None:
-        """Before the first bucket of a transfer."""
+        """Called before the first bucket of a transfer."""
         ...
 
     def put(self, bucket: Bucket) -> None:
-        """Send a bucket; its memory may be filled again when this returns."""
+        """Send a bucket. Its memory may be reused when this returns."""
         ...
 
     def finish(self) -> None:
-        """Return when all buckets are in."""
+        """Returns when all buckets have arrived."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Give the transfer up and tell the other ends."""
+        """End the transfer early and tell the other ends why."""
         ...
 
 
 class BucketReceiver(Protocol):
-    """An engine's end, where it listens."""
+    """An engine's end of a route on which it listens."""
 
     def buckets(self) -> Iterator[Bucket]:
         """The buckets of the next transfer."""
@@ -55,39 +55,39 @@ class BucketReceiver(Protocol):
 
 
 class WeightRoute(Protocol):
-    """A way for buckets; it travels to both ends, and each opens its own."""
+    """A route for buckets. The driver sends it to both sides, and each side opens its end."""
 
     every_rank: ClassVar[bool]
-    """Each rank of the trainer sends to the engine in its own process; else rank 0 sends to all."""
+    """True: trainer rank r sends to engine rank r. False: trainer rank 0 sends to all engine ranks."""
     listens: ClassVar[bool]
-    """The engine must be listening while the sender sends."""
+    """True when the engine must listen while the sender sends."""
 
     def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
-        """The end of the trainer's rank that calls."""
+        """Open the end of the calling trainer rank."""
         ...
 
     def open_receiver(self, rank: int) -> BucketReceiver:
-        """The end of engine rank `rank`."""
+        """Open the end of engine rank `rank`."""
         ...
 
 
 class InProcessRoute:
-    """To the engine in the sender's own process."""
+    """A route to the engine in the sender's own process."""
 
     every_rank: ClassVar[bool] = True
     listens: ClassVar[bool] = False
 
     def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
-        """The colocated engine itself."""
+        """The end that calls the engine directly."""
         assert colocated_engine is not None, "the route is chosen where the engine is colocated"
         return InProcessSender(colocated_engine)
 
     def open_receiver(self, rank: int) -> BucketReceiver:
-        raise AssertionError("nobody listens on this route")
+        raise AssertionError("engines do not listen on this route")
 
 
 class InProcessSender:
-    """Hands buckets over."""
+    """Passes buckets to the engine's `receive`."""
 
     def __init__(self, colocated_engine: ColocatedEngine) -> None:
         self.colocated_engine = colocated_engine
@@ -106,9 +106,9 @@ class InProcessSender:
 
 
 class HeaderStore:
-    """What the ends of a listening route tell each other: headers of buckets, and receipts for them.
+    """A key-value store through which the ends of a route exchange the headers of buckets and acknowledge buckets.
 
-    Keys are `{transfer}/{bucket}`; those of a transfer are deleted at the beginning of the next.
+    Keys are `{transfer}/{bucket}`. The keys of a transfer are deleted at the beginning of the next one.
     """
 
     def __init__(self, host: str, port: int, deadline_s: float, name: str = "weights") -> None:
@@ -122,7 +122,7 @@ class HeaderStore:
         self.used: list[str] = []
 
     def begin(self) -> None:
-        """The next transfer."""
+        """Begin the next transfer."""
         for key in self.used:
             self.store.delete_key(key)
         self.used.clear()
@@ -133,18 +133,18 @@ class HeaderStore:
         self.tell(f"{self.transfer}/{number}", header)
 
     def read(self, number: int) -> dict[str, Any]:
-        """The header of bucket `number`, once it is there. Raises SyncError when the sender gave up."""
+        """Wait for the header of bucket `number`. Raises SyncError when the sender ended the transfer early."""
         header = self.hear(f"{self.transfer}/{number}", f"the header of bucket {number}")
         if "error" in header:
-            raise SyncError(f"the trainer gave the transfer up: {header['error']}")
+            raise SyncError(f"the trainer ended the transfer early: {header['error']}")
         return header
 
     def acknowledge(self, number: int) -> None:
-        """Bucket `number` is taken over."""
+        """Report that bucket `number` has been copied."""
         self.tell(f"{self.transfer}/{number}/taken", {})
 
     def await_receipt(self, number: int) -> None:
-        """Return when bucket `number` is taken over."""
+        """Wait until bucket `number` has been copied."""
         self.hear(f"{self.transfer}/{number}/taken", f"an engine's receipt of bucket {number}")
 
     def tell(self, key: str, value: dict[str, Any]) -> None:
@@ -153,15 +153,15 @@ class HeaderStore:
         self.used.append(key)
 
     def hear(self, key: str, what: str) -> dict[str, Any]:
-        """The value of a key, once it is there."""
+        """Wait for the value of a key."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
             value: dict[str, Any] = json.loads(bytes(self.store.get(key)))
         except DistNetworkError as error:
-            raise SyncError(f"weight sync lost its other end while it waited for {what}: {error}") from error
+            raise SyncError(f"weight sync lost its connection while it waited for {what}: {error}") from error
         except DistStoreError as error:
-            raise StallError(f"weight sync waited {self.deadline_s:g} s for {what} in vain") from error
+            raise StallError(f"weight sync waited {self.deadline_s:g} s for {what}, which did not come") from error
         return value
 
 
@@ -171,10 +171,10 @@ END = {"end": True}
 
 @dataclass(frozen=True)
 class ObjectStoreRoute:
-    """A bucket is stored once per node and read by every worker there; it never passes the driver."""
+    """A route through Ray's object store. A bucket is stored once per node and read by the workers there."""
 
     workers: Sequence[Any]
-    """Handles of the engine's actors, in rank order."""
+    """The engine's actors, in rank order."""
     role: str
     """The engine's name among its siblings."""
     deadline_s: float
@@ -186,11 +186,11 @@ class ObjectStoreRoute:
         return ObjectStoreSender(self)
 
     def open_receiver(self, rank: int) -> BucketReceiver:
-        raise AssertionError("nobody listens on this route")
+        raise AssertionError("engines do not listen on this route")
 
 
 class ObjectStoreSender:
-    """One bucket at a time."""
+    """Sends one bucket at a time."""
 
     def __init__(self, route: ObjectStoreRoute) -> None:
         self.route = route
@@ -223,6 +223,6 @@ class ObjectStoreSender:
 
 
 def unpacked(packed: tuple[dict[str, Any], np.ndarray[Any, Any]]) -> Bucket:
-    """The bucket of what came through the store; its bytes are copied, as the store's own are read-only."""
+    """The bucket that came through the object store. Its bytes are copied, because the store's are read-only."""
     header, data = packed
     return bucket_of(header, torch.from_numpy(data.copy()))

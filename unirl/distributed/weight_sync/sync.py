@@ -1,4 +1,4 @@
-"""The driver's side of weight synchronisation: chooses the way, starts both ends, and judges the proof."""
+"""The driver's side of weight synchronisation: chooses the route, starts both ends, and verifies the arrival."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from unirl.types.protocols import TORCH_DTYPES, DtypeName
 SyncTransport = Literal["auto", "in_process", "ray", "broadcast", "cuda_ipc"]
 MIB = 2**20
 GRACE_S = 5.0
-"""For an engine to say why it failed, once the trainer has given up."""
+"""Seconds that an engine has to report its own failure after the trainer's send failed."""
 
 
 @dataclass(frozen=True)
 class SyncEndpoint:
-    """One end as the driver sees it."""
+    """One end of the synchronisation, as the driver sees it."""
 
     group: Group
     handle: Handle
@@ -42,7 +42,7 @@ class SyncEndpoint:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What both ends settled before the first transfer."""
+    """What both ends agreed on before the first transfer."""
 
     layout: Layout
     mapping: ParamMapping
@@ -51,7 +51,7 @@ class Agreement:
 
 
 class EngineSync:
-    """Carries weights from a trainer to a dedicated engine, and believes nothing: see `push`."""
+    """Sends weights from a trainer to a dedicated engine, and verifies that they arrived (see `push`)."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class EngineSync:
     ) -> None:
         """
         Args:
-            train: the group of the trainer and the handle of its `WeightSender`.
-            rollout: the group and the handle of the engine.
-            merge_adapters: send adapted weights with their adapters folded in, for an engine without adapters.
-            wire_dtype: the dtype on the way; absent = as the engine stores.
-            bucket_mb: MiB per message; a larger tensor travels alone.
-            transport: auto = in_process where both live in one process, else broadcast.
+            train: the trainer's group and the handle of its `WeightSender`.
+            rollout: the engine's group and handle.
+            merge_adapters: send adapted weights with their adapters merged, for an engine without adapters.
+            wire_dtype: the dtype in which tensors are sent. Absent = the engine's.
+            bucket_mb: MiB per message. A larger tensor is sent alone.
+            transport: auto = in_process where both ends live in one process, else broadcast.
         """
         if bucket_mb < 1:
             raise InvalidValueError(f"sync.bucket_mb must be >= 1, got {bucket_mb}")
@@ -82,16 +82,16 @@ class EngineSync:
         self.transport = transport
         self.deadline_s = rollout.group.deadline_s
         self.last: SyncReport | None = None
-        """Of the transfer that brought the weights that the engine is known to hold."""
+        """The last verified transfer. None while the engine's weights are unknown."""
         self.agreement: Agreement | None = None
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
         """Make the engine sample from the trainer's weights, and report the transfer that brought them.
 
-        Nothing is sent when the engine holds them already.
+        Nothing is sent when the engine has them already.
 
-        What arrived is read back from every rank's network and compared with what was sent, tensor by tensor; then
-        both sides answer the same canary input. Only then does the engine take the new weights into use.
+        Every rank reads its network back, and each tensor is compared with what was sent. Then both sides run a forward
+        on the same canary input. Only after that does the engine sample from the new weights.
 
         Raises:
             SyncError: 10002, naming the tensor, when anything differs. The engine then refuses to sample.
@@ -112,7 +112,7 @@ class EngineSync:
         return self.last
 
     def _agree(self) -> Agreement:
-        """Before the first transfer: the trainer says what comes, the engine binds it, and both open the route."""
+        """Before the first transfer: the trainer describes the tensors, the engine maps them, both open the route."""
         layout: Layout = self.train.handle.prepare(self.merge_adapters)
         mapping = _common(self.rollout.handle.prepare(layout))
         config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes)
@@ -155,7 +155,7 @@ class EngineSync:
 
 
 def _await_engine(listening: PendingCall[Any], error: UniRLError) -> None:
-    """The engine has stopped listening too. Raises its own error where the trainer only waited for it in vain."""
+    """Wait until the engine stops listening, too. Raises the engine's error if the trainer's is only a timeout."""
     try:
         listening.result(GRACE_S)
     except UniRLError as theirs:
@@ -164,9 +164,9 @@ def _await_engine(listening: PendingCall[Any], error: UniRLError) -> None:
 
 
 def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransport:
-    """How weights travel, given whether trainer and engine share their processes.
+    """The transport, given whether trainer and engine share their processes.
 
-    They do on equal device_sets (colocate), and always in runtime: local.
+    They do on equal device sets (colocate), and always with runtime: local.
 
     Raises:
         ConfigError: 2020 when the transport does not fit.
@@ -177,14 +177,12 @@ def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransp
         where, better = ("in the trainer's own process", "in_process")
         if not same_process:
             where, better = ("in a process of its own", "broadcast (or ray)")
-        raise IncompatibleError(
-            f"sync.transport={transport} does not reach an engine that lives {where}: use {better}, or auto"
-        )
+        raise IncompatibleError(f"sync.transport={transport} does not reach an engine {where}: use {better}, or auto")
     return transport
 
 
 def _common(mappings: list[ParamMapping]) -> ParamMapping:
-    """The mapping of all ranks. Raises SyncError when they differ."""
+    """The mapping that all ranks have. Raises SyncError when they differ."""
     for rank, mapping in enumerate(mappings):
         if mapping.dtypes != mappings[0].dtypes:
             name = next(name for name, dtype in mapping.dtypes.items() if dtype != mappings[0].dtypes[name])
@@ -196,14 +194,14 @@ def _common(mappings: list[ParamMapping]) -> ParamMapping:
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of the canary's relative difference, by dtype, where equal bits cannot be expected."""
+"""The largest relative difference of the canary by dtype, where equal bits cannot be expected."""
 
 
 def check_arrivals(layout: Layout, sent: SendReport, arrivals: Sequence[Arrival]) -> None:
-    """Raises SyncError, naming the tensor, unless every rank holds what was sent."""
+    """Raises SyncError, naming the tensor, unless every rank has what was sent."""
     missing = [name for name in layout.tensors if name not in sent.fingerprints]
     if missing:
-        raise SyncError(f"{missing[0]!r} was announced and never sent ({len(missing)} tensors)")
+        raise SyncError(f"the trainer announced {missing[0]!r} and never sent it ({len(missing)} tensors)")
     for arrival in arrivals:
         _check_version(sent, arrival)
         for name, expected in sent.fingerprints.items():
@@ -216,7 +214,7 @@ def _check_version(sent: SendReport, arrival: Arrival) -> None:
     held = "nothing" if arrival.version is None else f"version {arrival.version} ({arrival.weights})"
     first = next(iter(sent.fingerprints))
     raise SyncError(
-        f"version {sent.version} ({sent.weights}) was sent, and {held} arrived at engine rank {arrival.rank}: "
+        f"version {sent.version} ({sent.weights}) was sent, but {held} arrived at engine rank {arrival.rank}: "
         f"{first!r} and {len(sent.fingerprints) - 1} more tensors are stale"
     )
 
@@ -225,8 +223,8 @@ def _check_tensor(name: str, expected: Fingerprint, arrival: Arrival) -> None:
     place = f"at engine rank {arrival.rank} (version {arrival.version}, {arrival.weights})"
     if name not in arrival.received:
         raise SyncError(
-            f"{name!r} was sent as {expected} and did not arrive {place}: it was dropped on the way, and the engine "
-            "still computes with the values from before"
+            f"{name!r} was sent as {expected} and did not arrive {place}: it was dropped on the route, and the engine "
+            "still computes with the previous values"
         )
     found = arrival.fingerprints.get(name)
     if found != expected:
@@ -244,7 +242,7 @@ def _likely_cause(expected: Fingerprint, found: Fingerprint | None) -> str:
     if found.dtype != expected.dtype:
         return "The engine changed the parameter's dtype after it was bound"
     return (
-        "Shape and dtype are right and the bytes are not: bits flipped or part of a bucket was lost on the way, values "
+        "Shape and dtype are right but the bytes are not: bits flipped or part of a bucket was lost on the way, values "
         "were transposed or rounded, it was bound to another tensor's name, or the engine wrote to it afterwards"
     )
 
@@ -252,17 +250,17 @@ def _likely_cause(expected: Fingerprint, found: Fingerprint | None) -> str:
 def check_canary(
     layout: Layout, mapping: ParamMapping, config: TransferConfig, results: Sequence[CanaryResult]
 ) -> float:
-    """The largest absolute difference of the ranks. Raises SyncError when a forward is not the trainer's."""
+    """The largest absolute difference over the ranks. Raises SyncError when a forward differs from the trainer's."""
     exact = _same_bits_expected(layout, mapping, config)
     limit = 0.0 if exact else _tolerance(layout, mapping, config)
-    rule = "the bits should be equal, as device, dtypes and payload are" if exact else f"{limit:g} relative is allowed"
+    rule = "device, dtypes and payload require equal bits" if exact else f"{limit:g} relative is allowed"
     for rank, result in enumerate(results):
         passed = result.equal if exact else result.relative <= limit  # False for NaN
         if not passed:
             raise SyncError(
-                f"every tensor arrived, and yet the forward of engine rank {rank} is not the trainer's: on the canary "
-                f"input they differ by {result.absdiff:.3g} ({result.relative:.3g} relative); {rule}. Likely causes: "
-                "the engine loaded another base checkpoint, an adapter is inactive or a second one acts, or the engine "
+                f"every tensor arrived, but the forward of engine rank {rank} differs from the trainer's: on the "
+                f"canary input they differ by {result.absdiff:.3g} ({result.relative:.3g} relative); {rule}. Likely "
+                "causes: the engine loaded another base checkpoint, an adapter is inactive or a second one acts, or the engine "
                 "computes in another way"
             )
     return max(result.absdiff for result in results)
@@ -274,6 +272,6 @@ def _same_bits_expected(layout: Layout, mapping: ParamMapping, config: TransferC
 
 
 def _tolerance(layout: Layout, mapping: ParamMapping, config: TransferConfig) -> float:
-    """That of the coarsest dtype in which anything is computed, sent or stored."""
+    """The tolerance of the coarsest dtype in which anything is computed, sent or stored."""
     dtypes = {layout.numerics.compute, mapping.numerics.compute, *config.stored.values()}
     return max(TOLERANCE[dtype] for dtype in dtypes | {config.wire(name) for name in layout.tensors})

@@ -85,9 +85,7 @@ def test_a_cut_argument_does_not_carry_the_rows_of_other_ranks() -> None:
 
 def test_arguments_of_unequal_length_are_named() -> None:
     call = ((toy_request(prompts=1),), {"texts": Texts(texts=["a"])})
-    with pytest.raises(
-        ValueError, match=r"score needs arguments .* argument 1 \(RolloutReq\) has 4, texts \(Texts\) has 1 rows"
-    ):
+    with pytest.raises(ValueError, match=r"score needs .* argument 1 \(RolloutReq\) has 4, texts \(Texts\) has 1 rows"):
         split_call("reward.score", BY_ROWS, call, 1)
 
 

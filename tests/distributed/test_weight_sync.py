@@ -202,10 +202,10 @@ FAULTS: dict[str, tuple[bool, Callable[[Bucket], Bucket | None], str]] = {
     "half a bucket of zeros": (True, edited(half_zero), f"'{A}' did not arrive as it was sent"),
     "dropped tensor": (True, edited(empty), f"'{A}' was sent as .* and did not arrive"),
     "dropped last bucket": (True, edited(lambda bucket: None, 1), f"'{B}' was sent as .* and did not arrive"),
-    "dropped first bucket": (True, edited(lambda bucket: None, 0), f"came where bucket 2 of version 1.*'{B}'"),
+    "dropped first bucket": (True, edited(lambda bucket: None, 0), f"arrived instead of bucket 2 of version 1.*'{B}'"),
     "nothing arrives": (True, lambda bucket: None, f"version 2 .live. was sent, but version 1.*'{A}' and 1 more"),
     "stale version": (True, stale, f"version 2 .live. was sent, but version 1 .live. arrived.*'{A}'"),
-    "stale bucket": (True, edited(stale, 1), f"version 1 .live. came where bucket 1 of version 2.*'{B}'"),
+    "stale bucket": (True, edited(stale, 1), f"version 1 .live. arrived instead of bucket 1 of version 2.*'{B}'"),
     "renamed": (True, edited(renamed_entry), "'nobody' arrived, but the trainer had not announced"),
 }
 
@@ -269,7 +269,7 @@ def test_a_dtype_that_changed_after_binding_is_caught() -> None:
 
 def test_another_version_than_the_trainers_is_not_sent_as_it() -> None:
     joined = pushed()
-    with pytest.raises(SyncError, match="after 7 updates; the trainer's are those after 2"):
+    with pytest.raises(SyncError, match="after 7 updates, but the trainer has made 2 updates"):
         joined.sync.push(7)
 
 

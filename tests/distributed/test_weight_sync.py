@@ -242,7 +242,7 @@ def test_an_engine_that_does_not_listen_is_waited_for_no_longer_than_the_deadlin
     with pytest.raises(StallError, match=r"took more than 1 s|waited 1 s for an engine's receipt of bucket 0"):
         joined.sync.push(1)
     assert time.perf_counter() - start < 5.0
-    with pytest.raises(SyncError, match="holds no proven weights"):
+    with pytest.raises(SyncError, match="has no verified weights"):
         joined.engine.generate(live(0))
 
 
@@ -275,7 +275,7 @@ def test_another_version_than_the_trainers_is_not_sent_as_it() -> None:
 
 def test_an_adapter_for_layers_that_the_engine_does_not_have_is_caught() -> None:
     joined = ends(engine_pipeline=lambda: toy_pipeline(blocks=2), pipeline=lambda: toy_pipeline(blocks=1))
-    with pytest.raises(SyncError, match=r"carries the adapter weight 'blocks.1.proj.lora_A.default.weight' \(2 in all"):
+    with pytest.raises(SyncError, match=r"has the adapter weight 'blocks.1.proj.lora_A.default.weight' \(2 in all"):
         joined.sync.push(0)
     joined = ends(engine_pipeline=lambda: toy_pipeline(blocks=1), pipeline=lambda: toy_pipeline(blocks=2))
     with pytest.raises(SyncError, match=r"'blocks.1.proj.lora_A.default.weight', and the engine's .* has no such"):
@@ -292,14 +292,14 @@ def test_an_adapter_bound_to_nothing_is_caught() -> None:
 def test_a_second_adapter_left_in_place_is_caught() -> None:
     joined = ends()
     inject_lora(joined.network, LoraSpec(2, 4.0, ("input_layer",)), seed=0)
-    with pytest.raises(SyncError, match=r"carries the adapter weight 'input_layer.lora_A.default.weight'"):
+    with pytest.raises(SyncError, match=r"has the adapter weight 'input_layer.lora_A.default.weight'"):
         joined.sync.push(0)
 
 
 def test_an_adapter_left_in_an_engine_for_merged_weights_is_caught() -> None:
     joined = ends(merge_adapters=True)
     inject_lora(joined.network, LoraSpec(2, 4.0, ("input_layer",)), seed=0)
-    with pytest.raises(SyncError, match=r"carries the adapter weight 'input_layer.lora_A.default.weight'"):
+    with pytest.raises(SyncError, match=r"has the adapter weight 'input_layer.lora_A.default.weight'"):
         joined.sync.push(0)
 
 

@@ -124,5 +124,5 @@ def test_a_bit_that_flips_at_one_rank_is_named_with_that_rank(ray_pool: Pool, wa
     parts["backend"].move()
     with pytest.raises(SyncError, match=r"lora_A.default.weight' did not arrive as it was sent at engine rank 1"):
         parts["sync"].push(1)
-    with pytest.raises(SyncError, match="holds no proven weights"):
+    with pytest.raises(SyncError, match="has no verified weights"):
         parts["engine"].generate(toy_request(1).replace(weight_version=0))

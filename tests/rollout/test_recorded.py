@@ -218,7 +218,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
     flipped[len(whole) // 2] ^= 255
     for content in (b"", b"no picture", whole[: len(whole) // 2], bytes(flipped)):
         (tmp_path / "bad.png").write_bytes(content)
-        with pytest.raises(DataError, match=r"bad\.png cannot be read as a picture") as caught:
+        with pytest.raises(DataError, match=r"bad\.png cannot be read as an image") as caught:
             read_image(str(tmp_path / "bad.png"), 8, 8)
         assert caught.value.code == 4003
     with pytest.raises(DataError, match=r"absent\.png cannot be read"):

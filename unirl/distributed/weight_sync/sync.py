@@ -259,8 +259,8 @@ def check_canary(
         if not passed:
             raise SyncError(
                 f"every tensor arrived, but the forward of engine rank {rank} differs from the trainer's: on the "
-                f"canary input they differ by {result.absdiff:.3g} ({result.relative:.3g} relative); {rule}. "
-                "Likely causes: the engine loaded another base checkpoint, an adapter is inactive or a second one acts, or "
+                f"canary input they differ by {result.absdiff:.3g} ({result.relative:.3g} relative); {rule}. Likely "
+                "causes: the engine loaded another base checkpoint, an adapter is inactive, a second adapter acts, or "
                 "the engine computes in another way"
             )
     return max(result.absdiff for result in results)

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine."""
+"""The contract of a rollout engine, and of an engine with weights of its own."""
 
 from __future__ import annotations
 
@@ -22,51 +22,118 @@ from unirl.types.rollout_resp import RolloutResp
 
 
 class RolloutEngine(ABC):
-    """Produces a response from a request. After the constructor the engine is usable."""
+    """Turns a request into a response. The engine is usable after its constructor.
+
+    A new engine implements `facts` and `generate`. The driver calls `facts` once, then `generate` in every step.
+    """
 
     capabilities: ClassVar[Capabilities]
-
-    @scatter(RolloutResp.concat, order=RolloutResp.select)
-    @abstractmethod
-    def generate(self, req: RolloutReq) -> RolloutResp:
-        """One track per track spec; rows in the order of the request; the pinned sigmas are used and echoed."""
 
     @rank0
     @abstractmethod
     def facts(self) -> ModelFacts:
-        """What the model knows of itself, for the driver to pin requests with."""
+        """The facts of the model, from which the driver builds requests."""
+
+    @scatter(RolloutResp.concat, order=RolloutResp.select)
+    @abstractmethod
+    def generate(self, req: RolloutReq) -> RolloutResp:
+        """Sample one track for each track spec, with rows in the order of the request and the sigmas that it pins.
+
+        The segment repeats the sigmas that were used, and every row has the weight version that it was sampled from.
+        """
 
     @scatter(concat_rows, order=take_rows)
     def preview(self, decoded: Decoded) -> Preview:
-        """The samples for people to look at: pictures as pixels of 8 bits, texts as they are."""
+        """The samples for display: images as 8-bit pixels, texts unchanged."""
         return decoded.preview()
 
 
 class DedicatedEngine(RolloutEngine):
-    """An engine with weights of its own, which come by weight synchronisation.
+    """An engine with weights of its own, which the driver's `EngineSync` sends to it.
 
-    It samples only from weights whose arrival was proven: from the beginning of a transfer to `accept` it refuses, and
-    so it does after a transfer that failed. What follows `generate` is called by the driver's `EngineSync` and, for
-    `receive`, by the sender.
+    It samples only from weights whose arrival was verified: it refuses from the beginning of a transfer until `accept`,
+    and after a transfer that failed. The methods stand in the order of the calls. A new engine implements `facts`,
+    `prepare`, `take`, `arrival`, `canary_inputs`, `canary`, `sample` and `move`; this class has the others.
     """
 
     held: tuple[int, str] | None = None
-    """Optimizer updates behind the weights that it holds, and their name; None = no proven weights."""
+    """Optimizer updates and name of the engine's weights. None: no transfer has been verified."""
     bucket_receiver: BucketReceiver | None = None
     is_asleep: bool = False
 
+    @collect
+    @abstractmethod
+    def prepare(self, layout: Layout) -> ParamMapping:
+        """Map every tensor of the layout to exactly one parameter. Inject adapters if adapters will be sent."""
+
+    @collect
+    def connect(self, route: WeightRoute) -> None:
+        """Open this end of a route on which the engine listens. Returns when all ends are open."""
+        self.bucket_receiver = route.open_receiver(current().rank)
+
+    @broadcast
+    def expect_weights(self) -> None:
+        """Begin a transfer: sampling is refused until `accept`."""
+        self.require_awake("take over weights")
+        self.held = None
+
+    @collect
+    def listen(self) -> None:
+        """Receive the buckets of one transfer."""
+        assert self.bucket_receiver is not None, "connect comes first"
+        buckets = self.bucket_receiver.buckets()
+        try:
+            for bucket in buckets:
+                self.receive(bucket)
+        finally:
+            for _ in buckets:  # the sender and the other ranks still run the collectives of this transfer
+                pass
+
+    def receive(self, bucket: Bucket) -> None:
+        """Receive one bucket: the engine's weights are unverified from now on."""
+        self.held = None
+        self.take(bucket)
+
+    def receive_packed(self, packed: Any) -> None:
+        """Receive a bucket that came through Ray's object store."""
+        self.receive(unpacked(packed))
+
+    @abstractmethod
+    def take(self, bucket: Bucket) -> None:
+        """Copy the tensors of a bucket into the parameters that `prepare` found."""
+
+    @collect
+    @abstractmethod
+    def arrival(self) -> Arrival:
+        """Report which tensors arrived, with fingerprints read back from the network."""
+
+    @rank0
+    @abstractmethod
+    def canary_inputs(self) -> Any:
+        """A fixed input for the trainer's network and the engine's."""
+
+    @collect
+    @abstractmethod
+    def canary(self, inputs: Any, answer: Any) -> CanaryResult:
+        """The difference between the network's output on `inputs` and `answer`, the trainer's output."""
+
+    @broadcast
+    def accept(self, version: int, weights: str) -> None:
+        """Sample from the weights of the last transfer, which the driver has verified."""
+        self.held = (version, weights)
+
     def generate(self, req: RolloutReq) -> RolloutResp:
-        """Samples from the weights that the request names; every row says what they were.
+        """Sample from the weights that the request names. Every row has their version.
 
         Raises:
-            SyncError: the engine holds other weights, or none.
+            SyncError: the engine has other weights, or none.
         """
         self.require_awake("sample")
         wanted = (req.weight_version, req.weights)
         if self.held != wanted:
-            holds = "no proven weights" if self.held is None else f"version {self.held[0]} ({self.held[1]})"
+            held = "no verified weights" if self.held is None else f"version {self.held[0]} ({self.held[1]})"
             raise SyncError(
-                f"the request asks for weights of version {wanted[0]} ({wanted[1]}), and the engine holds {holds}: "
+                f"the request asks for weights of version {wanted[0]} ({wanted[1]}), but the engine has {held}: "
                 "push them first"
             )
         with torch.no_grad():
@@ -81,72 +148,11 @@ class DedicatedEngine(RolloutEngine):
 
     @abstractmethod
     def sample(self, req: RolloutReq) -> RolloutResp:
-        """Samples from the weights of now."""
-
-    @collect
-    @abstractmethod
-    def prepare(self, layout: Layout) -> ParamMapping:
-        """Bind every tensor that will come to exactly one parameter; inject adapters if these are what comes."""
-
-    @broadcast
-    def expect_weights(self) -> None:
-        """A transfer begins: nothing is proven until `accept`."""
-        self.require_awake("take over weights")
-        self.held = None
-
-    @collect
-    def connect(self, route: WeightRoute) -> None:
-        """Open this end of a route on which it must listen. Returns when all ends are open."""
-        self.bucket_receiver = route.open_receiver(current().rank)
-
-    @collect
-    def listen(self) -> None:
-        """Receive one transfer."""
-        assert self.bucket_receiver is not None, "connect comes first"
-        buckets = self.bucket_receiver.buckets()
-        try:
-            for bucket in buckets:
-                self.receive(bucket)
-        finally:
-            for _ in buckets:  # the sender and the other ranks are in the collectives of this transfer
-                pass
-
-    def receive(self, bucket: Bucket) -> None:
-        """Take over the tensors of one bucket."""
-        self.held = None
-        self.take(bucket)
-
-    def receive_packed(self, packed: Any) -> None:
-        """The same, for a bucket that came through Ray's object store."""
-        self.receive(unpacked(packed))
-
-    @abstractmethod
-    def take(self, bucket: Bucket) -> None:
-        """Copy the tensors of a bucket into the network."""
-
-    @collect
-    @abstractmethod
-    def arrival(self) -> Arrival:
-        """What the network holds, read back from it."""
-
-    @rank0
-    @abstractmethod
-    def canary_inputs(self) -> Any:
-        """A fixed question for both networks."""
-
-    @collect
-    @abstractmethod
-    def canary(self, inputs: Any, answer: Any) -> CanaryResult:
-        """How far the network's own answer is from the trainer's."""
-
-    @broadcast
-    def accept(self, version: int, weights: str) -> None:
-        """The weights that came last are proven: sample from them."""
-        self.held = (version, weights)
+        """Sample from the present weights."""
 
     @broadcast
     def sleep(self) -> None:
-        """Leave the device; weights, adapters and their version are kept."""
+        """Move to main memory. Weights, adapters and their version are kept."""
         if not self.is_asleep:
             self.move(asleep=True)
             current().free_unused()
@@ -154,16 +160,16 @@ class DedicatedEngine(RolloutEngine):
 
     @broadcast
     def wake_up(self) -> None:
-        """Come back to the device."""
+        """Move back to the device."""
         if self.is_asleep:
             self.move(asleep=False)
             self.is_asleep = False
 
-    def require_awake(self, what: str) -> None:
-        """Raises RuntimeError while the engine sleeps."""
-        if self.is_asleep:
-            raise RuntimeError(f"the engine was asked to {what} while it sleeps: wake_up() comes first")
-
     @abstractmethod
     def move(self, asleep: bool) -> None:
-        """Everything to main memory, or back."""
+        """Move all modules to main memory, or back to the device."""
+
+    def require_awake(self, what: str) -> None:
+        """Raises RuntimeError while the engine is in main memory."""
+        if self.is_asleep:
+            raise RuntimeError(f"the engine cannot {what} while it sleeps: call wake_up() first")

@@ -1,1 +1,1 @@
-"""Sampling on the weights that are trained."""
+"""Recorded samples instead of sampling."""

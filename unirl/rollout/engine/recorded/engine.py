@@ -1,4 +1,4 @@
-"""Samples that exist already take the place of drawn ones: for losses that learn from a data set."""
+"""Returns recorded images instead of sampling, for losses that learn from a data set."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from unirl.types.sampling import DiffusionSamplingParams
 
 
 class RecordedRolloutEngine(TrainsideRolloutEngine):
-    """Gives back the pictures that a request names, as latents without a trajectory.
+    """Returns the images that a request names, as latents without a trajectory.
 
-    A request that names none is drawn from the trained weights, as trainside does: those of evaluations.
+    A request without recorded images, as in evaluations, is sampled from the trained weights.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(snapshots=True, recorded=True, modalities=("image",))
@@ -35,17 +35,17 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
     ) -> None:
         """
         Args:
-            forward_batch_size: rows per forward where pictures are drawn; speed and memory, never a bit of a sample.
+            forward_batch_size: rows per forward where images are sampled. It changes speed and memory, but no bit.
         """
         super().__init__(pipeline, backend, forward_batch_size=forward_batch_size)
         self.recorder = pipeline
-        pipeline.bundle.encoder()  # a family without one is refused here, not in the first step
+        pipeline.bundle.encoder()  # a family without an image encoder is refused here instead of in the first step
 
     def generate(self, req: RolloutReq) -> RolloutResp:
-        """The recorded pictures, scaled and cropped to the size of the request; drawn ones where none are named.
+        """The recorded images, scaled and cropped to the size of the request; sampled images if it names none.
 
         Raises:
-            DataError: 4003 for a picture that cannot be read, or is smaller than was asked for.
+            DataError: 4003 for an image that cannot be read, or is smaller than the request.
         """
         if RECORDED not in req.primitives:
             return super().generate(req)
@@ -56,47 +56,47 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
 
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-"""How PIL calls pictures of 8 bits a channel."""
+"""PIL's modes for images with 8 bits per channel."""
 
 
 def read_images(refs: Sequence[MediaRef], height: int, width: int) -> Images:
-    """One picture per reference, in their order. Raises DataError (4003)."""
-    with ThreadPoolExecutor() as threads:  # decoders of picture files leave Python's lock
+    """Read one image per reference, in order. Raises DataError (4003)."""
+    with ThreadPoolExecutor() as threads:  # PIL decoders release Python's lock
         pixels = list(threads.map(partial(read_image, height=height, width=width), (ref.uri for ref in refs)))
     return Images(pixels=torch.stack(pixels))
 
 
 def read_image(path: str, height: int, width: int) -> Tensor:
-    """[3, height, width] in [0, 1], on the 256 levels: scaled down to cover the size (Lanczos), and the middle of that.
+    """Read an image as [3, height, width] in [0, 1]: scaled down to cover the size (Lanczos), then centre-cropped.
 
     Raises:
-        DataError: 4003 where the file is no picture, is cut, is transparent, or would have to be enlarged.
+        DataError: 4003 when the file is not an image, is truncated or transparent, or would have to be enlarged.
     """
-    picture = _opaque(_opened(path), path)
-    if picture.height < height or picture.width < width:
+    image = _opaque(_opened(path), path)
+    if image.height < height or image.width < width:
         raise UnreadableFileError(
-            f"{path} has {picture.width} x {picture.height} pixels, and sampling.width x height = {width} x {height} "
-            "would enlarge it. Lower sampling.height and sampling.width, or give larger pictures"
+            f"{path} has {image.width} x {image.height} pixels, and sampling.width x height = {width} x {height} "
+            "would enlarge it. Lower sampling.height and sampling.width, or use larger images"
         )
-    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    fitted = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
 
 
 def _opened(path: str) -> Image.Image:
-    """The picture with all its pixels read, the right way up."""
+    """The image with all its pixels read, rotated as its EXIF data says."""
     try:
-        with Image.open(path) as picture:
-            return ImageOps.exif_transpose(picture)
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL meets the damage
-        raise UnreadableFileError(f"{path} cannot be read as a picture: {error}") from error
+        raise UnreadableFileError(f"{path} cannot be read as an image: {error}") from error
 
 
-def _opaque(picture: Image.Image, path: str) -> Image.Image:
-    """As RGB."""
-    if picture.mode not in MODES:
+def _opaque(image: Image.Image, path: str) -> Image.Image:
+    """The image as RGB. Raises DataError (4003) when it is transparent or has other than 8 bits per channel."""
+    if image.mode not in MODES:
         raise UnreadableFileError(
-            f"{path} is a picture of mode {picture.mode}; save it with 8 bits a channel as one of {', '.join(MODES)}"
+            f"{path} is an image of mode {image.mode}; save it with 8 bits per channel as one of {', '.join(MODES)}"
         )
-    if picture.has_transparency_data and picture.convert("RGBA").getchannel("A").getextrema() != (255, 255):
-        raise UnreadableFileError(f"{path} has transparent parts, and what shows through is not known; flatten it")
-    return picture.convert("RGB")
+    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+        raise UnreadableFileError(f"{path} has transparent parts, and their background is unknown; flatten the image")
+    return image.convert("RGB")

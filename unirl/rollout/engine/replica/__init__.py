@@ -1,1 +1,1 @@
-"""A model of its own for sampling, which runs wherever the trained one does."""
+"""Sampling with a second copy of the model."""

@@ -1,6 +1,6 @@
-"""A second copy of the model samples: the same pipeline, kernels and noise as the trainer's, weights by weight sync.
+"""Samples with a second copy of the model: the trainer's pipeline, kernels and noise, and weights by weight sync.
 
-With equal weights and dtypes its samples are trainside's bit for bit, so it is what other engines are compared with.
+With equal weights and dtypes its samples equal those of the trainside engine bit for bit, so it is the reference for
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unirl.types.rollout_resp import RolloutResp
 
 
 class ReplicaRolloutEngine(DedicatedEngine):
-    """Samples with a pipeline of its own, `forward_batch_size` rows per forward."""
+    """Samples with its own pipeline, `forward_batch_size` rows per forward."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True, dedicated=True)
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
@@ -41,9 +41,9 @@ class ReplicaRolloutEngine(DedicatedEngine):
     ) -> None:
         """
         Args:
-            pipeline: over a bundle that nobody else uses.
-            forward_batch_size: rows per forward; it changes speed and memory, never a bit of a sample.
-            dtype: of the network, stored and computed; absent = the bundle's. Adapters are float32.
+            pipeline: over a bundle that no other object uses.
+            forward_batch_size: rows per forward. It changes speed and memory, but no bit of a sample.
+            dtype: the dtype in which the network is stored and computes. Absent = the bundle's. Adapters are float32.
             use_torch_compile: compile each block.
         """
         if forward_batch_size < 1:
@@ -63,29 +63,29 @@ class ReplicaRolloutEngine(DedicatedEngine):
         return self.pipeline.facts
 
     def sample(self, req: RolloutReq) -> RolloutResp:
-        """One pass of the pipeline."""
+        """Run the pipeline."""
         return self.pipeline.generate(req, self.forward_batch_size)
 
     def prepare(self, layout: Layout) -> ParamMapping:
-        """Adapters are injected as the trainer's are; every tensor of the layout gets its parameter."""
+        """Inject adapters like the trainer's, and map every tensor of the layout to its parameter."""
         self.held = None
         if layout.adapter is not None and not adapter_names(self.network):
             spec = LoraSpec(layout.adapter.rank, layout.adapter.alpha, tuple(layout.adapter.targets))
             inject_lora(self.network, spec, seed=0)
         self._check_adapters(layout)
         self.receiver = WeightReceiver(self.network, layout)
-        # Flags as the trainer's, also under no_grad: torch.matmul folds dimensions by them, and so rounds by them.
+        # requires_grad as at the trainer, also under no_grad: torch.matmul chooses by it how to fold dimensions and round.
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in layout.tensors and layout.payload != "merged")
         numerics = Numerics.of(self.network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)
         return ParamMapping(self.receiver.dtypes(), numerics)
 
     def _check_adapters(self, layout: Layout) -> None:
-        """No adapter acts that the trainer does not send, and those that it sends do."""
+        """Raises SyncError when an adapter acts that the trainer does not send, or one that it sends does not act."""
         extra = [name for name in adapter_names(self.network) if name not in layout.tensors]
         if extra:
             raise SyncError(
-                f"the engine's network carries the adapter weight {extra[0]!r} ({len(extra)} in all), which the "
+                f"the engine's network has the adapter weight {extra[0]!r} ({len(extra)} in all), which the "
                 "trainer does not send: it would add to the trained weights"
             )
         if layout.adapter is not None:
@@ -93,12 +93,12 @@ class ReplicaRolloutEngine(DedicatedEngine):
             idle = inconsistent_adapters(self.network, spec)
             if idle:
                 raise SyncError(
-                    f"the adapter of {idle[0]!r} ({len(idle)} layers) is disabled, merged or scaled otherwise than "
-                    f"alpha / rank = {spec.scale:g}: what arrives would not act"
+                    f"the adapter of {idle[0]!r} ({len(idle)} layers) is disabled, merged or not scaled by "
+                    f"alpha / rank = {spec.scale:g}: the weights that arrive would not act"
                 )
 
     def take(self, bucket: Bucket) -> None:
-        """Copy tensors into the network's parameters."""
+        """Copy the tensors of a bucket into the network's parameters."""
         self._bound().receive(bucket)
 
     def arrival(self) -> Arrival:
@@ -107,16 +107,16 @@ class ReplicaRolloutEngine(DedicatedEngine):
 
     def _bound(self) -> WeightReceiver:
         if self.receiver is None:
-            raise SyncError("weights came before the engine knew which: prepare(layout) comes first")
+            raise SyncError("weights arrived before prepare(layout) was called")
         return self.receiver
 
     def canary_inputs(self) -> Batch:
-        """What the pipeline asks two networks; the engine's own encoders take part."""
+        """The pipeline's fixed input, encoded by the engine's own encoders."""
         return self.pipeline.canary_inputs()
 
     @torch.no_grad()
     def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
-        """The network's own answer against the trainer's."""
+        """Compare the network's own output with the trainer's."""
         device = self.pipeline.bundle.device
         with uncompiled():
             mine = self.pipeline.stage.canary(inputs.to(device)).values
@@ -126,7 +126,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
         return CanaryResult(torch.equal(mine, theirs), float(gap.abs().max()), float(relative))
 
     def move(self, asleep: bool) -> None:
-        """All components of the bundle."""
+        """Move all components of the bundle."""
         names = tuple(self.pipeline.bundle.modules)
         if asleep:
             self.pipeline.offload(names)
@@ -138,6 +138,6 @@ def compile_blocks(network: nn.Module, facts: ModelFacts) -> None:
     """Compile each block of `network` in place."""
     blocks = [module for module in network.modules() if type(module).__name__ in facts.block_class_names]
     if not blocks:
-        raise ValueError(f"{type(network).__name__} holds no block of {list(facts.block_class_names)} to compile")
+        raise ValueError(f"{type(network).__name__} has no block of {list(facts.block_class_names)} to compile")
     for block in blocks:
         block.forward = torch.compile(block.forward)

@@ -1,1 +1,1 @@
-"""Sampling on the weights that are trained."""
+"""Sampling with the trained weights."""

@@ -1,4 +1,4 @@
-"""The training process is the sampler: no second copy of the weights, nothing to synchronise."""
+"""Samples with the trained weights themselves: there is no second copy, and nothing to synchronise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from unirl.types.rollout_resp import RolloutResp
 
 
 class TrainedWeights(WeightSource, Protocol):
-    """The backend that trains the pipeline's network."""
+    """The part of a train backend that the engine uses."""
 
     updates: int
 
 
 class TrainsideRolloutEngine(RolloutEngine):
-    """Samples with the pipeline that is trained, `forward_batch_size` rows per forward."""
+    """Samples with the trained pipeline, `forward_batch_size` rows per forward."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(behaviour_logp=True, snapshots=True)
     toy: ClassVar[Mapping[str, object]] = {"forward_batch_size": 8}
@@ -31,7 +31,7 @@ class TrainsideRolloutEngine(RolloutEngine):
     def __init__(self, pipeline: Pipeline, backend: TrainedWeights, *, forward_batch_size: int = 8) -> None:
         """
         Args:
-            forward_batch_size: rows per forward; it changes speed and memory, never a bit of a sample.
+            forward_batch_size: rows per forward. It changes speed and memory, but no bit of a sample.
         """
         if forward_batch_size < 1:
             raise ValueError(f"rollout.forward_batch_size must be >= 1, got {forward_batch_size}")
@@ -40,7 +40,7 @@ class TrainsideRolloutEngine(RolloutEngine):
         self.forward_batch_size = forward_batch_size
 
     def generate(self, req: RolloutReq) -> RolloutResp:
-        """Samples from the live weights, or from the snapshot that the request names."""
+        """Sample from the live weights, or from the snapshot that the request names."""
         with torch.no_grad():
             named = nullcontext() if req.weights == "live" else self.backend.weights(req.weights)
             with named, self.backend.sampling():

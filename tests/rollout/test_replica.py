@@ -62,7 +62,7 @@ def test_a_snapshot_reaches_the_engine_by_its_name(lora) -> None:
 
 def test_it_samples_from_no_other_weights_than_were_asked_for() -> None:
     joined = ends()
-    with pytest.raises(SyncError, match=r"asks for weights of version 0 \(live\), and the engine holds no proven weig"):
+    with pytest.raises(SyncError, match=r"asks for weights of version 0 \(live\), but the engine has no verified weig"):
         joined.engine.generate(asking(joined))
     joined.sync.push(0)
     with pytest.raises(SyncError, match=r"version 0 \(ema\), and the engine holds version 0 \(live\): push them first"):
@@ -77,10 +77,10 @@ def test_it_sleeps_in_main_memory_and_refuses_to_sample_there() -> None:
     joined.sync.push(0)
     joined.engine.sleep()
     joined.engine.sleep()
-    with pytest.raises(RuntimeError, match=r"wake_up\(\) comes first"):
+    with pytest.raises(RuntimeError, match=r"call wake_up\(\) first"):
         joined.engine.generate(asking(joined))
     joined.train()
-    with pytest.raises(RuntimeError, match=r"wake_up\(\) comes first"):
+    with pytest.raises(RuntimeError, match=r"call wake_up\(\) first"):
         joined.sync.push(1)
     joined.engine.wake_up()
     joined.sync.push(1)

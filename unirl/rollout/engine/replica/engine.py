@@ -74,7 +74,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
             inject_lora(self.network, spec, seed=0)
         self._check_adapters(layout)
         self.receiver = WeightReceiver(self.network, layout)
-        # requires_grad as at the trainer, also under no_grad: torch.matmul chooses by it how to fold dimensions and round.
+        # requires_grad as at the trainer, also under no_grad: torch.matmul folds dimensions, and rounds, by it.
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in layout.tensors and layout.payload != "merged")
         numerics = Numerics.of(self.network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)

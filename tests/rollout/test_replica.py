@@ -65,10 +65,10 @@ def test_it_samples_from_no_other_weights_than_were_asked_for() -> None:
     with pytest.raises(SyncError, match=r"asks for weights of version 0 \(live\), but the engine has no verified weig"):
         joined.engine.generate(asking(joined))
     joined.sync.push(0)
-    with pytest.raises(SyncError, match=r"version 0 \(ema\), and the engine holds version 0 \(live\): push them first"):
+    with pytest.raises(SyncError, match=r"version 0 \(ema\), but the engine has version 0 \(live\): push them first"):
         joined.engine.generate(asking(joined, "ema"))
     joined.train()
-    with pytest.raises(SyncError, match=r"version 1 \(live\), and the engine holds version 0"):
+    with pytest.raises(SyncError, match=r"version 1 \(live\), but the engine has version 0"):
         joined.engine.generate(asking(joined))
 
 

@@ -92,7 +92,7 @@ def test_refilled_steps_stay_with_the_size_that_they_began_with(tmp_path, monkey
     monkeypatch.setattr("unirl.trainer.refill.informative_groups", lambda resp: [])  # every step makes all its draws
     with trainer_of(tmp_path, SIZES, "refill={max_draws: 3}", "num_rollouts=3") as trainer:
         data = trainer.data
-        draw, drawn = data.draw, []
+        draw, drawn = data.take, []
         monkeypatch.setattr(data, "draw", lambda count, size=None: drawn.append(draw(count, size)) or drawn[-1])
         trainer.train()
     sizes = [[prompt.size for prompt in prompts] for prompts in drawn]

@@ -7,18 +7,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.config.failures import Session
 from unirl.plan import memory
+from unirl.plan.geometry import geometry_table
+from unirl.plan.placement import PlacementPlan, plan_of
+from unirl.trainer.residency import PHASES, home_of, memory_parts, resident
 
 if TYPE_CHECKING:
     from unirl.config.load import Recipe
     from unirl.config.node import Node
     from unirl.models.loading.estimate import ModelEstimate
-    from unirl.plan.placement import PlacementPlan
     from unirl.types.sampling import Sampling
 
 EXAMPLES = (
@@ -38,34 +40,63 @@ def run(argv: list[str], session: Session) -> int:
 
 def show_plan(name: str, overrides: Sequence[str], as_json: bool = False) -> int:
     """Prints the plan of a recipe. Returns the exit status."""
-    from unirl.plan.geometry import geometry_table
-    from unirl.plan.placement import plan_of
-    from unirl.trainer.residency import PHASES, home_of, memory_parts, resident
-
     recipe = checked(name, overrides)
-    plan, estimate = plan_of(recipe.config), _estimate(recipe)
-    sizes = _memory_inputs(recipe, plan, estimate)
-    on_devices: dict[str, tuple[str, ...]] = {phase: resident(plan, phase) for phase in PHASES}
-    rows = memory.memory_table(sizes, on_devices)
-    transfer = _weight_transfer(recipe, plan, estimate, sizes)
-    if as_json:
-        facts = {
-            "recipe": recipe.file.name,
-            "placement": {role: device_set.words for role, device_set in plan.device_sets.items()},
-            "relation": plan.relation,
-            "sync": asdict(transfer),
-            "resident": on_devices,
-            "parameters": dict(estimate.parameters),
-            "sizes": asdict(sizes),
-        }
-        print(json.dumps(facts | {"memory_gib": [asdict(row) for row in rows]}, indent=1))
-        return 0
-    print(f"{recipe.file.name}   {recipe.file.path}\n{geometry_table(recipe.config)}")
-    print(f"placement  {plan.describe()}\n           {_transfer_text(transfer)}")
-    print(_parameters_text(estimate.parameters, sizes))
-    print(_memory_text(rows, {part: home_of(plan, part).words for part in memory_parts(plan)}))
-    print(f"time       {_time_text(recipe)}")
+    print(json.dumps(plan_facts(recipe), indent=1) if as_json else plan_text(recipe))
     return 0
+
+
+def plan_facts(recipe: Recipe) -> dict[str, Any]:
+    """The plan of a recipe as JSON values."""
+    plan = RunPlan.of(recipe)
+    return {
+        "recipe": recipe.file.name,
+        "placement": {role: device_set.words for role, device_set in plan.placement.device_sets.items()},
+        "relation": plan.placement.relation,
+        "sync": asdict(plan.transfer),
+        "resident": plan.resident,
+        "parameters": dict(plan.parameters),
+        "sizes": asdict(plan.sizes),
+        "memory_gib": [asdict(row) for row in plan.memory],
+    }
+
+
+def plan_text(recipe: Recipe) -> str:
+    """The plan of a recipe for people."""
+    plan = RunPlan.of(recipe)
+    homes: dict[str, str] = {part: home_of(plan.placement, part).words for part in memory_parts(plan.placement)}
+    return "\n".join(
+        [
+            f"{recipe.file.name}   {recipe.file.path}",
+            geometry_table(recipe.config),
+            f"placement  {plan.placement.describe()}\n           {_transfer_text(plan.transfer)}",
+            _parameters_text(plan.parameters, plan.sizes),
+            _memory_text(plan.memory, homes),
+            f"time       {_time_text(recipe)}",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The facts that both forms of a plan show."""
+
+    placement: PlacementPlan
+    parameters: Mapping[str, int]
+    sizes: memory.MemoryInputs
+    resident: Mapping[str, Sequence[str]]
+    """Phase to the parts that are on their devices in it."""
+    memory: list[memory.MemoryRow]
+    transfer: WeightTransfer
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunPlan:
+        """Works it out from configuration files alone."""
+        placement, estimate = plan_of(recipe.config), _estimate(recipe)
+        sizes = _memory_inputs(recipe, placement, estimate)
+        on_devices: dict[str, Sequence[str]] = {phase: resident(placement, phase) for phase in PHASES}
+        rows = memory.memory_table(sizes, on_devices)
+        transfer = _weight_transfer(recipe, placement, estimate, sizes)
+        return cls(placement, estimate.parameters, sizes, on_devices, rows, transfer)
 
 
 @dataclass(frozen=True)

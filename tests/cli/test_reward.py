@@ -55,7 +55,7 @@ def images(paths):
     return [word for path in paths for word in ("--image", path)]
 
 
-def test_the_listing_holds_every_scorer_and_what_it_reads(capsys):
+def test_the_listing_has_every_scorer_and_its_columns(capsys):
     assert main(["reward", "ls", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == scorers().keys() >= {"pickscore", "brightness", "shapes", "jpeg_compressibility"}
@@ -63,7 +63,7 @@ def test_the_listing_holds_every_scorer_and_what_it_reads(capsys):
     assert all(row["summary"] for row in rows.values())
 
 
-def test_rows_of_ones_own_are_scored(capsys, grays):
+def test_rows_of_the_command_line_are_scored(capsys, grays):
     assert main(["reward", "score", "-r", "brightness", *images(grays), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["total"] for row in rows] == pytest.approx([0.0, 0.2, 1.0])
@@ -86,7 +86,7 @@ def test_one_prompt_serves_all_rows_and_settings_reach_the_scorer(capsys, grays)
         (["-r", "pickscore", "--set", "batch=3"], 2, "batch"),
     ],
 )
-def test_a_wrong_word_is_answered_with_the_way_out(capsys, words, status, said):
+def test_a_wrong_argument_is_answered_with_the_way_out(capsys, words, status, said):
     assert main(["reward", "score", *words]) == status
     assert said in capsys.readouterr().err
 
@@ -97,17 +97,17 @@ def test_lint_passes_a_scorer_that_keeps_its_contract(capsys):
     assert "change nothing" in said and "finite differences" in said and "not constant" in said
 
 
-def test_lint_draws_signs_that_readers_of_text_tell_apart(capsys):
+def test_lint_draws_signs_that_ocr_tells_apart(capsys):
     assert main(["reward", "lint", "-r", "ocr"]) == 0
     assert "not constant" in capsys.readouterr().out
 
 
-def test_lint_catches_one_that_does_not(capsys):
+def test_lint_catches_a_scorer_that_breaks_its_contract(capsys):
     assert main(["reward", "lint", "-r", f"{__name__}.Relative", "--plugins", "tests"]) == 6
     assert "a score depends on" in capsys.readouterr().err
 
 
-def test_lint_says_which_rows_it_needs(capsys, grays):
+def test_lint_names_the_rows_that_it_needs(capsys, grays):
     assert main(["reward", "lint", "-r", "brightness", *images(grays[:2])]) == 2
     assert "at least 3 rows" in capsys.readouterr().err
     assert main(["reward", "lint", "-r", "shapes"]) == 2
@@ -124,7 +124,7 @@ def test_a_gradient_that_is_not_the_scores_is_caught(scorer, broken):
         check_gradient(scorer, request)
 
 
-def test_a_service_that_is_not_there_is_named_with_the_way_out(capsys):
+def test_an_unreachable_service_is_named_with_the_way_out(capsys):
     assert main(["reward", "ping", "http://127.0.0.1:9"]) == 6
     assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
     assert main(["reward", "bench", "http://127.0.0.1:9", "-r", "clip", "--items", "0"]) == 2

@@ -72,7 +72,7 @@ def test_a_head_by_its_file_is_the_same_and_one_that_does_not_fit_is_refused(tmp
         _ = published(tmp_path, head=str(tmp_path / "clip")).model
 
 
-def test_prompts_play_no_part_and_neither_do_order_and_batch_size():
+def test_scores_do_not_depend_on_prompts_order_or_batch_size():
     toy = AestheticRewardScorer(config=AestheticSpec(path="toy", batch_size=4, device="cpu"))
     answer = check_reward(toy, request(), atol=1e-6)
     assert toy.reads == ("images",) and list(answer.components) == ["aesthetic"]

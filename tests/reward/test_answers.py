@@ -77,7 +77,7 @@ RULES = [ExactMatchRewardScorer, MCExactMatchRewardScorer, GSM8KExactMatchReward
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("metadata", [{}, {"answer": ""}, {"answer": None}, {"answer": True}, {"answer": ["B"]}])
-def test_a_missing_right_answer_is_found_before_and_named_after(rule, metadata):
+def test_a_missing_right_answer_is_found_at_the_start_and_named_when_scored(rule, metadata):
     with pytest.raises(RewardError, match="no right answer in metadata 'answer'"):
         check_prompt(rule(), "a question", metadata)
     rows = RewardRequest(sample_ids=["good", "bad"], texts=["B", "B"], metadata=[{"answer": 3}, metadata])
@@ -90,6 +90,6 @@ def test_a_missing_right_answer_is_found_before_and_named_after(rule, metadata):
     ("rule", "answer", "why"),
     [(MCExactMatchRewardScorer, "blue", "not the letter"), (GSM8KExactMatchRewardScorer, "#### many", "not a number")],
 )
-def test_a_right_answer_of_another_form_is_found_before(rule, answer, why):
+def test_a_right_answer_of_another_form_is_found_at_the_start(rule, answer, why):
     with pytest.raises(RewardError, match=why):
         check_prompt(rule(), "a question", {"answer": answer})

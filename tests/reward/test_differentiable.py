@@ -103,7 +103,7 @@ def test_the_scorer_itself_is_not_trained(pickscore: PickScoreRewardScorer) -> N
 
 @pytest.mark.parametrize("edge", [32, 224])
 @pytest.mark.parametrize("size", [(40, 28), (512, 384), (100, 300), (20, 24), (224, 225)], ids=str)
-def test_pixels_are_the_processors_within_a_level_and_a_fifth(edge: int, size: tuple[int, int]) -> None:
+def test_pixels_differ_from_the_processors_by_at_most_1_2_levels(edge: int, size: tuple[int, int]) -> None:
     """White noise is the worst case; the processor rounds to levels after each of its two passes."""
     from transformers import CLIPImageProcessorPil
 
@@ -142,7 +142,7 @@ def test_a_scorer_of_weight_0_needs_no_gradient(pickscore: PickScoreRewardScorer
     torch.testing.assert_close(rewards.objective(images, PROMPTS), 2 * pickscore.objective(images, PROMPTS))
 
 
-def test_the_service_hands_on_the_objective_and_names_a_reward_without_one(pickscore: PickScoreRewardScorer) -> None:
+def test_the_service_returns_the_objective_and_names_a_reward_without_one(pickscore: PickScoreRewardScorer) -> None:
     images = pictures()
     service = RewardService(backend=pickscore)
     assert torch.equal(service.objective(images, PROMPTS), pickscore.objective(images, PROMPTS))

@@ -81,7 +81,7 @@ def test_scores_are_the_means_of_both_heads_of_the_published_class(scorer: EditR
 
 
 @pytest.mark.slow
-def test_a_score_is_its_rows_own_and_depends_on_prompt_and_both_pictures(scorer: EditRewardRewardScorer) -> None:
+def test_a_score_depends_on_prompt_and_both_images_of_its_row_alone(scorer: EditRewardRewardScorer) -> None:
     asked = request()
     before = check_reward(scorer, asked).total
     assert asked.images is not None and asked.sources is not None
@@ -107,7 +107,7 @@ def test_the_names_of_a_published_checkpoint_are_read(scorer: EditRewardRewardSc
         network_of(weights, toy_config(scorer.processors[0]), torch.float32)
 
 
-def test_questions_are_the_authors_and_read_without_running_them(tmp_path: Path) -> None:
+def test_questions_are_parsed_from_the_authors_files_without_running_them(tmp_path: Path) -> None:
     (tmp_path / "prompts.py").write_text(
         'import nothing\nINSTRUCTION_EDIT_FOLLOWING = "F {text_prompt}"\nINSTRUCTION_EDIT_QUALITY = "Q {text_prompt}"\n'
     )
@@ -123,7 +123,7 @@ def test_questions_are_the_authors_and_read_without_running_them(tmp_path: Path)
         read_questions(None)
 
 
-def test_one_picture_is_compared_with(scorer: EditRewardRewardScorer) -> None:
+def test_several_source_images_are_refused(scorer: EditRewardRewardScorer) -> None:
     asked = request()
     two = RewardRequest(**{**vars(asked), "sources": [[drawn(0, 56, 56)] * 2] * 3})
     with pytest.raises(RewardError, match=r"compares with one source image, and the prompt of sample .a. has 2"):
@@ -162,7 +162,7 @@ def saved(path: Path, pixels: Tensor) -> tuple[MediaRef, ...]:
     return (MediaRef("image", "condition", str(path)),)
 
 
-def test_a_scorer_gets_the_pictures_as_the_model_saw_them(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
+def test_a_scorer_gets_the_source_images_as_the_model_saw_them(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
     """Cut to the sample's size: of a picture that has it already, the very pixels."""
     sources = [drawn(20, 56, 84), drawn(21, 56, 84)]
     refs = [saved(tmp_path / f"{i}.png", source) for i, source in enumerate(sources)]
@@ -174,14 +174,14 @@ def test_a_scorer_gets_the_pictures_as_the_model_saw_them(scorer: EditRewardRewa
     torch.testing.assert_close(found, scorer.score(asked).total, atol=1e-6, rtol=0)
 
 
-def test_a_prompt_without_a_picture_cannot_be_compared(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
+def test_a_prompt_without_a_source_image_is_refused(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
     req, resp = edited(tmp_path, [(), ()])
     with pytest.raises(RewardError, match=r"prompt of sample 'g0' has no image: give it media_refs"):
         RewardService(backend=scorer).score_and_attach(req, resp)
 
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
-def test_what_was_edited_travels_in_a_turn_before(encoding: str) -> None:
+def test_the_source_image_is_sent_in_an_earlier_turn(encoding: str) -> None:
     config = RemoteRewardSpec(
         base_url="http://127.0.0.1:1",
         required_rewards=("editreward",),
@@ -198,7 +198,7 @@ def test_what_was_edited_travels_in_a_turn_before(encoding: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_service_gives_the_scores_of_the_scorer_here() -> None:
+def test_a_service_returns_the_scores_of_the_local_scorer() -> None:
     pytest.importorskip("reward_service")
     config = RemoteRewardSpec(base_url="toy", required_rewards=("editreward",), sends_sources=True, timeout=120.0)
     toy = EditRewardRewardScorer(config=EditRewardSpec(path="toy", dtype="fp32", device="cpu"))

@@ -44,7 +44,7 @@ def scored(scorer, policy=TOLERANT):
     return RewardService(backend=scorer, on_failure=policy).score_and_attach(a_request(), a_response())
 
 
-def test_a_failed_row_is_found_among_the_others_which_keep_their_scores():
+def test_a_failed_row_is_isolated_and_the_others_keep_their_scores():
     track = scored(Failing("g1:0")).tracks["image"]
     assert track.rewards.isnan().tolist() == [False, False, True, False]
     torch.testing.assert_close(track.rewards[[0, 1, 3]], torch.tensor(LEVELS)[[0, 1, 3]])
@@ -60,19 +60,19 @@ def test_whichever_rows_fail_the_others_are_scored_as_if_alone(poison):
         assert (score != score) if sample in poison else score == pytest.approx(level)
 
 
-def test_a_failure_that_passes_is_tried_again_alone_and_leaves_no_trace():
+def test_a_temporary_failure_is_retried_alone_and_changes_nothing():
     scorer = Failing("g0:1", times=3)  # the whole call, its half, and alone
     track = scored(scorer, FailurePolicy(retries=1)).tracks["image"]
     torch.testing.assert_close(track.rewards, torch.tensor(LEVELS))
     assert scorer.asked[-1] == ["g0:1"] and not any(track.failures)
 
 
-def test_when_retries_are_spent_and_nothing_may_be_dropped_the_step_stops():
+def test_a_failure_after_all_retries_stops_the_step_if_nothing_may_be_dropped():
     with pytest.raises(RewardError, match=r"no answer for g0:1.*1 of 4 samples could not be scored"):
         scored(Failing("g0:1"), FailurePolicy(retries=2))
 
 
-def test_a_reward_that_cannot_be_reached_is_no_sample_to_drop():
+def test_an_unreachable_reward_stops_the_run_instead_of_dropping_samples():
     def gone(request):
         raise RewardUnreachableError("no server at http://127.0.0.1:1")
 
@@ -81,7 +81,7 @@ def test_a_reward_that_cannot_be_reached_is_no_sample_to_drop():
     assert caught.value.code == 6001
 
 
-def test_a_mistake_in_the_recipe_is_no_sample_to_drop_either():
+def test_an_error_in_the_recipe_stops_the_run_instead_of_dropping_samples():
     scorer = Failing()
     scorer.score = lambda request: scorer.asked.append(1) or (_ for _ in ()).throw(ConfigError("no such reward"))
     with pytest.raises(ConfigError, match="no such reward"):
@@ -89,7 +89,7 @@ def test_a_mistake_in_the_recipe_is_no_sample_to_drop_either():
     assert scorer.asked == [1]
 
 
-def test_ranks_join_though_all_rows_of_one_failed():
+def test_responses_of_ranks_are_joined_even_if_all_rows_of_one_failed():
     service = RewardService(backend=Failing("g1:0", "g1:1"), on_failure=TOLERANT)
     req, resp = a_request(), a_response()
     parts = [service.score_and_attach(req.slice(a, b), resp.select(range(a, b))) for a, b in ((0, 2), (2, 4))]
@@ -109,7 +109,7 @@ def test_a_logged_only_reward_enters_no_advantage_and_may_fail():
     assert {found[0].reward for found in track.failures} == {"judge"}
 
 
-def test_a_row_that_a_weighted_reward_lost_is_lost_whatever_is_logged_only():
+def test_a_row_without_a_weighted_reward_fails_whatever_is_logged_only():
     both = WeightedRewards(
         scorers={"logged": Failing("g0:0"), "bright": Failing("g1:0")}, weights={"logged": 0.0, "bright": 1.0}
     )
@@ -125,7 +125,7 @@ def lost(*samples):
     return scored(Failing(*samples))
 
 
-def test_a_group_falls_whole_and_the_ledger_says_why():
+def test_a_whole_group_gets_weight_0_and_the_ledger_has_the_reason():
     resp = DropBudget(TOLERANT).admit(lost("g1:0"))
     track = resp.tracks["image"]
     assert track.weight.tolist() == [1.0, 1.0, 0.0, 0.0]
@@ -152,12 +152,12 @@ def test_the_budget_counts_over_a_window_of_steps():
         budget.admit(lost("g0:0"))
 
 
-def test_a_step_without_any_score_is_the_end():
+def test_a_step_without_any_score_stops_the_run():
     with pytest.raises(RewardError, match="4 of the 4 samples"):
         DropBudget(replace(TOLERANT, max_dropped_fraction=0.99)).admit(lost(*IDS))
 
 
-def test_the_budget_goes_on_where_it_was_saved():
+def test_the_budget_continues_after_a_checkpoint():
     first, second = (DropBudget(FailurePolicy(max_dropped_fraction=0.25, window=2)) for _ in range(2))
     first.admit(lost())
     first.admit(lost("g0:0"))
@@ -166,7 +166,7 @@ def test_the_budget_goes_on_where_it_was_saved():
         second.admit(lost("g0:0"))
 
 
-def test_a_lost_leaf_takes_its_root_group_along():
+def test_a_failed_leaf_gives_weight_0_to_its_root_group():
     req, parent = a_request(), a_response().tracks["image"]
     ids = [f"{sample}/{j}" for sample in req.sample_ids for j in range(2)]
     leaf = parent.select([0, 0, 1, 1, 2, 2, 3, 3]).replace(
@@ -185,7 +185,7 @@ def test_a_lost_leaf_takes_its_root_group_along():
 @pytest.mark.parametrize(
     ("key", "value"), [("retries", -1), ("max_dropped_fraction", 1.0), ("max_dropped_fraction", -0.1), ("window", 0)]
 )
-def test_a_policy_that_means_nothing_is_refused(key, value):
+def test_a_policy_out_of_range_is_refused(key, value):
     with pytest.raises(ConfigError, match=rf"on_failure\.{key} must .*got {value}"):
         FailurePolicy(**{key: value})
 

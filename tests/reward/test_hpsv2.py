@@ -199,7 +199,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
         assert caught.value.code == 4001
 
 
-def test_a_hub_id_is_asked_for_its_checkpoint(open_clip, tmp_path, monkeypatch):
+def test_a_hub_id_loads_its_checkpoint(open_clip, tmp_path, monkeypatch):
     spec = published(tmp_path, open_clip.state_dict(), "x.pt")
     asked = []
 
@@ -238,7 +238,7 @@ def test_every_weight_is_renamed_to_one_of_transformers(open_clip):
 
 
 @pytest.mark.parametrize("size", [(40, 28), (28, 40), (64, 64), (20, 24), (33, 100)], ids=str)
-def test_pictures_are_scaled_as_by_pil_and_put_in_the_middle_of_black(size):
+def test_images_are_scaled_as_by_pil_and_centred_on_black(size):
     """PIL resamples floats (mode F) without rounding: another implementation of the same filter."""
     pictures = images(*size)[:1]
     found = letterboxed(pictures, SIDE)

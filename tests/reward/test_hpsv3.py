@@ -83,7 +83,7 @@ def test_scores_are_the_means_of_the_published_class_over_15(scorer, size):
     assert found.std() > 1e-4
 
 
-def test_a_picture_is_numbered_token_by_token_and_not_by_rows_and_columns(scorer):
+def test_image_tokens_are_numbered_one_by_one_and_not_by_rows_and_columns(scorer):
     """With the positions that Qwen2-VL gives pictures itself, the mean is another one."""
     processor, asked = scorer.processor, request()
     inputs = processor.inputs([processor.tokenize(PROMPTS[0])], asked.images[:1])
@@ -146,7 +146,7 @@ def test_the_toy_is_the_same_every_time_and_leaves_the_global_generator_alone():
 
 
 @pytest.mark.parametrize("mark", ["<|Reward|>", "<|image_pad|>", "<|im_end|>"])
-def test_a_prompt_with_a_mark_of_the_chat_is_refused_before_a_run_and_when_scored(scorer, mark):
+def test_a_prompt_with_a_special_token_is_refused_at_the_start_and_when_scored(scorer, mark):
     prompts = ["fine", f"a sign that says {mark}", "fine"]
     with pytest.raises(RewardError, match=r"a sign that says .* a special token"):
         scorer.check_prompt(prompts[1], {})
@@ -155,7 +155,7 @@ def test_a_prompt_with_a_mark_of_the_chat_is_refused_before_a_run_and_when_score
     scorer.check_prompt("a < b | c > d", {})
 
 
-def test_the_published_text_is_read_from_the_authors_package_without_running_it(tmp_path, monkeypatch):
+def test_the_instruction_is_parsed_from_the_authors_package_without_running_it(tmp_path, monkeypatch):
     with monkeypatch.context() as absent, pytest.raises(DependencyError, match="pip install --no-deps hpsv3"):
         absent.setattr("unirl.config.dependencies.find_spec", lambda name: None)
         read_instruction(None)

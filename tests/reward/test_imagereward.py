@@ -162,7 +162,7 @@ def test_scores_of_a_published_checkpoint_are_those_of_the_plain_operations(publ
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_prompt_is_lower_cased_framed_and_cut_after_35_tokens():
+def test_the_prompt_is_lower_cased_framed_and_truncated_to_35_tokens():
     tokenizer = toy_tokenizer()
     rows = tokenizer(PROMPTS, padding="max_length", truncation=True, max_length=35)["input_ids"]
     assert [len(row) for row in rows] == [35] * len(PROMPTS)

@@ -80,7 +80,7 @@ def test_wiscore_is_the_published_weighted_mean(serve):
     )
 
 
-def test_the_judge_sees_the_very_pixels_and_the_prompt(serve):
+def test_the_judge_gets_the_exact_pixels_and_the_prompt(serve):
     server = serve(Said(WISE))
     rows = request(3)
     wise(server, concurrency=1).score(rows)
@@ -90,7 +90,7 @@ def test_the_judge_sees_the_very_pixels_and_the_prompt(serve):
         assert (asked.body["model"], asked.body["temperature"]) == ("judge", 0)
 
 
-def test_an_explanation_reaches_the_judge_and_a_missing_one_is_found_before(serve):
+def test_an_explanation_reaches_the_judge_and_a_missing_one_is_found_at_the_start(serve):
     server = serve(Said(WISE))
     scorer = wise(server, explanation_key="explanation")
     scorer.score(request(metadata={"explanation": "ice that has melted"}))
@@ -151,7 +151,7 @@ def test_the_geometric_mean_is_the_root_of_the_product(values):
     assert geometric_mean(values) == pytest.approx(math.prod(values) ** (1 / len(values)), rel=1e-9, abs=1e-30)
 
 
-def test_a_score_depends_on_its_own_picture_whatever_the_order_of_answers(serve):
+def test_a_score_depends_on_its_own_image_whatever_the_order_of_answers(serve):
     def slow_for_dark_ones(asked):
         time.sleep(0.05 * (asked.picture[0, 0, 0] == 0))
         grade = int(asked.picture[0, 0, 0]) // 9 % 3
@@ -169,7 +169,7 @@ def test_a_score_depends_on_its_own_picture_whatever_the_order_of_answers(serve)
         (GenEval2RewardScorer, GenEval2Spec),
     ],
 )
-def test_the_toy_takes_the_same_way(kind, spec):
+def test_the_toy_uses_the_same_code_path(kind, spec):
     toy = kind(config=spec(**{"model": "toy"} | spec.toy))
     answer = check_reward(toy, request(8, {"vqa_list": QUESTIONS}))
     assert len(set(answer.total.tolist())) > 2
@@ -201,7 +201,7 @@ def test_an_answer_of_another_form_is_a_failure_of_that_sample(serve, text, why)
         checked_score(scorer, request(2), "wise")
 
 
-def test_labels_are_found_in_the_usual_dress():
+def test_labels_are_found_in_usual_formatting():
     labels = {"a": "Realism", "b": "Style Score"}
     plain, marked = "Realism: 2\nStyle Score (1-5): 4", "- **Realism:** 2\n* Style Score = 4.0."
     for text in (plain, marked, "realism : 2 \r\nSTYLE SCORE: 4"):
@@ -210,7 +210,7 @@ def test_labels_are_found_in_the_usual_dress():
 
 @pytest.mark.parametrize("metadata", [{}, {"vqa_list": []}, {"vqa_list": "x"}, {"vqa_list": [["q"]]},
                                       {"vqa_list": [["q", ""]]}, {"vqa_list": [["q", 2]]}])  # fmt: skip
-def test_a_prompt_without_questions_is_found_before_and_named_after(serve, metadata):
+def test_a_prompt_without_questions_is_found_at_the_start_and_named_when_scored(serve, metadata):
     scorer = geneval2(serve(Said("yes")))
     why = "no questions in metadata 'vqa_list'|holds .* which is not a pair"
     with pytest.raises(RewardError, match=why):
@@ -257,14 +257,14 @@ def test_a_fifth_of_all_attempts_failing_loses_and_changes_nothing(serve):
         (Said("Consistency: 2\nReal", finish="length"), 1, r"cut off \(length\)", 6002),
     ],
 )
-def test_what_stays_broken_is_an_error_that_says_so(serve, said, attempts, why, code):
+def test_a_permanent_fault_is_an_error_with_its_reason(serve, said, attempts, why, code):
     server = serve(said)
     with pytest.raises(RewardError, match=why) as caught:
         checked_score(wise(server, retries=2), request(), "wise")
     assert (caught.value.code, len(server.asked)) == (code, attempts)
 
 
-def test_an_endless_answer_is_not_read_to_its_end(serve, monkeypatch):
+def test_a_response_body_beyond_the_limit_is_not_read(serve, monkeypatch):
     monkeypatch.setattr("unirl.reward.client.connection.MAX_BODY_BYTES", 10_000)
     with pytest.raises(RewardError, match="more than 10000 bytes"):
         checked_score(wise(serve(Said("x" * 20_000)), retries=0), request(), "wise")
@@ -278,7 +278,7 @@ def test_a_judge_that_does_not_answer_in_time_is_given_up(serve):
     assert time.monotonic() - begin < 0.9
 
 
-def test_nobody_at_the_address_is_no_sample_to_drop():
+def test_an_unreachable_judge_stops_the_run_instead_of_dropping_samples():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
@@ -288,7 +288,7 @@ def test_nobody_at_the_address_is_no_sample_to_drop():
     assert caught.value.code == 6001
 
 
-def test_whether_the_judge_is_there_is_known_before_anything_is_asked(serve):
+def test_an_unusable_judge_is_found_at_the_start(serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     absent = WiseRewardScorer(config=WiseSpec(base_url=f"http://127.0.0.1:{port}/v1", model="judge"))
@@ -313,7 +313,7 @@ def test_whether_the_judge_is_there_is_known_before_anything_is_asked(serve):
         Said(body=b'{"data": [{"id": "judge"}, {"id": "other"}]}'),
     ],
 )
-def test_a_judge_that_lists_itself_or_nothing_may_be_asked(serve, listed):
+def test_a_judge_that_lists_its_model_or_no_models_passes_the_check(serve, listed):
     server = serve(Said(WISE))
     server.listed = listed
     check_start(wise(server))

@@ -45,7 +45,7 @@ ROWS = request(["yes", "yes", "yes", "no", "no"], [10, 90, 100, 100, 95])
         ({"truncated": "soft", "buffer": 20, "factor": 2.0}, [1, 0, -1, -2, -1.5]),
     ],
 )
-def test_long_responses_pay_and_components_stay(values, totals):
+def test_long_responses_are_penalised_and_components_are_unchanged(values, totals):
     answer = check_reward(shaped(**values), ROWS)
     assert answer.total.tolist() == pytest.approx(totals)
     assert answer.components["exact_match"].tolist() == [1, 1, 1, 0, 0]
@@ -53,7 +53,7 @@ def test_long_responses_pay_and_components_stay(values, totals):
     torch.testing.assert_close(answer.total - answer.components["exact_match"], answer.components["length_penalty"])
 
 
-def test_overlong_responses_cost_as_in_dapo():
+def test_the_overlong_penalty_is_that_of_dapo():
     lengths, limits = torch.tensor([0, 16383, 16384, 18432, 20480, 30000]), torch.full((6,), 20480)
     assert overlong_penalty(lengths, limits, 4096).tolist() == [0.0, 0.0, 0.0, -0.5, -1.0, -1.0]
     assert overlong_penalty(lengths[3:4], limits[:1], 4096, factor=3.0).tolist() == [-1.5]
@@ -73,7 +73,7 @@ def test_settings_out_of_range_are_refused(values):
         LengthSpec(**values)
 
 
-def test_a_truncated_response_that_cannot_be_judged_is_no_zero():
+def test_a_truncated_response_that_cannot_be_scored_is_not_zero():
     rows = dataclasses.replace(ROWS, metadata=[{}] * 5)
     answer = shaped(truncated="zero").score(rows)
     assert answer.lost() == list(range(5)) and "no right answer" in answer.failures[2][0].why

@@ -105,7 +105,7 @@ def test_the_process_has_bounded_memory_and_outlives_its_end(checker, monkeypatc
     assert math_worker.reply_to({"reference": "1", "response": "2"})["verdict"] == "undecided"
 
 
-def test_what_a_dying_process_said_is_shown(monkeypatch, tmp_path):
+def test_the_last_error_line_of_a_dying_process_is_shown(monkeypatch, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text("raise SystemExit('no such thing')")
     monkeypatch.setattr(math_checker, "__file__", str(tmp_path / "checker.py"))
@@ -135,7 +135,7 @@ checker.judge("1", {ENDLESS!r})
 
 
 @pytest.mark.parametrize("metadata", [{}, {"answer": ""}, {"answer": "}{"}])
-def test_a_right_answer_that_is_missing_or_no_mathematics_is_found_before_and_named_after(boxed, metadata):
+def test_a_right_answer_that_is_missing_or_not_mathematics_is_found_at_the_start(boxed, metadata):
     why = "no right answer in metadata|the right answer .* is not mathematics"
     with pytest.raises(RewardError, match=why):
         check_prompt(boxed, "a question", metadata)

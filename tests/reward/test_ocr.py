@@ -72,25 +72,25 @@ def test_words_on_two_lines_small_turned_or_noisy_are_read(scorer):
     assert scorer.score(request(words, images)).total.tolist() == [1.0] * 4
 
 
-def test_a_picture_of_any_size_is_read(scorer):
+def test_an_image_of_any_size_is_read(scorer):
     images = [lettered([word], size=512, height=height) for word, height in (("Coffee", 60), ("No Parking", 12))]
     assert scorer.score(request(("Coffee", "No Parking"), images)).total.tolist() == [1.0, 1.0]
     assert scorer.score(request(("Cafe",), [lettered(["Cafe"], size=64, height=12)])).total.tolist() == [1.0]
 
 
-def test_a_wrong_letter_costs_its_share_and_a_blank_picture_everything(scorer):
+def test_a_wrong_letter_costs_its_share_and_a_blank_image_scores_0(scorer):
     images = [lettered(["Zebra"]), lettered(["Zebrk"]), torch.ones(3, 256, 256)]
     assert scorer.score(request(["Zebra"] * 3, images)).total.tolist() == pytest.approx([1.0, 0.8, 0.0])
 
 
-def test_one_character_pictures_are_read_as_a_line():
+def test_images_of_one_character_are_read_as_a_line():
     scorer = OCRRewardScorer(config=OCRSpec(detect=False, text_score=0.0))
     digits = list("0123456789")
     images = [lettered([digit], size=32, height=28) for digit in digits]
     assert scorer.score(request(digits, images)).total.mean() >= 0.9
 
 
-def test_a_score_depends_on_its_picture_alone():
+def test_a_score_depends_on_its_image_alone():
     words = ("Open", "SALE", "York", "Bread")
     rows = request(words, [lettered([word], size=96, height=16) for word in (*words[:3], "something")])
     answers = [check_reward(OCRRewardScorer(config=OCRSpec(side=96, num_threads=n)), rows, atol=0.0) for n in (1, 2)]
@@ -99,13 +99,13 @@ def test_a_score_depends_on_its_picture_alone():
 
 
 @given(st.text("abcD 1", max_size=12), st.text("abCd 1", min_size=1, max_size=8).filter(str.strip))
-def test_the_rule_is_the_capped_edit_distance_of_what_remains_without_blanks_and_case(read, wanted):
+def test_the_score_is_the_capped_edit_distance_without_white_space_and_case(read, wanted):
     found, target = comparable(read), comparable(wanted)
     distance = 0 if target in found else min(levenshtein(found, target), len(target))
     assert similarity(read, target) == pytest.approx(1 - distance / len(target))
 
 
-def test_the_first_quoted_span_is_wanted_or_a_metadata_key():
+def test_the_target_is_the_first_quoted_span_or_a_metadata_key():
     by_prompt, by_key = OCRRewardScorer(), OCRRewardScorer(config=OCRSpec(target_key="text"))
     assert by_prompt.target('"One Way" and "Two"', {}) == "oneway"
     assert by_prompt.target("a wall with \u201cHi You\u201d on it", {}) == "hiyou"
@@ -114,7 +114,7 @@ def test_the_first_quoted_span_is_wanted_or_a_metadata_key():
 
 
 @pytest.mark.parametrize("prompt", ["a sign that says Open", 'half a "quote', 'nothing: ""', 'blank: "  "'])
-def test_a_prompt_without_a_wanted_text_is_found_before_and_named_after(scorer, prompt):
+def test_a_prompt_without_a_target_is_found_at_the_start_and_named_when_scored(scorer, prompt):
     with pytest.raises(RewardError, match=r"no text in double quotes .* Write it as in"):
         check_prompt(scorer, prompt, {})
     rows = RewardRequest(sample_ids=["good", "bad"], prompts=['"A"', prompt], images=torch.ones(2, 3, 64, 64))
@@ -125,7 +125,7 @@ def test_a_prompt_without_a_wanted_text_is_found_before_and_named_after(scorer, 
 
 
 @pytest.mark.parametrize("metadata", [{}, {"text": 7}, {"text": " "}])
-def test_a_missing_metadata_key_is_found_before(metadata):
+def test_a_missing_metadata_key_is_found_at_the_start(metadata):
     with pytest.raises(RewardError, match="metadata 'text'"):
         check_prompt(OCRRewardScorer(config=OCRSpec(target_key="text")), '"Open"', metadata)
 
@@ -150,7 +150,7 @@ def test_pieces_at_one_height_are_read_from_the_left_whatever_their_order():
         assert in_reading_order([lines[i] for i in order]) == "HiNewYork!"
 
 
-def test_paddleocr_is_asked_in_its_documented_form(monkeypatch):
+def test_paddleocr_is_called_as_documented(monkeypatch):
     """PaddleOCR 3.7's parameters and result keys; its models are on a hub."""
     asked_for = {}
 

@@ -22,13 +22,13 @@ def request(*roles: str | None) -> RewardRequest:
     )
 
 
-def test_the_chosen_gets_one_and_the_rejected_nothing_each_by_itself() -> None:
+def test_the_chosen_image_gets_1_and_the_rejected_0_each_by_itself() -> None:
     answer = check_reward(RecordedRewardScorer(), request(*ROLES))
     assert answer.total.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert answer.components.keys() == {"preference"}
 
 
-def test_drawn_pictures_are_scored_as_their_own_scorer_scores_them() -> None:
+def test_generated_images_are_scored_by_their_own_scorer() -> None:
     drawn = request(None, None, None)
     scorer, brightness = RecordedRewardScorer(drawn=BrightnessRewardScorer()), BrightnessRewardScorer()
     answer, expected = check_reward(scorer, drawn), brightness.score(drawn)
@@ -38,17 +38,17 @@ def test_drawn_pictures_are_scored_as_their_own_scorer_scores_them() -> None:
 
 
 @pytest.mark.parametrize("roles", [(None, None), ("chosen", None), ("chosen", "best")])
-def test_a_picture_of_which_no_preference_is_known_is_refused_by_name(roles) -> None:
+def test_an_image_without_a_recorded_preference_is_refused_by_name(roles) -> None:
     with pytest.raises(ConfigError, match=r"'p0@0:[01]' is not a recorded image .*eval_steps=0, or set reward.backend"):
         RecordedRewardScorer().score(request(*roles))
 
 
-def test_one_that_stands_among_recorded_ones_is_never_scored_by_another_measure() -> None:
+def test_a_generated_image_among_recorded_ones_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'p0@0:1' is not a recorded image"):
         RecordedRewardScorer(drawn=BrightnessRewardScorer()).score(request("chosen", None))
 
 
-def test_the_scorer_of_drawn_pictures_moves_with_it() -> None:
+def test_the_scorer_of_generated_images_is_offloaded_with_it() -> None:
     moved = []
 
     class Moving(BrightnessRewardScorer):

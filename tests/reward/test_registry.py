@@ -21,7 +21,7 @@ def test_params_are_the_fields_of_the_spec_or_the_keywords():
     assert make_scorer("shapes_classifier", {"batch_size": 3}).batch_size == 3
 
 
-def test_toy_fills_in_what_is_not_said():
+def test_toy_values_fill_in_missing_settings():
     spec = make_scorer("pickscore", {"batch_size": 2}, toy=True).config
     assert (spec.path, spec.batch_size) == ("toy", 2)
 
@@ -38,7 +38,7 @@ def test_toy_fills_in_what_is_not_said():
         ("unirl.types.primitives.Images", {}, "RewardScorer"),
     ],
 )
-def test_a_mistake_is_named_with_the_way_out(name, params, said):
+def test_an_unknown_scorer_or_setting_is_named_with_the_way_out(name, params, said):
     with pytest.raises(ConfigError) as raised:
         make_scorer(name, params)
     assert said in str(raised.value)

@@ -92,7 +92,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_items_whose_answer_fails_are_sent_again_with_their_id_until_it_comes(fault):
+def test_items_of_a_failed_response_are_sent_again_with_their_id(fault):
     """Every second answer is spoiled."""
     with stub(lambda items, n: FAULTS[fault](items) if n % 2 == 0 else scores(items)) as service:
         assert deliver_all(service.url) == EXPECTED
@@ -121,7 +121,7 @@ def test_the_ids_of_two_calls_differ_even_for_the_same_items():
         assert len(set(ids)) == 20
 
 
-def test_only_the_reward_without_an_answer_is_asked_again():
+def test_only_the_reward_without_a_score_is_requested_again():
     def answer(items, n):
         results = [{name: {"total": 1.0} for name in each.required_rewards if n or name == "a"} for each in items]
         errors = [
@@ -137,7 +137,7 @@ def test_only_the_reward_without_an_answer_is_asked_again():
 
 
 @pytest.mark.parametrize("said", ["failed: no quote", "invalid: no image", "not_finite: nan", "CUDA error: x"])
-def test_an_item_at_fault_itself_is_not_sent_again(said):
+def test_an_invalid_item_is_not_sent_again(said):
     with stub(lambda items, n: answered(items, {}, {"odd": said})) as service:
         assert deliver_all(service.url, [item("x")]) == [{"odd": ItemError.read(said)}]
         assert len(service.posts) == 1
@@ -156,7 +156,7 @@ def test_an_item_that_never_succeeds_fails_after_its_retries_and_the_others_do_n
         assert answers == EXPECTED[:3] + EXPECTED[4:]
 
 
-def test_a_full_service_is_asked_again_after_the_time_it_says():
+def test_a_busy_service_is_asked_again_after_retry_after():
     busy = Reply(plain({"kind": "busy", "detail": "full"}), 429, JSON, {"Retry-After": "1"})
     with stub(lambda items, n: busy if n == 0 else scores(items)) as service:
         assert deliver_all(service.url, max_retries=0) == EXPECTED
@@ -164,7 +164,7 @@ def test_a_full_service_is_asked_again_after_the_time_it_says():
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404, 409, 415, 422])
-def test_a_refusal_is_raised_at_once_with_what_the_service_said(status):
+def test_a_refusal_is_raised_at_once_with_the_message_of_the_service(status):
     reply = Reply(plain({"kind": "schema", "detail": "Expected `int` - at `$.requests[0]`"}), status, JSON)
     with stub(lambda items, n: reply) as service:
         with pytest.raises(RewardError, match=r"Expected `int` - at `\$\.requests\[0\]`") as raised:
@@ -172,7 +172,7 @@ def test_a_refusal_is_raised_at_once_with_what_the_service_said(status):
         assert (raised.value.code, len(service.posts)) == (6002, 1)
 
 
-def test_a_chunk_that_is_too_large_goes_in_halves():
+def test_a_batch_that_is_too_large_is_split_in_halves():
     too_large = Reply(plain({"kind": "too_large", "detail": "64 MiB"}), 413, JSON)
     with stub(lambda items, n: too_large if len(items) > 3 else scores(items)) as service:
         assert deliver_all(service.url, batch_size=10) == EXPECTED
@@ -186,7 +186,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def test_a_service_that_is_not_there_is_named_with_its_url_attempts_and_last_error():
+def test_an_unreachable_service_is_named_with_url_attempts_and_last_error():
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RewardError) as raised:
         deliver_all(url, outage_s=0.05)
@@ -195,7 +195,7 @@ def test_a_service_that_is_not_there_is_named_with_its_url_attempts_and_last_err
         assert word in str(raised.value)
 
 
-def test_an_open_circuit_asks_for_health_only_until_the_service_is_back():
+def test_after_failures_in_a_row_only_health_is_requested_until_it_answers():
     down = {"left": BREAK_AFTER, "checks": 3}
 
     def answer(items, n):
@@ -212,7 +212,7 @@ def test_an_open_circuit_asks_for_health_only_until_the_service_is_back():
         assert len(service.paths) == 4
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
+def test_a_response_body_beyond_the_limit_is_not_read(monkeypatch):
     monkeypatch.setattr("unirl.reward.client.connection.MAX_BODY_BYTES", 1000)
 
     def answer(items, n):
@@ -224,7 +224,7 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
         assert len(service.posts) == 5
 
 
-def test_proxies_of_the_environment_play_no_part(monkeypatch):
+def test_proxies_of_the_environment_are_ignored(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with stub(lambda items, n: scores(items)) as service:
@@ -256,7 +256,7 @@ def backend(url: str, **changes) -> RemoteRewardBackend:
     return RemoteRewardBackend(config=RemoteRewardSpec(base_url=url, **fields | changes))
 
 
-def test_rows_travel_with_their_prompt_pixels_and_metadata():
+def test_rows_are_sent_with_their_prompt_pixels_and_metadata():
     with stub(lambda items, n: scores(items)) as service:
         request = rows()
         answer = backend(service.url, batch_size=2).score(request)
@@ -291,7 +291,7 @@ def test_nan_in_json_names_the_sample():
         assert "odd.a is nan" in answer.failures[2][0].why
 
 
-def test_videos_and_texts_travel_too():
+def test_videos_and_texts_are_sent():
     frames = (torch.rand(5, 3, 4, 6, generator=torch.Generator().manual_seed(2)) * 255).round() / 255
     videos = Videos(frames=frames, offsets=torch.tensor([0, 2, 5]))
     with stub(lambda items, n: scores(items)) as service:
@@ -332,7 +332,7 @@ def parts_service():
         ({"aggregation_method": "max", "sub_metric_reduce": "max"}, [6.0, 1.0]),
     ],
 )
-def test_rewards_become_one_as_the_recipe_says(settings, total):
+def test_rewards_are_combined_as_the_recipe_says(settings, total):
     with parts_service() as service:
         answer = backend(service.url, required_rewards=("a", "b"), **settings).score(rows(2))
         assert answer.total.tolist() == total
@@ -368,7 +368,7 @@ def test_a_row_that_cannot_be_scored_is_nan_and_says_why_and_a_logged_only_one_c
         ]
 
 
-def test_the_roster_is_looked_up_at_the_start_and_a_missing_reward_is_named():
+def test_required_rewards_are_checked_at_the_start_and_a_missing_one_is_named():
     with stub(lambda items, n: scores(items), rewards=("odd", "even")) as service:
         remote = backend(service.url)
         remote.check_start()
@@ -380,7 +380,7 @@ def test_the_roster_is_looked_up_at_the_start_and_a_missing_reward_is_named():
             backend(service.url, required_rewards=("evn",)).check_start()
 
 
-def test_the_start_waits_as_long_as_it_is_told_and_no_longer():
+def test_the_start_waits_at_most_startup_s():
     begun = {"asked": 0}
 
     def health():
@@ -397,7 +397,7 @@ def test_the_start_waits_as_long_as_it_is_told_and_no_longer():
     assert raised.value.code == 6001
 
 
-def test_a_service_that_refuses_the_token_is_known_at_the_start():
+def test_a_refused_token_is_found_at_the_start():
     refusal = Reply(plain({"kind": "unauthorized", "detail": "no token"}), 401, JSON)
     with stub(lambda items, n: scores(items), health=lambda: refusal) as service:
         with pytest.raises(RewardError, match=r"401 unauthorized: no token.* Correct the request, the token") as raised:
@@ -405,7 +405,7 @@ def test_a_service_that_refuses_the_token_is_known_at_the_start():
         assert raised.value.code == 6002
 
 
-def test_what_never_answers_is_given_up_at_the_start_within_seconds():
+def test_a_service_that_never_answers_stops_the_start_within_seconds():
     """Nobody reads what this socket is sent."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
         port = deaf.getsockname()[1]
@@ -417,7 +417,7 @@ def test_what_never_answers_is_given_up_at_the_start_within_seconds():
         assert time.monotonic() - begun < 4.0
 
 
-def test_the_process_that_scores_asks_too_before_anything_is_drawn():
+def test_the_scoring_process_checks_the_service_before_anything_is_generated():
     service = RewardService(backend=backend(f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(RewardError, match="cannot be reached"):
         service.check_prompts(["a cat"], [{}], ["p:1"])
@@ -433,7 +433,7 @@ def test_a_logged_only_scorer_may_be_absent_at_the_start():
         check_start(LengthRewardScorer(scorer=absent))
 
 
-def test_metadata_that_cannot_travel_names_its_sample():
+def test_metadata_that_cannot_be_sent_names_its_sample():
     said = r"sample 's1' cannot be sent .*metadata\['n'\]"
     with stub(lambda items, n: scores(items)) as service, pytest.raises(RewardError, match=said):
         backend(service.url).score(rows(metadata=[{}, {"n": object()}, {}, {}]))
@@ -455,12 +455,12 @@ def test_metadata_that_cannot_travel_names_its_sample():
         ({"max_retries": -1}, ">= 0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, said):
+def test_contradictory_settings_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         RemoteRewardSpec(**{"base_url": "http://localhost:1", "required_rewards": ("odd",)} | settings)
 
 
-def test_toy_is_a_service_of_its_own_with_the_toys_of_the_rewards(monkeypatch):
+def test_the_toy_starts_a_service_with_the_toys_of_the_rewards(monkeypatch):
     asked = []
 
     class Started:

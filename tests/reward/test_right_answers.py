@@ -38,7 +38,7 @@ def request(texts: list[str], answer: str = "7") -> RewardRequest:
         (GSM8KExactMatchRewardScorer(), ["#### $1,000.50", "#### 7.0", "7"], "1000.5", ["1000.5", "7", ""]),
     ],
 )
-def test_the_answer_that_was_read_is_said_in_one_spelling(scorer, texts, answer, said) -> None:
+def test_the_answer_that_was_read_has_one_spelling(scorer, texts, answer, said) -> None:
     found = scorer.score(request(texts, answer)).answers
     assert found == [Answer(i == 0, text) for i, text in enumerate(said)]
 
@@ -48,12 +48,12 @@ def test_equal_numbers_are_one_answer_in_any_spelling() -> None:
     assert {answer.text for answer in GSM8KExactMatchRewardScorer().score(request(texts)).answers} == {"1000"}
 
 
-def test_math_says_what_it_read_without_white_space() -> None:
+def test_math_returns_the_answer_without_white_space() -> None:
     found = MathVerifyRewardScorer().score(request([r"\boxed{ 3 + x }", "It is 7", "no idea"])).answers
     assert [(answer.right, answer.text) for answer in found] == [(False, "3+x"), (True, "7"), (False, "")]
 
 
-def test_a_score_for_the_right_form_is_no_right_answer() -> None:
+def test_a_score_for_the_right_form_is_not_a_right_answer() -> None:
     scorer = GSM8KExactMatchRewardScorer(config=GSM8KExactMatchSpec(format_score=0.1))
     answer = scorer.score(request(["#### 8", "#### 7"]))
     assert answer.total.tolist() == pytest.approx([0.1, 1.0])
@@ -70,13 +70,13 @@ class Blind(RewardScorer):
 
 
 @pytest.mark.parametrize("weights", [{"blind": 1.0, "match": 0.5}, {"blind": 1.0, "match": 0.0}])
-def test_of_several_scorers_the_first_that_reads_answers_says_them(weights) -> None:
+def test_answers_are_those_of_the_first_scorer_that_returns_any(weights) -> None:
     scorers = {"blind": Blind(), "match": ExactMatchRewardScorer()}
     combined = WeightedRewards(scorers=scorers, weights=weights)
     assert [answer.right for answer in checked_score(combined, request(["7", "8"]), "r").answers] == [True, False]
 
 
-def test_a_shaped_reward_keeps_the_answers_and_a_blind_one_has_none() -> None:
+def test_a_length_reward_keeps_the_answers_and_other_scorers_have_none() -> None:
     shaped = LengthRewardScorer(scorer=ExactMatchRewardScorer())
     assert [answer.text for answer in checked_score(shaped, request(["7", "8"]), "r").answers] == ["7", "8"]
     assert checked_score(Blind(), request(["7"]), "r").answers is None

@@ -146,7 +146,7 @@ def test_missing_components_are_an_error():
         attached(Broken(lambda request: RewardResponse(total=torch.zeros(4), components={})))
 
 
-def test_a_scorer_that_raises_stops_the_step_with_its_own_words():
+def test_a_scorer_that_raises_stops_the_step_with_its_own_message():
     def fail(request):
         raise KeyError("answer")
 
@@ -221,7 +221,7 @@ def test_offload_reaches_the_scorer():
     assert calls == ["off", "on"]
 
 
-def test_check_reward_catches_a_score_that_depends_on_its_neighbours():
+def test_check_reward_catches_a_score_that_depends_on_other_rows():
     def relative(request):
         values = request.images.mean(dim=(1, 2, 3))
         return response(values - values.mean())

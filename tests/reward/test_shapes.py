@@ -56,13 +56,13 @@ def test_one_wrong_attribute_costs_a_third():
     assert answer.components["exact"].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_only_attributes_that_are_asked_for_count():
+def test_only_requested_attributes_count():
     one = RewardRequest(sample_ids=["a"], images=pictures([("red", "cross", "top")]), metadata=[{"shape": "cross"}])
     assert ShapesRewardScorer().score(one).total.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("fill", [0.0, 1.0, GROUND], ids=["black", "white", "ground"])
-def test_a_blank_picture_shows_no_shape(fill):
+def test_a_blank_image_shows_no_shape(fill):
     assert sight(np.broadcast_to(np.asarray(fill, dtype=np.float64), (24, 24, 3))) == Sighting()
 
 
@@ -92,7 +92,7 @@ def test_a_color_far_from_the_palette_has_no_name():
     assert sight(GROUND + cover * (gray - GROUND)) == Sighting(None, "circle", "left")
 
 
-def test_the_detector_agrees_with_transforms_of_the_picture():
+def test_the_detector_agrees_with_transforms_of_the_image():
     """Mirroring swaps left and right, rotating channels renames colors; neither changes the kind."""
     for shape in SHAPES:
         picture = pictures([("red", shape, "left")])[0].permute(1, 2, 0).double().numpy()

@@ -35,7 +35,7 @@ def scores(scorer: ShapesClassifierRewardScorer, images: torch.Tensor, prompts: 
 
 
 @pytest.mark.parametrize(("center", "half"), [(0.5, 0.3), (0.44, 0.27), (0.56, 0.35)])
-def test_each_picture_earns_most_for_its_own_prompt_and_the_detector_agrees(scorer, center, half) -> None:
+def test_each_image_scores_highest_for_its_own_prompt_and_the_detector_agrees(scorer, center, half) -> None:
     images = drawn(center=center, half=half)
     table = torch.stack([scores(scorer, images, [prompt] * len(images)) for prompt in PROMPTS], dim=1)
     assert table.argmax(1).tolist() == list(range(len(ALL)))
@@ -44,7 +44,7 @@ def test_each_picture_earns_most_for_its_own_prompt_and_the_detector_agrees(scor
         assert (sight(picture).color, sight(picture).shape) == (color, shape)
 
 
-def test_grain_stains_and_mixtures_earn_less(scorer) -> None:
+def test_noise_and_mixed_colors_score_lower(scorer) -> None:
     images, generator = drawn(), torch.Generator().manual_seed(0)
     grain = torch.randn(images.shape, generator=generator)
     stains = torch.nn.functional.interpolate(torch.randn(24, 3, 6, 6, generator=generator), (24, 24), mode="bilinear")
@@ -93,6 +93,6 @@ def test_the_objective_is_the_score_and_has_a_gradient(scorer) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["a circle", "red", "a red green circle", "a dog", ""])
-def test_a_prompt_that_names_not_one_of_each_is_refused(scorer, prompt) -> None:
+def test_a_prompt_without_exactly_one_color_and_shape_is_refused(scorer, prompt) -> None:
     with pytest.raises(RewardError, match=r"one color .* and one shape"):
         scores(scorer, drawn()[:1], [prompt])

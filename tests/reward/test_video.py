@@ -59,7 +59,7 @@ def consistency(clip: Tensor, **fields: float) -> float:
 # PickScore of a clip
 
 
-def test_the_score_of_a_clip_is_the_mean_pickscore_of_its_chosen_frames():
+def test_the_score_of_a_video_is_the_mean_pickscore_of_its_chosen_frames():
     clips = (noise(9, 3, 40, 28), noise(2, 3, 40, 28, seed=1), noise(4, 3, 40, 28, seed=2))
     chosen = ([1, 4, 7], [0, 1], [0, 2, 3])
     found = VideoPickScoreRewardScorer(config=VideoPickScoreSpec(num_frames=3, **TOY)).score(request(*clips)).total
@@ -98,7 +98,7 @@ def test_a_rollout_of_videos_gets_the_mean_pickscore_of_its_frames_with_its_prom
 
 @pytest.mark.parametrize("count", range(1, 30))
 @pytest.mark.parametrize("chosen", [1, 2, 5, 8])
-def test_frames_are_evenly_spaced_over_the_whole_clip(count, chosen):
+def test_frames_are_evenly_spaced_over_the_whole_video(count, chosen):
     frames = evenly_spaced(count, chosen)
     assert len(frames) == len(set(frames)) == min(count, chosen) and set(frames) <= set(range(count))
     gaps = [b - a for a, b in pairwise(frames)]
@@ -106,7 +106,7 @@ def test_frames_are_evenly_spaced_over_the_whole_clip(count, chosen):
     assert abs(frames[0] - (count - 1 - frames[-1])) <= 1
 
 
-def test_every_part_of_a_clip_counts():
+def test_every_part_of_a_video_counts():
     """A clip whose first frame is another one's, but whose later frames are not, has another score."""
     one, other = noise(8, 3, 32, 32), noise(8, 3, 32, 32, seed=1)
     mixed = torch.cat([one[:1], other[1:]])
@@ -114,7 +114,7 @@ def test_every_part_of_a_clip_counts():
     assert scores[0] != scores[1]
 
 
-def test_clips_are_scored_each_by_itself():
+def test_each_video_is_scored_by_itself():
     clips = (noise(9, 3, 32, 32), noise(3, 3, 32, 32, seed=1), noise(5, 3, 32, 32, seed=2))
     check_reward(VideoPickScoreRewardScorer(config=VideoPickScoreSpec(num_frames=4, **TOY)), request(*clips), atol=1e-6)
     check_reward(TemporalConsistencyRewardScorer(), request(*clips))
@@ -166,7 +166,7 @@ def test_frozen_is_0_and_below_smooth_motion_which_is_above_every_flicker():
     assert max(consistency(clip) for clip in (back_and_forth, unrelated, shaking)) < smooth
 
 
-def test_a_frozen_clip_gains_nothing_by_grain_or_by_cuts_between_stills():
+def test_a_frozen_video_does_not_gain_by_noise_or_by_cuts_between_stills():
     grain = frozen() + 0.004 * (noise(8, 3, 32, 32, seed=5) - 0.5)
     stills = noise(4, 3, 32, 32).repeat_interleave(3, dim=0)
     assert consistency(grain) <= 0.0
@@ -201,20 +201,20 @@ def test_averaging_down_keeps_means_and_small_frames():
     torch.testing.assert_close(averaged_down(frames, 32), expected)
 
 
-def test_the_bounds_hold_for_any_clip():
+def test_the_bounds_hold_for_any_video():
     for seed in range(20):
         clip = noise(3 + seed % 5, 2, seed=seed) * noise(1, seed=seed + 100)
         assert -1.0 <= float(temporal_consistency(clip, MOTION)) <= 1.0
 
 
-def test_a_clip_with_too_few_frames_is_an_error_that_names_it():
+def test_a_video_with_too_few_frames_is_an_error_that_names_it():
     with pytest.raises(RewardError, match="'s1' is a video of 2 frames, and this reward needs at least 3") as caught:
         TemporalConsistencyRewardScorer().score(request(noise(4, 3, 8, 8), noise(2, 3, 8, 8)))
     assert caught.value.code == 6002
 
 
 @pytest.mark.parametrize("fields", [{"side": 0}, {"motion": 0.0}, {"motion": 1.0}])
-def test_settings_without_a_meaning_are_refused(fields):
+def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(ValueError, match=f"TemporalConsistencySpec.{next(iter(fields))} must"):
         TemporalConsistencySpec(**fields)
     with pytest.raises(ValueError, match=r"num_frames must be >= 1, got 0"):

@@ -119,7 +119,7 @@ for _ in range(20):
         (as_json()[:-1] + b', "version": 2}', "Invalid enum value 2"),
     ],
 )
-def test_another_form_is_refused_with_its_place(body, said):
+def test_a_malformed_body_is_refused_with_the_place(body, said):
     with pytest.raises(msgspec.ValidationError, match=r"- at `\$") as raised:
         decode(ScoreRequest, body, JSON)
     assert said in str(raised.value)
@@ -127,7 +127,7 @@ def test_another_form_is_refused_with_its_place(body, said):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"requests": NaN}'])
 @BOTH
-def test_what_is_no_message_at_all_is_refused(content_type, body):
+def test_a_body_that_is_not_a_message_is_refused(content_type, body):
     with pytest.raises(msgspec.DecodeError):
         decode(ScoreRequest, body, content_type)
 
@@ -149,7 +149,7 @@ def test_no_damage_to_a_body_raises_anything_else(data):
         decode(ScoreRequest, bytes(body))
 
 
-def test_results_and_errors_must_be_as_many():
+def test_results_and_errors_must_have_equal_numbers():
     with pytest.raises(msgspec.ValidationError, match="numbers must be equal"):
         decode(ScoreResponse, b'{"results": [{}], "errors": []}', JSON)
 

@@ -52,7 +52,7 @@ def b64(data: bytes) -> str:
 
 
 @pytest.mark.parametrize(("format", "options"), [("png", {}), ("webp", {"lossless": True})])
-def test_a_lossless_file_gives_its_very_pixels(format, options):
+def test_a_lossless_file_gives_its_exact_pixels(format, options):
     picture = a_picture()
     assert np.array_equal(picture_of(image_file(picture, format, **options), format), picture)
     assert np.array_equal(picture_of(image_file(picture, format, **options)), picture)
@@ -130,7 +130,7 @@ def text_bomb() -> bytes:
         (text_bomb(), "too large|limit|Decompressed"),
     ],
 )
-def test_what_is_no_single_upright_rgb_picture_is_refused(data, said):
+def test_an_image_that_is_not_single_upright_and_rgb_is_refused(data, said):
     with pytest.raises(Exception, match=said) as raised:
         picture_of(data)
     assert isinstance(raised.value, (UnreadableMedia, OSError, ValueError, SyntaxError))
@@ -150,7 +150,7 @@ def frames(count: int = 5, height: int = 24, width: int = 34) -> np.ndarray:
     return noise((count, height, width, 3))
 
 
-def test_a_lossless_video_gives_its_very_frames():
+def test_a_lossless_video_gives_its_exact_frames():
     data = video_file(frames())
     assert np.array_equal(array_of(decode(DecodeMedia("video", base64=b64(data)), LIMITS)), frames())
 
@@ -175,12 +175,12 @@ PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
         (video_file(frames())[:400], {}, "Invalid data|moov|end of file|End of file|unknown"),
     ],
 )
-def test_what_is_no_short_small_video_is_refused(data, changes, said):
+def test_a_video_beyond_the_limits_is_refused(data, changes, said):
     with pytest.raises(Exception, match=said):
         decode(DecodeMedia("video", base64=b64(data)), limits(**changes))
 
 
-def test_a_playlist_in_the_name_of_an_mp4_opens_no_file():
+def test_a_playlist_declared_as_mp4_opens_no_file():
     with pytest.raises(Exception, match=r"Invalid data|moov|(?i:end of file)"):
         decode(DecodeMedia("video", MediaPayload(format="mp4", data=PLAYLIST)), LIMITS)
 
@@ -279,7 +279,7 @@ def test_hundreds_of_damaged_files_crash_no_decoder_and_leave_it_small():
     assert max(peaks) < 300
 
 
-def test_a_medium_that_takes_too_long_is_refused_and_the_next_one_is_decoded():
+def test_an_image_that_takes_too_long_is_refused_and_the_next_one_is_decoded():
     large = image_file(np.tile(a_picture(height=64, width=64), (64, 64, 1)), "jpeg", quality=95)
 
     async def work(decoder: MediaDecoder):
@@ -318,7 +318,7 @@ def test_a_request_that_is_cancelled_costs_no_decoder():
     assert np.array_equal(array_of(image), a_picture())
 
 
-def test_raw_media_are_held_to_the_same_limits():
+def test_raw_media_have_the_same_limits():
     async def work(decoder: MediaDecoder):
         with pytest.raises(BadMedia, match="5000 x 1 pixels"):
             await decoder.raw(Turn(image=MediaPayload(format="raw", data=bytes(15000), shape=(1, 5000, 3))))

@@ -99,7 +99,7 @@ def test_only_json_and_msgpack_are_read(content_type):
     assert refused(response) == (415, "unsupported_type")
 
 
-def test_a_packed_body_is_unpacked_up_to_the_limit():
+def test_a_gzip_body_is_decompressed_up_to_the_limit():
     packed = {**JSON_TYPE, "content-encoding": "gzip"}
     unknown = gzip.compress(body(required_rewards=["clop"]))
     assert refused(ask("POST", "/score", content=unknown, headers=packed)) == (400, "unknown_reward")
@@ -120,7 +120,7 @@ def test_a_gzip_bomb_takes_no_more_memory_than_a_body_may():
     assert peak < 4 * 2**20
 
 
-def test_a_body_that_dawdles_is_refused():
+def test_a_slow_body_is_refused():
     async def slowly():
         yield b"{"
         await asyncio.sleep(5)
@@ -139,13 +139,13 @@ def test_a_body_of_unknown_length_ends_at_the_limit():
 
 @pytest.mark.parametrize("path", ["/score", "/health", "/rewards", "/metrics", "/openapi.json", "/nothing"])
 @pytest.mark.parametrize("sent", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
-def test_nothing_is_told_without_the_token(path, sent):
+def test_requests_without_the_token_are_refused(path, sent):
     response = ask("GET", path, token=TOKEN, headers=sent)
     assert refused(response) == (401, "unauthorized")
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_the_token_opens():
+def test_requests_with_the_token_are_accepted():
     response = ask("GET", "/rewards", token=TOKEN, headers={"Authorization": f"Bearer {TOKEN}"})
     assert (response.status_code, response.json()) == (200, ["clip"])
 
@@ -167,7 +167,7 @@ def items(*prompts: str, **changes) -> ScoreRequest:
     )
 
 
-def test_a_full_queue_is_429_with_the_time_to_come_back_and_takes_none_of_the_items():
+def test_a_full_queue_is_429_with_retry_after_and_queues_no_item():
     service = a_service()
     reward = service.rewards["clip"]
 
@@ -182,7 +182,7 @@ def test_a_full_queue_is_429_with_the_time_to_come_back_and_takes_none_of_the_it
     assert reward.has_room(2) and not reward.has_room(3)
 
 
-def test_what_no_worker_begins_in_time_is_a_timeout_and_leaves_the_queue():
+def test_an_item_that_no_worker_starts_in_time_is_a_timeout_and_leaves_the_queue():
     service = a_service()
     response = ask("POST", "/score", service, content=encode(items("a", "b")), headers={"content-type": MSGPACK})
     errors = msgspec.msgpack.decode(response.content)["errors"]
@@ -255,14 +255,14 @@ ONE = {"name": "a", "scorer": "b"}
         ({"rewards": [ONE], "server": {"load_timeout_s": 0}}, "must be > 0"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(tree, said):
+def test_an_error_in_the_file_is_named(tree, said):
     with pytest.raises(ConfigError) as raised:
         config_of(tree)
     assert said in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["- a", "server: 3", "rewards: [", "\xff"])
-def test_what_is_no_config_is_said(text, tmp_path, capsys):
+def test_a_file_that_is_not_a_config_is_refused(text, tmp_path, capsys):
     (tmp_path / "service.yaml").write_text(text, encoding="latin-1")
     assert main([str(tmp_path / "service.yaml")]) == 2
     assert main([str(tmp_path / "none.yaml")]) == 2
@@ -282,7 +282,7 @@ def test_replicas_take_the_gpus_in_turn():
     assert [reward.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["2", "5", "2"]
 
 
-def test_a_port_that_is_taken_is_said(tmp_path, capsys):
+def test_a_port_in_use_is_reported(tmp_path, capsys):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

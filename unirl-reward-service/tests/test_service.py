@@ -101,7 +101,7 @@ def test_scores_equal_the_local_scorer_bit_for_bit_in_every_lossless_form(http, 
     assert all(list(result["bright"]) == ["total", "brightness"] for result in response.results)
 
 
-def test_items_that_fail_leave_their_neighbours_their_scores(http):
+def test_items_beside_failed_ones_keep_their_scores(http):
     prompts = ["one", "nan", "three", "raise", "seven77"]
     response = score(http, [odd(prompt) for prompt in prompts])
     assert [outcome(response, place) for place in range(5)] == [3.0, "not_finite", 5.0, "failed", 7.0]
@@ -115,7 +115,7 @@ def test_a_reward_gets_the_columns_it_reads_or_says_which_is_missing(http):
     assert "reads images; this item has no images" in response.errors[0]["bright"]
 
 
-def test_an_item_that_kills_its_worker_is_named_and_its_neighbours_are_scored(http):
+def test_an_item_that_kills_its_worker_is_named_and_the_others_are_scored(http):
     before = figure(http, 'unirl_reward_restarts_total{cause="died",reward="odd"}')
     response = score(http, [odd("fine"), odd("crash"), odd("too")])
     assert [outcome(response, place) for place in range(3)] == [4.0, "crashed", 3.0]
@@ -150,7 +150,7 @@ def test_a_repeated_item_is_not_scored_again_and_its_id_is_its_own(http):
     assert (answer.status_code, answer.json()["kind"]) == (409, "conflict")
 
 
-def test_an_item_that_is_being_scored_is_joined_by_its_repetition(http):
+def test_a_repetition_of_an_item_that_is_being_scored_waits_for_it(http):
     item = odd("slow", request_id="x2")
     scored = 'unirl_reward_items_total{outcome="scored",reward="odd"}'
     before = figure(http, scored)
@@ -184,7 +184,7 @@ def test_a_video_below_a_root_is_read_and_sent_pictures_are_not_mixed_up(http, m
     assert (answer.status_code, answer.json()["kind"]) == (400, "bad_media")
 
 
-def test_the_sdk_scores_and_names_the_item_that_cannot_be(service):
+def test_the_client_scores_and_names_the_item_that_cannot_be_scored(service):
     plain = {"history": [{"text": "a question"}, {"text": "an answer"}], "required_rewards": ["odd"]}
     with RewardClient(service.url) as client:
         assert client.score([plain] * 3) == [{"odd": {"total": 10.0, "length": 10.0}}] * 3
@@ -219,7 +219,7 @@ def test_answers_and_so_pass_at_k_are_those_of_the_scorer_itself(service, encodi
     assert (metrics["eval/avg@4"], metrics["eval/pass@2"]) == (0.25, 5 / 12) and "eval/maj@4" in metrics
 
 
-def test_a_reward_that_says_nothing_of_answers_leaves_them_out(http):
+def test_a_reward_without_answers_leaves_them_out(http):
     body = encode(ScoreRequest(requests=[odd("a")]), JSON)
     answer = http.post("/score", content=body, headers={"content-type": JSON}).json()
     assert answer.keys() == {"results", "errors"}
@@ -233,7 +233,7 @@ def test_a_connection_that_sends_no_headers_is_closed(service):
             assert dawdling.recv(100) == b""
 
 
-def test_what_is_no_http_is_answered_400(service):
+def test_a_request_that_is_not_http_is_answered_400(service):
     address = urlsplit(service.url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")

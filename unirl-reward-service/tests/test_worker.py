@@ -29,7 +29,7 @@ def test_pixels_are_the_values_that_a_rollout_rounds_to():
     assert torch.equal(pixels(every), (pixels(every) * 255).round() / 255)
 
 
-def test_pictures_of_several_sizes_get_the_scores_that_they_get_alone():
+def test_images_of_several_sizes_get_the_same_scores_as_alone():
     scorer = PickScoreRewardScorer(config=PickScoreSpec(path="toy", batch_size=4, device="cpu"))
     sizes = [(24, 24), (24, 32), (24, 24), (40, 24), (24, 32)]
     rows = [ScorerRow(f"r{i}", prompt=f"p{i}", image=medium(*size, 3, seed=i)) for i, size in enumerate(sizes)]
@@ -52,7 +52,7 @@ class Seen(RewardScorer):
         return single("frames", request.videos.offsets.diff().float())
 
 
-def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
+def test_videos_are_concatenated_with_the_metadata_of_their_rows():
     shapes = [(2, 8, 8, 3), (5, 8, 8, 3), (3, 8, 16, 3)]
     rows = [ScorerRow(str(i), video=medium(*shape, seed=i), metadata={"n": i}) for i, shape in enumerate(shapes)]
     scorer = Seen()
@@ -65,7 +65,7 @@ def test_videos_lie_end_to_end_with_the_metadata_of_their_rows():
     assert np.allclose(first.videos.frames[2:].numpy(), expected, atol=1e-7)
 
 
-def test_rows_that_fail_are_found_among_the_others():
+def test_failed_rows_are_isolated():
     rows = [ScorerRow(str(i), prompt=prompt) for i, prompt in enumerate(["a", "raise", "ccc", "nan", "eeeee"])]
     found = outcomes(Obedient(), rows, "odd")
     assert [each.kind if isinstance(each, ItemError) else each.parts["total"] for each in found] == [
@@ -82,7 +82,7 @@ def build(**changes) -> LoadScorer:
     return LoadScorer(**fields | changes)
 
 
-def test_a_scorer_is_built_with_its_weights():
+def test_a_scorer_is_loaded_with_its_weights():
     assert load(build()).reads == ("prompts", "images")
 
 
@@ -90,14 +90,14 @@ class ReadsLengths(Obedient):
     reads = ("prompts", "lengths")
 
 
-def test_a_scorer_that_reads_what_does_not_travel_is_refused(monkeypatch):
+def test_a_scorer_that_reads_columns_that_are_not_sent_is_refused(monkeypatch):
     monkeypatch.setattr("faulty_scorers.ReadsLengths", ReadsLengths, raising=False)
     ReadsLengths.__module__ = "faulty_scorers"
     with pytest.raises(ConfigError, match="reads lengths, which clients do not send"):
         load(build(scorer="faulty_scorers.ReadsLengths", plugins=["faulty_scorers"]))
 
 
-def test_a_device_that_is_not_there_is_said(monkeypatch):
+def test_a_missing_device_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DependencyError, match="needs a CUDA device"):
         load(build(needs_cuda=True))

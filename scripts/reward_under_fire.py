@@ -106,7 +106,7 @@ def one_client(url: str, client: int, count: int) -> dict[str, int]:
     )
     response = RemoteRewardBackend(config=spec).score(request)
     expected = BrightnessRewardScorer().score(request).total
-    lost = len(response.lost())
+    lost = len(response.failed_rows())
     return {"lost": lost, "wrong": int((response.total != expected).sum()) - lost}
 
 

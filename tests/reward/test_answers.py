@@ -81,7 +81,7 @@ def test_a_missing_right_answer_is_found_at_the_start_and_named_when_scored(rule
     with pytest.raises(RewardError, match="no right answer in metadata 'answer'"):
         check_prompt(rule(), "a question", metadata)
     rows = RewardRequest(sample_ids=["good", "bad"], texts=["B", "B"], metadata=[{"answer": 3}, metadata])
-    assert 1 in rule().score(rows).lost()
+    assert 1 in rule().score(rows).failed_rows()
     with pytest.raises(RewardError, match="sample 'bad': no right answer"):
         checked_score(rule(), rows.select([1]), "rule")
 

@@ -196,7 +196,7 @@ def test_the_toy_uses_the_same_code_path(kind, spec):
 def test_an_answer_of_another_form_is_a_failure_of_that_sample(serve, text, why):
     scorer = wise(serve(lambda asked: Said(text if asked.picture[0, 0, 0] else WISE)))
     answer = scorer.score(request(2))
-    assert answer.total[0].item() == pytest.approx(0.8) and answer.lost() == [1]
+    assert answer.total[0].item() == pytest.approx(0.8) and answer.failed_rows() == [1]
     with pytest.raises(RewardError, match=f"sample 's1': .*{why}"):
         checked_score(scorer, request(2), "wise")
 

@@ -76,7 +76,7 @@ def test_settings_out_of_range_are_refused(values):
 def test_a_truncated_response_that_cannot_be_scored_is_not_zero():
     rows = dataclasses.replace(ROWS, metadata=[{}] * 5)
     answer = shaped(truncated="zero").score(rows)
-    assert answer.lost() == list(range(5)) and "no right answer" in answer.failures[2][0].why
+    assert answer.failed_rows() == list(range(5)) and "no right answer" in answer.failures[2][0].why
     with pytest.raises(RewardError, match="no right answer"):
         check_prompt(shaped(), "question", {})
 

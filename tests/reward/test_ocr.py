@@ -121,7 +121,7 @@ def test_a_prompt_without_a_target_is_found_at_the_start_and_named_when_scored(s
     with pytest.raises(RewardError, match="sample 'bad': no text in double quotes"):
         checked_score(scorer, rows, "ocr")
     answer = scorer.score(rows)
-    assert answer.total[0] == 0 and answer.lost() == [1]
+    assert answer.total[0] == 0 and answer.failed_rows() == [1]
 
 
 @pytest.mark.parametrize("metadata", [{}, {"text": 7}, {"text": " "}])
@@ -140,7 +140,7 @@ def test_an_exception_of_the_engine_is_a_failure_of_that_sample():
     scorer = OCRRewardScorer()
     scorer.engine = Broken()
     answer = scorer.score(request(["Open", "Open"], [torch.ones(3, 8, 8), torch.zeros(3, 8, 8)]))
-    assert answer.total[0] == 1 and answer.lost() == [1]
+    assert answer.total[0] == 1 and answer.failed_rows() == [1]
     assert answer.failures[1][0].why == "reward 'ocr', sample 's1': RuntimeError: cannot read this"
 
 

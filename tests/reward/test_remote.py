@@ -286,7 +286,7 @@ def test_nan_in_json_names_the_sample():
 
     with stub(answer) as service:
         answer = backend(service.url, encoding="json", image_format="png", max_retries=1).score(rows())
-        assert answer.lost() == [2]
+        assert answer.failed_rows() == [2]
         assert answer.failures[2][0].code == 6003
         assert "odd.a is nan" in answer.failures[2][0].why
 
@@ -361,7 +361,7 @@ def test_a_row_that_cannot_be_scored_is_nan_and_says_why_and_a_logged_only_one_c
     with stub(answer, rewards=("a", "b")) as service:
         weights = {"a": 1.0, "b": 0.0}
         answer = backend(service.url, required_rewards=("a", "b"), reward_weights=weights).score(rows(2))
-        assert answer.lost() == [0] and answer.total[1] == 1.0
+        assert answer.failed_rows() == [0] and answer.total[1] == 1.0
         assert [(row, [f.reward for f in found]) for row, found in sorted(answer.failures.items())] == [
             (0, ["a"]),
             (1, ["b"]),

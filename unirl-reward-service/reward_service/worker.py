@@ -97,7 +97,7 @@ def _score(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOut
         response = score_by_halves(scorer, request, name)
     except RewardError as error:  # the server that the scorer depends on cannot be reached
         return [ItemError(KINDS[error.code], str(error))] * len(rows)
-    failed = set(response.lost())
+    failed = set(response.failed_rows())
     return [_failure(response, row) if row in failed else _scores(response, row) for row in range(len(rows))]
 
 

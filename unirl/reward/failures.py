@@ -52,7 +52,7 @@ class FailurePolicy:
             return checked_score(scorer, request, name)
         response = score_by_halves(scorer, request, name)
         for _ in range(self.retries):
-            failed = response.lost()
+            failed = response.failed_rows()
             if failed:
                 response = _replace_rows(response, failed, score_by_halves(scorer, request.select(failed), name))
         if not self.max_dropped_fraction:

@@ -85,7 +85,7 @@ def response_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardResp
 
 def refuse_failures(response: RewardResponse, request: RewardRequest) -> None:
     """Raises RewardError for the first row without a reward."""
-    failed = response.lost()
+    failed = response.failed_rows()
     if failed:
         failure = response.failures[failed[0]][0]
         raise RewardError.of_code(failure.code)(

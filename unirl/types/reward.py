@@ -93,6 +93,6 @@ class RewardResponse:
     answers: Sequence[Answer | None] | None = None
     """The answer in each row, if the scorer judges answers; None for rows that it did not judge."""
 
-    def lost(self) -> list[int]:
-        """The rows whose total is not finite."""
+    def failed_rows(self) -> list[int]:
+        """Returns the rows whose total is not finite."""
         return [row for row, score in enumerate(self.total.tolist()) if not math.isfinite(score)]

@@ -26,6 +26,8 @@ from unirl.reward.local.shared.vision_language import (
     VisionLanguageProcessor,
     check_special_tokens,
     padded_length,
+    preference_head,
+    states_at,
     text_constants,
     toy_tokenizer,
     toy_vl_config,
@@ -70,31 +72,12 @@ class EditRewardNetwork(nn.Module):
         super().__init__()
         self.backbone = backbone
         width = backbone.config.text_config.hidden_size
-        self.heads = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, 1024),
-                nn.ReLU(),
-                nn.Dropout(0.05),
-                nn.Linear(1024, 16),
-                nn.ReLU(),
-                nn.Linear(16, 2),
-            )
-            for _ in ASPECTS
-        )
+        self.heads = nn.ModuleList(preference_head(width) for _ in ASPECTS)
 
     def forward(self, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int, head: int) -> Tensor:
         """Returns mean and spread [B, 2] for texts [B, L] with two images each, which contain token `token_id` once."""
-        # The published class passes embeddings instead of tokens, so that all positions are numbered one by one.
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
-        states = self.backbone(
-            input_ids=tokens,
-            position_ids=positions,
-            pixel_values=patches,
-            image_grid_thw=grids,
-            use_cache=False,
-        ).last_hidden_state
-        answer: Tensor = self.heads[head](states[tokens == token_id].float())
-        return answer
+        prediction: Tensor = self.heads[head](states_at(self.backbone, tokens, patches, grids, token_id))
+        return prediction
 
 
 class EditRewardRewardScorer(LocalRewardBackend):

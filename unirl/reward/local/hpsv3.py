@@ -20,7 +20,9 @@ from unirl.reward.local.shared.vision_language import (
     VisionLanguageProcessor,
     check_special_tokens,
     padded_length,
+    preference_head,
     published_processor,
+    states_at,
     toy_processor,
     toy_vl_config,
 )
@@ -60,28 +62,12 @@ class HPSv3Network(nn.Module):
     def __init__(self, backbone: Any) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Sequential(
-            nn.Linear(backbone.config.text_config.hidden_size, 1024),
-            nn.ReLU(),
-            nn.Dropout(0.05),
-            nn.Linear(1024, 16),
-            nn.ReLU(),
-            nn.Linear(16, 2),
-        )
+        self.head = preference_head(backbone.config.text_config.hidden_size)
 
     def forward(self, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int) -> Tensor:
         """Returns mean and spread [B, 2] for texts [B, L] with one image each, which contain token `token_id` once."""
-        # The published class numbers the tokens of an image one by one, where Qwen2-VL counts rows and columns.
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
-        states = self.backbone(
-            input_ids=tokens,
-            position_ids=positions,
-            pixel_values=patches,
-            image_grid_thw=grids,
-            use_cache=False,
-        ).last_hidden_state
-        answer: Tensor = self.head(states[tokens == token_id].float())
-        return answer
+        prediction: Tensor = self.head(states_at(self.backbone, tokens, patches, grids, token_id))
+        return prediction
 
 
 class HPSv3RewardScorer(LocalRewardBackend):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unirl.config.dependencies import need
 from unirl.config.errors import NotFoundError, RewardError
@@ -93,6 +93,28 @@ def check_special_tokens(prompt: str, of_sample: str = "") -> None:
             f"the prompt {prompt!r}{of_sample} contains {', '.join(tokens)}, which the model reads as a special token "
             "and not as text: remove it from the data"
         )
+
+
+def preference_head(width: int) -> nn.Sequential:
+    """Returns the published head, which maps hidden states [B, width] to the mean and spread [B, 2] of a preference."""
+    return nn.Sequential(
+        nn.Linear(width, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.05),
+        nn.Linear(1024, 16),
+        nn.ReLU(),
+        nn.Linear(16, 2),
+    )
+
+
+def states_at(backbone: Any, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int) -> Tensor:
+    """Returns the float32 hidden states [B, D] of the token `token_id`, which every text [B, L] contains once."""
+    # The published classes number the tokens of an image one by one, where Qwen2-VL counts rows and columns.
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
+    states: Tensor = backbone(
+        input_ids=tokens, position_ids=positions, pixel_values=patches, image_grid_thw=grids, use_cache=False
+    ).last_hidden_state
+    return states[tokens == token_id].float()
 
 
 def published_processor(where: str, instruction: str | None) -> VisionLanguageProcessor:

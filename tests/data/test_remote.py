@@ -25,7 +25,7 @@ from unirl.config.errors import DataError, DependencyError
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.models.images import read_image
 from unirl.models.loading import remote_files as remote
-from unirl.models.loading.remote_files import Bounds, fetch
+from unirl.models.loading.remote_files import FetchLimits, fetch
 
 MIB = 2**20
 
@@ -142,10 +142,10 @@ def server() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch) -> None:
     """Nothing remembered, and short waits."""
-    remote.KEPT.clear()
+    remote.CACHE.clear()
     Shelf.asked.clear()
     Shelf.sent = 0
-    bounds = Bounds(max_bytes=MIB, timeout_s=0.4, tries=2, pause_s=0.01)
+    bounds = FetchLimits(max_bytes=MIB, timeout_s=0.4, tries=2, pause_s=0.01)
     monkeypatch.setattr(remote.fetch, "__defaults__", (bounds,))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -240,7 +240,7 @@ def test_an_address_is_asked_once_however_often_it_is_read(server, tmp_path) -> 
 
 def test_of_what_is_kept_the_least_recently_read_goes_first(server) -> None:
     size = len(png())
-    bounds = Bounds(kept_bytes=2 * size, timeout_s=5)
+    bounds = FetchLimits(cache_bytes=2 * size, timeout_s=5)
     one, two, three = (f"{server}/good.{number}.png" for number in range(3))
     for uri in (one, two, one, three, one):
         assert fetch(uri, bounds) == png()

@@ -98,7 +98,7 @@ def test_a_target_that_matches_nothing_is_refused_with_the_nearest_name() -> Non
 
 def test_a_second_adapter_is_refused() -> None:
     backend = lora_backend()
-    with pytest.raises(ConfigError, match=r"already carries adapters \(blocks.0.proj.lora_A.default.weight\)"):
+    with pytest.raises(ConfigError, match=r"already has adapters \(blocks.0.proj.lora_A.default.weight\)"):
         inject_lora(backend.module, LoraSpec(4, 8.0, ("input_layer",)), seed=0)
 
 

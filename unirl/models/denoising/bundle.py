@@ -112,7 +112,7 @@ class DiffusionBundle(Bundle):
 
 
 class DiffusersBundle(DiffusionBundle):
-    """The components of one checkpoint; what model_index.json leaves out is absent."""
+    """The components of one checkpoint. Components that model_index.json does not name are absent."""
 
     toy: ClassVar[Mapping[str, object]] = {"path": TOY, "dtype": "fp32"}
     family: ClassVar[DiffusersFamily]
@@ -129,11 +129,11 @@ class DiffusersBundle(DiffusionBundle):
     ) -> None:
         """
         Args:
-            components: load what is trained and these only; absent = all.
+            components: load only these and the trained ones. None loads all.
             path: a hub id, a directory in the diffusers layout, `toy` (tiny, random), or the name of a shipped model.
             revision: branch, tag or commit of a hub id.
-            dtype: what transformer and encoders compute in; the VAE is fp32.
-            meta_init: leave what is trained without storage: the backend that trains it reads its shards only.
+            dtype: the compute dtype of transformer and encoders; the VAE is fp32.
+            meta_init: leave the trained module without storage; its backend reads only the shards it needs.
         """
         self.path = path
         self.revision = revision
@@ -151,11 +151,11 @@ class DiffusersBundle(DiffusionBundle):
         super().__init__(modules, facts, dtype=self.dtype, device=device)
 
     def assemble(self, parts: Mapping[str, nn.Module]) -> nn.Module:
-        """The one module that is trained, of the components that are; their names become prefixes if several."""
+        """The trained module, made of the trained components. If there are several, their names become prefixes."""
         [module] = parts.values()
         return module
 
-    # A model that is not loaded
+    # Facts without loading the model
 
     @classmethod
     def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LatentFacts:
@@ -167,10 +167,10 @@ class DiffusersBundle(DiffusionBundle):
         """Parameter counts of a model that is not loaded."""
         return cls.family.estimate(path, revision)
 
-    # Its weights
+    # Weights
 
     def saved(self) -> SavedWeights:
-        """The trained weights as the checkpoint has them, read row by row."""
+        """The trained weights as the checkpoint stores them, readable row by row."""
         if self.family.is_toy(self.path):
             return ModuleWeights(self.untrained())
         return self.saved_part(self.facts.trainable_attr)
@@ -186,13 +186,13 @@ class DiffusersBundle(DiffusionBundle):
         return SafetensorsWeights(self.family.directory(self.path, self.revision) / component, self.dtype)
 
     def untrained(self) -> nn.Module:
-        """A second copy of what is trained, on the CPU, with the checkpoint's own weights."""
+        """A second copy of the trained module on the CPU, with the checkpoint's own weights."""
         with quiet_libraries():
             parts = {name: self._load(name) for name in self.family.trained if name in self.configs}
         return self.assemble(parts).requires_grad_(False).eval()
 
     def trained_parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """What `assemble` joined: the networks of a trained module by component name."""
+        """The networks that `assemble` joined, by component name."""
         return {self.facts.trainable_attr: module}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -204,7 +204,7 @@ class DiffusersBundle(DiffusionBundle):
         return module
 
     def require(self, names: Sequence[str], task: str) -> None:
-        """Raises ValueError where components that a task needs were not loaded."""
+        """Raise ValueError if components that `task` needs were not loaded."""
         missing = [name for name in names if name not in self.modules]
         if missing:
             raise ValueError(f"this bundle was built without {', '.join(missing)}, so it cannot {task}")
@@ -230,5 +230,5 @@ class DiffusersBundle(DiffusionBundle):
 
 
 def batch_multiple(device: torch.device) -> int:
-    """The rows that forward batches are filled to: on CPUs a row's bits are the same in any multiple of 4."""
+    """Forward batches are padded to a multiple of this: on a CPU, a row has the same bits in any multiple of 4."""
     return 4 if device.type == "cpu" else 1

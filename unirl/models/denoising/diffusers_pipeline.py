@@ -1,4 +1,4 @@
-"""A trained model as the plain pipeline of diffusers, and the proof that it draws what our sampler draws."""
+"""Exports a trained model to diffusers, and compares the samples of diffusers with those of our sampler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DiffusersBundleT = TypeVar("DiffusersBundleT", bound=DiffusersBundle)
 
 
 class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
-    """A pipeline over a family of diffusers: the general one, and the way out to its home library."""
+    """A pipeline over a family of diffusers, with export to diffusers and verification of the export."""
 
     lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
 
@@ -40,55 +40,55 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
         params: DiffusionSamplingParams,
         images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
-        """What the family's pipeline of diffusers draws from noise x_T [B, *latent] with settings that mean `params`.
+        """Samples of diffusers' own pipeline `plain` from noise x_T [B, *latent], with settings equal to `params`.
 
-        Pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1]; latents [B, *latent] where the checkpoint has no VAE.
+        Pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1], or latents [B, *latent] if the checkpoint has no VAE.
         """
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """A diffusers directory of the whole model with `tensors`, by names of the trained module, in it."""
+        """Write the whole model as a diffusers directory, with `tensors` in place of those of the trained module."""
         trained = self.bundle.with_tensors(tensors)
         with quiet_libraries():
             plain_pipeline(self.bundle, trained).save_pretrained(folder)
         return folder
 
     def extra_components(self) -> Mapping[str, object]:
-        """Components that diffusers is given beside a directory: those that it needs other libraries to read."""
+        """Components that are passed to diffusers beside a directory, because it cannot read them by itself."""
         return {}
 
     def write_lora(self, folder: Path, adapter: Adapter) -> Path:
-        """The files that `load_lora` loads into diffusers' pipeline."""
+        """Write the files that `load_lora` loads into diffusers' pipeline."""
         return write_diffusers_lora(folder, adapter)
 
     def load_lora(self, plain: PlainPipeline, folder: Path) -> None:
-        """As a user of diffusers does."""
+        """Load the adapter into diffusers' pipeline, as a user of diffusers does."""
         plain.load_lora_weights(str(folder))
 
     def verify_lora(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
-        """Max abs difference between our sampler with the weights of now and diffusers with the adapter in `folder`."""
+        """Max abs difference between our sampler, current weights, and diffusers with the adapter in `folder`."""
         plain = plain_pipeline(self.bundle, self.bundle.untrained().to(self.bundle.device))
         with quiet_libraries():
             self.load_lora(plain, folder)
         return difference(self, plain, texts, params)
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: DiffusionSamplingParams) -> float:
-        """Max abs difference between our sampler with the weights of now and diffusers with the model in `folder`."""
+        """Max abs difference between our sampler with the current weights and diffusers with the model in `folder`."""
         family = self.bundle.family
         kind = pipeline_class(self.bundle)
-        # diffusers wants to be told what a directory leaves out.
+        # diffusers needs absent components as explicit None.
         absent = {name: None for name in (*family.classes, *family.tokenizers) if name not in components(folder)}
         with quiet_libraries():
             plain = kind.from_pretrained(
-                folder, dtype=self.bundle.dtype, **_taken(kind, {**absent, **self.extra_components()})
+                folder, dtype=self.bundle.dtype, **_accepted(kind, {**absent, **self.extra_components()})
             )
         return difference(self, without_bar(plain).to(self.bundle.device), texts, params)
 
 
 def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: object) -> PlainPipeline:
-    """diffusers' own pipeline around a trained module and the bundle's frozen components; absent ones are None.
+    """diffusers' own pipeline with a trained module and the frozen components of the bundle; absent ones are None.
 
     Args:
-        changes: components and settings in place of the checkpoint's own.
+        changes: components and settings that replace those of the checkpoint.
     """
     family, kind = bundle.family, pipeline_class(bundle)
     parts: dict[str, Any] = {name: bundle.modules.get(name) for name in family.classes if name not in family.trained}
@@ -97,7 +97,7 @@ def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: objec
     with quiet_libraries():
         scheduler = scheduler_class(bundle).from_config(dict(bundle.configs.scheduler))
         parts |= {name: family.build_guider(bundle.configs, name) for name in bundle.configs.guiders}
-        plain = kind(**{"scheduler": scheduler, **_taken(kind, parts), **bundle.configs.settings, **changes})
+        plain = kind(**{"scheduler": scheduler, **_accepted(kind, parts), **bundle.configs.settings, **changes})
     return without_bar(plain)
 
 
@@ -105,18 +105,18 @@ def pipeline_class(bundle: DiffusersBundle) -> Any:
     """The class of diffusers that the bundle's checkpoint belongs to."""
     import diffusers
 
-    with quiet_libraries():  # the import has something to say
+    with quiet_libraries():  # the import logs messages
         return getattr(diffusers, bundle.configs.pipeline or bundle.family.pipeline)
 
 
-def _taken(kind: Any, parts: Mapping[str, object]) -> dict[str, object]:
-    """Without the absent components that this one of a family's pipelines has no place for."""
+def _accepted(kind: Any, parts: Mapping[str, object]) -> dict[str, object]:
+    """`parts` without absent components that the pipeline class does not accept."""
     places = inspect.signature(kind).parameters
     return {name: part for name, part in parts.items() if part is not None or name in places}
 
 
 def scheduler_class(bundle: DiffusersBundle) -> Any:
-    """The class of the checkpoint's scheduler; a configuration that names none is of Euler's flow matching."""
+    """The class of the checkpoint's scheduler. The default is the Euler scheduler for flow matching."""
     import diffusers
 
     return getattr(diffusers, bundle.configs.scheduler.get("_class_name", "FlowMatchEulerDiscreteScheduler"))
@@ -129,7 +129,7 @@ def without_bar(plain: PlainPipeline) -> PlainPipeline:
 
 
 def fixed_sigmas_scheduler(levels: Sequence[float]) -> Any:
-    """Euler's scheduler of diffusers on `levels` [T + 1], whatever a pipeline asks it to do with them."""
+    """The Euler scheduler of diffusers with the fixed sigmas `levels` [T + 1], whatever a pipeline sets."""
     import diffusers
 
     class FixedSigmasScheduler(diffusers.FlowMatchEulerDiscreteScheduler):
@@ -140,7 +140,7 @@ def fixed_sigmas_scheduler(levels: Sequence[float]) -> Any:
             sigmas: object = None,
             mu: float | None = None,
         ) -> None:
-            """The given levels, unshifted."""
+            """Set the fixed sigmas, unshifted."""
             super().set_timesteps(sigmas=list(levels[:-1]), device=device)
 
     return FixedSigmasScheduler(shift=1.0)
@@ -156,19 +156,19 @@ def difference(
     *,
     own_schedule: bool = False,
 ) -> float:
-    """Max abs difference of what both draw from one noise with Euler's steps on our levels.
+    """Max abs difference between samples of both from the same noise, by Euler steps on our sigmas.
 
     Args:
-        images: of each text; absent, for a family that needs some: keyed noise.
-        own_schedule: diffusers walks down the levels of its own scheduler, which must be Euler's.
+        images: the images of each text. None uses keyed noise if the family needs images.
+        own_schedule: diffusers uses the sigmas of its own scheduler, which must be the Euler scheduler.
     """
-    drawn = sample_with_euler(pipeline, texts, params, images)
-    bundle, ours = pipeline.bundle, drawn.latents
+    samples = sample_with_euler(pipeline, texts, params, images)
+    bundle, ours = pipeline.bundle, samples.latents
     if not own_schedule:
-        assert drawn.params.sigmas is not None
-        plain.scheduler = fixed_sigmas_scheduler(drawn.params.sigmas)
+        assert samples.params.sigmas is not None
+        plain.scheduler = fixed_sigmas_scheduler(samples.params.sigmas)
     with bundle.resident(bundle.frozen), quiet_libraries():
-        theirs = pipeline.sample_with_diffusers(plain, texts, drawn.x_T.clone(), drawn.params, drawn.images)
+        theirs = pipeline.sample_with_diffusers(plain, texts, samples.x_T.clone(), samples.params, samples.images)
         if theirs.shape != ours.shape:
             ours = pipeline.decoder.decode(ours)
     return float((ours.float() - theirs.float()).abs().max())
@@ -176,7 +176,7 @@ def difference(
 
 @dataclass(frozen=True)
 class EulerSamples:
-    """What our sampler drew, and from what."""
+    """The samples of our sampler, and its inputs."""
 
     latents: Tensor  # [B, *latent]
     x_T: Tensor  # noqa: N815
@@ -192,7 +192,7 @@ def sample_with_euler(
     params: DiffusionSamplingParams,
     images: Sequence[ConditionImages] | None = None,
 ) -> EulerSamples:
-    """Our samples of `texts` by Euler's steps from keyed noise; keyed images where a family needs some."""
+    """Sample `texts` with our sampler by Euler steps from keyed noise, with keyed images if the family needs images."""
     params = dataclasses.replace(params.deterministic(), solver=None, trajectory_dtype="fp32")
     params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
     noise = NoiseSource(params.seed, "eval", 0)
@@ -207,5 +207,5 @@ def sample_with_euler(
 
 
 def unshifted_sigmas(num_inference_steps: int) -> list[float]:
-    """The unshifted levels 1 - i / T that a scheduler of diffusers shifts to our schedule."""
+    """The unshifted sigmas 1 - i / T, which a scheduler of diffusers shifts to our schedule."""
     return [1.0 - i / num_inference_steps for i in range(num_inference_steps)]

@@ -1,4 +1,4 @@
-"""Prompts and their images in, a rollout out: encode, sample, decode with one denoising model."""
+"""The pipeline of a denoising model: encodes prompts and their images, samples, decodes."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ CANARY_SEQUENCE_LENGTH = 32
 
 
 @dataclass(frozen=True)
-class _Draw:
-    """What sampling some rows needs besides their conditions."""
+class _SamplingInputs:
+    """The inputs of sampling that all chunks of a request share."""
 
     params: DiffusionSamplingParams
     noise: NoiseSource
     sample_ids: list[str]
-    start_ids: list[str]  # whose x_T: the sample's own, or its group's
+    start_ids: list[str]  # ids that key x_T: of the sample, or of its group
 
 
 class DecodeAhead:
-    """One thread that decodes latents in the order in which they come; on a GPU on a stream of its own.
+    """Decodes the latents of sampled chunks in a thread while the next chunk is sampled; on a GPU in its own stream.
 
-    A chunk's pixels have the bits that they have without it, since decoding runs in full chunks either way.
+    The pixels have the same bits as without the thread, since decoding always runs in chunks of one size.
     """
 
     def __init__(self, decode: Callable[[Tensor], Images | Videos], device: torch.device) -> None:
@@ -68,12 +68,12 @@ class DecodeAhead:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def add(self, latents: Tensor) -> None:
-        """Decode the samples latents [b, *latent] of a chunk."""
+        """Start to decode the latents [b, *latent] of a chunk."""
         ready = None if self.stream is None else torch.cuda.current_stream(latents.device).record_event()
         self._parts.append(self._thread.submit(self._decoded, latents, ready))
 
     def result(self) -> Images | Videos:
-        """All of them, in order. What decoding raised is raised here."""
+        """The decoded chunks as one batch, in order. Raises the exception of a failed decoding."""
         parts: list[Any] = [part.result() for part in self._parts]
         whole: Images | Videos = type(parts[0]).concat(parts)
         return whole
@@ -90,10 +90,10 @@ class DecodeAhead:
 
 
 class DiffusionPipeline(Generic[BundleT]):
-    """Text (and images) to images or videos with one bundle, which brings denoiser, encoders and decoder."""
+    """Generates images or videos from texts (and images) with the components of one bundle."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image",))
-    """Of a family of videos: `VIDEO`."""
+    """Video families set `VIDEO`."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class DiffusionPipeline(Generic[BundleT]):
         """A pipeline over `bundle`.
 
         Args:
-            encode_batch_size: prompts per forward of the text encoders.
-            decode_batch_size: latents or images per forward of the VAE.
-            embedding_cache_gb: main memory for text embeddings kept across rollouts, GiB; 0 keeps none.
-            keep_resident: False brings encoders and VAE to the device only while they run.
-            vae_tiling: the VAE works on overlapping tiles of a large image or video, and blends them: less memory.
-            vae_slicing: the VAE works on one row at a time: less memory.
-            decode_ahead: decode each chunk of a rollout while the next one is sampled: both need memory at once.
+            encode_batch_size: number of prompts per forward of the text encoders.
+            decode_batch_size: number of latents or images per forward of the VAE.
+            embedding_cache_gb: main memory for cached text embeddings, GiB; 0 disables the cache.
+            keep_resident: False moves encoders and VAE to the device only while they run.
+            vae_tiling: run the VAE on overlapping tiles of large images or videos, which needs less memory.
+            vae_slicing: run the VAE on one row at a time, which needs less memory.
+            decode_ahead: decode each chunk while the next one is sampled. Both need memory at the same time.
         """
         self.bundle = bundle
         self.facts = bundle.facts
@@ -135,16 +135,16 @@ class DiffusionPipeline(Generic[BundleT]):
             bundle.offload(bundle.frozen)
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
-        """[T + 1] float32: the explicit schedule of `params`, else the model's own."""
+        """Sigmas [T + 1] float32: the explicit schedule of `params`, or the model's own."""
         if params.sigmas is not None:
             return torch.tensor(params.sigmas, dtype=torch.float32)
         seq_len = self.facts.image_seq_len(params)
         return self.facts.schedule.sigmas(params.num_inference_steps, seq_len)
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
-        """The rollout of a request whose sampling is pinned, at most about `chunk_size` rows per forward."""
+        """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows per forward."""
         _, params = req.only_track(DiffusionSamplingParams)
-        conditions = self.encode(req.prompts(), params, self._shown(req, params))
+        conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
         if not self.decode_ahead:
             segment = LatentSegment.concat(list(self._sampled(req, params, conditions, chunk_size)))
             return _response(req, conditions, segment, self.decode(segment.final))
@@ -156,15 +156,15 @@ class DiffusionPipeline(Generic[BundleT]):
             return _response(req, conditions, LatentSegment.concat(parts), ahead.result())
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
-        """The rollout of a request whose samples exist already, one image per row: their latents, no trajectory."""
+        """The response for recorded images, one per row of the request: their latents, without a trajectory."""
         _, params = req.only_track(DiffusionSamplingParams)
-        conditions = self.encode(req.prompts(), params, self._shown(req, params))
+        conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.record(self.latents_of(images), params, noise)
         return _response(req, conditions, segment, images)
 
     def canary_inputs(self) -> LatentCanaryInputs:
-        """Fixed prompts as the pipeline's own encoders see them, and keyed noise halfway down the schedule."""
+        """Fixed prompts, encoded by the pipeline's own encoders, and keyed noise at sigma 0.5."""
         side = CANARY_SIDE_TOKENS * self.facts.vae_scale * self.facts.patch_size
         params = DiffusionSamplingParams(
             kernel=EulerODE(), height=side, width=side, max_sequence_length=CANARY_SEQUENCE_LENGTH
@@ -191,10 +191,10 @@ class DiffusionPipeline(Generic[BundleT]):
         params: DiffusionSamplingParams,
         images: Sequence[ConditionImages] | None = None,
     ) -> Conditions:
-        """The conditions of prompts: `text`, `negative_text` when guidance is on, what the family reads of images.
+        """The conditions of prompts: `text`, `negative_text` if guidance is active, and conditions from their images.
 
         Args:
-            images: of each prompt, of the sample's size; absent = no prompt brings any.
+            images: the images of each prompt, in the size of the sample. None if the prompts have no images.
         """
         length = params.max_sequence_length
         conditions: Conditions = {"text": self.embed(texts, length, images)}
@@ -205,7 +205,7 @@ class DiffusionPipeline(Generic[BundleT]):
         return conditions
 
     def decode(self, latents: Tensor) -> Images | Videos:
-        """The images or videos of latents [B, *latent], rounded to the 256 levels of uint8."""
+        """The images or videos of latents [B, *latent], rounded to 256 levels."""
         with torch.no_grad(), self.bundle.resident(self.decoder.components):
             pixels = map_chunks(self.decoder.decode, latents.float(), self.decode_batch_size, self.facts.batch_multiple)
         if self.facts.frame_scale is not None:
@@ -224,14 +224,14 @@ class DiffusionPipeline(Generic[BundleT]):
             )
 
     def initial_noise(self, noise: NoiseSource, ids: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
-        """x_T [B, *latent] of ids (rows of one id are equal), on the bundle's device."""
+        """x_T [B, *latent] keyed by ids, on the bundle's device. Rows with the same id are equal."""
         return noise.normal(ids, "x", self.facts.latent_shape(params)).to(self.bundle.device)
 
     def _cut_vae(self, option: str) -> None:
-        """Turn on the VAE's own `tiling` or `slicing`."""
+        """Enable `tiling` or `slicing` of the VAE."""
         vaes: list[Any] = [self.bundle.modules[name] for name in self.decoder.components]
         for vae in vaes:
-            if hasattr(vae, f"use_{option}"):  # how diffusers' VAEs show that they can
+            if hasattr(vae, f"use_{option}"):  # the attribute of diffusers' VAEs that support it
                 getattr(vae, f"enable_{option}")()
         if not any(hasattr(vae, f"use_{option}") for vae in vaes):
             kinds = ", ".join(type(vae).__name__ for vae in vaes) or "no VAE"
@@ -239,26 +239,26 @@ class DiffusionPipeline(Generic[BundleT]):
                 f"pipeline.vae_{option}=true: {self.facts.family} decodes by {kinds}, which has no {option}. Remove it"
             )
 
-    def _shown(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ConditionImages] | None:
-        """The images of each row's prompt, opened once and cut to the sample's size; None where none brings any."""
+    def _condition_images(self, req: RolloutReq, params: DiffusionSamplingParams) -> list[ConditionImages] | None:
+        """The images of each row's prompt, read once and fitted to the sample's size. None if there are none."""
         rows = req.prompt_image_uris()
         counts = sorted({len(uris) for uris in rows})
         if counts == [0]:
             return None
         if len(counts) > 1:
             raise DataError(
-                f"the prompts of one step bring {' and '.join(map(str, counts))} condition images, and "
-                f"{self.facts.family} is fed equally many with each. Give every prompt of the data file the same number"
+                f"the prompts of one step have {' and '.join(map(str, counts))} condition images, but "
+                f"{self.facts.family} needs the same number for each. Give every prompt of the data the same number"
             )
-        opened = {uris: ConditionImages.of(_opened(uris, params)) for uris in dict.fromkeys(rows)}
-        return [opened[uris] for uris in rows]
+        images = {uris: ConditionImages.of(_read_images(uris, params)) for uris in dict.fromkeys(rows)}
+        return [images[uris] for uris in rows]
 
     def _image_conditions(self, images: Sequence[ConditionImages], params: DiffusionSamplingParams) -> Conditions:
-        """Each distinct image is encoded once."""
+        """The conditions from images. Each distinct set of images is encoded once."""
         if self.condition_image_encoder is None:
             raise DataError(
-                f"{self.facts.family} takes no condition images, and prompts bring some. Remove their media_refs, or "
-                "take a model of image to video or of editing"
+                f"{self.facts.family} takes no condition images, but prompts have some. Remove their media_refs, or "
+                "use a model for image to video or for editing"
             )
         encoder, device = self.condition_image_encoder, self.bundle.device
         distinct = {image.key: image.pixels for image in images}
@@ -267,8 +267,8 @@ class DiffusionPipeline(Generic[BundleT]):
         parts: list[Conditions] = []
         with torch.no_grad(), self.bundle.resident(encoder.components):
             for chunk in padded_chunks(len(keys), self.decode_batch_size, self.facts.batch_multiple):
-                found = encoder.encode(stacked[list(chunk.rows)].to(device), params)
-                parts.append(select_conditions(found, list(range(chunk.num_real))))
+                conditions = encoder.encode(stacked[list(chunk.rows)].to(device), params)
+                parts.append(select_conditions(conditions, list(range(chunk.num_real))))
         rows = [keys.index(image.key) for image in images]
         joined = {name: type(c).concat([part[name] for part in parts]) for name, c in parts[0].items()}
         return select_conditions(joined, rows)
@@ -276,27 +276,27 @@ class DiffusionPipeline(Generic[BundleT]):
     def _sampled(
         self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
     ) -> Iterator[LatentSegment]:
-        """PaddedChunk by chunk."""
+        """The segments of the request, chunk by chunk."""
         start_ids = req.group_ids if params.init_same_noise else req.sample_ids
-        draw = _Draw(params, NoiseSource(params.seed, req.purpose, req.step), req.sample_ids, start_ids)
+        inputs = _SamplingInputs(params, NoiseSource(params.seed, req.purpose, req.step), req.sample_ids, start_ids)
         multiple = self.facts.batch_multiple
         size = balanced_chunk_size(len(req), chunk_size, multiple)
         for chunk in padded_chunks(len(req), size, multiple):
-            yield self._sample_rows(draw, conditions, list(chunk.rows)).slice(0, chunk.num_real)
+            yield self._sample_rows(inputs, conditions, list(chunk.rows)).slice(0, chunk.num_real)
 
-    def _sample_rows(self, draw: _Draw, conditions: Conditions, rows: list[int]) -> LatentSegment:
-        x_T = self.initial_noise(draw.noise, [draw.start_ids[row] for row in rows], draw.params)  # noqa: N806
-        ids = [draw.sample_ids[row] for row in rows]
-        return self.stage.sample(select_conditions(conditions, rows), x_T, draw.params, draw.noise, ids)
+    def _sample_rows(self, inputs: _SamplingInputs, conditions: Conditions, rows: list[int]) -> LatentSegment:
+        x_T = self.initial_noise(inputs.noise, [inputs.start_ids[row] for row in rows], inputs.params)  # noqa: N806
+        ids = [inputs.sample_ids[row] for row in rows]
+        return self.stage.sample(select_conditions(conditions, rows), x_T, inputs.params, inputs.noise, ids)
 
 
-def _opened(uris: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
-    """[N, 3, H, W] in [0, 1]."""
+def _read_images(uris: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
+    """Pixels [N, 3, H, W] in [0, 1], fitted to the size of the sample."""
     return torch.stack([fit_image(read_image(uri), params.height, params.width) for uri in uris])
 
 
 def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images | Videos) -> RolloutResp:
-    """The one track of a request, rows in its order."""
+    """The response with the one track of a request, rows in the order of the request."""
     [name] = req.tracks
     track = RolloutTrack(
         sample_ids=req.sample_ids,

@@ -1,4 +1,4 @@
-"""Adapters as files that other libraries load.
+"""Writes LoRA adapters as files that other libraries load.
 
 A module's low-rank update is W + alpha / rank * B A (LoRA, arXiv:2106.09685). Two layouts of the same tensors:
 
@@ -26,20 +26,20 @@ _ADAPTER_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.
 
 @dataclass(frozen=True)
 class Adapter:
-    """The trained low-rank matrices and the settings that give them their meaning."""
+    """The trained low-rank matrices with their settings."""
 
     layers: Mapping[str, tuple[Tensor, Tensor]]
     """Module name to (A [rank, inputs], B [outputs, rank])."""
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
-    """Module name suffixes that carry adapters."""
+    """Suffixes of the names of adapted modules."""
 
     @classmethod
     def from_named(
         cls, tensors: Mapping[str, Tensor], *, rank: int, alpha: float, target_modules: tuple[str, ...]
     ) -> Adapter:
-        """The adapter among gathered parameters, whatever its adapter name. Other tensors are ignored."""
+        """The adapter in gathered parameters, under any adapter name. Other tensors are ignored."""
         sides: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             match = _ADAPTER_TENSOR.fullmatch(name)
@@ -53,12 +53,12 @@ class Adapter:
         return cls({module: (pair["A"], pair["B"]) for module, pair in sides.items()}, rank, alpha, target_modules)
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors by file key: `{prefix}{module}.lora_A.weight` and `...lora_B.weight`."""
+        """The tensors by key in the file: `{prefix}{module}.lora_A.weight` and `...lora_B.weight`."""
         sides = {f"{prefix}{module}.lora_{side}.weight": (module, i) for module in self.layers for i, side in _SIDES}
         return {key: self.layers[module][i] for key, (module, i) in sides.items()}
 
     def merged_into(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`state` with every update added to its weight, in fp32 before rounding to the weight's dtype."""
+        """`state` with every update added to its weight in fp32, then rounded to the dtype of the weight."""
         merged = dict(state)
         for module, (a, b) in self.layers.items():
             weight = merged[f"{module}.weight"]
@@ -73,7 +73,7 @@ _SIDES = ((0, "A"), (1, "B"))
 def write_diffusers_lora(
     folder: Path, adapter: Adapter, component: str = "transformer", file: str = DIFFUSERS_FILE
 ) -> Path:
-    """The file that `pipeline.load_lora_weights(folder)` of diffusers loads; another one by its `weight_name`."""
+    """Write the file that `pipeline.load_lora_weights(folder)` of diffusers loads."""
     settings = {
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
@@ -87,7 +87,7 @@ def write_diffusers_lora(
 
 
 def write_peft_adapter(folder: Path, adapter: Adapter, base_model: str) -> Path:
-    """The folder that `PeftModel.from_pretrained(network, folder)` of peft loads."""
+    """Write the folder that `PeftModel.from_pretrained(network, folder)` of peft loads."""
     from peft import LoraConfig
 
     written = _write(folder / PEFT_FILE, adapter.named("base_model.model."), {"format": "pt"})
@@ -103,7 +103,7 @@ def write_peft_adapter(folder: Path, adapter: Adapter, base_model: str) -> Path:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Path:
-    """`path` holding the tensors: complete or not there at all."""
+    """Write the tensors to `path` atomically."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)

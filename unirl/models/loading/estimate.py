@@ -1,4 +1,4 @@
-"""Sizes of a model that has not been loaded: counted on modules without storage."""
+"""Parameter counts and layer sizes of a model that is not loaded, measured on modules without storage."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from unirl.types.facts import LanguageFacts, ModelFacts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEstimate:
-    """Sizes of a model that has not been loaded."""
+    """Parameter counts and layer sizes of a model that is not loaded."""
 
     facts: ModelFacts
     parameters: Mapping[str, int]
-    """By component."""
+    """Number of parameters by component."""
     linears: Mapping[str, tuple[int, int]]
     """(inputs, outputs) of every linear layer of the trained module, by name."""
     num_blocks: int
     width: int
-    """Of a token in the trained module."""
+    """Width of a token in the trained module."""
     cache_width: int = 0
-    """Numbers that sampling keeps of every token (keys and values of all blocks); 0 where it keeps none."""
+    """Numbers that sampling caches per token (keys and values of all blocks). 0 for models without a cache."""
 
     def lora_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
-        """Parameters of adapters of `rank` on `targets` (name suffixes; absent = the model's own)."""
+        """Number of parameters of adapters of `rank` on `targets` (name suffixes; None takes the model's own)."""
         suffixes = tuple(targets or self.facts.lora_targets)
         chosen = [
             shape for name, shape in self.linears.items() if any(name == s or name.endswith("." + s) for s in suffixes)
@@ -41,12 +41,12 @@ def linears_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def parameters_of(module: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """Number of parameters. Tied ones count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def language_estimate(facts: LanguageFacts, network: nn.Module) -> ModelEstimate:
-    """Of a causal language model on the meta device."""
+    """The estimate of a causal language model on the meta device."""
     linears = linears_of(network)
     cached = [outputs for name, (_, outputs) in linears.items() if name.endswith((".k_proj", ".v_proj"))]
     return ModelEstimate(

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a local directory, or a copy of a hub repository fetched by need."""
+"""Finds the files of a checkpoint, locally or on the hub, and silences libraries while they load them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_directory(path: str, revision: str | None, *, configs_only: bool = Fal
     """A directory in the diffusers layout for `path`: that directory itself, or the hub repository's files.
 
     Only the components that model_index.json names are fetched; `configs_only` leaves their weights out.
-    Raises DataError with the way out when there is no such model or it cannot be reached.
+    Raises NotFoundError if there is no such model, or if the hub cannot be reached.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -39,9 +39,9 @@ def model_directory(path: str, revision: str | None, *, configs_only: bool = Fal
 
 
 def language_directory(path: str, revision: str | None, *, configs_only: bool = False) -> Path:
-    """A directory as `save_pretrained` of transformers writes it, for `path`: that directory, or the hub's files.
+    """A directory in the layout of transformers for `path`: that directory itself, or the files of the hub.
 
-    `configs_only` leaves the weights out. Raises DataError with the way out when there is no such model.
+    `configs_only` leaves the weights out. Raises NotFoundError if there is no such model.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -56,21 +56,21 @@ def language_directory(path: str, revision: str | None, *, configs_only: bool = 
         )
     if not (root / CONFIG).is_file():
         raise NotFoundError(
-            f"bundle.path={str(root)!r} has no {CONFIG}: it is no model directory of transformers. Give the folder "
+            f"bundle.path={str(root)!r} has no {CONFIG}: it is not a model directory of transformers. Give the folder "
             "that `model.save_pretrained` and `tokenizer.save_pretrained` wrote"
         )
     return root
 
 
 def components(root: Path) -> dict[str, tuple[str, str]]:
-    """The components that a model directory holds: name to (library, class), absent ones left out."""
+    """The components in a model directory: name to (library, class), without absent ones."""
     index = read_json(root / MODEL_INDEX)
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (str(value[0]), str(value[1])) for name, value in pairs.items() if value[0] is not None}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises DataError when it is missing or damaged."""
+    """The object in a JSON file of a model. Raises NotFoundError if the file is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     )
 
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_UNUSED_WEIGHTS)
         )
     except GatedRepoError:
@@ -121,7 +121,7 @@ def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
             f"is not in the local cache and the hub cannot be reached ({type(error).__name__}). Connect, or set "
             "PRETRAINED_MODEL (bundle.path) to a local directory, or try the recipe with scale=toy",
         ) from None
-    return Path(found)
+    return Path(folder)
 
 
 def _unreachable(repo: str, why: str) -> DataError:
@@ -130,7 +130,7 @@ def _unreachable(repo: str, why: str) -> DataError:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """diffusers and transformers draw no bars and log errors only inside; as before afterwards."""
+    """In this context, diffusers and transformers show no progress bars and log only errors."""
     import diffusers.utils.logging as of_diffusers
     import transformers.utils.logging as of_transformers
 

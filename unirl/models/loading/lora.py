@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), injected by peft and initialised as a pure function of a seed.
+"""Injects low-rank adapters (LoRA, arXiv:2106.09685) by peft, and initialises them as a pure function of a seed.
 
 A target layer W becomes W + alpha / rank * B A, with parameters `<layer>.base_layer.weight`,
 `<layer>.lora_A.default.weight` [rank, inputs] and `<layer>.lora_B.default.weight` [outputs, rank].
@@ -24,12 +24,12 @@ _ADAPTER_WEIGHT = re.compile(r"(.+\.)?lora_[AB]\.[^.]+\.weight")
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Everything that decides the shape and the meaning of a module's adapters."""
+    """The settings of a module's adapters."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Suffixes of linear layers' names."""
+    """Suffixes of the names of linear layers."""
 
     @property
     def scale(self) -> float:
@@ -38,9 +38,9 @@ class LoraSpec:
 
 
 def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
-    """Freeze `module` and give every target a trainable float32 adapter: A gaussian with std 1 / rank, B zero.
+    """Freeze `module` and add a trainable float32 adapter to every target: A is Gaussian with std 1 / rank, B is zero.
 
-    On a module on the meta device the adapters are on it too, and get no values: `initial_adapter_weight` has them.
+    Adapters of a module on the meta device get no values; `initial_adapter_weight` computes them later.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
@@ -48,7 +48,7 @@ def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
     present = adapter_names(module)
     if present:
         raise IncompatibleError(
-            f"{type(module).__name__} already carries adapters ({present[0]}): a second one would add to them"
+            f"{type(module).__name__} already has adapters ({present[0]}): a second one would be added to them"
         )
     require_targets(module, spec.targets)
     module.requires_grad_(False)
@@ -64,7 +64,7 @@ def inject_lora(module: nn.Module, spec: LoraSpec, seed: int) -> None:
 
 
 def initial_adapter_weight(name: str, shape: tuple[int, ...], rank: int, seed: int) -> Tensor:
-    """A fresh adapter's parameter in fp32 on the CPU: it depends on the seed and the parameter's name alone."""
+    """The initial value of an adapter's parameter, fp32 on the CPU. It depends only on the seed and its name."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(key_seed(seed, f"lora:{name}"))
@@ -77,7 +77,7 @@ def adapter_names(module: nn.Module) -> list[str]:
 
 
 def inconsistent_adapters(module: nn.Module, spec: LoraSpec) -> list[str]:
-    """Adapted layers whose adapter would not act as `spec` says: disabled, merged, inactive or scaled otherwise."""
+    """Adapted layers whose adapter does not act as `spec` says: disabled, merged, inactive or differently scaled."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, child) for name, child in module.named_modules() if isinstance(child, BaseTunerLayer)]
@@ -92,12 +92,12 @@ def inconsistent_adapters(module: nn.Module, spec: LoraSpec) -> list[str]:
 
 
 def choose_targets(
-    module: nn.Module, asked: Sequence[str] | Literal["model"], model_targets: Sequence[str]
+    module: nn.Module, requested: Sequence[str] | Literal["model"], model_targets: Sequence[str]
 ) -> tuple[str, ...]:
-    """The suffixes to adapt: those that are asked for, all of which must exist, or those of the model's own that do."""
-    if asked != "model":
-        require_targets(module, tuple(asked))
-        return tuple(asked)
+    """The suffixes to adapt: the requested ones, which must all exist, or the existing ones of the model's own list."""
+    if requested != "model":
+        require_targets(module, tuple(requested))
+        return tuple(requested)
     linear = _linear_layers(module)
     matched = tuple(target for target in model_targets if _matches(target, linear))
     if not matched:
@@ -106,7 +106,7 @@ def choose_targets(
 
 
 def require_targets(module: nn.Module, targets: Sequence[str]) -> None:
-    """Raises ConfigError unless each of `targets` is the end of a linear layer's name, and there is one."""
+    """Raise InvalidValueError unless `targets` is not empty and each is the end of a linear layer's name."""
     linear = _linear_layers(module)
     missing = [target for target in targets if not _matches(target, linear)]
     if targets and not missing:

@@ -1,6 +1,6 @@
-"""Files that lie elsewhere (http, https, s3, gs): read whole, bounded in size and time, and kept for a while.
+"""Downloads files by http, https, s3 and gs, within bounds of size and time, and caches them in memory.
 
-An address comes from the user's own data file, so any may be named, those of this machine and its network included.
+URLs come from the user's own data file, so any is allowed, including those of this machine and its network.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from unirl.config.errors import DataError, UnreadableFileError
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 MIB = 2**20
-PIECE = MIB // 4
-"""Bytes of a store that are read at once."""
+BLOCK_BYTES = MIB // 4
+"""Bytes that are read at once from an object store."""
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-"""Scheme to the package with which fsspec reads it."""
+"""The package with which fsspec reads a scheme."""
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses after which another try may pass."""
+"""HTTP statuses after which a retry may succeed."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """How much is read, how long is waited, how much is kept."""
+class FetchLimits:
+    """Limits of size, time and cache."""
 
     max_bytes: int = 64 * MIB
-    """Of one file; reading stops there."""
+    """Largest size of a file. Reading stops there."""
     timeout_s: float = 30.0
-    """For one try, and for any silence within it."""
+    """Limit of one try, and of any wait for data within it."""
     tries: int = 3
     pause_s: float = 1.0
-    """Before the second try; doubles after each."""
-    kept_bytes: int = 512 * MIB
-    """Of all files in the memory of this process; those that were asked for least recently go first."""
+    """Pause before the second try. It doubles after each further one."""
+    cache_bytes: int = 512 * MIB
+    """Size of the cache of this process. The least recently used files are evicted."""
 
 
-class _Again(Exception):
-    """A try failed in a way that another may not."""
+class _RetryableError(Exception):
+    """A try failed, and another one may succeed."""
 
 
-class _Kept:
-    """The bytes of the files that were read last, by address. Threads may share it."""
+class _Cache:
+    """A thread-safe cache of file contents by URL, bounded in bytes, least recently used first out."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[str, bytes] = OrderedDict()
@@ -72,76 +72,76 @@ class _Kept:
             self._size = 0
 
 
-BOUNDS = Bounds()
-KEPT = _Kept()
+LIMITS = FetchLimits()
+CACHE = _Cache()
 
 
 def is_remote(uri: str) -> bool:
-    """Whether `uri` is an address rather than a path of this machine."""
+    """True if `uri` is a URL rather than a local path."""
     return scheme_of(uri) in REMOTE_SCHEMES
 
 
 def scheme_of(uri: str) -> str:
-    """What stands before the colon, in small letters."""
+    """The part before the colon, in lower case."""
     return uri.split(":", 1)[0].lower()
 
 
-def fetch(uri: str, bounds: Bounds = BOUNDS) -> bytes:
-    """The content of the file at an address; from memory where it was read before.
+def fetch(uri: str, limits: FetchLimits = LIMITS) -> bytes:
+    """The content of the file at a URL, from the cache if it was read before.
 
     Raises:
-        DataError: 4003, naming the address, the rule and the way out.
-        DependencyError: 3001 where a package is missing.
+        UnreadableFileError: the file cannot be fetched within the limits.
+        DependencyError: the package that reads the scheme is missing.
     """
-    found = KEPT.get(uri)
-    if found is None:
-        found = _tried(uri, bounds)
-        KEPT.put(uri, found, bounds.kept_bytes)
-    return found
+    content = CACHE.get(uri)
+    if content is None:
+        content = _fetch_with_retries(uri, limits)
+        CACHE.put(uri, content, limits.cache_bytes)
+    return content
 
 
-def _tried(uri: str, bounds: Bounds) -> bytes:
+def _fetch_with_retries(uri: str, limits: FetchLimits) -> bytes:
     read = _over_http if scheme_of(uri) in ("http", "https") else _from_store
-    for number in range(bounds.tries):
+    for number in range(limits.tries):
         if number:
-            time.sleep(bounds.pause_s * 2 ** (number - 1))
+            time.sleep(limits.pause_s * 2 ** (number - 1))
         try:
-            return read(uri, bounds)
-        except _Again as error:
+            return read(uri, limits)
+        except _RetryableError as error:
             last = error
     raise refusal(
         uri,
-        f"{last} ({bounds.tries} tries). Is its server up, and may this machine read it? Else fetch the file and "
+        f"{last} ({limits.tries} tries). Is its server up, and may this machine read it? Else fetch the file and "
         "give its path",
     )
 
 
 def refusal(uri: str, why: str) -> DataError:
-    """The error for a file that cannot be had."""
+    """The error for a file that cannot be fetched."""
     return UnreadableFileError(f"image {uri} cannot be fetched: {why}")
 
 
-def _over_http(uri: str, bounds: Bounds) -> bytes:
+def _over_http(uri: str, limits: FetchLimits) -> bytes:
     import httpx2
 
-    deadline = time.monotonic() + bounds.timeout_s
-    asked = {"Accept": "image/*", "Accept-Encoding": "identity"}
+    deadline = time.monotonic() + limits.timeout_s
+    headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
     try:
-        with httpx2.stream("GET", uri, headers=asked, timeout=bounds.timeout_s, follow_redirects=True) as answer:
+        with httpx2.stream("GET", uri, headers=headers, timeout=limits.timeout_s, follow_redirects=True) as answer:
             _check_answer(uri, answer.status_code, answer.headers.get("content-type", ""))
-            _check_size(uri, _whole(answer.headers.get("content-length")), bounds)
-            return _collected(uri, answer.iter_bytes(), deadline, bounds)
+            _check_size(uri, _whole(answer.headers.get("content-length")), limits)
+            return _collected(uri, answer.iter_bytes(), deadline, limits)
     except httpx2.TimeoutException as error:
-        raise _Again(_silence(bounds)) from error
+        raise _RetryableError(_silence(limits)) from error
     except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.DecodingError, httpx2.InvalidURL) as error:
         raise refusal(uri, f"{error}. Correct the uri") from error
     except httpx2.TransportError as error:
-        raise _Again(str(error) or type(error).__name__) from error
+        raise _RetryableError(str(error) or type(error).__name__) from error
 
 
 def _check_answer(uri: str, status: int, content_type: str) -> None:
     if status in BUSY:
-        raise _Again(f"the server answers {status}")
+        raise _RetryableError(f"the server answers {status}")
     if status in (401, 403):
         raise refusal(uri, f"the server answers {status}: it wants a login. Fetch the file, or sign the uri")
     if status != 200:
@@ -155,64 +155,66 @@ def _whole(number: str | None) -> int | None:
     return int(number) if number is not None and number.isdecimal() else None
 
 
-def _check_size(uri: str, size: int | None, bounds: Bounds) -> None:
-    if size is not None and size > bounds.max_bytes:
-        raise refusal(uri, f"it has {size / MIB:.1f} MiB; {_cap(bounds)}")
+def _check_size(uri: str, size: int | None, limits: FetchLimits) -> None:
+    if size is not None and size > limits.max_bytes:
+        raise refusal(uri, f"it has {size / MIB:.1f} MiB; {_cap(limits)}")
 
 
-def _cap(bounds: Bounds) -> str:
-    return f"at most {bounds.max_bytes / MIB:g} MiB are read. Scale it down, or fetch the file and give its path"
+def _cap(limits: FetchLimits) -> str:
+    return f"at most {limits.max_bytes / MIB:g} MiB are read. Scale it down, or fetch the file and give its path"
 
 
-def _silence(bounds: Bounds) -> str:
-    return f"no answer, or not all of it, within {bounds.timeout_s:g} s"
+def _silence(limits: FetchLimits) -> str:
+    return f"no answer, or not all of it, within {limits.timeout_s:g} s"
 
 
-def _collected(uri: str, pieces: Iterator[bytes], deadline: float, bounds: Bounds) -> bytes:
-    """All pieces; stops at the cap and at the deadline, whatever follows."""
+def _collected(uri: str, pieces: Iterator[bytes], deadline: float, limits: FetchLimits) -> bytes:
+    """The joined pieces. Stops at the size limit and at the deadline."""
     content = bytearray()
     for piece in pieces:
         content += piece
-        if len(content) > bounds.max_bytes:
-            raise refusal(uri, f"it goes on after {bounds.max_bytes / MIB:g} MiB; {_cap(bounds)}")
+        if len(content) > limits.max_bytes:
+            raise refusal(uri, f"it goes on after {limits.max_bytes / MIB:g} MiB; {_cap(limits)}")
         if time.monotonic() > deadline:
-            raise _Again(_silence(bounds))
+            raise _RetryableError(_silence(limits))
     return bytes(content)
 
 
-def _from_store(uri: str, bounds: Bounds) -> bytes:
+def _from_store(uri: str, limits: FetchLimits) -> bytes:
     scheme = scheme_of(uri)
     package = PACKAGES[scheme]
     need(package, by=f"an image at {scheme}:// ({uri})", install=f"pip install {package}")
-    deadline = time.monotonic() + bounds.timeout_s
+    deadline = time.monotonic() + limits.timeout_s
     try:
-        with _opened(uri, scheme, bounds) as file:
-            _check_size(uri, file.size, bounds)  # type: ignore[attr-defined]
-            return _collected(uri, iter(lambda: file.read(PIECE), b""), deadline, bounds)
+        with _opened(uri, scheme, limits) as file:
+            _check_size(uri, file.size, limits)  # type: ignore[attr-defined]
+            return _collected(uri, iter(lambda: file.read(BLOCK_BYTES), b""), deadline, limits)
     except FileNotFoundError as error:
         raise refusal(uri, "there is no such object. Correct the uri, or remove the entry") from error
     except PermissionError as error:
         raise refusal(uri, f"it may not be read ({error}). Check the credentials of {package}") from error
     except TimeoutError as error:
-        raise _Again(_silence(bounds)) from error
+        raise _RetryableError(_silence(limits)) from error
     except OSError as error:
-        raise _Again(str(error) or type(error).__name__) from error
+        raise _RetryableError(str(error) or type(error).__name__) from error
     except _client_errors(scheme) as error:
-        raise _Again(f"{type(error).__name__}: {error}") from error
+        raise _RetryableError(f"{type(error).__name__}: {error}") from error
 
 
-def _opened(uri: str, scheme: str, bounds: Bounds) -> AbstractContextManager[IO[bytes]]:
-    """The object as a file that is read from its beginning to its end."""
+def _opened(uri: str, scheme: str, limits: FetchLimits) -> AbstractContextManager[IO[bytes]]:
+    """The object as a file that is read sequentially."""
     import fsspec
 
-    client = {"connect_timeout": bounds.timeout_s, "read_timeout": bounds.timeout_s}
-    options: dict[str, Any] = {"config_kwargs": client} if scheme == "s3" else {"timeout": bounds.timeout_s}
-    opened: AbstractContextManager[IO[bytes]] = fsspec.filesystem(scheme, **options).open(uri, "rb", block_size=PIECE)
+    client = {"connect_timeout": limits.timeout_s, "read_timeout": limits.timeout_s}
+    options: dict[str, Any] = {"config_kwargs": client} if scheme == "s3" else {"timeout": limits.timeout_s}
+    opened: AbstractContextManager[IO[bytes]] = fsspec.filesystem(scheme, **options).open(
+        uri, "rb", block_size=BLOCK_BYTES
+    )
     return opened
 
 
 def _client_errors(scheme: str) -> tuple[type[Exception], ...]:
-    """What the libraries below fsspec raise that is no OSError: missing credentials, lost connections."""
+    """Exceptions of the libraries below fsspec that are no OSError: missing credentials, lost connections."""
     if scheme == "s3":
         from botocore.exceptions import BotoCoreError
 

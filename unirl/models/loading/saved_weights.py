@@ -1,4 +1,4 @@
-"""Weights of a checkpoint that are read row by row, for a module that was built without storage."""
+"""Reads the weights of a checkpoint row by row, for modules that were built without storage."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from unirl.config.errors import NotFoundError
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-"""The file of a component of diffusers; a larger one is cut into several, which an index beside them names."""
+"""The weight file of a component of diffusers. Larger ones are split into files that an index lists."""
 LANGUAGE_WEIGHTS = "model.safetensors"
-"""The same of a model of transformers."""
+"""The weight file of a model of transformers."""
 
 
 class SavedWeights(Protocol):
-    """Tensors by the names that they have in the bare module."""
+    """Tensors by their names in the module without adapters."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape."""
+        """The shape of every tensor."""
         ...
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor, or some of its rows, on the CPU, in the dtype in which a bundle would load it."""
+        """A tensor, or some of its rows, on the CPU in the dtype of the bundle."""
         ...
 
 
@@ -47,7 +47,7 @@ class ModuleWeights:
 
 
 class SafetensorsWeights:
-    """The tensors of a folder that diffusers or transformers wrote; only the rows that are asked for are read."""
+    """The tensors of a folder that diffusers or transformers wrote. Only the requested rows are read."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, name: str = WEIGHTS) -> None:
         self.folder = folder
@@ -76,10 +76,10 @@ class SafetensorsWeights:
 
 
 class RenamedWeights:
-    """The tensors of a checkpoint whose files call them otherwise than the module does."""
+    """The tensors of a checkpoint whose files use other names than the module."""
 
     def __init__(self, weights: SavedWeights, name_of: Callable[[str], str]) -> None:
-        """`name_of`: the module's name of a tensor of the files."""
+        """`name_of` maps the name of a tensor in the files to its name in the module."""
         self.weights = weights
         self.name_of = name_of
 
@@ -95,7 +95,7 @@ class RenamedWeights:
 
 
 class JoinedWeights:
-    """The tensors of several components, whose names become prefixes: `<component>.<tensor>`."""
+    """The tensors of several components, named `<component>.<tensor>`."""
 
     def __init__(self, components: Mapping[str, SavedWeights]) -> None:
         self.components = components

@@ -129,6 +129,6 @@ def latent_mean(values: Tensor) -> Tensor:
     return values.flatten(2).mean(2)
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(result: Tensor, expected: Tensor) -> None:
     """Equal within 1e-5 of the largest entry: float32 forwards against float64."""
-    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert torch.allclose(result.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

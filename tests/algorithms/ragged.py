@@ -52,8 +52,8 @@ class LeafStage:
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the log-probs and of the entropies; zeros where the loss does not read them."""
-        found = torch.autograd.grad(loss, [self.logp, self.entropy], allow_unused=True)
-        return tuple(torch.zeros_like(self.logp) if g is None else g for g in found)  # type: ignore[return-value]
+        result = torch.autograd.grad(loss, [self.logp, self.entropy], allow_unused=True)
+        return tuple(torch.zeros_like(self.logp) if g is None else g for g in result)  # type: ignore[return-value]
 
 
 @dataclass
@@ -118,12 +118,12 @@ def value(algorithm: TokenLoss, stage: Any, track: RolloutTrack, now: TrainingPr
 
 
 def sequences(stage: LeafStage, track: RolloutTrack) -> list[Sequence]:
-    found = []
+    result = []
     for i, (start, stop) in enumerate(zip(track.segment.offsets[:-1], track.segment.offsets[1:], strict=True)):
         at = [t for t in range(int(start), int(stop)) if track.segment.loss_mask[t]]
         leaf = track.segment.tokens[at]
         anchors = track.segment.anchors
-        found.append(
+        result.append(
             Sequence(
                 stage.logp[leaf],
                 anchors["old_logp"][at],
@@ -134,7 +134,7 @@ def sequences(stage: LeafStage, track: RolloutTrack) -> list[Sequence]:
                 float(track.weight[i]),
             )
         )
-    return found
+    return result
 
 
 def looped(

@@ -39,11 +39,11 @@ def advantages(rewards: Tensor, group_ids: list[str], weight: Tensor | None = No
 @given(groups=st.integers(1, 4), size=st.integers(2, 9), seed=st.integers(0, 99))
 def test_own_std_gives_sum_zero_and_sum_of_squares_n_per_group(groups: int, size: int, seed: int) -> None:
     rewards = rewards_of(groups, size, seed)
-    found = advantages(rewards, ids(groups, size), clip=None).double().view(groups, size)
-    assert found.sum(1).abs().max() < 1e-5 * size
+    actual = advantages(rewards, ids(groups, size), clip=None).double().view(groups, size)
+    assert actual.sum(1).abs().max() < 1e-5 * size
     std = rewards.double().view(groups, size).std(dim=1, correction=0)
     expected = size * (std / (std + 1e-6)).square()  # n, but for eps where a group's rewards hardly differ
-    assert torch.allclose(found.square().sum(1), expected, rtol=1e-4)
+    assert torch.allclose(actual.square().sum(1), expected, rtol=1e-4)
 
 
 def test_formula_of_the_paper_with_population_std_and_eps_outside_the_root() -> None:
@@ -54,10 +54,10 @@ def test_formula_of_the_paper_with_population_std_and_eps_outside_the_root() -> 
         ("batch", r.std() + 0.1),
         ("none", 1.0),
     ):
-        found = advantages(torch.tensor(r).flatten(), ids(3, 5), std=std, eps=0.1).numpy().reshape(3, 5)
-        np.testing.assert_allclose(found, centred / divisor, rtol=1e-6)
-    found = advantages(torch.tensor(r).flatten(), ids(3, 5), scope="global", eps=0.1).numpy().reshape(3, 5)
-    np.testing.assert_allclose(found, (r - r.mean()) / (r.std() + 0.1), rtol=1e-6)
+        actual = advantages(torch.tensor(r).flatten(), ids(3, 5), std=std, eps=0.1).numpy().reshape(3, 5)
+        np.testing.assert_allclose(actual, centred / divisor, rtol=1e-6)
+    actual = advantages(torch.tensor(r).flatten(), ids(3, 5), scope="global", eps=0.1).numpy().reshape(3, 5)
+    np.testing.assert_allclose(actual, (r - r.mean()) / (r.std() + 0.1), rtol=1e-6)
 
 
 def test_affine_changes_of_the_rewards_do_not_change_advantages() -> None:
@@ -72,8 +72,8 @@ def test_one_hot_rewards_reach_the_root_of_n_minus_one_and_the_clip_bounds_them(
     assert float(advantages(r, ids(1, 24)).max()) == pytest.approx(math.sqrt(23), rel=1e-4)
     wide = torch.zeros(48)
     wide[5] = 1
-    found = advantages(wide, ids(1, 48))
-    assert float(found.max()) == 5.0
+    actual = advantages(wide, ids(1, 48))
+    assert float(actual.max()) == 5.0
     assert float(advantages(wide, ids(1, 48), clip=None).max()) == pytest.approx(math.sqrt(47), rel=1e-4)
 
 
@@ -82,10 +82,10 @@ def test_equal_rewards_that_float32_cannot_represent_give_exactly_zero(std: str)
     r = torch.full((12,), 0.1)
     naive = (r - r.mean()) / (r.std() + 1e-8)
     assert naive.abs().min() > 0.1  # the hazard: round-off over round-off, with one sign for the whole group
-    found = result(torch.cat([r, rewards_of(1, 12).float()]), ids(2, 12), std=std)
-    assert torch.equal(found.advantages[:12], torch.zeros(12))
-    assert found.advantages[12:].abs().min() > 0
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.5
+    actual = result(torch.cat([r, rewards_of(1, 12).float()]), ids(2, 12), std=std)
+    assert torch.equal(actual.advantages[:12], torch.zeros(12))
+    assert actual.advantages[12:].abs().min() > 0
+    assert values(actual.metrics)["rollout/zero_std_group_ratio"] == 0.5
 
 
 def test_rewards_that_differ_by_round_off_count_as_equal() -> None:
@@ -113,17 +113,17 @@ def test_a_row_of_weight_zero_is_zero_and_changes_no_other(std: str, bad: float)
     r, weight = rewards_of(2, 4), torch.ones(8)
     weight[3] = 0
     r[3] = bad
-    found = advantages(r, ids(2, 4), weight, std=std)
+    actual = advantages(r, ids(2, 4), weight, std=std)
     rest = [0, 1, 2, 4, 5, 6, 7]
     alone = advantages(r[rest], [ids(2, 4)[i] for i in rest], std=std)
-    assert found[3] == 0 and torch.equal(found[rest], alone)
+    assert actual[3] == 0 and torch.equal(actual[rest], alone)
 
 
 def test_a_group_without_valid_rows_is_not_counted_as_zero_std() -> None:
     weight = torch.tensor([1.0, 1.0, 0.0, 0.0])
-    found = result(torch.tensor([0.0, 1.0, 5.0, 5.0]), ids(2, 2), weight)
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.0
-    assert values(found.metrics)["rollout/adv_abs_mean"] == pytest.approx(1.0, rel=1e-4)
+    actual = result(torch.tensor([0.0, 1.0, 5.0, 5.0]), ids(2, 2), weight)
+    assert values(actual.metrics)["rollout/zero_std_group_ratio"] == 0.0
+    assert values(actual.metrics)["rollout/adv_abs_mean"] == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -194,15 +194,15 @@ def test_every_estimator_is_its_papers_formula_on_groups_of_any_size_and_order(
     for i, id in enumerate(group_ids):
         rows = [j for j, other in enumerate(group_ids) if other == id]
         expected.append(formula(rewards[rows].tolist(), rewards.tolist(), rows.index(i)))
-    found = advantages(rewards, group_ids, clip=None, eps=1e-12, **options)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    actual = advantages(rewards, group_ids, clip=None, eps=1e-12, **options)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 @settings(deadline=None)
 @given(groups=st.integers(1, 4), size=st.integers(2, 9), seed=st.integers(0, 99))
 def test_the_unbiased_std_gives_a_sum_of_squares_of_n_minus_one(groups: int, size: int, seed: int) -> None:
-    found = advantages(rewards_of(groups, size, seed), ids(groups, size), clip=None, eps=1e-12, unbiased=True)
-    squares = found.double().view(groups, size).square().sum(1)
+    actual = advantages(rewards_of(groups, size, seed), ids(groups, size), clip=None, eps=1e-12, unbiased=True)
+    squares = actual.double().view(groups, size).square().sum(1)
     assert torch.allclose(squares, torch.full_like(squares, size - 1), rtol=1e-5)
 
 
@@ -219,9 +219,9 @@ def test_leaving_one_out_is_n_over_n_minus_one_times_dr_grpo() -> None:
 
 
 def test_leave_one_out_in_a_group_of_one_gives_zero() -> None:
-    found = result(torch.tensor([1.0, 5.0, 7.0]), ["a@0", "b@0", "b@0"], std="none", leave_one_out=True)
-    assert found.advantages.tolist() == [0.0, -2.0, 2.0]
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.5
+    actual = result(torch.tensor([1.0, 5.0, 7.0]), ["a@0", "b@0", "b@0"], std="none", leave_one_out=True)
+    assert actual.advantages.tolist() == [0.0, -2.0, 2.0]
+    assert values(actual.metrics)["rollout/zero_std_group_ratio"] == 0.5
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -231,8 +231,8 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_valid_rows(
 ) -> None:
     weight = torch.ones(40)
     weight[::7] = 0
-    found = advantages(rewards_of(8, 5), ids(8, 5), weight, whiten=True, unbiased=unbiased, clip=None, **options)
-    kept = found[weight > 0].double()
+    actual = advantages(rewards_of(8, 5), ids(8, 5), weight, whiten=True, unbiased=unbiased, clip=None, **options)
+    kept = actual[weight > 0].double()
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.var(correction=int(unbiased))) == pytest.approx(1.0, rel=1e-5)
 
@@ -240,30 +240,30 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_valid_rows(
 def test_reinforce_plus_plus_with_baseline_divides_by_the_std_of_centred_rewards() -> None:
     r = rewards_of(4, 5)
     rest = r.view(4, 5) - r.view(4, 5).mean(1, keepdim=True)
-    found = advantages(r, ids(4, 5), std="none", whiten=True, clip=None)
-    np.testing.assert_allclose(found.numpy(), (rest / rest.std(correction=0)).flatten().numpy(), rtol=1e-5)
-    assert not np.allclose(found.numpy(), advantages(r, ids(4, 5), std="batch", clip=None).numpy(), rtol=0.01)
+    actual = advantages(r, ids(4, 5), std="none", whiten=True, clip=None)
+    np.testing.assert_allclose(actual.numpy(), (rest / rest.std(correction=0)).flatten().numpy(), rtol=1e-5)
+    assert not np.allclose(actual.numpy(), advantages(r, ids(4, 5), std="batch", clip=None).numpy(), rtol=0.01)
 
 
 def test_a_group_of_equal_rewards_stays_zero_when_the_batch_is_whitened() -> None:
     r = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 9.0])
-    found = advantages(r, ids(2, 3), std="none", whiten=True, trim=0.34)  # trimmed: the sum of a group is not 0
-    assert found[:3].tolist() == [0.0, 0.0, 0.0] and found[3:].abs().min() > 0.1
+    actual = advantages(r, ids(2, 3), std="none", whiten=True, trim=0.34)  # trimmed: the sum of a group is not 0
+    assert actual[:3].tolist() == [0.0, 0.0, 0.0] and actual[3:].abs().min() > 0.1
 
 
 def test_an_outlier_does_not_change_trimmed_statistics() -> None:
     usual = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     wild = torch.tensor([1.0, 2.0, 3.0, 4.0, 500.0])
-    found = advantages(wild, ids(1, 5), trim=0.2, clip=None)
-    assert torch.equal(found[:4], advantages(usual, ids(1, 5), trim=0.2, clip=None)[:4])
-    assert float(found[4]) == pytest.approx(497 / math.sqrt(2 / 3), rel=1e-5)
+    actual = advantages(wild, ids(1, 5), trim=0.2, clip=None)
+    assert torch.equal(actual[:4], advantages(usual, ids(1, 5), trim=0.2, clip=None)[:4])
+    assert float(actual[4]) == pytest.approx(497 / math.sqrt(2 / 3), rel=1e-5)
 
 
 def test_one_outlier_among_equal_rewards_has_no_trimmed_std_and_gives_zero() -> None:
     r = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
-    found = result(r, ids(1, 5), trim=0.2)
-    assert torch.equal(found.advantages, torch.zeros(5))
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 1.0
+    actual = result(r, ids(1, 5), trim=0.2)
+    assert torch.equal(actual.advantages, torch.zeros(5))
+    assert values(actual.metrics)["rollout/zero_std_group_ratio"] == 1.0
     assert advantages(r, ids(1, 5), trim=0.2, std="none").tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
@@ -283,16 +283,16 @@ def test_rows_of_weight_zero_do_not_change_others_with_any_option(options: dict[
     weight[3] = 0
     r[3] = bad
     rest = [i for i in range(10) if i != 3]
-    found = advantages(r, ids(2, 5), weight, **options)
-    assert found[3] == 0
-    assert torch.equal(found[rest], advantages(r[rest], [ids(2, 5)[i] for i in rest], **options))
+    actual = advantages(r, ids(2, 5), weight, **options)
+    assert actual[3] == 0
+    assert torch.equal(actual[rest], advantages(r[rest], [ids(2, 5)[i] for i in rest], **options))
 
 
 def test_a_step_without_valid_rows_gives_zeros() -> None:
     for options in ({}, {"std": "batch"}, {"whiten": True, "unbiased": True, "leave_one_out": True, "trim": 0.1}):
-        found = result(torch.full((4,), math.nan), ids(2, 2), torch.zeros(4), **options)
-        assert torch.equal(found.advantages, torch.zeros(4)) and torch.equal(found.weight, torch.zeros(4))
-        assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.0
+        actual = result(torch.full((4,), math.nan), ids(2, 2), torch.zeros(4), **options)
+        assert torch.equal(actual.advantages, torch.zeros(4)) and torch.equal(actual.weight, torch.zeros(4))
+        assert values(actual.metrics)["rollout/zero_std_group_ratio"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def loss_and_slope(algorithm: ARGRPO, advantage: float, ratio: float) -> tuple[f
 def test_clip_higher_clips_only_ratios_beyond_the_bound_of_their_direction(
     advantage: float, ratio: float, slope: float
 ) -> None:
-    found = loss_and_slope(ARGRPO(clip_range=0.2, clip_range_high=0.28), advantage, ratio)
-    assert found[1] == pytest.approx(slope, rel=1e-12, abs=1e-15)
+    result = loss_and_slope(ARGRPO(clip_range=0.2, clip_range_high=0.28), advantage, ratio)
+    assert result[1] == pytest.approx(slope, rel=1e-12, abs=1e-15)
 
 
 def test_a_dual_clip_of_three_bounds_a_loss_of_five() -> None:
@@ -71,19 +71,19 @@ def test_the_clip_range_follows_its_schedule() -> None:
 
 def test_clip_fractions_and_extremes_use_counted_tokens_only() -> None:
     stage, track = ragged(5)
-    found = values(ARGRPO(clip_range=0.2, clip_range_high=0.4).loss(stage, track, (0,)).metrics)
+    result = values(ARGRPO(clip_range=0.2, clip_range_high=0.4).loss(stage, track, (0,)).metrics)
     live = track.segment.loss_mask & (track.weight > 0).repeat_interleave(track.segment.lengths)
     ratio = (stage.logp.detach() - track.segment.anchors["old_logp"])[live].exp()
     weight = (
         track.weight.repeat_interleave(track.segment.lengths)[live]
         / track.weight.repeat_interleave(track.segment.lengths)[live].sum()
     )
-    assert found["train/ratio_mean"] == pytest.approx(float((weight * ratio).sum()), rel=1e-6)
-    assert found["train/clip_fraction_high"] == pytest.approx(float((weight * (ratio > 1.4)).sum()), rel=1e-6)
-    assert found["train/clip_fraction_low"] == pytest.approx(float((weight * (ratio < 0.8)).sum()), rel=1e-6)
-    assert found["train/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-12)
-    assert found["train/ratio_min"] == pytest.approx(float(ratio.min()), rel=1e-12)
-    assert found["train/clip_range"] == 0.2
+    assert result["train/ratio_mean"] == pytest.approx(float((weight * ratio).sum()), rel=1e-6)
+    assert result["train/clip_fraction_high"] == pytest.approx(float((weight * (ratio > 1.4)).sum()), rel=1e-6)
+    assert result["train/clip_fraction_low"] == pytest.approx(float((weight * (ratio < 0.8)).sum()), rel=1e-6)
+    assert result["train/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-12)
+    assert result["train/ratio_min"] == pytest.approx(float(ratio.min()), rel=1e-12)
+    assert result["train/clip_range"] == 0.2
 
 
 # The reference and the entropy
@@ -102,11 +102,11 @@ def test_a_kl_in_the_loss_uses_the_aggregation_of_the_loss(estimator: Any, term:
         gain = torch.minimum(row.ratio * row.advantage, row.ratio.clamp(0.8, 1.2) * row.advantage)
         return -gain + 2.0 * 0.3 * term(row.new - row.ref)
 
-    found = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))
-    assert_same_gradient(stage, found, looped(stage, track, per_token, mode))
+    result = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))
+    assert_same_gradient(stage, result, looped(stage, track, per_token, mode))
     metrics = values(algorithm.loss(stage, track, (0,), TrainingProgress(kl_scale=2.0)).metrics)
     parts = metrics["train/policy_loss"] + metrics["train/kl_loss"]
-    assert parts == pytest.approx(found.item(), rel=1e-12)
+    assert parts == pytest.approx(result.item(), rel=1e-12)
     assert metrics["train/kl_coef"] == 0.6
 
 
@@ -119,8 +119,8 @@ def test_a_kl_in_the_reward_lowers_the_advantage_of_its_own_and_earlier_tokens()
         advantage = torch.stack([row.advantage - kl_penalty[t:].sum() for t in range(len(kl_penalty))])
         return -torch.minimum(row.ratio * advantage, row.ratio.clamp(0.8, 1.2) * advantage)
 
-    found = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))
-    assert_same_gradient(stage, found, looped(stage, track, per_token, "token-mean"))
+    result = value(algorithm, stage, track, TrainingProgress(kl_scale=2.0))
+    assert_same_gradient(stage, result, looped(stage, track, per_token, "token-mean"))
 
 
 def test_an_entropy_bonus_is_subtracted_from_the_loss_and_logged() -> None:
@@ -194,8 +194,8 @@ def test_a_baseline_does_not_change_the_expected_gradient(length: int) -> None:
     algorithm = ARGRPO(loss_agg_mode="seq-mean-token-sum")
     want = table_gradient(stage, -(response_logp(stage, track).exp() * reward).sum())
     for baseline in (0.0, float(reward[greedy]), 7.0):
-        found = table_gradient(stage, value(algorithm, stage, track.replace(advantages=reward - baseline)))
-        assert torch.allclose(found, want, rtol=0, atol=1e-12)
+        result = table_gradient(stage, value(algorithm, stage, track.replace(advantages=reward - baseline)))
+        assert torch.allclose(result, want, rtol=0, atol=1e-12)
 
 
 def test_a_kl_in_the_reward_has_the_gradient_of_the_kl_of_whole_responses() -> None:
@@ -204,10 +204,10 @@ def test_a_kl_in_the_reward_has_the_gradient_of_the_kl_of_whole_responses() -> N
     ref_logp = reference.replay(track.conditions, track.segment).logp.detach()
     track = track.replace(segment=track.segment.replace(anchors={"ref_logp": ref_logp}))
     algorithm = ARGRPO(loss_agg_mode="seq-mean-token-sum", kl_coef=0.7, kl_in="reward", kl_estimator="k1")
-    found = table_gradient(stage, value(algorithm, stage, track))
+    result = table_gradient(stage, value(algorithm, stage, track))
     logp = response_logp(stage, track)
     kl = (logp.exp() * (logp - response_logp(reference, track).detach())).sum()
-    assert torch.allclose(found, table_gradient(stage, 0.7 * kl), rtol=0, atol=1e-12)
+    assert torch.allclose(result, table_gradient(stage, 0.7 * kl), rtol=0, atol=1e-12)
     per_token = values(algorithm.loss(stage, track, (0,)).metrics)["train/kl"]
     assert per_token * 3 == pytest.approx(kl.item(), rel=1e-6)
 
@@ -222,11 +222,11 @@ def test_kl_estimators_in_the_loss_on_a_categorical_of_three(estimator: Any, exp
         stage.table.table[:] = p.log()
     track = everything(stage, 1)
     track = track.replace(segment=track.segment.replace(anchors={"ref_logp": q.log()}))
-    found = value(ARGRPO(kl_coef=1.0, kl_estimator=estimator), stage, track)
-    assert found.item() == pytest.approx(expected, abs=5e-8)
+    result = value(ARGRPO(kl_coef=1.0, kl_estimator=estimator), stage, track)
+    assert result.item() == pytest.approx(expected, abs=5e-8)
     logp = stage.replay(track.conditions, track.segment).logp
     kl = (logp.exp() * (logp - q.log())).sum() if reverse else (q * (q.log() - logp)).sum()
-    assert torch.allclose(table_gradient(stage, found), table_gradient(stage, kl), rtol=0, atol=1e-12)
+    assert torch.allclose(table_gradient(stage, result), table_gradient(stage, kl), rtol=0, atol=1e-12)
     assert float((p * k1(p.log() - q.log())).sum()) == pytest.approx(0.0252672, abs=5e-8)
 
 
@@ -235,8 +235,8 @@ def test_the_exact_entropy_has_its_own_gradient_and_the_estimate_its_mean() -> N
     track = everything(stage, 1)
     logp = stage.replay(track.conditions, track.segment).logp
     entropy = -(logp.exp() * logp).sum()
-    found = value(ARGRPO(entropy_coef=1.0), stage, track)
-    assert found.item() == pytest.approx(-entropy.item(), rel=1e-12)
-    assert torch.allclose(table_gradient(stage, found), table_gradient(stage, -entropy), rtol=0, atol=1e-12)
+    result = value(ARGRPO(entropy_coef=1.0), stage, track)
+    assert result.item() == pytest.approx(-entropy.item(), rel=1e-12)
+    assert torch.allclose(table_gradient(stage, result), table_gradient(stage, -entropy), rtol=0, atol=1e-12)
     estimate = values(ARGRPO().loss(stage, track, (0,)).metrics)["train/entropy"]
     assert estimate == pytest.approx(entropy.item(), rel=1e-12)

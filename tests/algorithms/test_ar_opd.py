@@ -27,10 +27,10 @@ def judged(seed: int = 0) -> tuple[LeafStage, RolloutTrack]:
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_the_gap_to_the_teacher_is_the_advantage_of_a_token(mode: str) -> None:
     stage, track = judged()
-    found = value(AROPD(loss_agg_mode=mode, gap_clip=0.3), stage, track)  # type: ignore[arg-type]
+    result = value(AROPD(loss_agg_mode=mode, gap_clip=0.3), stage, track)  # type: ignore[arg-type]
     scored = track.replace(advantages=torch.zeros(len(track)))
     want = looped(stage, scored, lambda row: -(row.ref - row.old).clamp(-0.3, 0.3) * row.new, mode)
-    assert_same_gradient(stage, found, want)
+    assert_same_gradient(stage, result, want)
     unbounded = value(AROPD(gap_clip=None), stage, track)
     want = looped(stage, scored, lambda row: -(row.ref - row.old) * row.new, "token-mean")
     assert_same_gradient(stage, unbounded, want)

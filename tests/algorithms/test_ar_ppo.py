@@ -80,16 +80,16 @@ class Row:
 def rewards_of(algorithm: ARPPO, track: RolloutTrack, b: int, tokens: list[int], now: TrainingProgress) -> list[float]:
     """The kl_penalty of every token, and the outcome on the last."""
     anchors, outcome = track.segment.anchors, track.rewards if algorithm.outcome == "rewards" else track.advantages
-    found = [0.0] * len(tokens)
+    rewards = [0.0] * len(tokens)
     if algorithm.kl_in == "reward":
         beta = algorithm.kl_coef * now.kl_scale
-        found = [-beta * float(anchors["old_logp"][t] - anchors["ref_logp"][t]) for t in tokens]
-    found[-1] += float(outcome[b])
-    return found
+        rewards = [-beta * float(anchors["old_logp"][t] - anchors["ref_logp"][t]) for t in tokens]
+    rewards[-1] += float(outcome[b])
+    return rewards
 
 
 def rows_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress) -> list[Row]:
-    found, old = [], track.segment.anchors["old_value"]
+    rows, old = [], track.segment.anchors["old_value"]
     for b, (start, stop) in enumerate(itertools.pairwise(track.segment.offsets.tolist())):
         weight = float(track.weight[b])
         tokens = [t for t in range(start, stop) if track.segment.loss_mask[t]] if weight > 0 else []
@@ -100,16 +100,18 @@ def rows_of(algorithm: ARPPO, track: RolloutTrack, now: TrainingProgress) -> lis
             discount = algorithm.gamma * algorithm.lam
             row.advantages = [sum(discount**k * d for k, d in enumerate(deltas[i:])) for i in range(len(deltas))]
             row.returns = [a + value for a, value in zip(row.advantages, v, strict=False)]
-        found.append(row)
+        rows.append(row)
     if algorithm.whiten:
-        everything = torch.tensor([a for row in found for a in row.advantages], dtype=torch.float64)
+        everything = torch.tensor([a for row in rows for a in row.advantages], dtype=torch.float64)
         mean, scale = float(everything.mean()), 1 / math.sqrt(float(everything.var()) + 1e-8)
-        for row in found:
+        for row in rows:
             row.advantages = [(a - mean) * scale for a in row.advantages]
-    return found
+    return rows
 
 
-def wanted(algorithm: ARPPO, track: RolloutTrack, logp: Tensor, said: Tensor, now: TrainingProgress = NOW) -> Tensor:
+def expected_loss(
+    algorithm: ARPPO, track: RolloutTrack, logp: Tensor, state_values: Tensor, now: TrainingProgress = NOW
+) -> Tensor:
     """The loss, divided, of log-probs and values [sum L] with their graphs."""
     anchors, (low, high) = track.segment.anchors, algorithm.clip_at(now.progress)
     rows = rows_of(algorithm, track, now)
@@ -118,7 +120,7 @@ def wanted(algorithm: ARPPO, track: RolloutTrack, logp: Tensor, said: Tensor, no
         for t, a, target in zip(row.tokens, row.advantages, row.returns, strict=True):
             ratio = (logp[t] - anchors["old_logp"][t]).exp()
             loss = torch.max(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
-            v, old = said[t], anchors["old_value"][t]
+            v, old = state_values[t], anchors["old_value"][t]
             errors = [(v - target) ** 2]
             if algorithm.value_clip is not None:
                 errors.append((v.clamp(old - algorithm.value_clip, old + algorithm.value_clip) - target) ** 2)
@@ -134,7 +136,7 @@ def wanted(algorithm: ARPPO, track: RolloutTrack, logp: Tensor, said: Tensor, no
     return total / count
 
 
-def found(algorithm: ARPPO, stage: Any, track: RolloutTrack, now: TrainingProgress = NOW) -> Tensor:
+def mean_loss(algorithm: ARPPO, stage: Any, track: RolloutTrack, now: TrainingProgress = NOW) -> Tensor:
     return algorithm.loss(stage, track, (0,), in_step(algorithm, track, now)).loss / algorithm.count(track)
 
 
@@ -143,7 +145,7 @@ def found(algorithm: ARPPO, stage: Any, track: RolloutTrack, now: TrainingProgre
 def test_loss_and_gradients_are_those_of_the_equations(options: dict[str, Any], seed: int) -> None:
     algorithm = ARPPO(**options)
     stage, track = judged(seed)
-    have, want = found(algorithm, stage, track), wanted(algorithm, track, stage.logp, stage.value)
+    have, want = mean_loss(algorithm, stage, track), expected_loss(algorithm, track, stage.logp, stage.value)
     assert have.item() == pytest.approx(want.item(), rel=1e-10)
     leaves = [stage.logp, stage.value]
     for a, b in zip(torch.autograd.grad(have, leaves), torch.autograd.grad(want, leaves), strict=True):
@@ -163,7 +165,7 @@ def table_with_head(seed: int) -> TableStage:
 
 def by_hand(stage: TableStage, track: RolloutTrack, through: bool) -> tuple[Tensor, Tensor]:
     """[sum L] log-probs and values, token by token."""
-    table, head, logps, said = stage.table.table, stage.value_head, [], []
+    table, head, logps, state_values = stage.table.table, stage.value_head, [], []
     assert isinstance(head, TokenValueHead)
     for b, (start, stop) in enumerate(itertools.pairwise(track.segment.offsets.tolist())):
         prompt, previous = int(track.conditions["prompt"].number[b]), 5
@@ -175,9 +177,9 @@ def by_hand(stage: TableStage, track: RolloutTrack, through: bool) -> tuple[Tens
             h = torch.cat([state, line if through else line.detach()])
             h = (h - h.mean()) / (h.var(unbiased=False) + 1e-5).sqrt()
             h = F.silu(head.hidden.weight @ h + head.hidden.bias)
-            said.append((head.output_layer.weight @ h + head.output_layer.bias)[0])
+            state_values.append((head.output_layer.weight @ h + head.output_layer.bias)[0])
             previous = token
-    return torch.stack(logps), torch.stack(said)
+    return torch.stack(logps), torch.stack(state_values)
 
 
 @pytest.mark.parametrize("gradient", ["head", "policy"])
@@ -189,9 +191,9 @@ def test_policy_and_head_get_the_gradients_of_the_equations(options: dict[str, A
     track = prepared_track(algorithm, table_with_head(2), track)
     stage = table_with_head(0)
     parameters = [stage.table.table, *stage.value_head.parameters()]
-    have = torch.autograd.grad(found(algorithm, stage, track), parameters)
-    logp, said = by_hand(stage, track, through=gradient == "policy")
-    want = torch.autograd.grad(wanted(algorithm, track, logp, said), parameters)
+    have = torch.autograd.grad(mean_loss(algorithm, stage, track), parameters)
+    logp, state_values = by_hand(stage, track, through=gradient == "policy")
+    want = torch.autograd.grad(expected_loss(algorithm, track, logp, state_values), parameters)
     for a, b in zip(have, want, strict=True):
         assert float((a - b).abs().max()) < 1e-5 * float(b.abs().max())
 
@@ -208,7 +210,7 @@ def test_only_a_value_gradient_through_the_policy_reaches_the_policy() -> None:
             "old_value": torch.zeros(len(track.segment.tokens)),
         }
         rows = track.replace(segment=track.segment.replace(anchors=anchors))  # all clipped and worth nothing
-        found(algorithm, stage, rows).backward()
+        mean_loss(algorithm, stage, rows).backward()
         moved[gradient] = float(stage.table.table.grad.abs().max())
         assert float(stage.value_head.output_layer.weight.grad.abs().max()) > 1e-3
     assert moved["head"] == 0.0 and moved["policy"] > 1e-3
@@ -385,8 +387,8 @@ def test_the_value_loss_has_its_published_value() -> None:
 
 def test_a_clipped_value_has_no_gradient_until_the_next_step() -> None:
     stage, track = one_token(value=1.5, old=1.0, reward=2.0)
-    (clipped,) = torch.autograd.grad(found(ARPPO(outcome="rewards"), stage, track), stage.value)
-    (free,) = torch.autograd.grad(found(ARPPO(outcome="rewards", value_clip=None), stage, track), stage.value)
+    (clipped,) = torch.autograd.grad(mean_loss(ARPPO(outcome="rewards"), stage, track), stage.value)
+    (free,) = torch.autograd.grad(mean_loss(ARPPO(outcome="rewards", value_clip=None), stage, track), stage.value)
     assert clipped.item() == 0.0 and free.item() == pytest.approx(0.5 * -0.5, rel=1e-12)
 
 

@@ -158,8 +158,8 @@ def test_the_critic_learns_the_expected_reward_of_every_state_and_the_right_toke
         rows = prepared_track(stack.algorithm, stage, track)
         p = stage.table.table[:, 4].softmax(1).diagonal()  # of the right first token, by prompt
     number = track.conditions["prompt"].number  # type: ignore[attr-defined]
-    said, truth = rows.segment.anchors["old_value"].view(-1, 2), torch.stack([p[number], track.rewards], dim=1)
-    assert float((said - truth).var() / truth.var()) < 0.03
+    state_values, truth = rows.segment.anchors["old_value"].view(-1, 2), torch.stack([p[number], track.rewards], dim=1)
+    assert float((state_values - truth).var() / truth.var()) < 0.03
     first, second = credit_of(stack.algorithm, rows)[0].advantages.view(-1, 2).unbind(1)
     assert float((first - (track.rewards - p[number])).abs().mean()) < 0.05
     assert float(second.abs().mean()) < 0.05 < 0.3 < float(first.abs().mean())

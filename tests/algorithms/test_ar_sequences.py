@@ -75,9 +75,9 @@ def test_gmpo_clips_a_token_in_the_direction_of_its_update(advantage: float, bou
     free = [limit == move for limit, move in zip(bounded, [0.9, -0.9, 0.1], strict=True)]
     want = [-advantage * weight / 3 if moves else 0.0 for moves in free]
     assert stage.gradients(loss)[0].tolist() == pytest.approx(want, rel=1e-12)
-    found = values(algorithm.loss(stage, track, (0,)).metrics)
+    actual = values(algorithm.loss(stage, track, (0,)).metrics)
     side = "high" if advantage > 0 else "low"
-    assert found[f"train/clip_fraction_{side}"] == found["train/clip_fraction"] == pytest.approx(1 / 3)
+    assert actual[f"train/clip_fraction_{side}"] == actual["train/clip_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_token_without_advantage_has_no_gradient_in_gmpo() -> None:

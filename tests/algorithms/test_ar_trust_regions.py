@@ -81,8 +81,8 @@ def test_drpo_counts_tokens_whose_gradient_has_changed_sign() -> None:
     segment = track.segment.replace(loss_mask=torch.ones(4, dtype=torch.bool), anchors={"old_logp": old})
     track = track.replace(segment=segment, advantages=tensor(1.0), weight=tensor(1.0))
     algorithm = DRPO(drpo_epsilon=0.2)
-    found = values(algorithm.loss(stage, track, (0,)).metrics)
-    assert (found["train/clip_fraction_high"], found["train/clip_fraction_low"]) == (0.25, 0.5)
+    result = values(algorithm.loss(stage, track, (0,)).metrics)
+    assert (result["train/clip_fraction_high"], result["train/clip_fraction_low"]) == (0.25, 0.5)
     gradient = stage.gradients(value(algorithm, stage, track))[0]
     assert [bool(g < 0) for g in gradient] == [False, True, True, True]  # only the first is pulled back
 
@@ -125,10 +125,10 @@ def test_a_bound_of_zero_trains_exactly_the_tokens_that_move_back(algorithm: Tok
         "token-mean",
     )
     assert_same_gradient(stage, value(algorithm, stage, track), back)
-    found = values(algorithm.loss(stage, track, (0,)).metrics)
-    assert 0.2 < found["train/clip_fraction"] < 0.8
-    assert found["train/clip_fraction"] == pytest.approx(
-        found["train/clip_fraction_high"] + found["train/clip_fraction_low"]
+    result = values(algorithm.loss(stage, track, (0,)).metrics)
+    assert 0.2 < result["train/clip_fraction"] < 0.8
+    assert result["train/clip_fraction"] == pytest.approx(
+        result["train/clip_fraction_high"] + result["train/clip_fraction_low"]
     )
 
 
@@ -156,8 +156,8 @@ def test_dppo_has_a_bound_of_its_own_for_tokens_that_became_more_likely() -> Non
     track = track.replace(segment=segment)
     for advantage, dropped in ((1.0, [False, False]), (-1.0, [False, True])):
         rows = track.replace(advantages=tensor(advantage))
-        found = stage.gradients(value(DPPO(delta=0.05, delta_high=0.2), stage, rows))[0] == 0
-        assert found.tolist() == dropped
+        result = stage.gradients(value(DPPO(delta=0.05, delta_high=0.2), stage, rows))[0] == 0
+        assert result.tolist() == dropped
 
 
 def dropped(algorithm: TokenLoss, pairs: list[tuple[float, float]]) -> list[bool]:
@@ -208,7 +208,7 @@ def test_the_prefix_budget_equals_that_of_the_paper(
     mask = torch.tensor([counts for row in rows for _, counts in row], dtype=torch.bool)
     packed = RowOffsets.of(offsets, mask, torch.ones(len(rows), dtype=torch.bool))
     moved = packed.masked(tensor(*[divergence for row in rows for divergence, _ in row]))
-    found = within_prefix_budget(moved, packed, delta, w_min, delta_b)[mask].tolist()
+    result = within_prefix_budget(moved, packed, delta, w_min, delta_b)[mask].tolist()
     want = []
     for row in rows:
         kept = [divergence for divergence, counts in row if counts]
@@ -217,15 +217,15 @@ def test_the_prefix_budget_equals_that_of_the_paper(
         spent = [weight * divergence for weight, divergence in zip(weights, kept, strict=True)]
         left = [min(delta, delta + budget * sum(weights[:t]) - sum(spent[:t])) for t in range(len(kept))]
         want += [cost - limit for cost, limit in zip(spent, left, strict=True)]
-    assert all(near == (gap <= 0) for near, gap in zip(found, want, strict=True) if abs(gap) > 1e-9)
+    assert all(near == (gap <= 0) for near, gap in zip(result, want, strict=True) if abs(gap) > 1e-9)
 
 
 def test_a_prefix_that_has_drifted_leaves_no_budget_for_later_tokens() -> None:
     rows = RowOffsets.of(torch.tensor([0, 6, 9]), torch.ones(9, dtype=torch.bool), torch.tensor([True, True]))
     moved = tensor(0.19, 0.19, 0.19, 0.0, 0.19, 0.0, 0.0, 0.0, 0.19)
-    found = within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.02)
+    result = within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.02)
     # allowance 0.04 a token: left before tokens 0 to 5 of row 0: 0.2, 0.05, ...; row 1 has its whole budget
-    assert found.tolist() == [True, False, False, False, False, False, True, True, True]
+    assert result.tolist() == [True, False, False, False, False, False, True, True, True]
     assert within_prefix_budget(moved, rows, delta=0.2, w_min=1.0, delta_b=0.2).all()
 
 

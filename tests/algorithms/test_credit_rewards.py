@@ -45,20 +45,20 @@ def zscore(values: Tensor) -> Tensor:
 
 
 def test_weighted_rewards_are_standardised_as_one_reward() -> None:
-    found = credited(GroupAdvantage(weights={"ocr": 2.0, "hps": -0.5}, clip=None), {"ocr": OCR, "hps": HPS})
+    result = credited(GroupAdvantage(weights={"ocr": 2.0, "hps": -0.5}, clip=None), {"ocr": OCR, "hps": HPS})
     expected = zscore(2.0 * OCR.double() - 0.5 * HPS.double())
-    np.testing.assert_allclose(found.advantages.numpy(), expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(result.advantages.numpy(), expected.numpy(), rtol=1e-5)
 
 
 def test_without_weights_the_total_is_used() -> None:
-    found = credited(GroupAdvantage(clip=None), {"ocr": OCR, "hps": HPS})
-    np.testing.assert_allclose(found.advantages.numpy(), zscore(OCR.double() + HPS.double()).numpy(), rtol=1e-5)
+    result = credited(GroupAdvantage(clip=None), {"ocr": OCR, "hps": HPS})
+    np.testing.assert_allclose(result.advantages.numpy(), zscore(OCR.double() + HPS.double()).numpy(), rtol=1e-5)
 
 
 def test_weighted_advantages_are_standardised_per_reward() -> None:
     estimator = GroupAdvantage(weights={"ocr": 2.0, "hps": 0.5}, combine="advantages", clip=None)
-    found = credited(estimator, {"ocr": OCR, "hps": HPS})
-    np.testing.assert_allclose(found.advantages.numpy(), (2.0 * zscore(OCR) + 0.5 * zscore(HPS)).numpy(), rtol=1e-5)
+    result = credited(estimator, {"ocr": OCR, "hps": HPS})
+    np.testing.assert_allclose(result.advantages.numpy(), (2.0 * zscore(OCR) + 0.5 * zscore(HPS)).numpy(), rtol=1e-5)
 
 
 def test_gdpo_by_hand() -> None:
@@ -85,18 +85,18 @@ def test_gdpo_is_invariant_to_the_scale_of_a_reward() -> None:
 def test_a_reward_that_is_equal_within_a_group_adds_nothing_there() -> None:
     flat = torch.tensor([0.1, 0.1 * (1 + 1.2e-7), 0.1, 0.0, 0.5, 0.5])  # equal but for round-off
     estimator = GroupAdvantage(weights={"flat": 7.0, "hps": 1.0}, combine="advantages", clip=None, eps=1e-12)
-    found = credited(estimator, {"flat": flat, "hps": HPS})
-    np.testing.assert_allclose(found.advantages[:3].numpy(), zscore(HPS)[:3].numpy(), rtol=1e-5)
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.0
+    result = credited(estimator, {"flat": flat, "hps": HPS})
+    np.testing.assert_allclose(result.advantages[:3].numpy(), zscore(HPS)[:3].numpy(), rtol=1e-5)
+    assert values(result.metrics)["rollout/zero_std_group_ratio"] == 0.0
 
 
 @pytest.mark.parametrize("hps_weight", [1.0, 0.0])
 def test_a_group_has_zero_std_if_every_weighted_reward_is_equal_in_it(hps_weight: float) -> None:
     flat = torch.tensor([0.1, 0.1, 0.1, 0.0, 0.5, 0.5])
     estimator = GroupAdvantage(weights={"flat": 1.0, "hps": hps_weight}, combine="advantages")
-    found = credited(estimator, {"flat": flat, "hps": HPS})
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == (0.0 if hps_weight else 0.5)
-    assert torch.equal(found.advantages[:3], torch.zeros(3)) == (hps_weight == 0.0)
+    result = credited(estimator, {"flat": flat, "hps": HPS})
+    assert values(result.metrics)["rollout/zero_std_group_ratio"] == (0.0 if hps_weight else 0.5)
+    assert torch.equal(result.advantages[:3], torch.zeros(3)) == (hps_weight == 0.0)
 
 
 def test_a_component_that_is_not_finite_is_an_error_that_names_it() -> None:
@@ -120,9 +120,9 @@ def test_weights_follow_the_progress_of_the_run() -> None:
     ramp = Ramp(points=((0.25, 1.0), (0.75, 0.0)))
     estimator = GroupAdvantage(weights={"ocr": ramp, "hps": 1.0}, combine="advantages", clip=None)
     for progress, weight in ((0.0, 1.0), (0.25, 1.0), (0.4, 0.7), (0.75, 0.0), (1.0, 0.0)):
-        found = credited(estimator, {"ocr": OCR, "hps": HPS}, progress)
+        result = credited(estimator, {"ocr": OCR, "hps": HPS}, progress)
         expected = weight * zscore(OCR) + zscore(HPS)
-        np.testing.assert_allclose(found.advantages.numpy(), expected.numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result.advantages.numpy(), expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None)

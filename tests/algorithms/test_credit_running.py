@@ -61,8 +61,8 @@ def test_statistics_equal_those_of_ddpo(steps: list[Step], buffer_size: int, dat
     estimator = RunningAdvantage(buffer_size=buffer_size, min_count=min_count, clip=None)
     tracker = Tracker(buffer_size, min_count)
     for epoch, step in enumerate(steps):
-        found = credited(estimator, step, epoch).advantages
-        np.testing.assert_allclose(found.numpy(), tracker.update(step), rtol=1e-5, atol=1e-6)
+        result = credited(estimator, step, epoch).advantages
+        np.testing.assert_allclose(result.numpy(), tracker.update(step), rtol=1e-5, atol=1e-6)
 
 
 @settings(deadline=None, max_examples=40)
@@ -72,11 +72,11 @@ def test_a_run_saved_and_loaded_in_the_middle_gives_the_same_bits(steps: list[St
     unbroken = RunningAdvantage(buffer_size=6, min_count=3)
     expected = [credited(unbroken, step, i).advantages for i, step in enumerate(steps)]
     first, second = RunningAdvantage(buffer_size=6, min_count=3), RunningAdvantage(buffer_size=6, min_count=3)
-    found = [credited(first, step, i).advantages for i, step in enumerate(steps[:stop])]
+    result = [credited(first, step, i).advantages for i, step in enumerate(steps[:stop])]
     credited(second, [("z", 9.0), ("a", 1.0)], 0)  # what it held before is gone
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), sort_keys=True, allow_nan=False)))
-    found += [credited(second, step, i).advantages for i, step in enumerate(steps[stop:], stop)]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    result += [credited(second, step, i).advantages for i, step in enumerate(steps[stop:], stop)]
+    assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
     assert second.state_dict() == unbroken.state_dict()
 
 
@@ -119,18 +119,18 @@ def test_tracks_and_rewards_have_histories_of_their_own() -> None:
 def test_equal_rewards_above_the_history_have_positive_advantages() -> None:
     estimator = RunningAdvantage(min_count=4)
     credited(estimator, [("a", 0.0), ("a", 0.0)], 0)
-    found = credited(estimator, [("a", 1.0), ("a", 1.0)], 1)
-    assert found.advantages.tolist() == pytest.approx([1.0, 1.0], rel=1e-5)  # history 0 0 1 1: mean 1/2, std 1/2
-    assert values(found.metrics)["rollout/own_history_ratio"] == 1.0
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.0
+    result = credited(estimator, [("a", 1.0), ("a", 1.0)], 1)
+    assert result.advantages.tolist() == pytest.approx([1.0, 1.0], rel=1e-5)  # history 0 0 1 1: mean 1/2, std 1/2
+    assert values(result.metrics)["rollout/own_history_ratio"] == 1.0
+    assert values(result.metrics)["rollout/zero_std_group_ratio"] == 0.0
 
 
 def test_a_history_of_equal_rewards_gives_exactly_zero_and_is_counted() -> None:
     estimator = RunningAdvantage(min_count=12)
-    found = credited(estimator, [("a", 0.0)] * 12 + [("b", 1.0)], 0, total=torch.tensor([0.1] * 12 + [1.0]))
-    assert torch.equal(found.advantages[:12], torch.zeros(12)) and found.advantages[12] > 1
-    assert values(found.metrics)["rollout/zero_std_group_ratio"] == 0.5
-    assert values(found.metrics)["rollout/own_history_ratio"] == pytest.approx(12 / 13)
+    result = credited(estimator, [("a", 0.0)] * 12 + [("b", 1.0)], 0, total=torch.tensor([0.1] * 12 + [1.0]))
+    assert torch.equal(result.advantages[:12], torch.zeros(12)) and result.advantages[12] > 1
+    assert values(result.metrics)["rollout/zero_std_group_ratio"] == 0.5
+    assert values(result.metrics)["rollout/own_history_ratio"] == pytest.approx(12 / 13)
 
 
 def test_a_dropped_row_enters_no_history_and_a_bad_reward_leaves_it_as_it_was() -> None:

@@ -45,9 +45,9 @@ def test_the_surrogate_has_its_published_value_and_slope(form: Form) -> None:
     e = torch.tensor([0.0, 1e-6, 0.01, 0.5, 1.0, 4.0], dtype=torch.float64)[:, None].expand(-1, 3).clone()
     t = torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64).expand(6, 3)
     e.requires_grad_()
-    found, expected = log_prob_surrogate(form, e, t), published(form, e, t)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-15)
-    slopes = [torch.autograd.grad(value.sum(), e)[0] for value in (found, expected)]
+    result, expected = log_prob_surrogate(form, e, t), published(form, e, t)
+    assert torch.allclose(result, expected, rtol=1e-12, atol=1e-15)
+    slopes = [torch.autograd.grad(value.sum(), e)[0] for value in (result, expected)]
     assert torch.allclose(slopes[0], slopes[1], rtol=1e-10)
     assert (slopes[0] < 0).all()  # a larger error is less likely
 
@@ -104,8 +104,8 @@ def test_off_policy_the_loss_is_the_ratio_loss_plus_both_velocity_penalties(
     policy = torch.maximum(-advantages * ratio, -advantages * clipped)
     velocity_penalties = 0.3 * latent_mean((v - others[1]) ** 2) + 0.7 * latent_mean((v - others[2]) ** 2)
     expected = (policy + velocity_penalties).sum()
-    found = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    result = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
+    assert result == pytest.approx(expected.item(), rel=1e-5)
     assert_close(gradient(algorithm, live, track), torch.autograd.grad(expected, weights)[0])
 
 
@@ -113,8 +113,8 @@ def test_the_ratio_is_exactly_one_before_the_first_update_with_and_without_the_a
     algorithm, stage, track = DiffusionAWM(times=TIMES, velocity_coef=0.0), field_stage(), clean_track()
     for rows in (track, anchored(algorithm, track, live=stage)):
         metrics = merge([algorithm.loss(stage, rows, part).metrics for part in algorithm.parts(rows.segment)])
-        found = values(metrics)
-        assert (found["train/ratio_mean"], found["train/ratio_std"], found["train/approx_kl"]) == (1.0, 0.0, 0.0)
+        result = values(metrics)
+        assert (result["train/ratio_mean"], result["train/ratio_std"], result["train/approx_kl"]) == (1.0, 0.0, 0.0)
 
 
 def test_clip_fractions_are_logged_if_there_is_a_clip() -> None:
@@ -127,14 +127,14 @@ def test_clip_fractions_are_logged_if_there_is_a_clip() -> None:
         for stage in (live, behaviour)
     ]
     ratio = (errors[1] - errors[0]).exp()
-    found = values(algorithm.loss(live, track, (0,)).metrics)
+    result = values(algorithm.loss(live, track, (0,)).metrics)
     above, below = (float(outside.double().mean()) for outside in (ratio > 1.05, ratio < 0.95))
     assert above != below
-    assert found["train/clip_fraction_high"] == pytest.approx(above)
-    assert found["train/clip_fraction_low"] == pytest.approx(below)
-    assert found["train/clip_fraction"] == pytest.approx(above + below)
-    assert found["train/ratio_mean"] == pytest.approx(float(ratio.mean()), rel=1e-5)
-    assert found["train/matching_error"] == pytest.approx(float(errors[0].mean()), rel=1e-5)
+    assert result["train/clip_fraction_high"] == pytest.approx(above)
+    assert result["train/clip_fraction_low"] == pytest.approx(below)
+    assert result["train/clip_fraction"] == pytest.approx(above + below)
+    assert result["train/ratio_mean"] == pytest.approx(float(ratio.mean()), rel=1e-5)
+    assert result["train/matching_error"] == pytest.approx(float(errors[0].mean()), rel=1e-5)
     assert "train/clip_fraction" not in DiffusionAWM(times=TIMES, velocity_coef=0.0).loss(live, track, (0,)).metrics
 
 

@@ -54,8 +54,8 @@ def test_loss_and_gradient_are_the_papers_on_pairs_of_a_data_set(shape: tuple[in
     for i in range(3):  # winner 2 i, loser 2 i + 1
         gap = (error[2 * i] - error[2 * i + 1]) - (error_ref[2 * i] - error_ref[2 * i + 1])
         expected = expected - torch.log(torch.sigmoid(-0.5 * 3.0 * gap)).sum()
-    found = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    actual = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
+    assert actual == pytest.approx(expected.item(), rel=1e-5)
     assert_close(gradient(algorithm, live, track), torch.autograd.grad(expected, weights)[0])
     assert algorithm.count(track) == 3 * 3  # pairs times times
 
@@ -63,8 +63,8 @@ def test_loss_and_gradient_are_the_papers_on_pairs_of_a_data_set(shape: tuple[in
 def test_before_the_first_update_the_loss_is_log_two_and_the_errors_have_slope_a_quarter_of_beta() -> None:
     algorithm, stage = DiffusionDPO(beta=7.0, times=TIMES), field_stage()
     track = anchored(algorithm, some_pairs(), reference=stage)
-    found = sum(algorithm.loss(stage, track, part).loss.item() for part in algorithm.parts(track.segment))
-    assert found / algorithm.count(track) == pytest.approx(math.log(2), rel=1e-9)
+    actual = sum(algorithm.loss(stage, track, part).loss.item() for part in algorithm.parts(track.segment))
+    assert actual / algorithm.count(track) == pytest.approx(math.log(2), rel=1e-9)
     error = torch.rand(6, 3, dtype=torch.float64, requires_grad=True)
     margin = preference_margin(-error, -error.detach(), beta=7.0)
     (slope,) = torch.autograd.grad(torch.nn.functional.softplus(-margin).sum(), error)
@@ -108,10 +108,10 @@ def test_metrics_are_those_of_the_implicit_preference() -> None:
     track = anchored(algorithm, some_pairs(), reference=reference)
     result = algorithm.loss(live, track, (1,))
     margin = preference_margin(result.outputs["logp"], algorithm.snapshot_anchor(track, "ref_logp", (1,)), 3.0)
-    found = values(result.metrics)
-    assert found["train/preference_accuracy"] == pytest.approx(float((margin > 0).double().mean()))
-    assert found["train/preference_margin"] == pytest.approx(float(margin.mean()))
-    assert found["train/matching_error"] == pytest.approx(-float(result.outputs["logp"].mean()))
+    actual = values(result.metrics)
+    assert actual["train/preference_accuracy"] == pytest.approx(float((margin > 0).double().mean()))
+    assert actual["train/preference_margin"] == pytest.approx(float(margin.mean()))
+    assert actual["train/matching_error"] == pytest.approx(-float(result.outputs["logp"].mean()))
 
 
 def test_rows_that_are_not_pairs_are_refused() -> None:
@@ -195,12 +195,12 @@ def test_paired_rows_are_the_extremes_of_their_group(rows: list[tuple[int, bool]
     random.shuffle(rows)
     advantages = torch.tensor([float(value) for value, _ in rows])
     weight = torch.tensor([float(alive) for _, alive in rows])
-    found = best_and_worst(advantages, ["a"] * len(rows), weight, num_pairs)
-    assert len(found.rows) == len(set(found.rows)) == 2 * num_pairs and len(found.is_informative) == num_pairs
+    actual = best_and_worst(advantages, ["a"] * len(rows), weight, num_pairs)
+    assert len(actual.rows) == len(set(actual.rows)) == 2 * num_pairs and len(actual.is_informative) == num_pairs
     alive = [i for i in range(len(rows)) if weight[i] > 0]
     by_value = sorted(float(advantages[i]) for i in alive)
-    pairs = list(zip(found.rows[0::2], found.rows[1::2], strict=True))
-    for number, ((winner, loser), trained) in enumerate(zip(pairs, found.is_informative, strict=True)):
+    pairs = list(zip(actual.rows[0::2], actual.rows[1::2], strict=True))
+    for number, ((winner, loser), trained) in enumerate(zip(pairs, actual.is_informative, strict=True)):
         if winner in alive and loser in alive:
             assert advantages[winner] == by_value[-1 - number] and advantages[loser] == by_value[number]
             assert trained == (advantages[winner] > advantages[loser])

@@ -15,7 +15,7 @@ from tests.algorithms.trajectories import (
     anchored,
     assert_same,
     expected,
-    found,
+    loss_and_gradient,
     mean_of,
     policies,
     trajectory,
@@ -69,10 +69,10 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(
         kl = mean_of((step.new.mean - step.reference.mean) ** 2) / (2 * step.std**2)
         return masked(step, divergence(step) if with_std else without_noise_level(step), threshold) + beta * kl
 
-    have = found(algorithm, named.new, track)
+    have = loss_and_gradient(algorithm, named.new, track)
     assert_same(have, expected(named, track, equation))
     assert 0 < have.metrics["train/clip_fraction"] < 0.5  # some are dropped, and the mask is not all there is
-    one = found(replace(algorithm, steps_per_forward=3), named.new, track)
+    one = loss_and_gradient(replace(algorithm, steps_per_forward=3), named.new, track)
     assert torch.allclose(one.gradient, have.gradient, rtol=0, atol=1e-6 * float(have.gradient.abs().max()))
 
 
@@ -81,7 +81,7 @@ def test_without_a_threshold_it_is_the_plain_policy_gradient(latent: tuple[int, 
     named = policies(latent)
     algorithm = DiffusionDPPO(kl_threshold=math.inf)
     track = anchored(algorithm, named, trajectory(named.old, latent))
-    have = found(algorithm, named.new, track)
+    have = loss_and_gradient(algorithm, named.new, track)
     assert_same(have, expected(named, track, unclipped))
     assert have.metrics["train/clip_fraction"] == 0.0
 
@@ -95,7 +95,7 @@ def test_with_a_threshold_of_zero_only_rows_that_move_back_have_a_gradient() -> 
         back = (step.new.logp > step.old.logp) != (step.advantages > 0)
         return torch.where(back, unclipped(step), 0.0)
 
-    assert_same(found(algorithm, named.new, track), expected(named, track, equation))
+    assert_same(loss_and_gradient(algorithm, named.new, track), expected(named, track, equation))
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_with_a_threshold_of_zero_only_rows_that_move_back_have_a_gradient() -> 
 def test_before_the_first_update_nothing_is_dropped_whatever_the_threshold(kernel: Kernel) -> None:
     stage = toy_stage()
     track = toy_track(stage, params=toy_params(kernel))
-    have = found(DiffusionDPPO(kl_threshold=0.0), stage, track)
-    free = found(DiffusionDPPO(kl_threshold=math.inf), stage, track)
+    have = loss_and_gradient(DiffusionDPPO(kl_threshold=0.0), stage, track)
+    free = loss_and_gradient(DiffusionDPPO(kl_threshold=math.inf), stage, track)
     assert torch.equal(have.gradient, free.gradient) and bool(have.gradient.any())
     assert have.metrics["train/ratio_mean"] == 1.0 and have.metrics["train/ratio_std"] == 0.0
     silent = ("clip_fraction", "approx_kl", "kl_old", "kl_old_max", *(f"log_ratio_step_{i}" for i in STEPS))
@@ -118,7 +118,7 @@ def test_the_divergence_of_the_mask_is_logged() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionDPPO()
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
-    metrics = found(algorithm, named.new, track).metrics
+    metrics = loss_and_gradient(algorithm, named.new, track).metrics
     seen: list[Tensor] = []
     mean = expected(named, track, lambda step: seen.append(divergence(step)) or unclipped(step) * 0 + seen[-1]).loss
     assert metrics["train/kl_old"] == pytest.approx(mean / (ROWS * len(STEPS)), rel=1e-5)
@@ -137,7 +137,7 @@ def test_dropped_elements_are_counted_by_the_side_of_their_ratio(sign: float, si
     named = policies(IMAGE)
     algorithm = DiffusionDPPO(kl_threshold=0.0)
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
-    metrics = found(algorithm, named.new, track.replace(advantages=sign * track.advantages.abs())).metrics
+    metrics = loss_and_gradient(algorithm, named.new, track.replace(advantages=sign * track.advantages.abs())).metrics
     assert metrics[f"train/clip_fraction_{side}"] > 0.0 == metrics[f"train/clip_fraction_{other}"]
 
 
@@ -149,7 +149,7 @@ def test_an_overflowing_ratio_is_dropped_with_a_finite_loss_and_gradient() -> No
     anchors["old_logp"] = anchors["old_logp"].clone()
     anchors["old_logp"][0] = -1e5
     wild = track.replace(segment=track.segment.replace(anchors=anchors), advantages=track.advantages.abs() + 0.1)
-    have = found(algorithm, named.new, wild)
+    have = loss_and_gradient(algorithm, named.new, wild)
     assert math.isfinite(have.loss) and bool(have.gradient.isfinite().all())
 
 

@@ -15,7 +15,7 @@ from tests.algorithms.trajectories import (
     anchored,
     assert_same,
     expected,
-    found,
+    loss_and_gradient,
     mean_of,
     policies,
     trajectory,
@@ -49,16 +49,16 @@ def test_replay_on_unchanged_weights_gives_ratio_exactly_one(kernel: Kernel, ste
     stage = toy_stage()
     track = toy_track(stage, params=toy_params(kernel))
     algorithm = DiffusionGRPO(steps_per_forward=steps_per_forward)
-    found = values(merge([algorithm.loss(stage, track, part).metrics for part in algorithm.parts(track.segment)]))
-    assert (found["train/ratio_mean"], found["train/ratio_std"]) == (1.0, 0.0)
-    assert found["train/approx_kl"] == found["train/clip_fraction"] == 0.0
+    result = values(merge([algorithm.loss(stage, track, part).metrics for part in algorithm.parts(track.segment)]))
+    assert (result["train/ratio_mean"], result["train/ratio_std"]) == (1.0, 0.0)
+    assert result["train/approx_kl"] == result["train/clip_fraction"] == 0.0
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)
 def test_at_ratio_one_the_gradient_is_minus_advantage_times_grad_log_prob(kernel: Kernel) -> None:
     stage = toy_stage()
     track = toy_track(stage, params=toy_params(kernel))
-    found = gradient(DiffusionGRPO(), stage, track)
+    result = gradient(DiffusionGRPO(), stage, track)
     replayed = torch.distributions.Normal
     segment, total = track.segment, torch.zeros(())
     for step in STEPS:  # the log-prob from its definition, by torch's own Normal
@@ -68,7 +68,7 @@ def test_at_ratio_one_the_gradient_is_minus_advantage_times_grad_log_prob(kernel
         logp = replayed(move.mean, move.std).log_prob(segment.latents_at(step + 1)).flatten(1).mean(1)
         total = total - (track.advantages * logp).sum()
     expected = torch.autograd.grad(total, list(stage.denoiser.parameters()))  # type: ignore[attr-defined]
-    for have, want in zip(found, expected, strict=True):
+    for have, want in zip(result, expected, strict=True):
         assert torch.allclose(have, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
@@ -80,9 +80,9 @@ def test_off_policy_the_loss_is_the_papers_clipped_mean() -> None:
     ratio = (new - track.segment.logp.double()).exp()
     advantages = track.advantages.double()[:, None]
     expected = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - 1e-3, 1 + 5e-3)).sum()
-    found = sum(algorithm.loss(stage, track, part).loss.item() for part in algorithm.parts(track.segment))
+    result = sum(algorithm.loss(stage, track, part).loss.item() for part in algorithm.parts(track.segment))
     assert algorithm.count(track) == len(track) * len(STEPS)
-    assert found == pytest.approx(float(expected), rel=1e-4)
+    assert result == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_anchor_pass_gives_the_bits_of_the_training_forward() -> None:
@@ -102,8 +102,8 @@ def test_an_anchor_is_read_instead_of_the_loss_own_value() -> None:
     stage = toy_stage()
     track = toy_track(stage)
     shifted = track.replace(segment=track.segment.replace(anchors={"old_logp": track.segment.logp - 0.1}))
-    found = values(DiffusionGRPO(clip_range=0.5).loss(stage, shifted, (1,)).metrics)
-    assert found["train/ratio_mean"] == pytest.approx(2.718281828**0.1, rel=1e-5)
+    result = values(DiffusionGRPO(clip_range=0.5).loss(stage, shifted, (1,)).metrics)
+    assert result["train/ratio_mean"] == pytest.approx(2.718281828**0.1, rel=1e-5)
 
 
 def test_parity_sees_an_engine_whose_log_prob_is_off_and_ignores_rows_of_weight_zero() -> None:
@@ -230,7 +230,7 @@ def test_loss_and_gradient_are_those_of_the_papers_equation(name: str, latent: t
     algorithm, equation = EQUATIONS[name]
     named = policies(latent)
     track = anchored(algorithm, named, trajectory(named.old, latent))
-    have = found(algorithm, named.new, track)
+    have = loss_and_gradient(algorithm, named.new, track)
     assert_same(have, expected(named, track, equation))
     if algorithm.ratio == "plain":  # so that the clip, on both sides, is part of what agrees
         assert have.metrics["train/clip_fraction_high"] > 0 and have.metrics["train/clip_fraction_low"] > 0
@@ -240,7 +240,7 @@ def test_the_loss_clips_by_the_current_range_and_logs_it() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionGRPO(clip_range=2 * LOW, clip_range_high=2 * HIGH, clip_schedule="linear")
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
-    late = found(algorithm, named.new, track, TrainingProgress(progress=1.0))
+    late = loss_and_gradient(algorithm, named.new, track, TrainingProgress(progress=1.0))
     assert_same(late, expected(named, track, flow_grpo))
     assert late.metrics["train/clip_range"] == pytest.approx(LOW)
 
@@ -261,7 +261,7 @@ def test_it_logs_how_far_the_ratio_of_each_step_is_from_one() -> None:
         return flow_grpo(step)
 
     expected(named, track, measured)
-    metrics = found(algorithm, named.new, track).metrics
+    metrics = loss_and_gradient(algorithm, named.new, track).metrics
     assert [metrics[f"train/log_ratio_step_{i}"] for i in STEPS] == pytest.approx(sizes, rel=1e-4)
 
 
@@ -273,9 +273,9 @@ def test_replaying_all_steps_in_one_forward_or_one_by_one_gives_one_gradient(
     algorithm, _ = EQUATIONS[name]
     named = policies(latent)
     track = anchored(algorithm, named, trajectory(named.old, latent))
-    one = found(algorithm, named.new, track)
+    one = loss_and_gradient(algorithm, named.new, track)
     for size in (2, 3):
-        other = found(replace(algorithm, steps_per_forward=size), named.new, track)
+        other = loss_and_gradient(replace(algorithm, steps_per_forward=size), named.new, track)
         assert torch.allclose(one.gradient, other.gradient, rtol=0, atol=1e-6 * float(one.gradient.abs().max()))
         assert other.metrics == pytest.approx(one.metrics, rel=1e-5, abs=1e-9)
 
@@ -286,11 +286,11 @@ def test_replaying_all_steps_in_one_forward_or_one_by_one_gives_one_gradient(
 def test_an_unchanged_policy_has_kl_and_kl_gradient_zero() -> None:
     stage = toy_stage()
     track = toy_track(stage)
-    plain = found(DiffusionGRPO(), stage, track)
+    plain = loss_and_gradient(DiffusionGRPO(), stage, track)
     regular = DiffusionGRPO(kl_coef=5.0, velocity_coef=5.0)
     with torch.no_grad():
         segment, _ = regular.prepare_segment(stage, track, "reference")
-    have = found(regular, stage, track.replace(segment=segment))
+    have = loss_and_gradient(regular, stage, track.replace(segment=segment))
     assert torch.equal(have.gradient, plain.gradient) and have.loss == plain.loss
     silent = ("kl", "kl_loss", "velocity_mse", "velocity_loss", *(f"kl_step_{i}" for i in STEPS))
     assert all(have.metrics[f"train/{name}"] == 0.0 for name in silent)
@@ -332,7 +332,7 @@ def test_the_divergence_is_logged_in_nats_whatever_its_form_and_weight() -> None
     track = trajectory(named.old, IMAGE)
     kls = expected(named, track, true_kl).loss / (ROWS * len(STEPS))
     for algorithm in (DiffusionGRPO(kl_coef=2.0), DiffusionGRPO(kl_coef=7.0, kl_form="flow_grpo")):
-        have = found(algorithm, named.new, anchored(algorithm, named, track)).metrics
+        have = loss_and_gradient(algorithm, named.new, anchored(algorithm, named, track)).metrics
         assert have["train/kl"] == pytest.approx(kls, rel=1e-5)
         assert sum(have[f"train/kl_step_{i}"] for i in STEPS) / 3 == pytest.approx(kls, rel=1e-5)
         assert len({have[f"train/kl_step_{i}"] for i in STEPS}) == 3
@@ -341,7 +341,7 @@ def test_the_divergence_is_logged_in_nats_whatever_its_form_and_weight() -> None
 def test_the_parts_of_the_loss_add_up_to_it() -> None:
     named = policies(IMAGE)
     algorithm = DiffusionGRPO(kl_coef=2.0, velocity_coef=3.0, step_weights="flash")
-    have = found(algorithm, named.new, anchored(algorithm, named, trajectory(named.old, IMAGE)))
+    have = loss_and_gradient(algorithm, named.new, anchored(algorithm, named, trajectory(named.old, IMAGE)))
     parts = [have.metrics[f"train/{name}_loss"] for name in ("policy", "kl", "velocity")]
     assert sum(parts) == pytest.approx(have.loss / (ROWS * len(STEPS)), rel=1e-5) and all(parts)
     assert parts[2] == pytest.approx(3.0 * have.metrics["train/velocity_mse"], rel=1e-6)
@@ -354,7 +354,8 @@ def test_the_coefficient_follows_its_schedule_and_the_feedback() -> None:
     named = policies(IMAGE)
     track = anchored(algorithm, named, trajectory(named.old, IMAGE))
     early, late = (
-        found(algorithm, named.new, track, now).metrics for now in (TrainingProgress(), TrainingProgress(kl_scale=3.0))
+        loss_and_gradient(algorithm, named.new, track, now).metrics
+        for now in (TrainingProgress(), TrainingProgress(kl_scale=3.0))
     )
     assert (early["train/kl_coef"], late["train/kl_coef"]) == pytest.approx((0.2, 0.6))
     assert late["train/kl_loss"] == pytest.approx(3 * early["train/kl_loss"]) and late["train/kl"] == early["train/kl"]
@@ -400,7 +401,7 @@ def test_a_kl_in_the_reward_has_the_expected_gradient_of_a_kl_in_the_loss() -> N
         algorithm = DiffusionGRPO(kl_coef=1.0, kl_in=place, steps_per_forward=3)  # type: ignore[arg-type]
         with torch.no_grad():
             anchors, _ = algorithm.prepare_segment(other, track, "reference")
-        gradients.append(found(algorithm, stage, track.replace(segment=anchors)).gradient / rows)
+        gradients.append(loss_and_gradient(algorithm, stage, track.replace(segment=anchors)).gradient / rows)
     assert torch.allclose(gradients[0], gradients[1], atol=0.05 * float(gradients[0].abs().max()))
 
 
@@ -463,7 +464,7 @@ def test_values_in_rows_of_weight_zero_change_no_bit() -> None:
     logp, advantages = track.segment.logp.clone(), track.advantages.clone()
     logp[2], advantages[2] = torch.nan, torch.inf
     bad = track.replace(segment=track.segment.replace(anchors=spoilt, logp=logp), advantages=advantages)
-    have, want = found(algorithm, named.new, bad), found(algorithm, named.new, track)
+    have, want = loss_and_gradient(algorithm, named.new, bad), loss_and_gradient(algorithm, named.new, track)
     assert torch.equal(have.gradient, want.gradient) and have == replace(want, gradient=have.gradient)
 
 

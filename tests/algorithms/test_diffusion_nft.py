@@ -66,8 +66,8 @@ def test_loss_and_gradient_are_the_papers(shape: tuple[int, ...], adaptive: bool
     noised, weights = all_noised(algorithm, track), weights64(live)
     v, v_old, v_ref = (velocity64(w, track, noised) for w in (weights, weights64(old), weights64(reference)))
     expected = paper_loss(algorithm, track, noised, v, v_old.detach(), v_ref.detach())
-    found = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    result = sum(algorithm.loss(live, track, part).loss.item() for part in algorithm.parts(track.segment))
+    assert result == pytest.approx(expected.item(), rel=1e-5)
     assert_close(gradient(algorithm, live, track), torch.autograd.grad(expected, weights)[0])
 
 
@@ -101,10 +101,10 @@ def test_at_the_old_policy_both_sides_are_its_own_error_and_the_loss_their_mean_
     track = anchored(algorithm, clean_track(), old=stage)
     noised = algorithm.noised(track, (1,))
     error = prediction_loss(noised, velocity64(weights64(stage).detach(), track, noised), adaptive=True)
-    found = values(algorithm.loss(stage, track, (1,)).metrics)
-    assert found["train/positive_loss"] == pytest.approx(float(error.mean()), rel=1e-5)
-    assert found["train/negative_loss"] == pytest.approx(found["train/positive_loss"], rel=1e-5)
-    assert found["train/policy_loss"] == pytest.approx(3.0 * float(error.mean()) / beta, rel=1e-5)
+    result = values(algorithm.loss(stage, track, (1,)).metrics)
+    assert result["train/positive_loss"] == pytest.approx(float(error.mean()), rel=1e-5)
+    assert result["train/negative_loss"] == pytest.approx(result["train/positive_loss"], rel=1e-5)
+    assert result["train/policy_loss"] == pytest.approx(3.0 * float(error.mean()) / beta, rel=1e-5)
 
 
 def test_at_the_old_policy_the_gradient_does_not_depend_on_beta() -> None:
@@ -192,28 +192,28 @@ def test_the_loss_uses_the_advantages_as_its_mode_says(mode: AdvantageMode) -> N
     plain = dataclasses.replace(algorithm, adv_mode="all")
     track = anchored(algorithm, clean_track(), old=old)
     used = track.replace(advantages=4.0 * optimality(track.advantages, 2.0, mode) - 2.0)
-    found, expected = gradient(algorithm, live, track), gradient(plain, live, used)
-    assert_close(found, expected.double())
-    assert not torch.allclose(found, gradient(plain, live, track), rtol=1e-2)
+    result, expected = gradient(algorithm, live, track), gradient(plain, live, used)
+    assert_close(result, expected.double())
+    assert not torch.allclose(result, gradient(plain, live, track), rtol=1e-2)
 
 
 def test_distances_between_the_policies_are_logged() -> None:
     algorithm, live, old, reference = DiffusionNFT(times=TIMES, velocity_coef=0.5), *map(field_stage, range(3))
     track = anchored(algorithm, clean_track(), old=old, reference=reference)
     noised = algorithm.noised(track, (1,))
-    found = values(algorithm.loss(live, track, (1,)).metrics)
+    result = values(algorithm.loss(live, track, (1,)).metrics)
     v, v_old, v_ref = (velocity64(weights64(stage).detach(), track, noised) for stage in (live, old, reference))
-    assert found["train/velocity_mse_old"] == pytest.approx(float((v - v_old).square().mean()), rel=1e-5)
-    assert found["train/velocity_mse"] == pytest.approx(float((v - v_ref).square().mean()), rel=1e-5)
-    assert found["train/velocity_loss"] == pytest.approx(0.5 * found["train/velocity_mse"], rel=1e-6)
+    assert result["train/velocity_mse_old"] == pytest.approx(float((v - v_old).square().mean()), rel=1e-5)
+    assert result["train/velocity_mse"] == pytest.approx(float((v - v_ref).square().mean()), rel=1e-5)
+    assert result["train/velocity_loss"] == pytest.approx(0.5 * result["train/velocity_mse"], rel=1e-6)
     q = optimality(track.advantages, 5.0).double()
-    assert found["train/optimality"] == pytest.approx(float(q.mean()), rel=1e-6)
+    assert result["train/optimality"] == pytest.approx(float(q.mean()), rel=1e-6)
     sides = (("positive", v), ("negative", 2.0 * v_old - v))  # beta is 1
     for name, velocity in sides:
         error = prediction_loss(noised, velocity, adaptive=True)
-        assert found[f"train/{name}_loss"] == pytest.approx(float(error.mean()), rel=1e-5)
+        assert result[f"train/{name}_loss"] == pytest.approx(float(error.mean()), rel=1e-5)
     total = algorithm.loss(live, track, (1,)).loss.item() / len(track)
-    assert total == pytest.approx(found["train/policy_loss"] + found["train/velocity_loss"], rel=1e-6)
+    assert total == pytest.approx(result["train/policy_loss"] + result["train/velocity_loss"], rel=1e-6)
 
 
 def test_needs_are_the_old_policy_and_the_reference_only_with_a_penalty() -> None:

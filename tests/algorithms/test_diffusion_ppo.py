@@ -12,7 +12,16 @@ from torch import Tensor
 
 from tests.algorithms.flows import FLOW_SDE, GROUP, PROMPTS, SIBLINGS, Flow, Method, T, rollout
 from tests.algorithms.toys import GAUSSIAN
-from tests.algorithms.trajectories import IMAGE, VIDEO, Policies, Step, anchored, assert_same, found, policies
+from tests.algorithms.trajectories import (
+    IMAGE,
+    VIDEO,
+    Policies,
+    Step,
+    anchored,
+    assert_same,
+    loss_and_gradient,
+    policies,
+)
 from tests.algorithms.trajectories import expected as expected_policy
 from tests.algorithms.trajectories import trajectory as unscored
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
@@ -60,7 +69,7 @@ def trajectory(stage: DiffusionStage, latent: tuple[int, ...]) -> RolloutTrack:
     return track.replace(rewards=torch.randn(len(track), generator=torch.Generator().manual_seed(1)))
 
 
-def said(value_head: ValueHead | None, track: RolloutTrack) -> Tensor:
+def predicted_values(value_head: ValueHead | None, track: RolloutTrack) -> Tensor:
     """[B, S] float64 values at the states before the stochastic steps, one state at a time."""
     double, segment = copy.deepcopy(value_head).double(), track.segment
     assert double is not None
@@ -101,7 +110,7 @@ def test_off_policy_loss_and_gradients_are_those_of_the_equations(
     track = trajectory(named.old, latent)
     clip, vclip, coef = algorithm.clip_range, algorithm.value_clip, algorithm.vf_coef
     outcome = (track.rewards if algorithm.outcome == "rewards" else track.advantages).double()
-    old = said(named.old.value_head, track).detach()
+    old = predicted_values(named.old.value_head, track).detach()
     advantages = advantages_of(outcome, old, algorithm.gamma, algorithm.lam)
     per_step = iter(advantages.unbind(1))
 
@@ -114,13 +123,13 @@ def test_off_policy_loss_and_gradients_are_those_of_the_equations(
     twin = copy.deepcopy(named.new.value_head)
     assert twin is not None
     twin.double()
-    v, target = said(twin, track), advantages + old
+    v, target = predicted_values(twin, track), advantages + old
     error = (v - target).square()
     if vclip is not None:
         error = torch.max(error, (torch.min(torch.max(v, old - vclip), old + vclip) - target).square())
     want_value = coef * 0.5 * error.sum()
-    # `said` copies the head it is given, so the gradient is taken of what it said.
-    have = found(algorithm, named.new, anchored(algorithm, named, track))
+    # `predicted_values` copies the head that it is given, so the gradient is taken with respect to that copy.
+    have = loss_and_gradient(algorithm, named.new, anchored(algorithm, named, track))
     assert_same(replace(have, loss=have.loss - want_value.item()), want)
     assert_head_gradient(named.new.value_head, track, target, old, vclip, coef)
 
@@ -159,8 +168,8 @@ def test_with_a_head_of_zeros_earlier_steps_get_discounted_advantages() -> None:
     stage.value_head = head(0, scale=0.0)
     track = toy_track(stage)
     algorithm = DiffusionPPO(gamma=0.5, lam=0.8)
-    found_ = algorithm.element_advantages(algorithm.with_old_values(stage, track), STEPS)
-    assert torch.allclose(found_, track.advantages[:, None] * 0.4 ** torch.tensor([2.0, 1.0, 0.0]))
+    result = algorithm.element_advantages(algorithm.with_old_values(stage, track), STEPS)
+    assert torch.allclose(result, track.advantages[:, None] * 0.4 ** torch.tensor([2.0, 1.0, 0.0]))
 
 
 # The contract of losses
@@ -215,7 +224,7 @@ def test_rows_of_weight_zero_change_no_gradient_even_if_they_are_not_finite(bad:
     gradients = []
     for rows in (track.replace(weight=weight, rewards=rewards, advantages=rewards), track.select(kept)):
         named.new.value_head.zero_grad()
-        policy = found(algorithm, named.new, rows)
+        policy = loss_and_gradient(algorithm, named.new, rows)
         gradients.append([policy.gradient, *(p.grad.clone() for p in named.new.value_head.parameters())])
         assert all(torch.tensor(value).isfinite() for value in policy.metrics.values())
     for have, want in zip(*gradients, strict=True):

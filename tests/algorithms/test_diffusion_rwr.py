@@ -73,10 +73,10 @@ def test_the_velocity_penalty_is_the_mean_squared_distance_to_the_reference() ->
     expected = (worth * latent_mean((v - target) ** 2) + 0.5 * latent_mean((v - v_ref) ** 2)).sum()
     result = algorithm.loss(live, track, (2,))
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    found = values(result.metrics)
-    assert found["train/sample_weight"] == pytest.approx(float(worth.mean()), rel=1e-5)
-    assert found["train/matching_error"] == pytest.approx(float(latent_mean((v - target) ** 2).mean()), rel=1e-5)
-    assert found["train/velocity_mse"] == pytest.approx(float(latent_mean((v - v_ref) ** 2).mean()), rel=1e-5)
+    actual = values(result.metrics)
+    assert actual["train/sample_weight"] == pytest.approx(float(worth.mean()), rel=1e-5)
+    assert actual["train/matching_error"] == pytest.approx(float(latent_mean((v - target) ** 2).mean()), rel=1e-5)
+    assert actual["train/velocity_mse"] == pytest.approx(float(latent_mean((v - v_ref) ** 2).mean()), rel=1e-5)
 
 
 def test_with_best_of_group_it_is_fine_tuning_on_the_best_samples() -> None:

@@ -154,8 +154,8 @@ def test_draft_lv_averages_the_last_step_over_its_copies() -> None:
 
 def test_copies_lower_the_variance_of_the_gradient_and_keep_its_direction() -> None:
     def spread(algorithm: RewardBackprop) -> tuple[Tensor, Tensor]:
-        found = torch.stack([loss_gradient(algorithm, drawn(step).slice(0, 1)) for step in range(24)])
-        return found.mean(0), found.var(0).sum()
+        actual = torch.stack([loss_gradient(algorithm, drawn(step).slice(0, 1)) for step in range(24)])
+        return actual.mean(0), actual.var(0).sum()
 
     (one, variance), (many, less) = spread(DRaFT()), spread(DRaFTLV(extra_copies=7))
     assert less < 0.7 * variance
@@ -177,8 +177,8 @@ def test_the_velocity_penalty_is_the_squared_distance_from_the_reference() -> No
         x = (1 - t) * track.segment.final[row] + t * noise.normal([sample_id], "t0", (3, 4, 4))[0]
         one, two = (velocity(net, x[None].double(), t, track.select([row])) for net in (network, reference))
         expected = expected + 0.7 * track.weight[row] * (one - two.detach()).square().mean()
-    found = gradient_of(stage.denoiser, result.loss)  # type: ignore[arg-type]
-    assert_close(found - loss_gradient(plain, track), gradient_of(network, expected))
+    actual = gradient_of(stage.denoiser, result.loss)  # type: ignore[arg-type]
+    assert_close(actual - loss_gradient(plain, track), gradient_of(network, expected))
     assert values(result.metrics)["train/velocity_mse"] > 0
 
 
@@ -202,9 +202,9 @@ def test_the_loss_is_the_weighted_reward_and_the_metric_the_raw_reward() -> None
     rewards = reward_of(track.segment.final, track)
     result = DRaFT(reward_weight=2.0, reward_mean=0.25, reward_std=0.5).loss(differentiable(toy_stage()), track, (0,))
     torch.testing.assert_close(result.loss, -(2.0 * (rewards - 0.25) / 0.5).sum())
-    found = values(result.metrics)
-    assert found["train/reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-5)
-    assert found["train/denoising_steps"] == 5.0 and "train/saturated_fraction" not in found
+    actual = values(result.metrics)
+    assert actual["train/reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-5)
+    assert actual["train/denoising_steps"] == 5.0 and "train/saturated_fraction" not in actual
 
 
 # --- random choices are shared, and pure functions of seed and step --------------------------------------------------

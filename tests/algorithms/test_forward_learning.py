@@ -37,9 +37,9 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_gaussian_flow_goes_most_of_the_way_to_its_reward(name: str) -> None:
-    found = GAUSSIAN.learn(METHODS[name], steps=26)
-    assert found.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)  # but for steps of finite size
-    assert found.end >= 0.2 * found.rewards[0]  # four fifths of the way
+    result = GAUSSIAN.learn(METHODS[name], steps=26)
+    assert result.rewards[0] == pytest.approx(GAUSSIAN.start, abs=0.3)  # but for steps of finite size
+    assert result.end >= 0.2 * result.rewards[0]  # four fifths of the way
 
 
 def test_a_loss_without_a_sign_learns_nothing() -> None:

@@ -253,9 +253,9 @@ def test_values_in_a_dropped_row_reach_no_gradient() -> None:
     weight = torch.ones(8)
     weight[2] = 0.0
     broken = track.replace(segment=track.segment.replace(latents=latents), advantages=advantages, weight=weight)
-    found = gradient(Matching(), stage, broken)
-    assert found.isfinite().all()
-    assert_close(found, gradient(Matching(), stage, track.select([0, 1, 3, 4, 5, 6, 7])).double())
+    result = gradient(Matching(), stage, broken)
+    assert result.isfinite().all()
+    assert_close(result, gradient(Matching(), stage, track.select([0, 1, 3, 4, 5, 6, 7])).double())
 
 
 # What recipes may say

@@ -31,9 +31,9 @@ ALL: list[Correction] = [TokenTIS(), SequenceTIS(), MaskedIS(), GeometricRejecti
     ],
 )
 def test_each_correction_is_its_definition(correction: Correction, weights: list[float], cut: list[int]) -> None:
-    found = correction(GAPS, ROWS)  # means of the rows: exp(0.3) = 1.35 and exp(-0.6) = 0.549
-    assert found.weights.tolist() == pytest.approx(weights, rel=1e-12)
-    assert found.cut.int().tolist() == cut
+    actual = correction(GAPS, ROWS)  # means of the rows: exp(0.3) = 1.35 and exp(-0.6) = 0.549
+    assert actual.weights.tolist() == pytest.approx(weights, rel=1e-12)
+    assert actual.cut.int().tolist() == cut
 
 
 @pytest.mark.parametrize("correction", ALL, ids=lambda c: type(c).__name__)
@@ -43,8 +43,12 @@ def test_an_engine_that_agrees_is_not_corrected(correction: Correction) -> None:
     plain = ARGRPO().loss(stage, track, (0,))
     result = ARGRPO(mismatch=correction).loss(stage, track, (0,))
     assert torch.equal(result.loss, plain.loss)
-    found = values(result.metrics)
-    assert (found["train/mismatch_weight"], found["train/mismatch_cut"], found["train/mismatch_kl"]) == (1.0, 0.0, 0.0)
+    actual = values(result.metrics)
+    assert (actual["train/mismatch_weight"], actual["train/mismatch_cut"], actual["train/mismatch_kl"]) == (
+        1.0,
+        0.0,
+        0.0,
+    )
 
 
 def weight_of(row: Sequence, correction: Correction) -> Tensor:
@@ -74,12 +78,12 @@ def test_the_surrogate_is_weighted_and_nothing_else_is(correction: Correction, m
         return -weight_of(row, correction) * gain + 0.1 * (row.new - row.ref) ** 2 / 2 - 0.1 * row.entropy
 
     assert_same_gradient(stage, value(algorithm, stage, track), looped(stage, track, per_token, mode))
-    found = values(algorithm.loss(stage, track, (0,)).metrics)
+    actual = values(algorithm.loss(stage, track, (0,)).metrics)
     weight = looped(stage, track, lambda row: weight_of(row, correction).expand(len(row.new)), "token-mean")
     gap_kl = looped(stage, track, lambda row: (row.old - row.engine).exp() - 1 - (row.old - row.engine), "token-mean")
-    assert found["train/mismatch_weight"] == pytest.approx(weight.item(), rel=1e-9)
-    assert found["train/mismatch_kl"] == pytest.approx(gap_kl.item(), rel=1e-9)
-    assert 0.0 < found["train/mismatch_cut"] < 1.0
+    assert actual["train/mismatch_weight"] == pytest.approx(weight.item(), rel=1e-9)
+    assert actual["train/mismatch_kl"] == pytest.approx(gap_kl.item(), rel=1e-9)
+    assert 0.0 < actual["train/mismatch_cut"] < 1.0
 
 
 def test_in_the_first_update_the_training_forward_is_the_old_policy() -> None:

@@ -34,8 +34,8 @@ NAMES = ["flow", "dance", "cps", "cps-unnormalised", "ddim"]
     ids=["flow", "dance", "cps-unnormalised"],
 )
 def test_slopes_are_those_tabulated_for_ten_steps(kernel: Kernel, published: list[float]) -> None:
-    found = [abs(velocity_slope(kernel, *span)) for span in SPANS[:-1]]
-    assert found == pytest.approx(published, abs=6e-3 if published[0] > 0.5 else 6e-4)
+    result = [abs(velocity_slope(kernel, *span)) for span in SPANS[:-1]]
+    assert result == pytest.approx(published, abs=6e-3 if published[0] > 0.5 else 6e-4)
 
 
 def closed_form(kernel: Kernel, sigma: float, sigma_next: float) -> float:

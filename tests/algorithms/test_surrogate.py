@@ -79,8 +79,8 @@ def test_a_dual_clip_of_three_bounds_the_loss_of_bad_samples_only(
     advantage: float, ratio: float, loss: float, slope: float
 ) -> None:
     given = torch.tensor([[ratio]], dtype=torch.float64).log()
-    found = clipped_surrogate(given, torch.full_like(given, advantage), LOW, HIGH, 3.0)
-    assert float(found) == pytest.approx(loss)
+    result = clipped_surrogate(given, torch.full_like(given, advantage), LOW, HIGH, 3.0)
+    assert float(result) == pytest.approx(loss)
     assert gradient(math.log(ratio), advantage, 3.0) == pytest.approx(slope, abs=1e-15)
 
 
@@ -89,8 +89,8 @@ def test_an_overflowing_ratio_gives_a_finite_loss_and_gradient(dual_clip: float 
     log_ratio = torch.tensor([[-1e6, -1e3, 1e3, 1e6]], requires_grad=True)
     for sign in (-1.0, 1.0):
         losses = clipped_surrogate(log_ratio, torch.full((1, 4), sign), LOW, HIGH, dual_clip)
-        (found,) = torch.autograd.grad(losses.sum(), log_ratio)
-        assert losses.isfinite().all() and found.isfinite().all()
+        (result,) = torch.autograd.grad(losses.sum(), log_ratio)
+        assert losses.isfinite().all() and result.isfinite().all()
 
 
 def masked_gradient(log_ratio: float, advantage: float, divergence: float, threshold: float) -> float:
@@ -197,16 +197,16 @@ def test_ratio_statistics_use_elements_of_positive_weight_for_any_split() -> Non
     weights[2] = 0
     log_ratio[2] = torch.nan
     parts = [ratio_metrics(log_ratio[rows], weights[rows], 1e-4, 5e-5) for rows in (slice(0, 2), slice(2, 6))]
-    found = values(merge(parts))
+    result = values(merge(parts))
     kept = log_ratio[[0, 1, 3, 4, 5]].double()
     ratio = kept.exp()
-    assert found["train/ratio_mean"] == pytest.approx(float(ratio.mean()), abs=1e-7)
-    assert found["train/ratio_std"] == pytest.approx(float(ratio.std(correction=0)), rel=1e-4)
-    assert found["train/approx_kl"] == pytest.approx(float((kept**2).mean() / 2), rel=1e-4)
-    assert found["train/clip_fraction_high"] == pytest.approx(float((ratio > 1 + 5e-5).double().mean()))
-    assert found["train/clip_fraction_low"] == pytest.approx(float((ratio < 1 - 1e-4).double().mean()))
-    assert found["train/clip_fraction"] == pytest.approx(
-        found["train/clip_fraction_high"] + found["train/clip_fraction_low"]
+    assert result["train/ratio_mean"] == pytest.approx(float(ratio.mean()), abs=1e-7)
+    assert result["train/ratio_std"] == pytest.approx(float(ratio.std(correction=0)), rel=1e-4)
+    assert result["train/approx_kl"] == pytest.approx(float((kept**2).mean() / 2), rel=1e-4)
+    assert result["train/clip_fraction_high"] == pytest.approx(float((ratio > 1 + 5e-5).double().mean()))
+    assert result["train/clip_fraction_low"] == pytest.approx(float((ratio < 1 - 1e-4).double().mean()))
+    assert result["train/clip_fraction"] == pytest.approx(
+        result["train/clip_fraction_high"] + result["train/clip_fraction_low"]
     )
 
 

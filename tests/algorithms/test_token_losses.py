@@ -171,9 +171,9 @@ def test_values_at_uncounted_tokens_have_no_effect(case: Case, poison: float) ->
     clean = value(algorithm, stage, track)
     gradients = stage.gradients(clean)
     spoilt, ill = poisoned(stage, track, poison)
-    found = value(algorithm, spoilt, ill)
-    assert torch.equal(found, clean)
-    for have, want in zip(spoilt.gradients(found), gradients, strict=True):
+    actual = value(algorithm, spoilt, ill)
+    assert torch.equal(actual, clean)
+    for have, want in zip(spoilt.gradients(actual), gradients, strict=True):
         assert torch.equal(have, want)
     metrics = values(algorithm.loss(spoilt, ill, (0,)).metrics)
     assert metrics == values(algorithm.loss(stage, track, (0,)).metrics)
@@ -240,8 +240,8 @@ def test_a_ratio_beyond_e_to_the_20_stays_finite(case: Case) -> None:
     stage, track = ragged(0)
     far = track.segment.anchors["old_logp"] - 500.0
     track = track.replace(segment=track.segment.replace(anchors={"old_logp": far, "ref_logp": far}))
-    found = value(case.make(kl_coef=0.1), stage, track)
-    assert found.isfinite() and stage.gradients(found)[0].isfinite().all()
+    actual = value(case.make(kl_coef=0.1), stage, track)
+    assert actual.isfinite() and stage.gradients(actual)[0].isfinite().all()
 
 
 @EVERY_LOSS
@@ -261,9 +261,9 @@ def test_tokens_outside_the_trust_region_are_counted_by_side(case: Case, moved: 
 def test_at_ratio_one_the_gradient_is_minus_advantage_times_that_of_log_prob(case: Case) -> None:
     stage, track = ragged(0)
     track = track.replace(segment=track.segment.replace(anchors={}))  # as in the first update
-    found = value(case.make(loss_agg_mode="token-mean"), stage, track)
+    actual = value(case.make(loss_agg_mode="token-mean"), stage, track)
     want = looped(stage, track_with_old(stage, track), lambda row: -row.advantage * row.new, "token-mean")
-    assert torch.allclose(stage.gradients(found)[0], stage.gradients(want)[0], rtol=1e-12, atol=1e-15)
+    assert torch.allclose(stage.gradients(actual)[0], stage.gradients(want)[0], rtol=1e-12, atol=1e-15)
     metrics = values(case.make().loss(stage, track, (0,)).metrics)
     assert (metrics["train/ratio_mean"], metrics["train/ratio_std"], metrics["train/approx_kl"]) == (1.0, 0.0, 0.0)
     assert (metrics["train/ratio_min"], metrics["train/ratio_max"], metrics["train/clip_fraction"]) == (1.0, 1.0, 0.0)

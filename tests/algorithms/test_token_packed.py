@@ -66,9 +66,9 @@ def test_a_row_of_weight_zero_has_no_counted_token() -> None:
 def test_masked_values_are_0_at_uncounted_tokens_and_have_no_gradient_there() -> None:
     packing, _ = packed([[(1.0, True), (2.0, False)]])
     values = torch.tensor([3.0, torch.nan], requires_grad=True)
-    found = packing.masked(values)
-    found.sum().backward()
-    assert found.tolist() == [3.0, 0.0] and values.grad.tolist() == [1.0, 0.0]
+    result = packing.masked(values)
+    result.sum().backward()
+    assert result.tolist() == [3.0, 0.0] and values.grad.tolist() == [1.0, 0.0]
 
 
 # Aggregation

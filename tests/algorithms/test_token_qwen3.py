@@ -147,8 +147,8 @@ def test_every_token_loss_is_compared() -> None:
     import unirl.algorithms as package
 
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        found = vars(importlib.import_module(module.name)).values()
-        for kind in found:
+        result = vars(importlib.import_module(module.name)).values()
+        for kind in result:
             if isinstance(kind, type) and issubclass(kind, TokenLoss) and not inspect.isabstract(kind):
                 assert any(type(loss) is kind for loss in LOSSES.values()), kind
 
@@ -173,8 +173,8 @@ def on_ranks() -> list[dict[str, dict[str, Tensor]]]:
 @pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one() -> None:
     for rank in run_ranks(2, on_ranks):
-        for found in rank:
-            for name, gradients in found.items():
+        for result in rank:
+            for name, gradients in result.items():
                 assert_same({key: torch.as_tensor(gradient) for key, gradient in gradients.items()}, name)
 
 

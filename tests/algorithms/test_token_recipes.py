@@ -93,8 +93,8 @@ def test_parity_is_the_largest_gap_of_counted_tokens() -> None:
     logp[counted[0]] += 0.25
     logp[~track.segment.loss_mask] += 9.0
     rows = track.replace(segment=track.segment.replace(logp=logp))
-    found = ARGRPO().parity(rows, (0,), {"logp": own})
-    assert found["rollout/parity_absdiff_max"].value == pytest.approx(0.25)
+    result = ARGRPO().parity(rows, (0,), {"logp": own})
+    assert result["rollout/parity_absdiff_max"].value == pytest.approx(0.25)
     empty = rows.select([2])
     assert ARGRPO().parity(empty, (0,), {"logp": torch.zeros(0)})["rollout/parity_absdiff_max"].value == 0.0
 

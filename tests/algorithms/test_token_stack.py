@@ -81,6 +81,6 @@ def test_a_later_update_is_anchored_by_the_weights_of_the_rollout(micro_batch_si
 
 def test_the_loss_of_an_update_is_the_sum_of_its_parts() -> None:
     stack, stage = setup(ARGRPO(kl_coef=0.1, entropy_coef=0.1), token_table(0), micro_batch_size=3)
-    found = values(stack.train_track(token_track(stage)).updates[0])
-    parts = found["train/policy_loss"] + found["train/kl_loss"] + found["train/entropy_loss"]
-    assert found["train/loss"] == pytest.approx(parts, rel=1e-6)
+    result = values(stack.train_track(token_track(stage)).updates[0])
+    parts = result["train/policy_loss"] + result["train/kl_loss"] + result["train/entropy_loss"]
+    assert result["train/loss"] == pytest.approx(parts, rel=1e-6)

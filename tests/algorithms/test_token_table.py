@@ -15,8 +15,8 @@ def test_replay_on_unchanged_weights_gives_the_recorded_log_probs(temperature: f
     stage = token_stage()
     track = token_track(stage, params=TokenSampling(temperature=temperature))
     assert torch.equal(stage.replay(track.conditions, track.segment).logp, track.segment.logp)
-    found = values(ARGRPO(old_logp_source="rollout").loss(stage, track, (0,)).metrics)
-    assert (found["train/ratio_mean"], found["train/ratio_std"]) == (1.0, 0.0)
+    result = values(ARGRPO(old_logp_source="rollout").loss(stage, track, (0,)).metrics)
+    assert (result["train/ratio_mean"], result["train/ratio_std"]) == (1.0, 0.0)
 
 
 def test_the_log_prob_is_that_of_tempered_logits() -> None:
@@ -105,9 +105,9 @@ def test_an_engine_that_renormalises_biases_the_ratio_to_the_mass_it_kept() -> N
     engine = truncated(p[None], params)[0]
     kept = float(p[engine > 0].sum())
     reported = track.replace(segment=track.segment.replace(logp=engine[track.segment.tokens].log()))
-    found = values(ARGRPO(old_logp_source="rollout").loss(stage, reported, (0,)).metrics)
+    result = values(ARGRPO(old_logp_source="rollout").loss(stage, reported, (0,)).metrics)
     assert 0.7 <= kept < 0.95
-    assert found["train/ratio_mean"] == pytest.approx(kept, rel=1e-5)
+    assert result["train/ratio_mean"] == pytest.approx(kept, rel=1e-5)
     gap = ARGRPO().parity(reported, (0,), {"logp": track.segment.logp})["rollout/parity_absdiff_max"].value
     assert gap == pytest.approx(-math.log(kept), rel=1e-4)
 

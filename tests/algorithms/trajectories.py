@@ -78,7 +78,7 @@ def anchored(algorithm: DenoisingLoss, named: Policies, track: RolloutTrack) -> 
 
 
 @dataclass(frozen=True)
-class Found:
+class LossAndGradient:
     """The sum of a loss over rows and steps, its gradient, and its metrics."""
 
     loss: float
@@ -86,9 +86,9 @@ class Found:
     metrics: dict[str, float]
 
 
-def found(
+def loss_and_gradient(
     algorithm: DenoisingLoss, stage: DiffusionStage, track: RolloutTrack, now: TrainingProgress | None = None
-) -> Found:
+) -> LossAndGradient:
     """Loss and gradient of a track by the code under test, called as the stack calls it."""
     parameters, losses = list(stage.denoiser.parameters()), []  # type: ignore[attr-defined]
     stage.denoiser.zero_grad()  # type: ignore[attr-defined]
@@ -98,11 +98,11 @@ def found(
         loss.backward()
 
     metrics = algorithm.compute_loss_and_backward(stage, track, backward, now or TrainingProgress())
-    return Found(sum(losses), torch.cat([p.grad.flatten() for p in parameters]), values(merge([metrics])))
+    return LossAndGradient(sum(losses), torch.cat([p.grad.flatten() for p in parameters]), values(merge([metrics])))
 
 
 @dataclass(frozen=True)
-class Said:
+class StepOutputs:
     """The outputs of a policy at a recorded step."""
 
     logp: Tensor  # [B] by torch.distributions.Normal, mean over latent elements
@@ -114,9 +114,9 @@ class Said:
 class Step:
     """A recorded step as the papers see it."""
 
-    new: Said
-    old: Said
-    reference: Said
+    new: StepOutputs
+    old: StepOutputs
+    reference: StepOutputs
     x_next: Tensor
     advantages: Tensor  # [B]
     dt: float  # negative
@@ -128,7 +128,7 @@ def mean_of(values: Tensor) -> Tensor:
     return values.flatten(1).mean(1)
 
 
-def expected(named: Policies, track: RolloutTrack, losses: Callable[[Step], Tensor]) -> Found:
+def expected(named: Policies, track: RolloutTrack, losses: Callable[[Step], Tensor]) -> LossAndGradient:
     """Loss and gradient of a track by an equation that gives a loss per row and step, in float64."""
     nets = [copy.deepcopy(stage.denoiser).double() for stage in (named.new, named.old, named.reference)]  # type: ignore[attr-defined]
     segment = track.segment
@@ -142,14 +142,14 @@ def expected(named: Policies, track: RolloutTrack, losses: Callable[[Step], Tens
         for net in nets:
             v = net(x, torch.full((len(x),), sigma, dtype=torch.float64), track.conditions["text"].pooled.double())
             mean = x + (v + s**2 / (2 * sigma) * (x + (1 - sigma) * v)) * dt
-            said.append(Said(mean_of(torch.distributions.Normal(mean, std).log_prob(x_next)), mean, v))
+            said.append(StepOutputs(mean_of(torch.distributions.Normal(mean, std).log_prob(x_next)), mean, v))
         advantages = track.advantages.double()  # type: ignore[union-attr]
         total = total + losses(Step(*said, x_next=x_next, advantages=advantages, dt=dt, s=s, std=std)).sum()
     total.backward()
-    return Found(total.item(), torch.cat([p.grad.flatten() for p in nets[0].parameters()]), {})
+    return LossAndGradient(total.item(), torch.cat([p.grad.flatten() for p in nets[0].parameters()]), {})
 
 
-def assert_same(have: Found, want: Found) -> None:
+def assert_same(have: LossAndGradient, want: LossAndGradient) -> None:
     """Loss and gradient agree, but for float32."""
     assert abs(have.loss - want.loss) <= 1e-5 * max(1.0, abs(want.loss))
     error = (have.gradient.double() - want.gradient).abs().max() / want.gradient.abs().max()

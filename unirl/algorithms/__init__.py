@@ -1,1 +1,1 @@
-"""Losses: one file each, over shared pure functions."""
+"""Losses, one file each. base.py has the contract and a map of the walk; shared/ has base classes and functions."""

@@ -89,7 +89,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
     requires_ema_rollout: ClassVar[bool] = False
     """Sampling must use a weight snapshot instead of the live weights."""
     trains_tokens: ClassVar[bool] = False
-    """Rows have unequal lengths, so micro-batches can be cut by tokens."""
+    """Rows have unequal lengths, so micro-batches can be divided by tokens."""
 
     @property
     def needs(self) -> Needs:
@@ -148,8 +148,10 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         return None
 
     def trust_width(self) -> float | None:
-        """Half the width of the trust region on the importance ratio. The parity gate compares disagreement between
-        engine and trainer with it. None means that the loss has no such region."""
+        """Half the width of the trust region on the importance ratio. None: the loss has no such region.
+
+        The parity gate measures the disagreement between engine and trainer in this unit.
+        """
         return None
 
     def kl_controller(self) -> KLController | None:

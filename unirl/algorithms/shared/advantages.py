@@ -25,7 +25,7 @@ from unirl.types.rollout_resp import AdvantageResult, Scores
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
 
-TOTAL = "total"
+TOTAL_REWARD = "total"
 """The name of the combined reward."""
 
 
@@ -115,7 +115,7 @@ class Estimator(ABC):
         Raises InvalidScoreError if the reward of a row with weight > 0 is not finite.
         """
         groups = Groups.of(scores.group_ids, scores.weight.detach().double().cpu())
-        total = finite_rewards(TOTAL, scores.total, groups, scores)
+        total = finite_rewards(TOTAL_REWARD, scores.total, groups, scores)
         rewards = self._rewards(total, groups, scores)
         standardized = [self.standardize(reward, groups, scores) for reward in rewards]
         raw, all_equal = self._combined(rewards, standardized, groups)
@@ -131,12 +131,12 @@ class Estimator(ABC):
     def _rewards(self, total: Tensor, groups: Groups, scores: Scores) -> list[WeightedReward]:
         """The rewards to standardise: the total, the weighted sum of components, or every component."""
         if not self.weights:
-            return [WeightedReward(TOTAL, 1.0, total)]
+            return [WeightedReward(TOTAL_REWARD, 1.0, total)]
         components = [self._component(name, groups, scores) for name in self.weights]
         if self.combine == "advantages":
             return components
         weighted_total = torch.stack([reward.weight * reward.values for reward in components]).sum(0)
-        return [WeightedReward(TOTAL, 1.0, weighted_total)]
+        return [WeightedReward(TOTAL_REWARD, 1.0, weighted_total)]
 
     def _component(self, name: str, groups: Groups, scores: Scores) -> WeightedReward:
         if name not in scores.components:
@@ -172,7 +172,7 @@ def finite_rewards(name: str, rewards: Shaped[Tensor, "B"], groups: Groups, scor
     values = rewards.detach().double().cpu()
     bad = (groups.valid & ~values.isfinite()).nonzero().flatten().tolist()
     if bad:
-        which = "" if name == TOTAL else f"{name} "
+        which = "" if name == TOTAL_REWARD else f"{name} "
         raise InvalidScoreError(
             f"the {which}reward of row {bad[0]} (group {scores.group_ids[bad[0]]!r}) is {values[bad[0]].item()}, and "
             f"{len(bad)} of {len(values)} rewards are not finite: a scorer must return a finite number, or the row "

@@ -83,7 +83,7 @@ def test_prompts_in_two_files_are_said(capsys, file, tmp_path):
     path, other = file(GOOD, '{"prompt": "x"}'), tmp_path / "other.txt"
     other.write_text("x\ny\n")
     status, _, err = run(capsys, "check", path, str(other))
-    assert status == 0 and f"1 of the 2 prompts of {other} stand in {path}, too" in err
+    assert status == 0 and f"1 of the 2 prompts of {other} are also in {path}" in err
 
 
 def test_a_recipe_brings_its_files_and_its_reward(capsys, monkeypatch, file):
@@ -102,7 +102,7 @@ def test_a_recipe_brings_its_files_and_its_reward(capsys, monkeypatch, file):
     ("words", "why"),
     [
         ([], "name a prompt file"),
-        (["a.txt", "--recipe", "diffusion/quickstart"], "name no others"),
+        (["a.txt", "--recipe", "diffusion/quickstart"], "do not name others"),
         (["a.txt", "batch_size=3"], "is a setting of a recipe"),
         (["a.txt", "-r", "orc"], "Did you mean 'ocr'"),
         (["a.txt", "-r", "ocr", "--set", "side"], "write --set key=value"),
@@ -289,7 +289,7 @@ def test_a_hub_without_the_file_or_out_of_reach_names_the_way_out(capsys, monkey
     for endpoint in (address, "http://127.0.0.1:9"):
         words = ("populate", "math_500", "--endpoint", endpoint, "--out", str(tmp_path))
         status, _, err = run(capsys, *words)
-        assert status == 4 and "error[4001]: HuggingFaceH4/MATH-500: test.jsonl cannot be had" in err
+        assert status == 4 and "error[4001]: HuggingFaceH4/MATH-500: test.jsonl cannot be downloaded" in err
         assert "--endpoint URL or HF_ENDPOINT" in err
 
 

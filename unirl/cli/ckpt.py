@@ -52,7 +52,7 @@ def show(argv: Sequence[str]) -> int:
     parser.add_argument("checkpoint", metavar="PATH", help="a checkpoint folder")
     path = Path(parser.parse(argv).checkpoint)
     if wrong := _problems(path):
-        raise CheckpointError(f"{path} cannot be shown: {wrong[0]}. unirl ckpt verify {path} says everything")
+        raise CheckpointError(f"{path} cannot be shown: {wrong[0]}. unirl ckpt verify {path} lists all problems")
     print(json.dumps(asdict(read_manifest(path)), indent=1))
     return 0
 

@@ -1,4 +1,4 @@
-"""`unirl data check|preview|populate`: prompt files, before a run meets them."""
+"""`unirl data check|preview|populate`: checks, shows and downloads prompt files."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ EXAMPLES = (
     "unirl data populate gsm8k --out data/gsm8k",
 )
 SHOWN = 20
-"""Problems that are printed; the others are counted."""
+"""Number of problems that are printed; the others are only counted."""
 
 
 def run(argv: list[str], session: Session) -> int:
@@ -30,8 +30,8 @@ def run(argv: list[str], session: Session) -> int:
 
 
 @dataclass
-class Found:
-    """What a prompt file holds, and what is wrong with it."""
+class FileReport:
+    """The prompts and the problems of one file."""
 
     file: str
     prompts: list[Any] = field(default_factory=list)  # of unirl.data.datasets.Prompt
@@ -40,18 +40,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be checked."""
+    """The files to check, and the scorer and data source that must accept them."""
 
     files: tuple[str, ...]
     prompt_key: str = "prompt"
     scorer: Any = None
-    """A scorer that is asked whether it could score the prompts; None = only the files are read."""
+    """A scorer that must be able to score the prompts. None: only the files are checked."""
     open_source: Callable[[], object] = tuple
-    """Opens the recipe's own data source, which may ask for more than the files show."""
+    """Opens the data source of the recipe, which may check more than the files."""
 
 
 def check(argv: Sequence[str]) -> int:
-    about = "Read prompt files as a run would, ask a reward whether it could score them, and name every problem."
+    about = "Check prompt files as a run reads them, and whether a reward can score them. Lists every problem."
     parser = Parser("data check", about, EXAMPLES)
     parser.usage = "unirl data check FILE ... [--reward NAME] | --recipe R [key=value ...]"
     parser.add_argument("files", nargs="*", metavar="FILE", help="prompt files: .txt, .jsonl, .json, .parquet")
@@ -84,7 +84,7 @@ def _task_of_files(options: Any, settings: Sequence[str]) -> Task:
 
 def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
     if options.files or options.reward:
-        raise ArgumentError("unirl data check: --recipe brings its own files and reward; name no others")
+        raise ArgumentError("unirl data check: --recipe has its own files and reward; do not name others")
     from unirl.cli.check import checked
     from unirl.config.build import build
     from unirl.trainer.assemble import load_data
@@ -110,12 +110,12 @@ def _scorer(name: str, settings: Sequence[str]) -> Any:
     return make_scorer(name, settings_of(settings))
 
 
-def _checked(file: str, task: Task) -> Found:
+def _checked(file: str, task: Task) -> FileReport:
     from unirl.data.datasets import read_entries
     from unirl.data.images import image_problems
     from unirl.reward.scoring import check_prompt
 
-    found = Found(file)
+    found = FileReport(file)
     try:
         for entry in read_entries(Path(file), prompt_key=task.prompt_key):
             if isinstance(entry, DataError):
@@ -133,8 +133,8 @@ def _checked(file: str, task: Task) -> Found:
     return found
 
 
-def _report(found: Sequence[Found], quiet: bool) -> None:
-    """Say what was found; raises DataError when that is a problem."""
+def _report(found: Sequence[FileReport], quiet: bool) -> None:
+    """Prints the results. Raises DataError if there is any problem."""
     for one in [] if quiet else found:
         if not one.problems:
             print(f"{one.file}: {_summary(one.prompts)}; valid")
@@ -147,23 +147,23 @@ def _report(found: Sequence[Found], quiet: bool) -> None:
         raise DataError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in prompt files:{listed}{more}")
 
 
-def _shared(found: Sequence[Found]) -> Iterator[str]:
-    """Prompts that stand in two files, which may be a training and a held-out one."""
+def _shared(found: Sequence[FileReport]) -> Iterator[str]:
+    """Notices about prompts that occur in two files, such as a training file and a held-out file."""
     for number, one in enumerate(found):
         for other in found[number + 1 :]:
             texts = {prompt.text for prompt in one.prompts}
             both = sum(prompt.text in texts for prompt in other.prompts)
             if both:
-                yield f"{both} of the {len(other.prompts)} prompts of {other.file} stand in {one.file}, too"
+                yield f"{both} of the {len(other.prompts)} prompts of {other.file} are also in {one.file}"
 
 
 def _summary(prompts: Sequence[Any]) -> str:
     lengths = [len(prompt.text) for prompt in prompts]
     keys = sorted({key for prompt in prompts for key in prompt.metadata})
-    pictures = sum(bool(prompt.media) for prompt in prompts)
+    num_with_images = sum(bool(prompt.media) for prompt in prompts)
     words = [f"{len(prompts)} prompt{'s' * (len(prompts) > 1)} of {min(lengths)} to {max(lengths)} characters"]
     words += [f"metadata {', '.join(keys)}"] if keys else []
-    words += [f"pictures with {pictures}"] if pictures else []
+    words += [f"{num_with_images} with images"] if num_with_images else []
     return "; ".join(words)
 
 
@@ -171,11 +171,11 @@ def _summary(prompts: Sequence[Any]) -> str:
 
 
 def preview(argv: Sequence[str]) -> int:
-    parser = Parser("data preview", "Show the first prompts of a file, with what belongs to them.", EXAMPLES)
+    parser = Parser("data preview", "Show the first prompts of a file with their metadata and media.", EXAMPLES)
     parser.add_argument("file", metavar="FILE", help="a prompt file: .txt, .jsonl, .json, .parquet")
     parser.option("-n", "--number", type=int, default=8, metavar="N", help="how many (default 8)")
     parser.option("--prompt-key", default="prompt", metavar="KEY", help="the key of the prompt in a JSON object")
-    parser.option("--json", action="store_true", help="one JSON object a line, whole")
+    parser.option("--json", action="store_true", help="one complete JSON object per line")
     options = parser.parse(argv)
     if options.number < 1:
         raise InvalidValueError(f"-n must be >= 1, got {options.number}")
@@ -213,7 +213,7 @@ def _cut(line: str, width: int) -> str:
 def populate(argv: Sequence[str]) -> int:
     from unirl.data import populate as public
 
-    about = "Fetch a public prompt set and write it as prompt files. Without a name: the sets there are."
+    about = "Download a public prompt set and write it as prompt files. Without a name, list the sets."
     parser = Parser("data populate", about, EXAMPLES)
     parser.add_argument("name", nargs="?", metavar="SET")
     parser.option("--out", metavar="DIR", help="where to write train.jsonl, test.jsonl (default data/SET)")

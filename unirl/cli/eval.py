@@ -1,4 +1,4 @@
-"""`unirl eval RUN`: the held-out score of a checkpoint, with the settings that its run evaluated with."""
+"""`unirl eval RUN`: scores a checkpoint on held-out prompts, with the evaluation settings of its run."""
 
 import json
 
@@ -40,7 +40,7 @@ def run(argv: list[str], session: Session) -> int:
 def _parser() -> Parser:
     parser = Parser("eval", "Score a checkpoint on held-out prompts, with fixed seeds.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
-    parser.option("--prompts", metavar="FILE", help="other prompts than the run's")
+    parser.option("--prompts", metavar="FILE", help="a prompt file in place of the run's own")
     parser.option("--weights", choices=("live", "ema"), default="live", help="which weights (default live)")
     parser.option("--baseline", action="store_true", help="score the untrained model first, and show both side by side")
     parser.option("--out", metavar="DIR", help="default: RUN/evaluations/...")

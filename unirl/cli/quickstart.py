@@ -1,4 +1,4 @@
-"""`unirl quickstart [llm|vlm]`: a built-in recipe on a CPU, what became of it, and whether it kept its promise."""
+"""`unirl quickstart [llm|vlm]`: trains a built-in recipe on a CPU, reports the result, and checks the improvement."""
 
 import json
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from unirl.config.failures import Session
 
 RECIPE = "diffusion/quickstart"
 PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1}
-"""By recipe, how much the held-out reward rises at least, for any seed; one that is not here promises not to fall."""
+"""Smallest rise of the held-out reward for any seed, by recipe. Other recipes must not fall."""
 NEUTRAL = ("sampling.seed=", "run.", "tracking.", "save_interval=", "keep_checkpoints=", "resume=")
-"""Settings that leave the promise as it is."""
+"""Settings that do not affect the expected rise."""
 EXAMPLES = (
     "unirl quickstart",
     "unirl quickstart llm",
@@ -45,7 +45,7 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def recipe_of(word: str) -> str:
-    """The recipe that is meant: of a domain, its quick start."""
+    """The recipe that `word` names. The name of a domain means its quick start."""
     return word if "/" in word or word.endswith(".yaml") else f"{word}/quickstart"
 
 
@@ -55,12 +55,12 @@ def read_scores(root: Path) -> list[dict[str, float]]:
 
 
 def read_steps(root: Path) -> list[str]:
-    """A line per finished step."""
+    """One line per finished step."""
     return (root / "metrics.jsonl").read_text().splitlines()
 
 
 def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
-    """What a person wants to know at the end."""
+    """The lines of the final report."""
     from unirl.tracking.console import ACCURACIES
 
     before, after = scores[0], scores[-1]
@@ -76,12 +76,12 @@ def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
 
 
 def pages(root: Path) -> list[Path]:
-    """The page on which the last evaluation stands beside the first."""
+    """The page that compares the last evaluation with the first."""
     return sorted(max(root.glob("eval/step-*")).glob("before_after.*"))
 
 
 def draw_overview(root: Path) -> Path:
-    """The reward curve of the run as a picture, beside the last before/after sheet where that is a picture."""
+    """Draws the reward curve of the run, beside the last before/after sheet if that is an image."""
     from PIL import Image
 
     from unirl.tracking.curve import Series, beside, reward_curve

@@ -1,4 +1,4 @@
-"""`unirl sample RUN -p "a prompt"`: pictures, videos or texts drawn with a checkpoint."""
+"""`unirl sample RUN -p "a prompt"`: images, videos or texts sampled from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     'unirl sample runs/unirl/first -p "a red circle" -p "a blue square"',
     "unirl sample runs/unirl/first --prompts my_prompts.txt --count 8 --seed 7",
-    'unirl sample runs/unirl/first/checkpoints/checkpoint-000050 -p "a red circle" --out pictures',
+    'unirl sample runs/unirl/first/checkpoints/checkpoint-000050 -p "a red circle" --out images',
     'unirl sample runs/unirl/llm -p "What is 17 + 25?" evaluation.temperature=0 --count 1',
 )
 
@@ -48,17 +48,17 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def _folder(out: Path, size: tuple[int, int] | None, num_sizes: int) -> Path:
-    """Where the samples of one size go: below `out` where there are several."""
+    """The folder for samples of one size: `out`, or a folder in it if there are several sizes."""
     folder = out if num_sizes == 1 or size is None else out / f"{size[0]}x{size[1]}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _parser() -> Parser:
-    parser = Parser("sample", "Draw pictures, videos or texts with a checkpoint, several for each prompt.", EXAMPLES)
+    parser = Parser("sample", "Sample images, videos or texts from a checkpoint, several for each prompt.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
     parser.option("-p", "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.option("--prompts", metavar="FILE", help="a file of prompts, as the recipe's own")
+    parser.option("--prompts", metavar="FILE", help="a prompt file, like that of a recipe")
     parser.option("--count", type=int, default=4, metavar="N", help="samples per prompt (default 4)")
     parser.option("--seed", type=int, default=42, help="default 42")
     parser.option("--weights", choices=("live", "ema"), default="live", help="which weights (default live)")
@@ -73,7 +73,7 @@ def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     prompts = [Prompt(text=text, prompt_id="") for text in texts]
     prompts += load_prompts(file) if file is not None else ()
     if not prompts:
-        raise ArgumentError('unirl sample: what shall be drawn? Give -p "a prompt", or --prompts FILE')
+        raise ArgumentError('unirl sample: no prompt is given. Use -p "a prompt" or --prompts FILE')
     check_images(prompts)
     return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 

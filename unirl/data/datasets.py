@@ -1,4 +1,4 @@
-"""Prompt files, read strictly. Every refusal names file, line, text and the expected form."""
+"""Prompts, and strict reading of prompt files. Every error names file, line, text and the expected form."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from unirl.config.errors import DataError
 from unirl.data.readers import EXPECTED, READERS
-from unirl.data.schema import CONDITION, RECORDED_ROLES, BadItem, Item, attempt, parse_item, refuse
+from unirl.data.schema import CONDITION, RECORDED_ROLES, BadEntry, RawEntry, parse_entry, refuse, result_or_error
 from unirl.types.primitives import MediaRef
 from unirl.types.rollout_req import RECORDED, group_id
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One draw from a data source: what is asked for, and in which epoch it was drawn."""
+    """One prompt with its media, and the epoch in which a data source returned it."""
 
     text: str
     prompt_id: str
@@ -24,31 +24,32 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     media: tuple[MediaRef, ...] = ()
     recorded: tuple[MediaRef, ...] = ()
-    """The samples of its group, where these exist already."""
+    """The samples of its group, if they exist already."""
     size: tuple[int, int] | None = None
-    """(height, width) of its samples in pixels; None: that of `sampling`."""
+    """(height, width) of its samples in pixels. None: the size of `sampling`."""
     origin: str = ""
-    """The file and line that it stands in."""
+    """File and line of the entry."""
 
     @property
     def images(self) -> tuple[MediaRef, ...]:
-        """The pictures that it is about, in order."""
+        """The condition images, in order."""
         return tuple(ref for ref in self.media if ref.role == CONDITION)
 
     @property
     def group_id(self) -> str:
-        """The id of the group of samples that this draw makes."""
+        """The id of the group of samples of this prompt and epoch."""
         return group_id(self.prompt_id, self.epoch)
 
     def in_epoch(self, epoch: int) -> Prompt:
-        """The same prompt, drawn in another epoch."""
+        """The same prompt in another epoch."""
         return replace(self, epoch=epoch)
 
 
 def load_prompts(path: str | Path, *, prompt_key: str = "prompt") -> tuple[Prompt, ...]:
-    """The prompts of a file, in its order. Raises DataError (4002, 4003) at the first entry that breaks the schema.
+    """The prompts of a file, in its order. Raises DataError (4002, 4003) at the first bad entry.
 
-    `prompt_key`: the key that holds the text of an object (`caption` is accepted beside it).
+    Args:
+        prompt_key: key of the text in an object; `caption` is accepted too.
     """
     prompts: list[Prompt] = []
     for entry in read_entries(path, prompt_key=prompt_key):
@@ -59,7 +60,7 @@ def load_prompts(path: str | Path, *, prompt_key: str = "prompt") -> tuple[Promp
 
 
 def read_entries(path: str | Path, *, prompt_key: str = "prompt") -> Iterator[Prompt | DataError]:
-    """The entries of a file, in its order: each a prompt, or what is wrong with it. Raises DataError without any."""
+    """The entries of a file in its order: a prompt, or the error of a bad entry. Raises DataError if there is none."""
     file = Path(path)
     read = READERS.get(file.suffix.lower())
     if read is None:
@@ -67,13 +68,17 @@ def read_entries(path: str | Path, *, prompt_key: str = "prompt") -> Iterator[Pr
     line_of: dict[str, int] = {}
     index = -1
     for index, item in enumerate(read(file, prompt_key)):
-        yield item if isinstance(item, DataError) else attempt(_unique_prompt, file, index, item, prompt_key, line_of)
+        yield (
+            item
+            if isinstance(item, DataError)
+            else result_or_error(_unique_prompt, file, index, item, prompt_key, line_of)
+        )
     if index < 0:
         raise DataError(f"data file {file} holds no prompts. Expected {EXPECTED[file.suffix.lower()]}")
 
 
-def _unique_prompt(file: Path, index: int, item: Item, prompt_key: str, line_of: dict[str, int]) -> Prompt:
-    """The prompt of an entry; `line_of` holds the ids of those before it."""
+def _unique_prompt(file: Path, index: int, item: RawEntry, prompt_key: str, line_of: dict[str, int]) -> Prompt:
+    """The prompt of an entry. `line_of` has the lines of all earlier ids."""
     prompt = _to_prompt(file, index, item, prompt_key)
     if prompt.prompt_id in line_of:
         first = line_of[prompt.prompt_id]
@@ -83,10 +88,10 @@ def _unique_prompt(file: Path, index: int, item: Item, prompt_key: str, line_of:
 
 
 def with_recorded(prompts: Iterable[Prompt], roles: Sequence[str]) -> tuple[Prompt, ...]:
-    """The prompts, the samples of each being its recorded pictures of `roles`, in that order; no roles = none exist.
+    """The prompts with their recorded images of `roles`, in that order, as samples. Without roles there are none.
 
     Raises:
-        DataError: 4002 where a role is missing; where nothing would look at a recorded picture.
+        DataError: 4002 if a role is missing, or if an entry has a recorded image that nothing reads.
     """
     return tuple(replace(prompt, recorded=_recorded(prompt, roles)) for prompt in prompts)
 
@@ -111,10 +116,10 @@ def _recorded(prompt: Prompt, roles: Sequence[str]) -> tuple[MediaRef, ...]:
     return tuple(found[role] for role in roles)
 
 
-def _to_prompt(file: Path, index: int, item: Item, prompt_key: str) -> Prompt:
+def _to_prompt(file: Path, index: int, item: RawEntry, prompt_key: str) -> Prompt:
     try:
-        parsed = parse_item(item.value, prompt_key=prompt_key, folder=file.resolve().parent)
-    except BadItem as error:
+        parsed = parse_entry(item.value, prompt_key=prompt_key, folder=file.resolve().parent)
+    except BadEntry as error:
         refuse(file, item, str(error), error.kind)
     prompt_id = parsed.prompt_id or f"{file.name}:{index}"
     return Prompt(

@@ -1,4 +1,4 @@
-"""Public prompt sets, fetched from a hub and written as prompt files of this project. Nothing of them is shipped."""
+"""Downloads public prompt sets from a hub and writes them as prompt files. None of them is shipped."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Row = Mapping[str, Any]
 PNG = b"\x89PNG"
 BOXED = r"Put the final answer in \boxed{}."
 LETTER = "Answer with the letter."
-PICTURES = "pictures"
+IMAGE_FOLDER = "pictures"
 MARKED = "End with #### and the answer as a number."
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """Where a set is published, and how one of its rows becomes a line of ours."""
+    """Where a set is published, and how its rows are converted to lines of a prompt file."""
 
     repo: str
     files: Mapping[str, str]
-    """Our split to the file in the repository."""
+    """Name of a split to its file in the repository."""
     about: str
     licence: str
     line_of: Callable[[Row], dict[str, Any]]
-    pictures_of: Callable[[Row], Sequence[bytes]] = lambda row: ()
-    """The picture files inside a row, which are written beside the prompt files."""
+    images_of: Callable[[Row], Sequence[bytes]] = lambda row: ()
+    """The image files inside a row, which are written beside the prompt files."""
 
 
 def _parti(row: Row) -> dict[str, Any]:
@@ -70,7 +70,7 @@ SETS: Mapping[str, PublicSet] = {
     "parti_prompts": PublicSet(
         repo="nateraw/parti-prompts",
         files={"test": "PartiPrompts.tsv"},
-        about="1,632 prompts for pictures, by category and challenge",
+        about="1,632 prompts for images, by category and challenge",
         licence="Apache-2.0",
         line_of=_parti,
     ),
@@ -108,13 +108,13 @@ SETS: Mapping[str, PublicSet] = {
         about="3,002 geometry problems with a diagram and four choices; for mc_exact_match",
         licence="MIT (the Geometry3K data set)",
         line_of=_geometry,
-        pictures_of=lambda row: [image["bytes"] for image in row["images"]],
+        images_of=lambda row: [image["bytes"] for image in row["images"]],
     ),
 }
 
 
 def find_set(name: str) -> PublicSet:
-    """The set called `name`. Raises UsageError naming the others."""
+    """The set called `name`. Raises ArgumentError, which lists all names."""
     if name not in SETS:
         raise ArgumentError(f"no public set {name!r}.{did_you_mean(name, SETS)} There are {', '.join(SETS)}")
     return SETS[name]
@@ -123,37 +123,38 @@ def find_set(name: str) -> PublicSet:
 def populate(
     name: str, folder: Path, *, endpoint: str | None = None, revision: str | None = None, overwrite: bool = False
 ) -> list[Path]:
-    """The prompt files written: `folder`/{split}.jsonl, checked as any prompt file is.
+    """Writes `folder`/{split}.jsonl for each split, checks the files, and returns their paths.
 
     Args:
-        endpoint: the address of a hub or of its mirror; absent = HF_ENDPOINT, else the public hub.
-        revision: a commit, branch or tag of the repository; absent = its newest state.
+        endpoint: address of a hub or a mirror; None = HF_ENDPOINT, otherwise the public hub.
+        revision: commit, branch or tag of the repository; None = the newest state.
 
     Raises:
-        DataError: 4001 when a file cannot be had, 4002 when it is not what it was.
-        UsageError: 2002 for an unknown set, or a file that exists.
+        NotFoundError: a file cannot be downloaded (4001).
+        DataError: a file has another form than expected (4002).
+        ArgumentError: the set is unknown, or a file exists (2002).
     """
-    found = find_set(name)
-    targets = {split: folder / f"{split}.jsonl" for split in found.files}
+    public_set = find_set(name)
+    targets = {split: folder / f"{split}.jsonl" for split in public_set.files}
     for target in targets.values():
         if target.exists() and not overwrite:
             raise ArgumentError(f"{target} exists. Add --overwrite to replace it, or give another --out")
     for split, target in targets.items():
-        source = _fetch(found, split, endpoint, revision)
-        _write(target, _lines(found, source, Pictures(folder / PICTURES, split)))
+        source = _fetch(public_set, split, endpoint, revision)
+        _write(target, _lines(public_set, source, ImageFolder(folder / IMAGE_FOLDER, split)))
     return list(targets.values())
 
 
 @dataclass
-class Pictures:
-    """The picture files of one split."""
+class ImageFolder:
+    """Writes the image files of one split."""
 
     folder: Path
     split: str
     written: int = 0
 
     def write(self, contents: Sequence[bytes]) -> list[dict[str, str]]:
-        """What a line says of pictures, each of which is now a file."""
+        """Writes each image as a file and returns the media references of the line."""
         refs = []
         for content in contents:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -164,35 +165,35 @@ class Pictures:
         return refs
 
 
-def _fetch(found: PublicSet, split: str, endpoint: str | None, revision: str | None) -> Path:
+def _fetch(public_set: PublicSet, split: str, endpoint: str | None, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-    file = found.files[split]
+    file = public_set.files[split]
     try:
-        return Path(hf_hub_download(found.repo, file, repo_type="dataset", endpoint=endpoint, revision=revision))
+        return Path(hf_hub_download(public_set.repo, file, repo_type="dataset", endpoint=endpoint, revision=revision))
     except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise NotFoundError(
-            f"{found.repo}: {file} cannot be had ({type(error).__name__}: {str(error).splitlines()[0]}). Connect, or "
-            "name a mirror with --endpoint URL or HF_ENDPOINT"
+            f"{public_set.repo}: {file} cannot be downloaded ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Connect to the network, or name a mirror with --endpoint URL or HF_ENDPOINT"
         ) from error
 
 
-def _lines(found: PublicSet, source: Path, pictures: Pictures) -> Iterator[str]:
+def _lines(public_set: PublicSet, source: Path, pictures: ImageFolder) -> Iterator[str]:
     for number, row in enumerate(READERS[source.suffix](source), start=1):
         try:
-            line = found.line_of(row)
-            refs = pictures.write(found.pictures_of(row))
+            line = public_set.line_of(row)
+            refs = pictures.write(public_set.images_of(row))
         except KeyError as error:
             raise DataError(
-                f"{found.repo}: row {number} of {source.name} has no {error} (keys: {sorted(row)}): the set "
+                f"{public_set.repo}: row {number} of {source.name} has no {error} (keys: {sorted(row)}): the set "
                 "has another form than this version of unirl knows. Name an older --revision"
             ) from error
         yield json.dumps(line | ({"media_refs": refs} if refs else {}), ensure_ascii=False) + "\n"
 
 
 def _write(target: Path, lines: Iterable[str]) -> None:
-    """Write all lines, or nothing; the result can be read as prompts."""
+    """Writes all lines or nothing, and checks that the file can be read as prompts."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}")
     try:

@@ -1,4 +1,4 @@
-"""Files as entries: .txt, .jsonl, .json and .parquet, each strictly."""
+"""Readers of .txt, .jsonl, .json and .parquet files: each yields the entries of a file, or errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from unirl.config.dependencies import need
 from unirl.config.errors import DataError
-from unirl.data.schema import SHOWN, Item, attempt, refuse
+from unirl.data.schema import SHOWN, RawEntry, refuse, result_or_error
 
 
 def _read_text(file: Path) -> str:
@@ -31,42 +31,44 @@ def _read_text(file: Path) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are not blank. Only line feeds separate: str.splitlines would also cut at U+2028."""
+    """Numbered lines that are not blank. Only line feeds separate lines; str.splitlines would also split at U+2028."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield number, line.strip()
 
 
-def _txt(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
+def _txt(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
     for number, line in _lines(_read_text(file)):
-        yield attempt(_plain, file, number, line)
+        yield result_or_error(_plain, file, number, line)
 
 
-def _plain(file: Path, number: int, line: str) -> Item:
+def _plain(file: Path, number: int, line: str) -> RawEntry:
     if "\r" in line:
-        refuse(file, Item(number, line, line), "a carriage return inside a line; save with LF or CRLF line ends")
-    return Item(number, line, line)
+        refuse(file, RawEntry(number, line, line), "a carriage return inside a line; save with LF or CRLF line ends")
+    return RawEntry(number, line, line)
 
 
-def _jsonl(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
+def _jsonl(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
     for number, line in _lines(_read_text(file)):
-        yield attempt(_object, file, number, line, prompt_key)
+        yield result_or_error(_object, file, number, line, prompt_key)
 
 
-def _object(file: Path, number: int, line: str, prompt_key: str) -> Item:
+def _object(file: Path, number: int, line: str, prompt_key: str) -> RawEntry:
     value = _decode(file, line, number)
     if not isinstance(value, dict):
-        refuse(file, Item(number, line, value), f'expected one JSON object per line, like {{"{prompt_key}": "..."}}')
-    return Item(number, line, value)
+        refuse(
+            file, RawEntry(number, line, value), f'expected one JSON object per line, like {{"{prompt_key}": "..."}}'
+        )
+    return RawEntry(number, line, value)
 
 
-def _json(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
+def _json(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
     text = _read_text(file)
     if not text.strip():
         return
     document = _decode(file, text, 1)
     if isinstance(document, dict) and "prompts" not in document:
-        yield Item(1, text.strip(), document)
+        yield RawEntry(1, text.strip(), document)
         return
     if isinstance(document, dict) and len(document) > 1:
         others = sorted(set(document) - {"prompts"})
@@ -77,37 +79,37 @@ def _json(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
     yield from _entries(text, entries)
 
 
-def _entries(text: str, entries: list[object]) -> Iterator[Item]:
-    """Each entry of the document's list, with the line where it begins. The first bracket of `text` opens the list."""
+def _entries(text: str, entries: list[object]) -> Iterator[RawEntry]:
+    """The entries of the list, with the line where each begins. The first bracket of `text` must open the list."""
     decoder = json.JSONDecoder()
     before, line, counted = text.find("["), 1, 0
     for value in entries:
         begin = _skip(text, before + 1)
         line, counted = line + text.count("\n", counted, begin), begin
         _, end = decoder.raw_decode(text, begin)
-        yield Item(line, text[begin:end], value)
+        yield RawEntry(line, text[begin:end], value)
         before = _skip(text, end)
 
 
 def _skip(text: str, at: int) -> int:
-    """The next position that is not white space."""
+    """The next position that has no white space."""
     while text[at] in " \t\r\n":
         at += 1
     return at
 
 
 def _decode(file: Path, text: str, first_line: int) -> object:
-    """The JSON value of `text`, without the liberties that Python's decoder takes (NaN, repeated keys)."""
+    """The JSON value of `text`. NaN and repeated keys, which Python's decoder accepts, are errors."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         line, shown = first_line + error.lineno - 1, error.doc.split("\n")[error.lineno - 1].strip()
         why = f"not valid JSON: {error.msg} (column {error.colno})"
-        refuse(file, Item(line, shown, None), why)
+        refuse(file, RawEntry(line, shown, None), why)
     except RecursionError:
-        refuse(file, Item(first_line, text, None), "not valid data: nested too deeply")
+        refuse(file, RawEntry(first_line, text, None), "not valid data: nested too deeply")
     except ValueError as error:
-        refuse(file, Item(first_line, text, None), f"not valid JSON: {error}")
+        refuse(file, RawEntry(first_line, text, None), f"not valid JSON: {error}")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -129,8 +131,13 @@ def _finite(digits: str) -> float:
     return number
 
 
-def parquet_rows(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
-    """The rows, numbered from 1. Raises DataError where the file is none; DependencyError without pyarrow."""
+def parquet_rows(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
+    """The rows, numbered from 1. A row is an object, its columns are the keys, and null means that a key is absent.
+
+    Raises:
+        DataError: the file is absent or not a parquet file.
+        DependencyError: pyarrow is not installed.
+    """
     need("pyarrow", extra="data", by=f"data file {file}")
     import pyarrow
     import pyarrow.parquet
@@ -143,22 +150,22 @@ def parquet_rows(file: Path, prompt_key: str) -> Iterator[Item | DataError]:
             for batch in opened.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield attempt(_row, file, number, row)
+                    yield result_or_error(_row, file, number, row)
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"data file {file} cannot be read as parquet after row {number}: {reason}") from error
 
 
-def _row(file: Path, number: int, row: dict[str, object]) -> Item:
+def _row(file: Path, number: int, row: dict[str, object]) -> RawEntry:
     try:
         value = _as_json(row, "")
     except ValueError as error:
-        refuse(file, Item(number, repr(row), row), str(error))
-    return Item(number, json.dumps(value, ensure_ascii=False), value)
+        refuse(file, RawEntry(number, repr(row), row), str(error))
+    return RawEntry(number, json.dumps(value, ensure_ascii=False), value)
 
 
 def _as_json(value: object, at: str) -> object:
-    """The value as a JSON file would bring it. Raises ValueError where it has no such form."""
+    """The value as a JSON file would hold it. Raises ValueError if JSON has no such value."""
     match value:
         case dict():
             return {key: _as_json(entry, f"{at}.{key}") for key, entry in value.items() if entry is not None}
@@ -176,7 +183,7 @@ def _as_json(value: object, at: str) -> object:
     raise ValueError(f"{at.lstrip('.')} is a {type(value).__name__}, which is not a JSON value; write it as text")
 
 
-Read = Callable[[Path, str], Iterator[Item | DataError]]
+Read = Callable[[Path, str], Iterator[RawEntry | DataError]]
 READERS: dict[str, Read] = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": parquet_rows}
 EXPECTED = {
     ".txt": "one prompt per line",

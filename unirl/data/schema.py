@@ -24,13 +24,13 @@ MEDIA_FORM = '{"modality": "image", "role": "condition", "uri": "frames/01.png"}
 CONDITION = "condition"
 RECORDED_ROLES: tuple[str, ...] = get_args(RecordedRole)
 MEDIA = tuple(("image", role) for role in (CONDITION, *RECORDED_ROLES))
-"""The media that a prompt may bring, as (modality, role)."""
+"""The media that a prompt may have, as (modality, role)."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-class BadItem(ValueError):
-    """An entry that breaks the schema; the caller knows the file and the line."""
+class BadEntry(ValueError):
+    """An entry that breaks the schema. The caller adds the file and the line."""
 
     def __init__(self, message: str, kind: type[DataError] = DataError) -> None:
         super().__init__(message)
@@ -38,8 +38,8 @@ class BadItem(ValueError):
 
 
 @dataclass(frozen=True)
-class ParsedItem:
-    """One entry that keeps the schema. `prompt_id` is None where the file gives none."""
+class ParsedEntry:
+    """One valid entry. `prompt_id` is None if the file gives none."""
 
     text: str
     prompt_id: str | None = None
@@ -47,14 +47,14 @@ class ParsedItem:
     media: tuple[MediaRef, ...] = ()
 
 
-def parse_item(value: object, *, prompt_key: str, folder: Path) -> ParsedItem:
-    """The entry as data. Raises BadItem. Relative uris are resolved against `folder` and may not leave it."""
+def parse_entry(value: object, *, prompt_key: str, folder: Path) -> ParsedEntry:
+    """Parses an entry. Relative uris start at `folder` and may not leave it. Raises BadEntry."""
     if isinstance(value, str):
-        return ParsedItem(_text(value, "the prompt"))
+        return ParsedEntry(_text(value, "the prompt"))
     if not isinstance(value, dict):
-        raise BadItem(f"expected a string or an object with {prompt_key!r}, found {_kind(value)}")
+        raise BadEntry(f"expected a string or an object with {prompt_key!r}, found {_kind(value)}")
     _refuse_legacy(value)
-    return ParsedItem(
+    return ParsedEntry(
         text=_prompt(value, prompt_key),
         prompt_id=_prompt_id(value["prompt_id"]) if "prompt_id" in value else None,
         metadata=_metadata(value, prompt_key),
@@ -65,16 +65,16 @@ def parse_item(value: object, *, prompt_key: str, folder: Path) -> ParsedItem:
 def _prompt(value: dict[str, object], prompt_key: str) -> str:
     present = [key for key in dict.fromkeys((prompt_key, "caption")) if key in value]
     if not present:
-        raise BadItem(f"no {prompt_key!r} (or 'caption') in it; keys: {sorted(value)}")
+        raise BadEntry(f"no {prompt_key!r} (or 'caption') in it; keys: {sorted(value)}")
     if len(present) == 2 and value[present[0]] != value[present[1]]:
-        raise BadItem(f"both {prompt_key!r} and 'caption' are given and differ; keep one, move the other to metadata")
+        raise BadEntry(f"both {prompt_key!r} and 'caption' are given and differ; keep one, move the other to metadata")
     return _text(value[present[0]], repr(present[0]))
 
 
 def _prompt_id(value: object) -> str:
     prompt_id = _text(value, "'prompt_id'")
     if len(prompt_id.split()) > 1:
-        raise BadItem(f"'prompt_id' {prompt_id!r} holds white space; ids are single words")
+        raise BadEntry(f"'prompt_id' {prompt_id!r} holds white space; ids are single words")
     return prompt_id
 
 
@@ -84,9 +84,9 @@ def _metadata(value: dict[str, object], prompt_key: str) -> dict[str, Any]:
         return extra
     given = value["metadata"]
     if not isinstance(given, dict):
-        raise BadItem(f"'metadata' must be an object, found {_kind(given)}")
+        raise BadEntry(f"'metadata' must be an object, found {_kind(given)}")
     if extra:
-        raise BadItem(f"beside 'metadata' stand {sorted(extra)}, which would be lost; move them into metadata")
+        raise BadEntry(f"beside 'metadata' stand {sorted(extra)}, which would be lost; move them into metadata")
     return given
 
 
@@ -97,51 +97,51 @@ def _own_keys(prompt_key: str) -> set[str]:
 def _refuse_legacy(value: dict[str, object]) -> None:
     for key in value:
         if LEGACY_EMBEDDING.search(key):
-            raise BadItem(f"{key!r} is a precomputed embedding; embeddings are computed at run time, remove the field")
+            raise BadEntry(f"{key!r} is a precomputed embedding; embeddings are computed at run time, remove the field")
         if key in FROM_THE_RECIPE:
-            raise BadItem(f"{key!r} cannot be set per prompt; set {FROM_THE_RECIPE[key]}, or move it to metadata")
+            raise BadEntry(f"{key!r} cannot be set per prompt; set {FROM_THE_RECIPE[key]}, or move it to metadata")
 
 
 def _media(value: dict[str, object], folder: Path) -> tuple[MediaRef, ...]:
     if "media" in value and "media_refs" in value:
-        raise BadItem("both 'media' and 'media_refs' are given; they are two names of one list, keep one")
+        raise BadEntry("both 'media' and 'media_refs' are given; they are two names of one list, keep one")
     given = value.get("media_refs", value.get("media", []))
     if not isinstance(given, list):
-        raise BadItem(f"'media_refs' must be a list of {MEDIA_FORM}, found {_kind(given)}")
+        raise BadEntry(f"'media_refs' must be a list of {MEDIA_FORM}, found {_kind(given)}")
     refs = tuple(_media_ref(entry, folder) for entry in given)
     roles = [ref.role for ref in refs]
     for role in RECORDED_ROLES:
         if roles.count(role) > 1:
-            raise BadItem(f"{roles.count(role)} media references of role {role!r}; a prompt takes one of a role")
+            raise BadEntry(f"{roles.count(role)} media references of role {role!r}; a prompt takes one of a role")
     return refs
 
 
 def _media_ref(entry: object, folder: Path) -> MediaRef:
     if not isinstance(entry, dict) or set(entry) != {"modality", "role", "uri"}:
         found = sorted(entry) if isinstance(entry, dict) else _kind(entry)
-        raise BadItem(f"a media reference has exactly the form {MEDIA_FORM}, found {found}")
+        raise BadEntry(f"a media reference has exactly the form {MEDIA_FORM}, found {found}")
     modality, role = entry["modality"], entry["role"]
     if (modality, role) not in MEDIA:
         known = ", ".join(f"{modality!r} as {role!r}" for modality, role in MEDIA)
-        raise BadItem(f"media with modality {modality!r} and role {role!r} is not supported; only {known}")
+        raise BadEntry(f"media with modality {modality!r} and role {role!r} is not supported; only {known}")
     uri = _uri(_text(entry["uri"], "'uri'"), folder)
     if role in RECORDED_ROLES and not os.path.isfile(uri):
-        raise BadItem(
+        raise BadEntry(
             f"the {role} picture {uri} is no file; recorded pictures are files of this machine", UnreadableFileError
         )
     return MediaRef(modality, role, uri)
 
 
 def _uri(uri: str, folder: Path) -> str:
-    """Absolute paths and http, https, s3, gs pass unchanged; a relative path becomes absolute, within `folder`."""
+    """Returns absolute paths and http, https, s3 and gs addresses unchanged, and makes relative paths absolute."""
     scheme = _scheme(uri)
     if scheme in REMOTE_SCHEMES or (not scheme and PurePosixPath(uri).is_absolute()):
         return uri
     if scheme:
-        raise BadItem(f"uri scheme {scheme!r} is not supported; use a path or one of {', '.join(REMOTE_SCHEMES)}")
+        raise BadEntry(f"uri scheme {scheme!r} is not supported; use a path or one of {', '.join(REMOTE_SCHEMES)}")
     path = (folder / uri).resolve()
     if not path.is_relative_to(folder):
-        raise BadItem(
+        raise BadEntry(
             f"uri {uri!r} leads out of the data file's folder {folder}; give an absolute path instead",
             UnreadableFileError,
         )
@@ -152,21 +152,21 @@ def _scheme(uri: str) -> str:
     try:
         return urlsplit(uri).scheme.lower()
     except ValueError as error:
-        raise BadItem(f"uri {uri!r} is not a valid address: {error}") from error
+        raise BadEntry(f"uri {uri!r} is not a valid address: {error}") from error
 
 
 def _text(value: object, what: str) -> str:
-    """`value` without outer blanks, if it is text that can be shown, hashed and written."""
+    """`value` without surrounding white space. Raises BadEntry unless it is printable, valid Unicode text."""
     if not isinstance(value, str):
-        raise BadItem(f"{what} must be text, found {_kind(value)}" + _quoted(value))
+        raise BadEntry(f"{what} must be text, found {_kind(value)}" + _quoted(value))
     text = value.strip()
     if not text:
-        raise BadItem(f"{what} is empty")
+        raise BadEntry(f"{what} is empty")
     control = CONTROL.search(text)
     if control:
-        raise BadItem(f"{what} holds the control character U+{ord(control[0]):04X}; remove it")
+        raise BadEntry(f"{what} holds the control character U+{ord(control[0]):04X}; remove it")
     if SURROGATE.search(text):
-        raise BadItem(f"{what} holds half of a UTF-16 pair, which is not a character")
+        raise BadEntry(f"{what} holds half of a UTF-16 pair, which is not a character")
     return text
 
 
@@ -183,26 +183,26 @@ def _kind(value: object) -> str:
 P = ParamSpec("P")
 T = TypeVar("T")
 SHOWN = 100
-"""How many characters of an offending entry are shown."""
+"""Characters of a bad entry that an error shows."""
 
 
 @dataclass(frozen=True)
-class Item:
-    """One entry of a data file: where it stands, how it is written, and its value as JSON has it."""
+class RawEntry:
+    """One entry of a data file before it is parsed: its line, its source text and its JSON value."""
 
     line: int
     source: str
     value: object
 
 
-def refuse(file: Path, item: Item, why: str, kind: type[DataError] = DataError) -> NoReturn:
-    """Raises DataError."""
+def refuse(file: Path, item: RawEntry, why: str, kind: type[DataError] = DataError) -> NoReturn:
+    """Raises DataError with file, line and the source of the entry."""
     source = item.source if len(item.source) <= SHOWN else item.source[:SHOWN] + " ..."
     raise kind(f"{file}:{item.line}: {why}\n  found: {source!a}")
 
 
-def attempt(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:
-    """What `make` gives, or why it refuses."""
+def result_or_error(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:
+    """The result of `make`, or the DataError that it raised."""
     try:
         return make(*args, **kwargs)
     except DataError as error:

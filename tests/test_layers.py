@@ -18,7 +18,6 @@ LAYERS = {
     "rollout": 4,
     "reward": 4,
     "data": 4,
-    "envs": 4,
     "train": 5,
     "plan": 6,
     "trainer": 7,

@@ -62,7 +62,7 @@ def test_a_letter_means_one_size_within_a_call():
 
 
 def test_our_own_error_is_what_a_user_sees():
-    with unchecked(), pytest.raises(ValueError, match="must have one shape"):
+    with unchecked(), pytest.raises(ValueError, match="must have the same shape"):
         EulerODE().transition(torch.zeros(3, 4), torch.zeros(2, 4), 0.5, 0.1)
 
 

@@ -282,7 +282,7 @@ def test_a_key_out_of_range_is_refused(make: object, says: str) -> None:
 def test_more_steps_than_the_shortest_run_has_are_refused() -> None:
     sampling = DiffusionSamplingParams(kernel=EulerODE(), num_inference_steps=8)
     DRTune().check_sampling(sampling)  # stops after 6 at the earliest
-    with pytest.raises(ConfigError, match=r"wants 7 .* takes 6 of the 8 denoising steps .*early_stop=0.4") as caught:
+    with pytest.raises(ConfigError, match=r"needs 7 .* takes 6 of the 8 denoising steps .*early_stop=0.4") as caught:
         DRTune(gradient_steps=EquallySpacedSteps(num_steps=7)).check_sampling(sampling)
     assert caught.value.code == 2004
 

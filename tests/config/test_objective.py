@@ -54,7 +54,7 @@ def test_what_has_a_gradient_may_start(overrides):
         ),
         ([*REPLICA], 2020, "rollout._target_=unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"),
         (["placement={reward: cpu}"], 2020, "placement.reward puts it on cpu. Leave placement.reward out"),
-        (["algorithm.gradient_steps.num_steps=14"], 2004, "wants 14"),
+        (["algorithm.gradient_steps.num_steps=14"], 2004, "needs 14"),
         (["algorithm.early_stop=1.0"], 2004, "algorithm.early_stop must lie in [0, 1), got 1"),
     ],
     ids=lambda value: "",

@@ -159,7 +159,7 @@ def test_checkpoints_of_other_models_are_refused_by_name() -> None:
     [
         ({"num_frames": 80}, r"num_frames=80: .*Use 81"),
         ({"height": 472}, r"height=472 is not a positive multiple of 16 .*Use 480"),
-        ({"guidance_scale_2": 3.0}, r"guidance_scale_2=3 is for models of two experts"),
+        ({"guidance_scale_2": 3.0}, r"guidance_scale_2=3 is for models with two experts"),
     ],
 )
 def test_impossible_settings_are_refused_with_possible_ones(changes: dict[str, Any], match: str) -> None:

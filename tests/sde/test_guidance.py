@@ -130,7 +130,7 @@ def test_a_model_that_was_distilled_for_no_guidance_refuses_some() -> None:
     "kind", [k for k in KINDS if not isinstance(k, ExpertGuidance)], ids=lambda k: type(k).__name__
 )
 def test_a_second_scale_is_for_two_experts(kind: Guidance) -> None:
-    with pytest.raises(ValueError, match=r"guidance_scale_2=3 is for models of two experts"):
+    with pytest.raises(ValueError, match=r"guidance_scale_2=3 is for models with two experts"):
         kind.at(1.0, 3.0)
 
 

@@ -240,7 +240,7 @@ def test_a_parameter_out_of_range_is_refused(build, message):
 
 @pytest.mark.parametrize("step", [(0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1), (math.nan, 0.1)])
 def test_a_step_that_does_not_fall_within_zero_and_one_is_refused(step):
-    with pytest.raises(ValueError, match="sigmas must fall, within"):
+    with pytest.raises(ValueError, match="sigmas must decrease within"):
         EulerODE().transition(*latents(1, 4), *step)
 
 
@@ -248,5 +248,5 @@ def test_shapes_that_do_not_match_are_refused():
     x, v = latents(3, 4)
     with unchecked(), pytest.raises(ValueError, match=r"2 noise levels for 3 rows"):
         EulerODE().transition(x, v, torch.tensor([0.5, 0.4]), 0.1)
-    with unchecked(), pytest.raises(ValueError, match=r"x \(3, 4\) and v \(1, 4\) must have one shape"):
+    with unchecked(), pytest.raises(ValueError, match=r"x \(3, 4\) and v \(1, 4\) must have the same shape"):
         EulerODE().transition(x, v[:1], 0.5, 0.1)

@@ -129,7 +129,7 @@ def test_a_falsy_terminal_means_no_stretch(off):
         (lambda: SigmaSchedule(base_image_seq_len=9, max_image_seq_len=9), "two different points"),
         (lambda: SigmaSchedule().sigmas(0), r"num_inference_steps=0 must be >= 1"),
         (lambda: DYNAMIC.sigmas(4), r"dynamic='exponential' needs image_seq_len"),
-        (lambda: SigmaSchedule(shift_terminal=0.1).sigmas(1), r"cannot be reached with num_inference_steps=1"),
+        (lambda: SigmaSchedule(shift_terminal=0.1).sigmas(1), r"is not possible with num_inference_steps=1"),
         (lambda: SigmaSchedule.from_diffusers({"use_karras_sigmas": True}), "use_karras_sigmas"),
         (lambda: SigmaSchedule.from_diffusers({"num_train_timesteps": 500}), r"num_train_timesteps=500; only 1000"),
         (lambda: SigmaSchedule.from_diffusers({"use_flow_sigmas": False}), r"use_flow_sigmas=False.*set it to True"),

@@ -1,1 +1,1 @@
-"""The maths of denoising: transition kernels, sigma schedules, keyed noise, step choice. Needs torch alone."""
+"""Mathematics of denoising: kernels, sigma schedules, guidance, keyed noise, step choice. Needs torch alone."""

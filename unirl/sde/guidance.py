@@ -1,14 +1,15 @@
-"""How a model is guided towards its prompt: what each forward is fed, and how the forwards are joined.
+"""Guidance towards the prompt: the conditions of each forward pass, and how the velocities are combined.
 
     classic          v = v_uncond + w (v_cond - v_uncond)                        Ho & Salimans 2022 (arXiv:2207.12598)
-    norm-corrected   the same, then every token as long as it is in v_cond       Qwen-Image (arXiv:2508.02324)
-    by lines         the same, then every line of a channel as long as in v_cond Lumina-Image 2.0 (arXiv:2503.21758)
-    embedded         one forward; w is an input of the network                   FLUX.1-dev, HunyuanVideo
-    per expert       w of the expert that the noise level belongs to             Wan 2.2 (arXiv:2503.20314)
-    unguided         one forward; the model was distilled for w = 1
+    norm-corrected   the same, each token rescaled to its norm in v_cond         Qwen-Image (arXiv:2508.02324)
+    line norms       the same, each line of a channel rescaled likewise          Lumina-Image 2.0 (arXiv:2503.21758)
+    embedded         one forward pass; w is an input of the network              FLUX.1-dev, HunyuanVideo
+    per expert       w depends on the expert for the noise level                 Wan 2.2 (arXiv:2503.20314)
+    none             one forward pass; the model was distilled for w = 1
 
-A model's facts hold its kind of guidance at scale 1, of which sampling takes a copy `at` its own scale. The conditions
-of the unconditional branch carry the prefix `negative_`; what has no such twin is shown to both. Both get gradients.
+The facts of a model have its kind of guidance at scale 1; sampling makes a copy with the method `at`. Conditions of the
+unconditional branch have the prefix `negative_`. A condition without a negative one is used in both branches. Both
+branches get gradients.
 """
 
 from __future__ import annotations
@@ -28,44 +29,44 @@ if TYPE_CHECKING:
 
 NEGATIVE = "negative_"
 GUIDANCE = "guidance"
-"""The condition that carries an embedded scale."""
+"""Name of the condition with an embedded scale."""
 Network = Callable[[Tensor, Tensor, Conditions], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guidance:
-    """Classic guidance, and what all others share."""
+    """Classic guidance, and the base class of all other kinds."""
 
     scale: float = 1.0
-    """w; 1 is no guidance, and needs no negative condition."""
+    """w; 1 = no guidance, which needs no negative condition."""
     passes: int = 1
-    """1 = one forward of a doubled batch; 2 = two forwards, half the peak memory."""
+    """1 = one forward pass of a doubled batch; 2 = two forward passes with half the peak memory."""
 
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
-        """The same kind at another scale. Raises ValueError where the model cannot be guided so."""
+        """The same kind at another scale. Raises ValueError if the model does not support it."""
         if scale_2 is not None:
             raise ValueError(
-                f"sampling.guidance_scale_2={scale_2:g} is for models of two experts (Wan 2.2 A14B); remove it"
+                f"sampling.guidance_scale_2={scale_2:g} is for models with two experts (Wan 2.2 A14B); remove it"
             )
         return replace(self, scale=scale, passes=passes)
 
     @property
     def active(self) -> bool:
-        """Whether there is an unconditional branch."""
+        """True if there is an unconditional branch."""
         return self.scale != 1.0
 
     def off(self) -> Guidance:
-        """The conditional branch alone."""
+        """The same kind without the unconditional branch."""
         return replace(self, scale=1.0)
 
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
     ) -> Float[Tensor, "B *latent"]:
-        """The guided velocity [B, *latent] of both branches' at levels sigma [B]."""
+        """The guided velocity from the velocities of both branches at noise levels `sigma`."""
         return uncond + self.scale * (cond - uncond)
 
     def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
-        """The conditions of each forward: computed once, used at every step."""
+        """The conditions of each forward pass. They are computed once and used at every step."""
         positive = {name: c for name, c in conditions.items() if not name.startswith(NEGATIVE)}
         if not self.active:
             return (positive,)
@@ -81,7 +82,7 @@ class Guidance:
     def velocity(
         self, network: Network, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], feeds: tuple[Conditions, ...]
     ) -> Float[Tensor, "B *latent"]:
-        """The guided velocity [B, *latent] at `x`, `sigma` [B], with what `feeds` returned."""
+        """The guided velocity at `x` and `sigma`. `feeds` is the result of the method `feeds`."""
         if not self.active:
             return network(x, sigma, feeds[0])
         if self.passes == 2:
@@ -93,10 +94,10 @@ class Guidance:
 
 @dataclass(frozen=True, kw_only=True)
 class NormCorrectedGuidance(Guidance):
-    """Classic guidance whose result has, token by token, the norm of the conditional branch."""
+    """Classic guidance, rescaled so that each token has the norm that it has in the conditional branch."""
 
     patch_size: int
-    """Latent elements [C, H, W] per token along a side: the norm is over the C patch_size^2 numbers of a token."""
+    """Latent elements per token along one side: the norm is over the C patch_size^2 elements of a token."""
 
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
@@ -105,7 +106,7 @@ class NormCorrectedGuidance(Guidance):
         return guided * (self._norms(cond) / self._norms(guided))
 
     def _norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 H W"]:
-        """[B, 1, H, W] each element's token's norm, of v [B, C, H, W]."""
+        """For each position, the norm of its token."""
         p = self.patch_size
         squares = v.square().sum(1)  # [B, H, W]
         rows, columns = squares.shape[1] // p, squares.shape[2] // p
@@ -116,7 +117,7 @@ class NormCorrectedGuidance(Guidance):
 
 @dataclass(frozen=True, kw_only=True)
 class LineNormGuidance(Guidance):
-    """Classic guidance whose result has, line by line of a latent channel, the norm of the conditional branch."""
+    """Classic guidance, rescaled so that each line of a latent channel has its norm in the conditional branch."""
 
     def combine(
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
@@ -128,14 +129,14 @@ class LineNormGuidance(Guidance):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedGuidance(Guidance):
-    """A guidance-distilled model: one forward, which reads the scale in the condition `guidance`."""
+    """A guidance-distilled model: one forward pass, which reads the scale from the condition `guidance`."""
 
     @property
     def active(self) -> bool:
         return False
 
     def off(self) -> Guidance:
-        """Itself: the scale is an input like the prompt."""
+        """This object: the scale is an input of the network, like the prompt."""
         return self
 
     def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
@@ -148,14 +149,14 @@ class EmbeddedGuidance(Guidance):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGuidance(Guidance):
-    """A model of two experts: `scale` at levels from the boundary up, `scale_2` below."""
+    """A model with two experts: `scale` at noise levels sigma >= boundary, `scale_2` below."""
 
     scale_2: float = 1.0
     boundary: float
-    """The level sigma where the expert of high noise ends."""
+    """The noise level sigma at which the model changes experts."""
 
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
-        """An absent second scale is the first."""
+        """The same kind at other scales; an absent `scale_2` is `scale`."""
         return replace(self, scale=scale, scale_2=scale if scale_2 is None else scale_2, passes=passes)
 
     @property
@@ -174,7 +175,7 @@ class ExpertGuidance(Guidance):
 
 @dataclass(frozen=True, kw_only=True)
 class NoGuidance(Guidance):
-    """A model that was distilled to draw in one forward without guidance."""
+    """A model that was distilled to sample without guidance, in one forward pass."""
 
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
         if scale != 1.0:

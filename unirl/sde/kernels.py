@@ -4,7 +4,7 @@ Flow convention: x = (1 - sigma) x0 + sigma eps, v = eps - x0, sigma runs from 1
 
     x_next ~ N((1 - sigma_next) x0 + c noise, std^2 I),   x0 = x - sigma v,   noise = x + (1 - sigma) v
 
-(`unirl.sde.linear`), and supplies only (c, std). A kernel is equal by value: segments of one rollout share it.
+(`unirl.sde.linear`), and supplies only (c, std). Kernels are equal by value, so segments of one rollout can be joined.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FlowSDEStrategy(NoisyKernel):
 
     def noisy_coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:
         """(c, std) of the general form for eta > 0."""
-        # s diverges at sigma = 1; Flow-GRPO takes 1 - sigma at the next level there, and nowhere else.
+        # s diverges at sigma = 1. Only there, Flow-GRPO uses 1 - sigma_next instead of 1 - sigma.
         clean = 1.0 - (sigma_next if sigma == 1.0 else sigma)
         return diffusion_coefficients(self.eta * math.sqrt(sigma / clean), sigma, sigma_next)
 
@@ -95,9 +95,9 @@ class CPSSDEStrategy(NoisyKernel):
     preserves: ClassVar[str] = "noise level"
     max_eta: ClassVar[float] = 1.0
     eta: float = 0.8
-    """Share of the noise that is fresh: std = sigma_next sin(eta pi / 2)."""
+    """Amount of fresh noise: std = sigma_next sin(eta pi / 2)."""
     log_prob_form: LogProbForm = "gaussian"
-    """`gaussian` is the true density; `unnormalised` is the published -(x_next - mean)^2, with its own clip ranges."""
+    """`gaussian` is the true density; `unnormalised` is the published -(x_next - mean)^2, for other clip ranges."""
 
     def __post_init__(self) -> None:
         NoisyKernel.__post_init__(self)
@@ -111,7 +111,7 @@ class CPSSDEStrategy(NoisyKernel):
     def distribution(
         self, mean: Float[Tensor, "B *latent"], std: Float[Tensor, ""] | Float[Tensor, "B"], dense: bool
     ) -> Gaussian:
-        """A Gaussian with the log-prob that `log_prob_form` asks for."""
+        """A Gaussian with the log-prob that `log_prob_form` selects."""
         form = Gaussian if self.log_prob_form == "gaussian" else UnnormalisedGaussian
         return form(mean, std, dense)
 
@@ -123,7 +123,7 @@ class FlowDDIM(NoisyKernel):
     preserves: ClassVar[str] = "posterior"
     max_eta: ClassVar[float] = 1.0
     eta: float = 1.0
-    """1 is the exact posterior (DDPM), 0 is Euler's step."""
+    """1 is the exact posterior (DDPM), 0 is the Euler step."""
 
     def noisy_coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:
         """(c, std) of the general form for eta > 0."""
@@ -134,7 +134,7 @@ class FlowDDIM(NoisyKernel):
 
 @dataclass(frozen=True, kw_only=True)
 class EulerODE(LinearKernel):
-    """Euler's step of the probability-flow ODE: x + v dt."""
+    """Euler step of the probability-flow ODE: x + v dt."""
 
     preserves: ClassVar[str] = "path"
 
@@ -156,7 +156,7 @@ class DPMSolver2M(LinearKernel):
     multistep: ClassVar[bool] = True
     preserves: ClassVar[str] = "path"
     variant: SolverVariant = "midpoint"
-    """`heun` is exact for a clean prediction that is linear in lambda."""
+    """`heun` is exact if the clean prediction is linear in lambda."""
 
     def __post_init__(self) -> None:
         check_choice("DPMSolver2M.variant", self.variant, get_args(SolverVariant))
@@ -166,7 +166,7 @@ class DPMSolver2M(LinearKernel):
         return sigma_next, 0.0
 
     def correction(self, sigma_previous: float, sigma: float, sigma_next: float) -> float:
-        """The weight w of x0 - x0_previous; 0 where lambda is infinite: at noise, and into the clean end."""
+        """The weight w of x0 - x0_previous; 0 where lambda is infinite: for a step that starts at 1 or ends at 0."""
         if not 1.0 > sigma_previous > sigma > sigma_next > 0.0:
             return 0.0
         h = log_snr(sigma_next) - log_snr(sigma)
@@ -182,7 +182,7 @@ class DPMSolver2M(LinearKernel):
         sigma_next: float | Float[Tensor, ""] | Float[Tensor, "B"],
         previous: Previous | None = None,
     ) -> Gaussian:
-        """The next point of the path, as a Gaussian of std 0."""
+        """The next point of the path, as a Gaussian with std 0."""
         euler = super().transition(x, v, sigma, sigma_next)
         if previous is None:
             return euler
@@ -195,7 +195,7 @@ class DPMSolver2M(LinearKernel):
 
 
 def log_snr(sigma: float) -> float:
-    """lambda = log((1 - sigma) / sigma), within (0, 1)."""
+    """lambda = log((1 - sigma) / sigma), for sigma in (0, 1)."""
     return math.log1p(-sigma) - math.log(sigma)
 
 
@@ -204,6 +204,6 @@ def check_previous(previous: Previous, sigma: float | Float[Tensor, ""] | Float[
     highest = float(torch.as_tensor(sigma).max())
     if not previous.sigma > highest:
         raise ValueError(
-            f"previous.sigma={previous.sigma:g} must be above sigma={highest:g}: it is where the step before this one "
-            "started; pass previous=None on the first step and after a stochastic one"
+            f"previous.sigma={previous.sigma:g} must be above sigma={highest:g}: it is the sigma at which the previous "
+            "step started; pass previous=None at the first step and after a stochastic one"
         )

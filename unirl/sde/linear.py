@@ -1,8 +1,7 @@
-"""The linear form that every kernel has, its arithmetic per row, and the clean and noise predictions.
+"""The linear form of every kernel, and the predictions of the clean sample and the noise.
 
-Coefficients are computed in float64 on the host, once per row, so that a row's bits depend neither on the batch around
-it nor on whether its sigma came as a float or inside a [B] tensor. Keep sigmas on the CPU: reading them from a device
-waits for it.
+Coefficients are computed per row in float64 on the host. The bits of a row therefore depend neither on the rest of the
+batch nor on the type of sigma, a float or a [B] tensor. Keep sigmas on the CPU: reading them from a GPU synchronises.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 MIN_ETA = 1e-7
-"""Below this a kernel is deterministic: plain Euler, no density."""
+"""With a smaller eta a kernel is deterministic: the Euler step, without a density."""
 
 
 def working_pair(
     x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"]
 ) -> tuple[Float[Tensor, "B *latent"], Float[Tensor, "B *latent"]]:
-    """x and v in float64 if either has it, else in float32: bfloat16 would lose the small drift of a step."""
+    """x and v in float64 if either is, else in float32: bfloat16 would round away the small drift of a step."""
     if x.shape != v.shape:
-        raise ValueError(f"x {tuple(x.shape)} and v {tuple(v.shape)} must have one shape [B, *latent]")
+        raise ValueError(f"x {tuple(x.shape)} and v {tuple(v.shape)} must have the same shape [B, *latent]")
     dtype = torch.promote_types(torch.promote_types(x.dtype, v.dtype), torch.float32)
     return x.to(dtype), v.to(dtype)
 
 
 def row_values(sigma: float | Float[Tensor, ""] | Float[Tensor, "B"], count: int) -> list[float]:
-    """[count] the noise levels as Python floats; one number stands for all."""
+    """`count` noise levels as Python floats. A single one is repeated."""
     values: list[float] = torch.as_tensor(sigma, dtype=torch.float64).reshape(-1).tolist()
     if len(values) not in (1, count):
         raise ValueError(f"{len(values)} noise levels for {count} rows: pass one number, or one per row")
@@ -46,13 +45,13 @@ def row_values(sigma: float | Float[Tensor, ""] | Float[Tensor, "B"], count: int
 def row_tensor(
     values: list[float], like: Float[Tensor, "..."], *, shared: bool
 ) -> Float[Tensor, ""] | Float[Tensor, "B"]:
-    """`values` with the dtype and device of `like`: [] when `shared` by all rows, else [B]."""
+    """`values` with the dtype and device of `like`: [] if `shared` by all rows, else [B]."""
     tensor = torch.tensor(values[0] if shared else values, dtype=like.dtype)
     return tensor.to(like.device, non_blocking=True)
 
 
 def is_shared(*sigmas: float | Float[Tensor, "..."]) -> bool:
-    """Whether every noise level is one number for all rows."""
+    """True if every noise level is one number for all rows."""
     return all(torch.as_tensor(sigma).dim() == 0 for sigma in sigmas)
 
 
@@ -67,8 +66,8 @@ def checked_steps(
     for start, end in steps:
         if not 1.0 >= start > end >= 0.0:
             raise ValueError(
-                f"a step from sigma={start:g} to sigma_next={end:g}: sigmas must fall, within [0, 1] "
-                "(1 is noise, 0 is clean); pass neighbouring entries of the schedule"
+                f"a step from sigma={start:g} to sigma_next={end:g}: sigmas must decrease within [0, 1] "
+                "(1 is noise, 0 is clean); pass adjacent entries of the schedule"
             )
     return steps
 
@@ -76,14 +75,14 @@ def checked_steps(
 def predicted_x0(
     x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"], sigma: float | Float[Tensor, ""] | Float[Tensor, "B"]
 ) -> Float[Tensor, "B *latent"]:
-    """[B, *latent] x - sigma v, the clean sample that the velocity points to."""
+    """x - sigma v, the predicted clean sample."""
     return _along_v(x, v, sigma, offset=0.0)
 
 
 def predicted_noise(
     x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"], sigma: float | Float[Tensor, ""] | Float[Tensor, "B"]
 ) -> Float[Tensor, "B *latent"]:
-    """[B, *latent] x + (1 - sigma) v, the noise that the velocity comes from. The score is -noise / sigma."""
+    """x + (1 - sigma) v, the predicted noise. The score is -noise / sigma."""
     return _along_v(x, v, sigma, offset=1.0)
 
 
@@ -102,16 +101,16 @@ class LinearKernel(ABC):
     """
 
     multistep: ClassVar[bool] = False
-    """Whether `transition` reads `previous`."""
+    """True if `transition` reads `previous`."""
     preserves: ClassVar[str]
-    """What exact predictions keep, in the words of the README; `unirl.testing.check_kernel` proves it."""
+    """The property that holds for exact predictions, a word of the README; `unirl.testing.check_kernel` checks it."""
 
     @abstractmethod
     def coefficients(self, sigma: float, sigma_next: float) -> tuple[float, float]:
         """(c, std) of the general form."""
 
     def has_density(self, step: int, num_steps: int) -> bool:
-        """Whether step `step` of `num_steps` is stochastic. The last step never is."""
+        """True if step `step` of `num_steps` is stochastic. The last step never is."""
         return False
 
     def transition(
@@ -122,7 +121,7 @@ class LinearKernel(ABC):
         sigma_next: float | Float[Tensor, ""] | Float[Tensor, "B"],
         previous: Previous | None = None,
     ) -> Gaussian:
-        """The distribution of x at `sigma_next`, given x [B, *latent] at `sigma` and the velocity v there.
+        """The distribution of x at `sigma_next`, given x and the velocity v at `sigma`.
 
         Args:
             sigma, sigma_next: one number for all rows, or [B].
@@ -132,9 +131,9 @@ class LinearKernel(ABC):
         on_x, on_v, stds = [], [], []
         for start, end in checked_steps(sigma, sigma_next, len(x)):
             c, std = self.coefficients(start, end)
-            kept = c - end  # c = end is Euler, so that its mean is x + v dt exactly
-            on_x.append(1.0 + kept)
-            on_v.append((end - start) + kept * (1.0 - start))
+            excess = c - end  # 0 for Euler, whose mean is then exactly x + v dt
+            on_x.append(1.0 + excess)
+            on_v.append((end - start) + excess * (1.0 - start))
             stds.append(std)
         shared = is_shared(sigma, sigma_next)
         weight_x, weight_v, std_rows = (row_tensor(values, x, shared=shared) for values in (on_x, on_v, stds))
@@ -144,13 +143,13 @@ class LinearKernel(ABC):
     def distribution(
         self, mean: Float[Tensor, "B *latent"], std: Float[Tensor, ""] | Float[Tensor, "B"], dense: bool
     ) -> Gaussian:
-        """The Gaussian that `transition` returns; a kernel with a log-prob of its own overrides this."""
+        """The Gaussian that `transition` returns. A kernel with another log-prob overrides this."""
         return Gaussian(mean, std, dense)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyKernel(LinearKernel):
-    """A kernel that adds noise of strength eta, and is Euler's step without it."""
+    """A kernel that adds noise of strength eta. With eta = 0 it is the Euler step."""
 
     eta: float
     max_eta: ClassVar[float] = math.inf
@@ -171,7 +170,7 @@ class NoisyKernel(LinearKernel):
         return (sigma_next, 0.0) if self.eta < MIN_ETA else self.noisy_coefficients(sigma, sigma_next)
 
     def has_density(self, step: int, num_steps: int) -> bool:
-        """Whether step `step` of `num_steps` is stochastic. The last step never is."""
+        """True if step `step` of `num_steps` is stochastic. The last step never is."""
         return self.eta >= MIN_ETA and 0 <= step < num_steps - 1
 
 

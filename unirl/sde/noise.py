@@ -1,8 +1,8 @@
-"""Noise as a pure function of keys: never the global generator, never a position in a batch.
+"""Noise as a pure function of keys. It depends neither on the global generator nor on the position in a batch.
 
-A draw is named by a key, `r{step}:{id}:{what}` in training and `eval:{id}:{what}` in evaluation; `what` is `x` for
-the initial noise and `s{i}` for denoising step i. Its generator is seeded by a hash of the run's seed and the key.
-Draws are made on the CPU in float32, so any device, batch, order and chunk gets the same bytes.
+The key of a draw is `r{step}:{id}:{what}` in training and `eval:{id}:{what}` in evaluation, where `what` is `x` for
+the initial noise and `s{i}` for denoising step i. A hash of the run's seed and the key seeds the generator of the draw.
+Draws are made on the CPU in float32, so they have the same bits for any device, batch, order and chunk size.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ def key_seed(seed: int, key: str) -> int:
 
 @dataclass(frozen=True)
 class NoiseSource:
-    """Every random draw of one step of the loop."""
+    """The random draws of one step of the loop."""
 
     seed: int
-    """The run's `sampling.seed`, or the evaluation's own."""
+    """`sampling.seed`, or `evaluation.seed` in evaluation."""
     purpose: Purpose
     step: int
-    """Step of the loop. Evaluation does not use it: its draws are the same at every step."""
+    """Step of the loop. Evaluation ignores it: its draws are the same at every step."""
 
     def __post_init__(self) -> None:
         if self.purpose not in get_args(Purpose):
             raise ValueError(f"NoiseSource.purpose={self.purpose!r} must be one of: {', '.join(get_args(Purpose))}")
 
     def key(self, id: str, what: str) -> str:
-        """The name of one draw."""
+        """The key of one draw."""
         prefix = f"r{self.step}" if self.purpose == "r" else "eval"
         return f"{prefix}:{id}:{what}"
 
     def normal(self, ids: Sequence[str], what: str, shape: Sequence[int]) -> Float[Tensor, "B *shape"]:
-        """[B, *shape] standard normal, float32 on the CPU: row b is a function of ids[b] alone."""
+        """Standard normal numbers, float32 on the CPU. Row b depends on ids[b] alone."""
         return self._draw(ids, what, shape, lambda row, generator: row.normal_(generator=generator))
 
     def uniform(self, ids: Sequence[str], what: str, shape: Sequence[int]) -> Float[Tensor, "B *shape"]:
-        """[B, *shape] uniform in [0, 1), float32 on the CPU: row b is a function of ids[b] alone."""
+        """Uniform numbers in [0, 1), float32 on the CPU. Row b depends on ids[b] alone."""
         return self._draw(ids, what, shape, lambda row, generator: row.uniform_(generator=generator))
 
     def _draw(
@@ -67,12 +67,12 @@ class NoiseSource:
 
 
 class NoiseAhead:
-    """The normals of `draws` in order, each drawn in a thread while the one before it is used.
+    """Iterator over the normal draws `draws`. A thread computes each one while the caller uses the one before.
 
         with NoiseAhead(source, ids, [f"s{i}" for i in sde_indices], shape) as ahead:
             noise = next(ahead)  # == source.normal(ids, "s0", shape), byte for byte
 
-    At most one draw waits. An error in the thread is raised by the `next` that would have returned its draw.
+    At most one draw is computed ahead. An error in the thread is raised by the `next` that would return its draw.
     """
 
     def __init__(self, source: NoiseSource, ids: Sequence[str], draws: Sequence[str], shape: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class NoiseAhead:
         return self
 
     def __next__(self) -> Float[Tensor, "B *shape"]:
-        """[B, *shape] the next draw. Raises StopIteration after the last."""
+        """The next draw. Raises StopIteration after the last one."""
         if self._pending is None:
             raise StopIteration
         noise = self._pending.result()

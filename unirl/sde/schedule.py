@@ -1,6 +1,6 @@
-"""Sigma schedules: the noise levels of a trajectory, 1 (noise) to 0 (clean), as one model was trained to be sampled.
+"""Sigma schedules: the noise levels of a trajectory from 1 (noise) to 0 (clean), as each model defines them.
 
-Computed once, in float64, rounded once to float32: every engine and every replay uses that tensor.
+A schedule is computed once in float64 and rounded once to float32. Every engine and every replay uses that tensor.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def linear_shift(tau: float, mu: float) -> float:
 
 
 def mu_on_line(image_seq_len: int, start: tuple[int, float], end: tuple[int, float]) -> float:
-    """mu on the line through two (image tokens, mu) points."""
+    """mu on the line through the points `start` and `end`, each (image tokens, mu)."""
     slope = (end[1] - start[1]) / (end[0] - start[0])
     return start[1] + slope * (image_seq_len - start[0])
 
 
 def flux2_mu(image_seq_len: int, num_inference_steps: int) -> float:
-    """The empirical mu of FLUX.2: one line for 200 steps, one for 10, linear in the steps between and beyond."""
+    """The empirical mu of FLUX.2: one line for 200 steps and one for 10, linear in the number of steps."""
     at_200 = 0.00016927 * image_seq_len + 0.45666666
     if image_seq_len > 4300:
         return at_200
@@ -63,60 +63,62 @@ def stretch_to_terminal(sigmas: list[float], terminal: float) -> list[float]:
 
 
 def even_grid(num_inference_steps: int, last: float) -> list[float]:
-    """[T] numbers falling evenly from 1 to `last`."""
+    """T evenly spaced numbers from 1 down to `last`."""
     gaps = max(num_inference_steps - 1, 1)
     return [1.0 + (last - 1.0) * i / gaps for i in range(num_inference_steps)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SigmaSchedule:
-    """What a model knows of its noise levels. Names follow diffusers' `FlowMatchEulerDiscreteScheduler`."""
+    """The sigma schedule of a model. Names follow diffusers' `FlowMatchEulerDiscreteScheduler`."""
 
     shift: float = 1.0
-    """Static shift, when `dynamic` is off: 3 for SD3, 5 for Wan 2.1 and HunyuanVideo."""
+    """Static shift, used if `dynamic` is off: 3 for SD3, 5 for Wan 2.1 and HunyuanVideo."""
     dynamic: Dynamic = "off"
-    """A shift that depends on the picture's size through mu."""
+    """Form of a shift that depends on the size of the image through mu."""
     mu: MuRule = "line"
-    """`line` through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift), or `flux2` (empirical)."""
+    """`line` through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift), or the empirical `flux2`."""
     base_shift: float = 0.5
     max_shift: float = 1.15
     base_image_seq_len: int = 256
     max_image_seq_len: int = 4096
     shift_terminal: float | None = None
-    """The last level above 0 after a final stretch; absent or 0 = no stretch."""
+    """If set, the levels are stretched so that the last one above 0 is this; absent or 0 = no stretch."""
     grid: Grid = "clean"
-    """`clean` shifts 1 - i / T. `diffusers` ends the grid at the finest training level, itself already shifted, and so
-    shifts it twice: what diffusers does when it is given no sigmas, and what Flow-GRPO's published SD3 runs used.
-    `unipc` shifts T + 1 levels from 1 to 1 / 1000 and puts 0 for the last: diffusers' `UniPCMultistepScheduler` with
-    flow sigmas (Wan), which lowers a first level of 1 by 1e-6 to stay clear of log 0; ours is 1."""
+    """Levels before the shift. `clean` has 1 - i / T. `diffusers` ends at the finest training level, which is already
+    shifted and so is shifted twice: diffusers does this if it gets no sigmas, and the published SD3 runs of Flow-GRPO
+    used it. `unipc` has T + 1 levels from 1 to 1 / 1000 and sets the last one to 0: `UniPCMultistepScheduler` of
+    diffusers with flow sigmas (Wan). That scheduler lowers a first level of 1 by 1e-6 to avoid log 0; ours is 1."""
 
     def __post_init__(self) -> None:
         check_choice("SigmaSchedule.dynamic", self.dynamic, get_args(Dynamic))
         check_choice("SigmaSchedule.mu", self.mu, get_args(MuRule))
         check_choice("SigmaSchedule.grid", self.grid, get_args(Grid))
         if not 0.0 < self.shift < math.inf:
-            raise ValueError(f"SigmaSchedule.shift={self.shift} must be a positive number; 1 shifts nothing")
+            raise ValueError(f"SigmaSchedule.shift={self.shift} must be a positive number; 1 = no shift")
         if self.base_image_seq_len == self.max_image_seq_len:
             raise ValueError(
                 f"SigmaSchedule: base_image_seq_len and max_image_seq_len are both {self.max_image_seq_len}; "
-                "a line for mu needs two different points"
+                "the line for mu needs two different points"
             )
         if self.shift_terminal and not 0.0 < self.shift_terminal < 1.0:
-            raise ValueError(f"SigmaSchedule.shift_terminal={self.shift_terminal} must lie in (0, 1), or be 0 for none")
+            raise ValueError(
+                f"SigmaSchedule.shift_terminal={self.shift_terminal} must lie in (0, 1), or be 0 for no stretch"
+            )
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, object], *, grid: Grid = "clean") -> SigmaSchedule:
-        """The schedule of a `FlowMatchEulerDiscreteScheduler` config, or of UniPC's with flow sigmas (its own grid).
+        """The schedule of a config of `FlowMatchEulerDiscreteScheduler`, or of UniPC with flow sigmas (grid `unipc`).
 
-        Raises ValueError on an option that we do not have.
+        Raises ValueError for an option that `SigmaSchedule` does not have.
         """
         for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas"):
             if config.get(option):
-                raise ValueError(f"the scheduler config sets {option}, which SigmaSchedule does not offer; unset it")
+                raise ValueError(f"the scheduler config sets {option}, which SigmaSchedule does not support; unset it")
         timesteps = config.get("num_train_timesteps", NUM_TRAIN_TIMESTEPS)
         if timesteps != NUM_TRAIN_TIMESTEPS:
             raise ValueError(
-                f"the scheduler config has num_train_timesteps={timesteps}; only {NUM_TRAIN_TIMESTEPS} is known"
+                f"the scheduler config has num_train_timesteps={timesteps}; only {NUM_TRAIN_TIMESTEPS} is supported"
             )
         known = {field.name for field in fields(cls)} - {"dynamic", "mu", "grid"}
         values = {name: value for name, value in config.items() if name in known}
@@ -129,10 +131,10 @@ class SigmaSchedule:
     def sigmas(
         self, num_inference_steps: int, image_seq_len: int | None = None
     ) -> Float[Tensor, "{num_inference_steps}+1"]:
-        """[T + 1] float32 on the CPU, falling, the last one exactly 0.
+        """Decreasing sigmas, float32 on the CPU. The last one is exactly 0.
 
         Args:
-            image_seq_len: image tokens; needed by a dynamic schedule only.
+            image_seq_len: number of image tokens, needed only by a dynamic schedule.
         """
         if num_inference_steps < 1:
             raise ValueError(f"num_inference_steps={num_inference_steps} must be >= 1")
@@ -151,7 +153,7 @@ class SigmaSchedule:
         return mu_on_line(image_seq_len, start, (self.max_image_seq_len, self.max_shift))
 
     def _grid(self, num_inference_steps: int) -> list[float]:
-        """[T] levels before the shift, from 1."""
+        """T levels before the shift, starting at 1."""
         if self.grid == "clean":
             return even_grid(num_inference_steps, 1.0 / num_inference_steps)
         finest = 1.0 / NUM_TRAIN_TIMESTEPS
@@ -168,7 +170,7 @@ class SigmaSchedule:
     def _stretch(self, levels: list[float]) -> list[float]:
         if len(levels) == 1:
             raise ValueError(
-                f"shift_terminal={self.shift_terminal} cannot be reached with num_inference_steps=1: "
+                f"shift_terminal={self.shift_terminal} is not possible with num_inference_steps=1: "
                 "the only level is 1. Use at least 2 steps, or shift_terminal=0"
             )
         assert self.shift_terminal
@@ -176,12 +178,12 @@ class SigmaSchedule:
 
 
 def check_flow_sigmas(config: Mapping[str, object]) -> None:
-    """Raises ValueError unless a multistep scheduler's config is that of a flow which ends at 0."""
-    wanted = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "final_sigmas_type": "zero"}
-    for option, value in wanted.items():
-        found = config.get(option, value)
-        if found != value:
+    """Raises ValueError unless the config of a multistep scheduler is for a flow that ends at 0."""
+    required = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "final_sigmas_type": "zero"}
+    for option, value in required.items():
+        actual = config.get(option, value)
+        if actual != value:
             raise ValueError(
-                f"the scheduler config has {option}={found!r}, and SigmaSchedule is of flows that end at 0: "
+                f"the scheduler config has {option}={actual!r}, but SigmaSchedule is for flows that end at 0: "
                 f"set it to {value!r}"
             )

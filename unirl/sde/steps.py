@@ -1,7 +1,7 @@
-"""Which denoising steps are stochastic and trained: pure functions of the step of the loop.
+"""Step choices: which denoising steps are stochastic and trained, as pure functions of the step of the loop.
 
-`choose` returns sorted step numbers within [0, T - 2]: the last step is never trained, its noise would stay in the
-picture. The key of a draw has no id, so that all members of a group, and all ranks, share one choice.
+`choose` returns sorted step numbers within [0, T - 2]. The last step is never trained, since its noise would stay in
+the image. The key of a random choice has no sample id, so all samples of a group and all ranks share the choice.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from unirl.sde.noise import key_seed
 
 
 def choice_random(seed: int, step: int) -> Random:
-    """The generator of one step's choice."""
+    """The generator for the choice at one step of the loop."""
     return Random(key_seed(seed, f"r{step}:sde"))
 
 
 def trainable_pool(owner: str, num_inference_steps: int, low: float, high: float, count: int) -> range:
-    """The steps [int(T low), int(T high)) without the last step T - 1. Raises ValueError if fewer than `count`."""
+    """The steps [int(T low), int(T high)) except the last, T - 1. Raises ValueError if fewer than `count`."""
     pool = range(int(num_inference_steps * low), min(int(num_inference_steps * high), num_inference_steps - 1))
     if len(pool) < count:
         raise ValueError(
-            f"{owner} wants {count} of the steps in the part [{low:g}, {high:g}) of num_inference_steps="
-            f"{num_inference_steps}, which holds {len(pool)} (the last step is never trained). "
-            "Ask for fewer, widen the part, or raise num_inference_steps"
+            f"{owner} needs {count} of the steps in the range [{low:g}, {high:g}) of num_inference_steps="
+            f"{num_inference_steps}, which has {len(pool)} (the last step is never trained). "
+            "Use fewer steps, a wider range, or a larger num_inference_steps"
         )
     return pool
 
@@ -45,7 +45,7 @@ def check_at_least(name: str, value: int, minimum: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AllSteps:
-    """Every step but the last, as in Flow-GRPO, arXiv:2505.05470."""
+    """Every step except the last, as in Flow-GRPO, arXiv:2505.05470."""
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """(0, ..., T - 2)."""
@@ -54,16 +54,16 @@ class AllSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class FractionSteps:
-    """`num_steps` distinct steps, drawn anew at each step of the loop from a part of the trajectory."""
+    """`num_steps` distinct random steps from a range of the trajectory, chosen again at each step of the loop."""
 
     toy: ClassVar[Mapping[str, object]] = {"num_steps": 2}
 
     low: float = 0.0
-    """Start of the part, as a fraction of T."""
+    """Start of the range, as a fraction of T."""
     high: float = 0.5
-    """End of the part (exclusive), as a fraction of T."""
+    """End of the range (exclusive), as a fraction of T."""
     num_steps: int | None = 3
-    """How many; null takes all of the part."""
+    """Number of steps; null = all steps of the range."""
 
     def __post_init__(self) -> None:
         check_part("FractionSteps", self.low, self.high)
@@ -80,15 +80,16 @@ class FractionSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class EquallySpacedSteps:
-    """`num_steps` steps floor(n / num_steps) apart of the n that may be trained, the first at random: DRTune.
+    """`num_steps` equally spaced steps with a random first one: DRTune, arXiv:2405.00760.
 
-    arXiv:2405.00760. Every step can be chosen; all equally often where `num_steps` divides n.
+    The spacing is floor(n / num_steps), where n is the number of steps that may be trained. All of them are chosen
+    equally often if `num_steps` divides n.
     """
 
     toy: ClassVar[Mapping[str, object]] = {"num_steps": 2}
 
     num_steps: int = 5
-    """How many."""
+    """Number of steps."""
 
     def __post_init__(self) -> None:
         check_at_least("EquallySpacedSteps.num_steps", self.num_steps, 1)
@@ -109,24 +110,24 @@ class LastSteps:
     toy: ClassVar[Mapping[str, object]] = {"num_steps": 1}
 
     num_steps: int = 1
-    """How many."""
+    """Number of steps."""
 
     def __post_init__(self) -> None:
         check_at_least("LastSteps.num_steps", self.num_steps, 1)
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
-        """(T - 1 - num_steps, ..., T - 2). Seed and step play no part."""
+        """(T - 1 - num_steps, ..., T - 2), for any seed and step."""
         return tuple(trainable_pool("LastSteps", num_inference_steps, 0.0, 1.0, self.num_steps)[-self.num_steps :])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTail:
-    """All steps from one on that is drawn from a part of the trajectory: AlignProp, arXiv:2310.03739."""
+    """All steps from a random first one to the end: AlignProp, arXiv:2310.03739."""
 
     low: float = 0.0
-    """Start of the part that the first step lies in, as a fraction of T."""
+    """Start of the range of the first step, as a fraction of T."""
     high: float = 1.0
-    """End of the part (exclusive), as a fraction of T."""
+    """End of the range (exclusive), as a fraction of T."""
 
     def __post_init__(self) -> None:
         check_part("RandomTail", self.low, self.high)
@@ -139,16 +140,16 @@ class RandomTail:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomWindow:
-    """`size` adjacent steps at a uniform place in a part of the trajectory: Flow-GRPO-Fast."""
+    """`size` adjacent steps at a random position in a range of the trajectory: Flow-GRPO-Fast."""
 
     toy: ClassVar[Mapping[str, object]] = {"size": 2}
 
     size: int = 3
-    """Steps in the window."""
+    """Number of steps in the window."""
     low: float = 0.0
-    """Start of the part, as a fraction of T."""
+    """Start of the range, as a fraction of T."""
     high: float = 0.5
-    """End of the part (exclusive), as a fraction of T."""
+    """End of the range (exclusive), as a fraction of T."""
 
     def __post_init__(self) -> None:
         check_part("RandomWindow", self.low, self.high)
@@ -163,25 +164,24 @@ class RandomWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressiveWindow:
-    """A window that moves from noise to image as training goes on: MixGRPO, arXiv:2507.21802.
+    """A window that moves from noise to image during training: MixGRPO, arXiv:2507.21802.
 
-    Only full windows are visited: the left edges are start, start + stride, ... up to T - size, so no window shrinks to
-    nothing at the end. The one that reaches T - 1 is trained without that step, one short of `size`; a window of size 1
-    stops at T - 2.
+    Only full windows are used: the left edges are start, start + stride, ... up to T - size. A window that contains the
+    last step T - 1 is trained without it, so it has size - 1 steps; a window of size 1 stops at T - 2.
     """
 
     toy: ClassVar[Mapping[str, object]] = {"size": 2, "iters_per_window": 1, "stride": 1}
 
     size: int = 4
-    """Steps in the window."""
+    """Number of steps in the window."""
     iters_per_window: int = 25
-    """Steps of the loop before the window moves."""
+    """Number of steps of the loop before the window moves."""
     stride: int = 1
-    """Denoising steps that it moves by; `size` = no overlap, 0 = it stays."""
+    """Number of denoising steps that it moves by; `size` = no overlap, 0 = it does not move."""
     start: int = 0
     """Left edge of the first window."""
     roll_back: bool = True
-    """After the last window: begin again, or stay."""
+    """After the last window, start again (true) or stay there (false)."""
 
     def __post_init__(self) -> None:
         check_at_least("ProgressiveWindow.size", self.size, 1)
@@ -190,14 +190,14 @@ class ProgressiveWindow:
         check_at_least("ProgressiveWindow.start", self.start, 0)
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
-        """(left, ..., left + size - 1), within [0, T - 2]. The seed plays no part."""
-        rounds = self._rounds(num_inference_steps)
+        """(left, ..., left + size - 1) within [0, T - 2], for any seed."""
+        num_windows = self._num_windows(num_inference_steps)
         moves = step // self.iters_per_window
-        moves = moves % rounds if self.roll_back else min(moves, rounds - 1)
+        moves = moves % num_windows if self.roll_back else min(moves, num_windows - 1)
         left = self.start + moves * self.stride
         return tuple(range(left, min(left + self.size, num_inference_steps - 1)))
 
-    def _rounds(self, num_inference_steps: int) -> int:
+    def _num_windows(self, num_inference_steps: int) -> int:
         """The number of windows."""
         last_left = min(num_inference_steps - self.size, num_inference_steps - 2)
         if last_left < self.start:

@@ -114,7 +114,7 @@ def test_lint_names_the_rows_that_it_needs(capsys, grays):
     assert "reads metadata" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("scorer", "broken"), [(Crooked(), "central differences"), (Shifted(), "away from score")])
+@pytest.mark.parametrize(("scorer", "broken"), [(Crooked(), "central differences"), (Shifted(), "and score differ")])
 def test_a_gradient_that_is_not_the_scores_is_caught(scorer, broken):
     request = RewardRequest(
         sample_ids=list("abc"), images=torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))

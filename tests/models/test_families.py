@@ -81,7 +81,7 @@ def test_the_check_detects_a_family_that_is_wrong(claim: str, tmp_path: Path, mo
     pipeline, params = case.build(), settings(case)
     if claim == "levels":
         monkeypatch.setattr(pipeline, "facts", replace(pipeline.facts, schedule=SigmaSchedule(shift=4.0)))
-        with pytest.raises(AssertionError, match=r"the levels of facts.schedule are"):
+        with pytest.raises(AssertionError, match=r"sigmas of facts.schedule differ by"):
             family.check_levels(pipeline, params)
     if claim == "samples":
         monkeypatch.setattr(pipeline.stage.denoiser, "timestep_scale", 999.0)

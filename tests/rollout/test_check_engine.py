@@ -13,7 +13,7 @@ from tests.rollout.test_replica_text import qwen_pipeline
 from tests.sync_ends import LORA, toy_pipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.testing.engine import check_engine
-from unirl.testing.text import text_request
+from unirl.testing.language import text_request
 from unirl.testing.toy import toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
@@ -81,9 +81,9 @@ class Shuffling(ReplicaRolloutEngine):
 @pytest.mark.parametrize(
     ("engine", "sentence"),
     [
-        (Gullible, "Gullible samples from weights before any weights came"),
+        (Gullible, "Gullible samples from weights before it has received any"),
         (Drifting, "Drifting: log-probs differ by .* from trainside's with the initial weights"),
-        (Forgetful, "Forgetful: other samples after a sleep"),
+        (Forgetful, "Forgetful: samples differ after sleep and wake_up"),
         (Shuffling, "Shuffling: rows are not in the order of the request"),
     ],
 )

@@ -7,7 +7,7 @@ from tests.sync_ends import LORA, Ends, ends
 from unirl.config.errors import SyncError
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
-from unirl.testing.text import text_request
+from unirl.testing.language import text_request
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams

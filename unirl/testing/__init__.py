@@ -1,4 +1,4 @@
-"""Checks that an extender runs on their own code. Each raises AssertionError with a sentence about what is wrong."""
+"""Checks for your own kernels, models, losses, rewards and engines. Each raises AssertionError with a sentence."""
 
 from unirl.testing.algorithm import check_algorithm
 from unirl.testing.kernels import check_kernel

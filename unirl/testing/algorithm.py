@@ -1,4 +1,4 @@
-"""Does a loss keep the contract that the train stack relies on?
+"""The check of a loss: the contract that the train stack relies on.
 
 stage = toy_stage()
 check_algorithm(MyLoss(), stage, toy_track(stage))
@@ -18,15 +18,15 @@ from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 
 TOLERANCE = 1e-5
-"""Relative; between sums of the same float32 numbers in another order."""
+"""Relative difference allowed between sums of the same float32 numbers in another order."""
 
 Algorithm = StageAlgorithm[Any]
 
 
 def check_algorithm(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> None:
-    """Raises AssertionError naming the broken rule. `track` is a rollout of `stage` with at least four rows.
+    """Raises AssertionError with the rule that is broken. `track` is a rollout of `stage` with at least four rows.
 
-    Non-live anchors are filled by the stage's own weights, as a snapshot of them would give.
+    All anchors, also those of snapshots, are computed with the current weights of the stage.
     """
     _parts_come_from_shared_fields(algorithm, track)
     _anchors_are_declared(algorithm)
@@ -38,12 +38,12 @@ def check_algorithm(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> No
     _sum_over_rows(algorithm, stage, prepared, now)
     _weights_are_linear(algorithm, stage, prepared, now)
     _order_of_rows(algorithm, stage, prepared, now)
-    _columns_are_detached(algorithm, stage, prepared, now)
+    _outputs_are_detached(algorithm, stage, prepared, now)
     _metrics_are_named_and_finite(algorithm, stage, prepared, now)
 
 
 def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> RolloutTrack:
-    """The track with all its anchors, every snapshot being the stage's own weights."""
+    """The track with all anchors. Every snapshot has the current weights of the stage."""
     for snapshot in sorted({anchor.snapshot for anchor in algorithm.anchors().values()}):
         with torch.no_grad():
             segment, _ = algorithm.prepare_segment(stage, track, snapshot)
@@ -52,24 +52,24 @@ def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> Rol
 
 
 def moved_away(track: RolloutTrack) -> RolloutTrack:
-    """The track with anchors of policies that are a little different: where all agree, many a loss is 0."""
+    """The track with slightly different anchors. With equal anchors, many losses are 0."""
     generator = torch.Generator().manual_seed(0)
 
-    def moved(column: Tensor) -> Tensor:
-        noise = torch.randn(column.shape, generator=generator).to(column)
-        return column + 1e-2 * noise
+    def moved(anchor: Tensor) -> Tensor:
+        noise = torch.randn(anchor.shape, generator=generator).to(anchor)
+        return anchor + 1e-2 * noise
 
-    anchors = {name: moved(column) for name, column in track.segment.anchors.items()}
+    anchors = {name: moved(anchor) for name, anchor in track.segment.anchors.items()}
     return track.replace(segment=track.segment.replace(anchors=anchors))
 
 
 def step_of(algorithm: Algorithm, prepared: RolloutTrack) -> TrainingProgress:
-    """The start of a run, in a step of exactly these rows."""
+    """Progress at the start of a run, for a step with exactly these rows."""
     return replace(START, totals=tuple(algorithm.totals(prepared, START).tolist())) if algorithm.needs.totals else START
 
 
 def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress = START) -> Tensor:
-    """[] the sum over all parts, with its graph."""
+    """[] the sum of the losses of all parts, with its graph."""
     return torch.stack([algorithm.loss(stage, rows, part, now).loss for part in algorithm.parts(rows.segment)]).sum()
 
 
@@ -83,50 +83,55 @@ def _close(a: Tensor, b: Tensor, scale: float) -> bool:
 
 
 def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> float:
-    """The sum of the rows' absolute losses: what round-off is relative to."""
+    """The sum of the absolute losses of the rows, to which round-off errors are relative."""
     return sum(abs(total_loss(algorithm, stage, row, now).item()) for row in rows.chunk(algorithm.needs.rows_together))
 
 
 def _parts_come_from_shared_fields(algorithm: Algorithm, track: RolloutTrack) -> None:
     parts = algorithm.parts(track.segment)
     few = track.slice(0, algorithm.needs.rows_together)
-    _expect(algorithm, len(parts) > 0 and all(parts), "parts() must not be empty, nor any part of it")
+    _expect(algorithm, len(parts) > 0 and all(parts), "parts() must return at least one part, and no empty part")
     _expect(algorithm, algorithm.parts(few.segment) == parts, "parts() must not depend on the rows")
     entries = [entry for part in parts for entry in part]
-    _expect(algorithm, len(set(entries)) == len(entries), "an entry may stand in one part only")
+    _expect(algorithm, len(set(entries)) == len(entries), "an entry must be in one part only")
 
 
 def _anchors_are_declared(algorithm: Algorithm) -> None:
     anchors = algorithm.anchors()
-    _expect(algorithm, all(isinstance(a, Anchor) for a in anchors.values()), "anchors() must hold Anchor values")
+    _expect(algorithm, all(isinstance(a, Anchor) for a in anchors.values()), "anchors() must contain Anchor values")
     missing = {anchor.snapshot for anchor in anchors.values()} - {"live"} - set(algorithm.needs.snapshots)
-    _expect(algorithm, not missing, f"needs.snapshots must name the anchors' snapshots; {sorted(missing)} are missing")
+    _expect(
+        algorithm,
+        not missing,
+        f"needs.snapshots must contain the snapshots of anchors(); {sorted(missing)} are missing",
+    )
 
 
 def _anchor_pass_equals_the_forward(algorithm: Algorithm, stage: Any, prepared: RolloutTrack) -> None:
     now = step_of(algorithm, prepared)
     for part in algorithm.parts(prepared.segment):
-        columns = algorithm.loss(stage, prepared, part, now).outputs
+        outputs = algorithm.loss(stage, prepared, part, now).outputs
         for name, anchor in algorithm.anchors().items():
-            column = algorithm.anchor(prepared, name, part)
-            same = column is not None and torch.equal(column, columns[anchor.quantity])
-            _expect(algorithm, same, f"measure() must give anchor {name!r} the bits of loss()'s own forward")
+            value = algorithm.anchor(prepared, name, part)
+            same = value is not None and torch.equal(value, outputs[anchor.quantity])
+            _expect(algorithm, same, f"anchor {name!r} of measure() must have the bits of loss()")
 
 
 def _totals_add_up(algorithm: Algorithm, rows: RolloutTrack) -> None:
     if algorithm.needs.totals:
-        pieces = [algorithm.totals(piece, START) for piece in rows.chunk(algorithm.needs.rows_together)]
+        chunks = rows.chunk(algorithm.needs.rows_together)
+        per_chunk = [algorithm.totals(chunk, START) for chunk in chunks]
         whole = algorithm.totals(rows, START)
-        _expect(algorithm, torch.allclose(torch.stack(pieces).sum(0), whole), "totals() must be sums over rows")
+        _expect(algorithm, torch.allclose(torch.stack(per_chunk).sum(0), whole), "totals() must be sums over rows")
 
 
 def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     size = algorithm.needs.rows_together
-    pieces = rows.chunk(size)
-    apart = torch.stack([total_loss(algorithm, stage, piece, now).detach() for piece in pieces]).sum()
+    chunks = rows.chunk(size)
+    apart = torch.stack([total_loss(algorithm, stage, chunk, now).detach() for chunk in chunks]).sum()
     together = total_loss(algorithm, stage, rows, now)
     _expect(algorithm, _close(together, apart, _size(algorithm, stage, rows, now)), "loss() must be a SUM over rows")
-    count = sum(algorithm.count(piece) for piece in pieces)
+    count = sum(algorithm.count(chunk) for chunk in chunks)
     _expect(algorithm, abs(count - algorithm.count(rows)) < 1e-6, "count() must be a sum over rows")
 
 
@@ -135,11 +140,11 @@ def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, no
     kept = rows.slice(size, len(rows))
     weight = rows.weight.clone()
     weight[:size] = 0.0
-    dropped = rows.replace(weight=weight)
+    masked = rows.replace(weight=weight)
     scale = _size(algorithm, stage, rows, now)
-    alone, among = total_loss(algorithm, stage, kept, now), total_loss(algorithm, stage, dropped, now)
+    alone, among = total_loss(algorithm, stage, kept, now), total_loss(algorithm, stage, masked, now)
     _expect(algorithm, _close(alone, among, scale), "a row of weight 0 must not change the loss")
-    counts = algorithm.count(dropped) - algorithm.count(kept)
+    counts = algorithm.count(masked) - algorithm.count(kept)
     _expect(algorithm, abs(counts) < 1e-6, "a row of weight 0 must not be counted")
     double = total_loss(algorithm, stage, rows.replace(weight=2 * rows.weight), now)
     _expect(
@@ -158,23 +163,23 @@ def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Tr
     _expect(algorithm, same, "the loss must not depend on the order of rows")
 
 
-def _columns_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
+def _outputs_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     part = algorithm.parts(rows.segment)[0]
     result = algorithm.loss(stage, rows, part, now)
     _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
-    pieces = [algorithm.loss(stage, piece, part, now).outputs for piece in rows.chunk(algorithm.needs.rows_together)]
-    for name, column in result.outputs.items():
-        _expect(algorithm, not column.requires_grad, f"column {name!r} must be detached")
-        entries = sum(len(piece[name]) for piece in pieces)
-        _expect(algorithm, len(column) == entries, f"column {name!r} must hold the entries of its rows and no other")
+    chunks = rows.chunk(algorithm.needs.rows_together)
+    per_chunk = [algorithm.loss(stage, chunk, part, now).outputs for chunk in chunks]
+    for name, output in result.outputs.items():
+        _expect(algorithm, not output.requires_grad, f"output {name!r} must be detached")
+        entries = sum(len(outputs[name]) for outputs in per_chunk)
+        _expect(algorithm, len(output) == entries, f"output {name!r} must have the entries of its rows and no others")
 
 
 def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     metrics = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0], now).metrics
-    strange = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
-    _expect(algorithm, not strange, f"metrics are named train/... or rollout/..., not {strange}")
+    misnamed = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
+    _expect(algorithm, not misnamed, f"metrics must be named train/... or rollout/..., not {misnamed}")
     tracked = [name for name, m in metrics.items() if isinstance(m.total, Tensor) and m.total.requires_grad]
-    _expect(algorithm, not tracked, f"metrics must not hold a graph: {tracked}")
-    found = values(metrics)
-    bad = [name for name, value in found.items() if value != value or abs(value) == float("inf")]
+    _expect(algorithm, not tracked, f"metrics must not require gradients: {tracked}")
+    bad = [name for name, value in values(metrics).items() if value != value or abs(value) == float("inf")]
     _expect(algorithm, not bad, f"metrics must be finite: {bad}")

@@ -1,4 +1,4 @@
-"""The check of a denoising model: what sampling, training and export ask of every family."""
+"""The check of a denoising model: the properties that sampling, training and export need of every family."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROMPTS = ("a red circle", "a blue square on the left", "")
 def check_bundle(
     pipeline: DiffusionPipeline, height: int, width: int, guidance_scale: float = 3.0, num_frames: int = 1
 ) -> None:
-    """Raises AssertionError, in a sentence, unless the model behind `pipeline` keeps what every family promises.
+    """Raises AssertionError, in a sentence, unless the model behind `pipeline` has the properties of every family.
 
-    Promises: facts that name real blocks and layers; only the trained module wants gradients; texts of one length and
-    of the declared width; latents of the declared shape; pixels in [0, 1] on uint8 levels; a sample's bits independent
-    of chunk size, order and neighbours; replay on unchanged weights equal to the rollout, bit for bit; gradients in
-    every trained block; embeddings independent of what is cached.
+    The facts name existing blocks and layers. Only the trained module requires gradients. Text embeddings have one
+    length and the declared width; latents have the declared shape; pixels are in [0, 1] on uint8 levels. The bits of a
+    sample do not depend on chunk size, order or other rows. Replay on unchanged weights equals the rollout bit for
+    bit. Every trained block gets gradients. Embeddings do not depend on what is cached.
     """
     params = DiffusionSamplingParams(
         kernel=FlowSDEStrategy(),
@@ -55,10 +55,10 @@ class _Rollouts:
     def __init__(self, pipeline: DiffusionPipeline, params: DiffusionSamplingParams, folder: Path) -> None:
         self.pipeline = pipeline
         self.params = params.pinned(0, tuple(pipeline.sigmas(params).tolist()))
-        self.pictures = self._pictures(pipeline.facts.condition_images[0], folder)
+        self.prompt_images = self._prompt_images(pipeline.facts.condition_images[0], folder)
 
-    def _pictures(self, count: int, folder: Path) -> list[tuple[MediaRef, ...]]:
-        """`count` pictures of each prompt, as files."""
+    def _prompt_images(self, count: int, folder: Path) -> list[tuple[MediaRef, ...]]:
+        """Files with `count` images for each prompt."""
         from PIL import Image
 
         generator = torch.Generator().manual_seed(0)
@@ -75,8 +75,8 @@ class _Rollouts:
     def __call__(self, chunk_size: int, order: Callable[[RolloutReq], RolloutReq] = lambda req: req) -> RolloutTrack:
         groups = [f"p{i}@0" for i in range(len(PROMPTS))]
         primitives: dict[str, Batch] = {"text": Texts(texts=list(PROMPTS))}
-        if any(self.pictures):
-            primitives["images"] = PromptImages(per_prompt=self.pictures)
+        if any(self.prompt_images):
+            primitives["images"] = PromptImages(per_prompt=self.prompt_images)
         req = RolloutReq(
             sample_ids=groups,
             group_ids=groups,
@@ -93,42 +93,45 @@ class _Rollouts:
 
 
 def rollout_of(pipeline: DiffusionPipeline, params: DiffusionSamplingParams) -> RolloutTrack:
-    """Two samples of each prompt of the checks, with pictures where the model needs some."""
+    """Two samples of each prompt of the checks, with condition images if the model needs any."""
     with TemporaryDirectory() as folder:
         return _Rollouts(pipeline, params, Path(folder))(8)
 
 
 def expect(holds: bool, claim: str) -> None:
-    """Raises AssertionError with the claim unless it holds."""
+    """Raises AssertionError with `claim` if it does not hold."""
     if not holds:
         raise AssertionError(claim)
 
 
 def check_facts(pipeline: Pipeline) -> None:
-    """The blocks and layers that the facts name are there."""
+    """Raises AssertionError unless the blocks and layers that the facts name exist."""
     facts, module = pipeline.facts, pipeline.bundle.trainable()
     classes = {type(child).__name__ for child in module.modules()}
     for name in facts.block_class_names:
         expect(name in classes, f"facts.block_class_names: the trained module has no {name}")
     linears = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
     for suffix in facts.lora_targets:
-        found = any(name == suffix or name.endswith("." + suffix) for name in linears)
-        expect(found, f"facts.lora_targets: the trained module has no linear layer named {suffix}")
+        exists = any(name == suffix or name.endswith("." + suffix) for name in linears)
+        expect(exists, f"facts.lora_targets: the trained module has no linear layer named {suffix}")
 
 
 def check_gradient_flags(pipeline: Pipeline) -> None:
-    """Only the trained module wants gradients, and nothing is in train mode."""
+    """Raises AssertionError unless only the trained module requires gradients and all modules are in eval mode."""
     for name, module in pipeline.bundle.modules.items():
         trained = name == pipeline.facts.trainable_attr
-        wanted = any(parameter.requires_grad for parameter in module.parameters())
-        expect(wanted == trained, f"component {name}: requires_grad is {wanted}, trained is {trained}")
+        requires_grad = any(parameter.requires_grad for parameter in module.parameters())
+        expect(requires_grad == trained, f"component {name}: requires_grad is {requires_grad}, trained is {trained}")
         expect(not module.training, f"component {name} is not in eval mode")
 
 
 def _texts(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     rows = [pipeline.embed([text], rollout.params.max_sequence_length) for text in PROMPTS]
     lengths = sorted({row.embeds.shape[1] for row in rows})
-    expect(len(lengths) == 1, f"prompts become {lengths} tokens: the text encoder must pad each to the same length")
+    expect(
+        len(lengths) == 1,
+        f"prompts have embeddings of {lengths} tokens: the text encoder must pad all of them to one length",
+    )
     for row in rows:
         for mask in (row.mask, row.mask_2):
             expect(
@@ -138,22 +141,22 @@ def _texts(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
         width = None if pooled is None else pooled.shape[1]
         expect(
             width == pipeline.facts.text_width,
-            f"facts.text_width is {pipeline.facts.text_width}, and prompts become vectors of {width}",
+            f"facts.text_width is {pipeline.facts.text_width}, but pooled embeddings have the width {width}",
         )
 
 
 def _shapes(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     shape = pipeline.facts.latent_shape(rollout.params)
-    found = tuple(rollout(8).segment.final.shape[1:])
-    expect(found == shape, f"facts.latent_shape says {shape}, sampling gives {found}")
+    sampled = tuple(rollout(8).segment.final.shape[1:])
+    expect(sampled == shape, f"facts.latent_shape is {shape}, but samples have {sampled}")
 
 
 def _pixels(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     pixels, params = _pixels_of(rollout(8)), rollout.params
     frames = () if pipeline.facts.frame_scale is None else (params.num_frames,)
     size = (3, *frames, params.height, params.width)
-    expect(tuple(pixels.shape[1:]) == size, f"decoding gives {tuple(pixels.shape[1:])} instead of {size}")
-    expect(bool(((pixels >= 0) & (pixels <= 1)).all()), "decoding leaves [0, 1]")
+    expect(tuple(pixels.shape[1:]) == size, f"decoded pixels have shape {tuple(pixels.shape[1:])} instead of {size}")
+    expect(bool(((pixels >= 0) & (pixels <= 1)).all()), "decoded pixels are not in [0, 1]")
     levels = (pixels * 255).round() / 255
     expect(torch.equal(levels, pixels), "decoded pixels are not on the 256 levels of uint8")
 
@@ -168,10 +171,10 @@ def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     _expect_equal(rollout(4, lambda req: req.slice(2, 3)), whole.slice(2, 3), "a row alone gives other bits")
 
 
-def _expect_equal(found: RolloutTrack, wanted: RolloutTrack, claim: str) -> None:
-    same = torch.equal(found.segment.latents, wanted.segment.latents)
-    same = same and torch.equal(found.segment.logp, wanted.segment.logp)
-    expect(same and torch.equal(_pixels_of(found), _pixels_of(wanted)), claim)
+def _expect_equal(actual: RolloutTrack, expected: RolloutTrack, claim: str) -> None:
+    same = torch.equal(actual.segment.latents, expected.segment.latents)
+    same = same and torch.equal(actual.segment.logp, expected.segment.logp)
+    expect(same and torch.equal(_pixels_of(actual), _pixels_of(expected)), claim)
 
 
 def _replay(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
@@ -205,17 +208,17 @@ def _embeddings(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     alone = [pipeline.embed([text], length) for text in reversed(PROMPTS)]
     again = type(together).concat(alone[::-1])
     same = all(torch.equal(a, b) for a, b in zip(_tensors(together), _tensors(again), strict=True))
-    expect(same, "embeddings depend on what else is encoded")
+    expect(same, "embeddings depend on the other texts that are encoded")
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    found: list[Tensor] = []
-    batch.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    batch.map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def _pixels_of(track: RolloutTrack) -> Tensor:
-    """[B, 3, H, W] of pictures, [B, 3, F, H, W] of videos."""
+    """[B, 3, H, W] for images, [B, 3, F, H, W] for videos."""
     if isinstance(track.decoded, Videos):
         return track.decoded.stacked()
     assert isinstance(track.decoded, Images)

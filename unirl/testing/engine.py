@@ -1,4 +1,4 @@
-"""What every dedicated engine must keep, for an engine of your own too: trainside is the reference."""
+"""The check of a dedicated engine: it must sample as the trainside engine does from the same weights."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def check_engine(
     atol: float = 0.0,
     **sync_keys: Any,
 ) -> None:
-    """Raises AssertionError, in a sentence, unless `engine` samples as the trainer would from the same weights.
+    """Raises AssertionError, in a sentence, unless `engine` samples as the trainside engine does.
 
-    Promises: it refuses to sample from weights that it was not given; after a push its trajectories or tokens, its
-    log-probs and what it decodes are trainside's within `atol`, before and after an update and from a snapshot; rows
-    carry the version that was asked for; how was sampled is echoed; a row's bits depend neither on order nor on
-    neighbours; sleep and wake_up change nothing.
+    It refuses to sample from weights that it has not received. After a push, its trajectories or tokens, log-probs and
+    decoded samples equal those of the trainside engine within `atol`: before an update, after it, and from a snapshot.
+    Rows have the requested weight version and repeat the sampling settings. The bits of a row do not depend on order or
+    on other rows. sleep and wake_up change nothing.
 
     Args:
-        engine: fresh, in this process.
-        pipeline: over the trained bundle, on one rank.
-        backend: that trains it; its weights are changed.
-        req: at least three rows, pinned, for one track.
-        sync_keys: of `EngineSync`.
+        engine: a new engine in this process.
+        pipeline: a pipeline over the trained bundle, on one rank.
+        backend: the backend that trains the bundle. The check changes its weights.
+        req: a request with pinned settings, at least three rows and one track.
+        sync_keys: further arguments of `EngineSync`.
     """
     assert engine.capabilities.dedicated, (
-        f"{type(engine).__name__} has no weights of its own, which this check sends and proves: there is nothing to "
-        "compare with trainside"
+        f"{type(engine).__name__} has no weights of its own (capabilities.dedicated is False), so there is nothing to "
+        "compare with the trainside engine"
     )
     pool = open_pool("local", 2, deadline_s=600.0)
     try:
@@ -60,7 +60,7 @@ def check_engine(
 
 
 def join(pool: Pool, engine: DedicatedEngine, pipeline: Pipeline, backend: TrainBackend, **keys: Any) -> EngineSync:
-    """The sync between a trainer and an engine of this process, on two devices of a local pool."""
+    """The weight sync from a trainer to an engine in this process, on two devices of a local pool."""
     sender = WeightSender(backend, pipeline.stage, engine)
     return EngineSync(_placed(pool, 0, "sender", sender), _placed(pool, 1, "rollout", engine), **keys)
 
@@ -90,7 +90,7 @@ class _Check:
         self.sync = sync
 
     def run(self) -> None:
-        self.refuses(self.asking("live"), "before any weights came")
+        self.refuses(self.asking("live"), "before it has received any")
         self.sync.push(self.backend.updates)
         self.equals_trainside("live", "with the initial weights")
         self.backend.snapshot(SNAPSHOT)
@@ -114,7 +114,7 @@ class _Check:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move every trainable weight."""
+        """Changes every trainable weight."""
         generator = torch.Generator().manual_seed(0)
         for parameter in self.backend.trainable.values():
             parameter.add_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator).to(parameter.device))
@@ -133,7 +133,9 @@ class _Check:
         [theirs] = self.trainside.generate(req).tracks.values()
         assert ours.sample_ids == list(req.sample_ids), f"{self.name}: rows are not in the order of the request {when}"
         versions = set(ours.weight_version.tolist())
-        assert versions == {req.weight_version}, f"{self.name}: rows say versions {versions}, not {req.weight_version}"
+        assert versions == {req.weight_version}, (
+            f"{self.name}: rows have the weight versions {versions}, not {req.weight_version}"
+        )
         assert ours.decoded is not None and theirs.decoded is not None, f"{self.name} decodes nothing"
         for batch, other in ((ours.segment, theirs.segment), (ours.decoded, theirs.decoded)):
             for field, kind, a, b in values_of(batch, other):
@@ -145,22 +147,24 @@ class _Check:
         backwards = list(reversed(range(len(req))))
         for rows in (backwards, backwards[:1]):
             part = self.sampled(req.select(rows)).segment
-            assert equal(part, whole.select(rows)), f"{self.name}: a row's bits depend on its place or its neighbours"
+            assert equal(part, whole.select(rows)), (
+                f"{self.name}: the bits of a row depend on its position or on other rows"
+            )
 
     def survives_sleep(self) -> None:
         req = self.asking("live")
         before = self.sampled(req).segment
         self.engine.sleep()
         self.engine.wake_up()
-        assert equal(self.sampled(req).segment, before), f"{self.name}: other samples after a sleep"
+        assert equal(self.sampled(req).segment, before), f"{self.name}: samples differ after sleep and wake_up"
 
     def assert_close(self, field: str, kind: Kind, ours: Any, theirs: Any, when: str) -> None:
-        """Numbers of rows agree within the tolerance; everything else is equal."""
+        """Per-row numbers agree within the tolerance; all other fields are equal."""
         if field == "logp" and not self.engine.capabilities.behaviour_logp:
             return
         what = {"logp": "log-probs"}.get(field, field)
         if kind in (Kind.SHARED, Kind.OFFSETS) or not isinstance(ours, Tensor):
-            assert same(ours, theirs), f"{self.name}: {what} of the request are not echoed, or differ {when}"
+            assert same(ours, theirs), f"{self.name}: {what} must be those of the request, and differ {when}"
             return
         assert ours.shape == theirs.shape, f"{self.name}: {what} of {list(ours.shape)} {when}, not {list(theirs.shape)}"
         gap = float((ours.float() - theirs.to(ours.device).float()).abs().max())
@@ -168,11 +172,11 @@ class _Check:
 
 
 def values_of(batch: Batch, other: Batch) -> Iterator[tuple[str, Kind, Any, Any]]:
-    """Name, kind, and value in both, of every field."""
+    """(name, kind, value in `batch`, value in `other`) of every field."""
     for name, kind in batch.kinds().items():
         yield name, kind, vars(batch)[name], vars(other)[name]
 
 
 def equal(batch: Batch, other: Batch) -> bool:
-    """Whether all fields are, bit for bit."""
+    """True if all fields are equal, bit for bit."""
     return all(same(a, b) for _, _, a, b in values_of(batch, other))

@@ -1,4 +1,4 @@
-"""The check of a transition kernel: what every kernel promises, and what this one says that it preserves."""
+"""The check of a transition kernel: the contract of every kernel, and the property that this one `preserves`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from unirl.types.protocols import Kernel, Previous, Transition
 
 NUM_STEPS = 10
 MEAN, STD = 0.7, 0.5
-"""The Gaussian data on which exact predictions are known."""
+"""Mean and std of Gaussian data, for which exact predictions are known."""
 
 
 def check_kernel(kernel: Kernel) -> None:
-    """Raises AssertionError, in a sentence, unless `kernel` keeps what every kernel promises and what it `preserves`.
+    """Raises AssertionError, in a sentence, unless `kernel` keeps the contract of kernels and what it `preserves`.
 
-    Promises: equal and hashable by value; a mean linear in x and v, right for noiseless data; float32 for lower
-    precision; a row's bits independent of its batch and of how sigma came; the log_prob of a normal distribution;
-    `has_density` only where std > 0 and never on the last step; with a field `eta`, Euler's step at eta = 0.
+    It is equal and hashable by value. The mean is linear in x and v, and right for data without noise. Inputs of lower
+    precision are computed in float32. The bits of a row do not depend on its batch or on the type of sigma. log_prob is
+    that of a normal distribution. `has_density` is true only if std > 0, and never at the last step. A kernel with a
+    field `eta` takes the Euler step at eta = 0.
     """
     for check in (_by_value, _linear, _dtypes, _density, _row_bits, _log_prob, _euler_without_noise):
         check(kernel)
@@ -35,13 +36,13 @@ def check_kernel(kernel: Kernel) -> None:
 
 
 def schedule_steps() -> list[tuple[float, float]]:
-    """(sigma, sigma_next) of SD3's schedule: from exactly 1 to exactly 0."""
+    """(sigma, sigma_next) of the steps of the SD3 schedule, from exactly 1 to exactly 0."""
     sigmas = SigmaSchedule(shift=3.0).sigmas(NUM_STEPS).tolist()
     return list(pairwise(sigmas))
 
 
 def mean_weights(kernel: Kernel, sigma: float, sigma_next: float) -> tuple[float, float, float]:
-    """(a, b, std) of mean = a x + b v, read off two probes."""
+    """(a, b, std) with mean = a x + b v, measured with two inputs."""
     probes = torch.eye(2, dtype=torch.float64)
     step = kernel.transition(probes[:, :1], probes[:, 1:], sigma, sigma_next)
     (a, b), std = step.mean.flatten().tolist(), float(step.std)
@@ -58,7 +59,7 @@ def _latents(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
     return draws[0].to(dtype), draws[1].to(dtype)
 
 
-# --- what every kernel promises --------------------------------------------------------------------------------------
+# --- the contract of every kernel -------------------------------------------------------------------------------------
 
 
 def _by_value(kernel: Kernel) -> None:
@@ -70,7 +71,7 @@ def _by_value(kernel: Kernel) -> None:
 def _hashable(kernel: Kernel) -> bool:
     try:
         hash(kernel)
-    except TypeError:  # of a field that cannot be hashed
+    except TypeError:  # a field cannot be hashed
         return False
     return True
 
@@ -83,17 +84,17 @@ def _linear(kernel: Kernel) -> None:
         where = f"from sigma={sigma:.4g} to {sigma_next:.4g}"
         _expect(kernel, torch.allclose(mean, a * x + b * v, rtol=0, atol=1e-12), f"the mean {where} is not linear")
         clean = a * (1.0 - sigma) - b  # data at 1, no noise: x = 1 - sigma, v = -1
-        _expect(kernel, abs(clean - (1.0 - sigma_next)) < 1e-12, f"noiseless data {where} leave their path")
+        _expect(kernel, abs(clean - (1.0 - sigma_next)) < 1e-12, f"data without noise leave their path {where}")
 
 
 def _dtypes(kernel: Kernel) -> None:
     sigma, sigma_next = schedule_steps()[3]
-    for given, worked in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
+    for given, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
         x, v = _latents(3, 5, dtype=given)
         step = kernel.transition(x, v, sigma, sigma_next)
-        same = step.mean.dtype == step.std.dtype == worked
-        _expect(kernel, same, f"{given} inputs must be worked on in {worked}, not {step.mean.dtype}")
-        exact = kernel.transition(x.to(worked), v.to(worked), sigma, sigma_next).mean
+        same = step.mean.dtype == step.std.dtype == expected
+        _expect(kernel, same, f"{given} inputs must be computed in {expected}, not {step.mean.dtype}")
+        exact = kernel.transition(x.to(expected), v.to(expected), sigma, sigma_next).mean
         _expect(kernel, torch.equal(step.mean, exact), f"{given} inputs must be converted before any arithmetic")
 
 
@@ -102,14 +103,14 @@ def _row_bits(kernel: Kernel) -> None:
     x, v = _latents(len(steps), 40_000, dtype=torch.float32)
     sigma, sigma_next = (torch.tensor(column) for column in zip(*steps, strict=True))
     batch = kernel.transition(x, v, sigma, sigma_next)
-    _expect(kernel, batch.std.shape == (len(steps),), "std must have one value per row when sigma does")
+    _expect(kernel, batch.std.shape == (len(steps),), "std must have one value per row if sigma has")
     dense = bool((batch.std > 0.0).all())
     for row, (start, end) in enumerate(steps):
         alone = kernel.transition(x[row : row + 1], v[row : row + 1], start, end)
         same = torch.equal(alone.mean[0], batch.mean[row]) and torch.equal(alone.std, batch.std[row])
-        _expect(kernel, same, "a row's mean or std changes bits with its batch, or with sigma as a float or a tensor")
+        _expect(kernel, same, "the bits of mean or std of a row depend on its batch or on the type of sigma")
         same = not dense or torch.equal(alone.log_prob(v[row : row + 1])[0], batch.log_prob(v)[row])
-        _expect(kernel, same, "a row's log_prob changes bits with its batch, or with sigma as a float or a tensor")
+        _expect(kernel, same, "the bits of log_prob of a row depend on its batch or on the type of sigma")
 
 
 def _log_prob(kernel: Kernel) -> None:
@@ -120,12 +121,12 @@ def _log_prob(kernel: Kernel) -> None:
         step = kernel.transition(x, v, sigma, sigma_next)
         x_next = step.sample(x.flip(0)).requires_grad_()
         _expect(kernel, torch.allclose(x_next, step.mean + step.std * x.flip(0)), "sample is not mean + std * noise")
-        found = step.log_prob(x_next)
+        logp = step.log_prob(x_next)
         normal = Normal(step.mean, step.std).log_prob(x_next).mean(1)
         published = -(x_next - step.mean).square().mean(1)
-        same = any(torch.allclose(found, form, rtol=1e-9, atol=1e-12) for form in (normal, published))
+        same = any(torch.allclose(logp, form, rtol=1e-9, atol=1e-12) for form in (normal, published))
         _expect(kernel, same, "log_prob is neither the mean of Normal(mean, std).log_prob nor the bare -(error)^2")
-        _expect(kernel, not found.requires_grad, "log_prob must detach x_next")
+        _expect(kernel, not logp.requires_grad, "log_prob must detach x_next")
 
 
 def _density(kernel: Kernel) -> None:
@@ -151,30 +152,34 @@ def _refuses_log_prob(step: Transition, x_next: Tensor) -> bool:
 def _euler_without_noise(kernel: Kernel) -> None:
     if "eta" not in {field.name for field in fields(kernel)}:  # type: ignore[arg-type]  # a dataclass, as was checked
         return
-    quiet, x_v = replace(kernel, eta=0.0), _latents(3, 5)  # type: ignore[type-var]
+    without_noise, x_v = replace(kernel, eta=0.0), _latents(3, 5)  # type: ignore[type-var]
     for i, (sigma, sigma_next) in enumerate(schedule_steps()):
-        mean = quiet.transition(*x_v, sigma, sigma_next).mean
+        mean = without_noise.transition(*x_v, sigma, sigma_next).mean
         same = torch.allclose(mean, EulerODE().transition(*x_v, sigma, sigma_next).mean, rtol=0, atol=1e-12)
-        _expect(kernel, same and not quiet.has_density(i, NUM_STEPS), "eta = 0 must be Euler's step, without density")
+        _expect(
+            kernel,
+            same and not without_noise.has_density(i, NUM_STEPS),
+            "eta = 0 must be the Euler step, without a density",
+        )
 
 
-# --- what a kernel says it preserves, on Gaussian data ---------------------------------------------------------------
+# --- the properties that a kernel may preserve, on Gaussian data -----------------------------------------------------
 
 
 def gaussian_velocity(x: Tensor, sigma: float) -> Tensor:
-    """The exact velocity at x for data N(MEAN, STD^2)."""
+    """The exact velocity at x, for data N(MEAN, STD^2)."""
     centred, variance = x - (1.0 - sigma) * MEAN, marginal_variance(sigma)
     x0 = MEAN + (1.0 - sigma) * STD**2 / variance * centred
     return sigma / variance * centred - x0
 
 
 def marginal_variance(sigma: float) -> float:
-    """The variance of x at `sigma` for data N(MEAN, STD^2)."""
+    """The variance of x at `sigma`, for data N(MEAN, STD^2)."""
     return (1.0 - sigma) ** 2 * STD**2 + sigma**2
 
 
 def variance_trace(kernel: Kernel, sigmas: list[float]) -> list[float]:
-    """The variance of x at each of `sigmas`, from the exact one at the first, under exact predictions."""
+    """The variance of x at each of `sigmas` with exact predictions, starting from the exact variance."""
     variances = [marginal_variance(sigmas[0])]
     for sigma, sigma_next in pairwise(sigmas):
         a, b, std = mean_weights(kernel, sigma, sigma_next)
@@ -184,7 +189,7 @@ def variance_trace(kernel: Kernel, sigmas: list[float]) -> list[float]:
 
 
 def path(kernel: Kernel, x: Tensor, sigmas: list[float]) -> Tensor:
-    """x at the last of `sigmas`, stepping deterministically under exact predictions."""
+    """x at the last of `sigmas` after deterministic steps with exact predictions."""
     previous = None
     for sigma, sigma_next in pairwise(sigmas):
         v = gaussian_velocity(x, sigma)
@@ -200,9 +205,7 @@ def _uniform(num_steps: int) -> list[float]:
 
 def _falls(kernel: Kernel, error: Callable[[int], float], order: int, what: str) -> None:
     coarse, fine = error(160), error(320)
-    claim = (
-        f"the error of its {what} is {coarse:.2e} in 160 steps and {fine:.2e} in 320: it must fall with order {order}"
-    )
+    claim = f"the error of its {what} is {coarse:.2e} in 160 steps and {fine:.2e} in 320: it must have order {order}"
     _expect(kernel, fine < 1e-10 or fine < coarse * 0.6**order, claim)
 
 
@@ -210,7 +213,7 @@ def _marginals(kernel: Kernel) -> None:
     def error(num_steps: int) -> float:
         sigmas = _uniform(num_steps)
         pairs = zip(variance_trace(kernel, sigmas), map(marginal_variance, sigmas), strict=True)
-        return max(abs(found - exact) for found, exact in pairs)
+        return max(abs(actual - exact) for actual, exact in pairs)
 
     _falls(kernel, error, 1, "marginal variance")
 
@@ -220,7 +223,7 @@ def _noise_level(kernel: Kernel) -> None:
         a, b, std = mean_weights(kernel, sigma, sigma_next)
         c = a * sigma + b  # data at 0, noise at 1: x = sigma, v = 1
         same = abs(c**2 + std**2 - sigma_next**2) < 1e-12
-        _expect(kernel, same, f"kept and fresh noise at sigma_next={sigma_next:.4g} do not add up to its square")
+        _expect(kernel, same, f"c^2 + std^2 is not sigma_next^2 at sigma_next={sigma_next:.4g}")
 
 
 def _posterior(kernel: Kernel) -> None:
@@ -231,12 +234,14 @@ def _posterior(kernel: Kernel) -> None:
         posterior = sigma_next * math.sqrt(1.0 - (decay * sigma_next / sigma) ** 2)
         shares.append(mean_weights(kernel, sigma, sigma_next)[2] / posterior)
     same = max(shares) - min(shares) < 1e-9 and max(shares) < 1.0 + 1e-9
-    _expect(kernel, same, "its std is not one fixed share, at most 1, of the posterior's")
+    _expect(kernel, same, "its std is not a constant fraction, at most 1, of the std of the posterior")
 
 
 def _path(kernel: Kernel) -> None:
     for sigma, sigma_next in schedule_steps():
-        _expect(kernel, mean_weights(kernel, sigma, sigma_next)[2] == 0.0, "a kernel that keeps the path has no noise")
+        _expect(
+            kernel, mean_weights(kernel, sigma, sigma_next)[2] == 0.0, "a kernel that preserves the path has no noise"
+        )
 
     def error(num_steps: int) -> float:
         sigmas = _uniform(num_steps)
@@ -254,4 +259,4 @@ PRESERVES: dict[str, Callable[[Kernel], None]] = {
     "posterior": _posterior,
     "path": _path,
 }
-"""The words a kernel may use, each with its proof."""
+"""The values of `preserves`, each with its check."""

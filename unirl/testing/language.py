@@ -1,4 +1,4 @@
-"""The check of a language model: what sampling, training and weight synchronisation ask of every family."""
+"""The check of a language model: the properties that sampling, training and weight sync need of every family."""
 
 from __future__ import annotations
 
@@ -11,23 +11,47 @@ from torch import Tensor
 from unirl.models.language.pipeline import TextPipeline
 from unirl.testing.bundle import check_facts, check_gradient_flags, expect
 from unirl.testing.engine import equal
-from unirl.testing.text import TRACK, text_params, text_request
-from unirl.types.rollout_req import RolloutReq
+from unirl.types.primitives import Texts
+from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
 NUM_PROMPTS = 3
+TRACK = "text"
+
+
+def text_params(**changes: object) -> ARSamplingParams:
+    """Settings for responses of at most 10 tokens, 4 per prompt."""
+    values: dict[str, object] = {"max_new_tokens": 10, "samples_per_prompt": 4, "max_prompt_tokens": 256}
+    return ARSamplingParams(**(values | changes))  # type: ignore[arg-type]
+
+
+def text_request(prompts: int = 2, params: ARSamplingParams | None = None, step: int = 0) -> RolloutReq:
+    """A training request for `prompts` prompts of different lengths."""
+    params = params or text_params()
+    groups = [f"p{i}@0" for i in range(prompts)]
+    return RolloutReq(
+        sample_ids=groups,
+        group_ids=groups,
+        primitives={"text": Texts(texts=[f"How much is {10**i} + {i}?" for i in range(prompts)])},
+        metadata=[{"answer": str(10**i + i)} for i in range(prompts)],
+        tracks={TRACK: TrackSpec(sampling=params)},
+        purpose="r",
+        step=step,
+        weights="live",
+        weight_version=0,
+    ).expand(params.samples_per_prompt)
 
 
 def check_language_model(pipeline: TextPipeline[Any], *, atol: float = 1e-5) -> None:
-    """Raises AssertionError, in a sentence, unless the model behind `pipeline` keeps what every family promises.
+    """Raises AssertionError, in a sentence, unless the model behind `pipeline` has the properties of every family.
 
-    Promises: facts that name real blocks and layers, and the vocabulary's size; only the trained module wants
-    gradients; the bits of a response independent of how many are made at once, of order and of neighbours; replay on
-    unchanged weights equal to sampling within `atol`, and bit for bit independent of what is packed together; log-probs
-    of the tempered distribution before top_k and top_p; gradients in every trained block; a canary that every block
-    has a say in.
+    The facts name existing blocks and layers and the size of the vocabulary. Only the trained module requires
+    gradients. The bits of a response do not depend on the number of slots, on order or on other rows. Replay on
+    unchanged weights equals sampling within `atol`, and its bits do not depend on the rows packed together. Log-probs
+    are those of the tempered distribution before top_k and top_p. Every trained block gets gradients and
+    affects the canary.
     """
     rollout = _Rollouts(pipeline)
     check_facts(pipeline)
@@ -64,21 +88,21 @@ def _replayed(pipeline: TextPipeline[Any], track: RolloutTrack) -> Tensor:
 
 
 def _vocabulary(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
-    found = pipeline.stage.canary(pipeline.canary_inputs()).values.shape[-1]
-    expect(found == pipeline.facts.vocab_size, f"facts.vocab_size={pipeline.facts.vocab_size}, the logits are {found}")
+    width = pipeline.stage.canary(pipeline.canary_inputs()).values.shape[-1]
+    expect(width == pipeline.facts.vocab_size, f"facts.vocab_size={pipeline.facts.vocab_size}, the logits have {width}")
     highest = int(_segment(rollout()).tokens.max())
-    expect(highest < pipeline.facts.vocab_size, f"token {highest} was sampled, which the network has no row for")
+    expect(highest < pipeline.facts.vocab_size, f"the sampled token {highest} is not in the vocabulary")
 
 
 def _row_bits(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
     whole = _segment(rollout(6))
     for slots in (1, 2, 3, 8):
-        expect(equal(_segment(rollout(slots)), whole), f"{slots} responses at a time give other bits than 6")
+        expect(equal(_segment(rollout(slots)), whole), f"the bits of responses differ between {slots} slots and 6")
     order = [3, 0, 5, 1, 4, 2]
     permuted = _segment(rollout(4, lambda req: req.select(order)))
-    expect(equal(permuted, whole.select(order)), "a permuted request gives other bits")
+    expect(equal(permuted, whole.select(order)), "the bits of responses depend on the order of rows")
     alone = _segment(rollout(4, lambda req: req.slice(2, 3)))
-    expect(equal(alone, whole.slice(2, 3)), "a response alone has other bits")
+    expect(equal(alone, whole.slice(2, 3)), "the bits of a response depend on other rows")
 
 
 def _replay(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
@@ -98,8 +122,8 @@ def _truncation(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) ->
     for change in ({"top_k": 1}, {"top_p": 0.1}, {"temperature": 0.7, "top_k": 3}):
         track = rollout(params=text_params(samples_per_prompt=2, **change))
         gap = float((_replayed(pipeline, track) - _segment(track).logp).abs().max())
-        said = ", ".join(f"{name}={value}" for name, value in change.items())
-        expect(gap <= atol, f"with {said}, log-probs are not those of the tempered distribution before truncation")
+        settings = ", ".join(f"{name}={value}" for name, value in change.items())
+        expect(gap <= atol, f"with {settings}, log-probs are not those of the tempered distribution before truncation")
 
 
 def _gradients(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
@@ -118,11 +142,11 @@ def _canary(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> Non
     before = pipeline.stage.canary(inputs).values
     for block in _blocks(pipeline):
         weight = max(module.get_submodule(block).parameters(), key=torch.numel)
-        kept = weight.clone()
+        original = weight.clone()
         weight.mul_(1.5)
         changed = not torch.equal(pipeline.stage.canary(inputs).values, before)
-        weight.copy_(kept)
-        expect(changed, f"the canary does not notice other weights in block {block}")
+        weight.copy_(original)
+        expect(changed, f"the canary does not change with the weights of block {block}")
 
 
 def _blocks(pipeline: TextPipeline[Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures of words, for what reads them: drawn with the fonts inside Pillow and OpenCV, so that no file is needed."""
+"""Images of words, for tests of OCR, drawn with the fonts inside Pillow and OpenCV, so that no file is needed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ink = NDArray[np.uint8]
-"""[H, W] how much of each pixel is ink, 0 to 255."""
+"""[H, W] coverage of each pixel by ink, 0 to 255."""
 
 
 def ink_of(font_file: str | None) -> Callable[[str, int], Ink]:
-    """How a font file writes; None: the outline font inside Pillow."""
+    """A function that draws text with a font file. None = the outline font inside Pillow."""
 
     def draw(text: str, height: int) -> Ink:
         from PIL import Image, ImageDraw, ImageFont
@@ -29,7 +29,7 @@ def ink_of(font_file: str | None) -> Callable[[str, int], Ink]:
 
 
 def _typewriter(text: str, height: int) -> Ink:
-    """Pillow's bitmap font, 11 pixels high, each pixel a block."""
+    """Text in the bitmap font of Pillow, 11 pixels high, with each pixel enlarged to a block."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default_imagefont()
@@ -60,7 +60,7 @@ FONTS: dict[str, Callable[[str, int], Ink]] = {
     "heavy": _opencv("FONT_HERSHEY_TRIPLEX"),
     "slanted": _opencv("FONT_HERSHEY_SIMPLEX", "FONT_ITALIC"),
 }
-"""Text as ink, cut to its size, for a letter height in pixels; `plain`, `heavy` and `slanted` need OpenCV."""
+"""Functions from text and letter height in pixels to ink. `plain`, `heavy` and `slanted` need OpenCV."""
 
 BLACK_ON_WHITE = ((0, 0, 0), (255, 255, 255))
 
@@ -74,11 +74,11 @@ def lettered(
     colors: tuple[tuple[int, int, int], tuple[int, int, int]] = BLACK_ON_WHITE,
     turn: float = 0.0,
 ) -> Tensor:
-    """[3, size, size] in [0, 1] of lines below each other, in the middle of a plain ground.
+    """[3, size, size] in [0, 1], an image of `lines` centred on a plain background.
 
     Args:
-        colors: ink and ground, red green blue.
-        turn: degrees against the clock.
+        colors: (red, green, blue) of ink and background.
+        turn: rotation in degrees, counterclockwise.
 
     Raises:
         ValueError: the text does not fit.

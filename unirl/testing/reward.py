@@ -1,4 +1,4 @@
-"""What every scorer must keep, for a scorer of your own too."""
+"""The check of a scorer: a score depends on its own row alone, and a gradient is that of the score."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 
 def check_reward(scorer: Scorer, request: RewardRequest, *, atol: float = 1e-5) -> RewardResponse:
-    """The scores of `request`, after checking that they are finite, as many as the rows, and each row's own.
+    """The scores of `request`. Raises AssertionError or RewardError if the scorer breaks its contract.
 
-    A row's score must not depend on its place, on its neighbours, on how many there are, or on an earlier call.
-    `request` holds at least three rows that differ. Raises AssertionError naming what was broken, or RewardError.
+    Scores must be finite, one per row. The score of a row must not depend on its position, on other rows, on the size
+    of the batch or on an earlier call. `request` has at least three different rows.
     """
     count = len(request)
-    assert count >= 3, f"check_reward needs at least 3 rows that differ, got {count}"
+    assert count >= 3, f"check_reward needs at least 3 different rows, got {count}"
     name = name_of(scorer)
     answer = checked_score(scorer, request, name)
     reversed_rows = list(reversed(range(count)))
@@ -24,7 +24,7 @@ def check_reward(scorer: Scorer, request: RewardRequest, *, atol: float = 1e-5) 
         "a second call": [list(range(count))],
         "the order of rows": [reversed_rows],
         "the size of the batch": [[row] for row in range(count)],
-        "its neighbours": [reversed_rows[: count // 2], reversed_rows[count // 2 :]],
+        "other rows of the batch": [reversed_rows[: count // 2], reversed_rows[count // 2 :]],
     }
     for what, parts in orders.items():
         for rows in parts:
@@ -47,22 +47,21 @@ def _assert_same(answer: RewardResponse, again: RewardResponse, rows: list[int],
 
 
 def check_gradient(scorer: Scorer, request: RewardRequest, *, rtol: float = 0.05, gap: float = 0.05) -> None:
-    """That `objective` is `score` on pictures that are not rounded, and that its gradient is one.
+    """Raises AssertionError or RewardError unless `objective` equals `score` and has the right gradient.
+
+    `objective` gets images that are not rounded to uint8 levels.
 
     Args:
-        rtol: how far the gradient along a direction may be from central differences, as a share of the largest.
-        gap: how far objective and score may be apart, as a share of max(1, |score|): the score's own processing may
-            round.
-
-    Raises AssertionError naming what was broken, or RewardError.
+        rtol: allowed difference between directional derivatives and central differences, relative to the largest.
+        gap: allowed difference between objective and score, relative to max(1, |score|), since `score` may round.
     """
     name = name_of(scorer)
-    assert request.images is not None, "check_gradient needs pictures"
+    assert request.images is not None, "check_gradient needs images"
     prompts = list(request.prompts or [""] * len(request))
     scores = checked_score(scorer, request, name).total
-    found = objective_of(scorer, request.images, prompts).detach().float().cpu()
-    apart = ((found - scores).abs() / scores.abs().clamp(min=1.0)).max()
-    assert float(apart) <= gap, f"{name}: objective is {float(apart):.3g} away from score, on the same pictures"
+    objectives = objective_of(scorer, request.images, prompts).detach().float().cpu()
+    apart = ((objectives - scores).abs() / scores.abs().clamp(min=1.0)).max()
+    assert float(apart) <= gap, f"{name}: objective and score differ by {float(apart):.3g} on the same images"
 
     inside = 0.25 + 0.5 * request.images  # differences must not leave [0, 1]
     direction = torch.randn(inside.shape, generator=torch.Generator().manual_seed(0)).sign()
@@ -76,9 +75,9 @@ def check_gradient(scorer: Scorer, request: RewardRequest, *, rtol: float = 0.05
     slope = (ahead - behind) / (2 * STEP)
     off = (along - slope).abs().max() / slope.abs().max().clamp(min=1e-6)
     assert float(off) <= rtol, (
-        f"{name}: the gradient along a direction is {along.tolist()}, central differences say {slope.tolist()}"
+        f"{name}: the directional derivative is {along.tolist()}, but central differences are {slope.tolist()}"
     )
 
 
 STEP = 1e-3
-"""Of central differences, in units of a picture's range."""
+"""Step of the central differences, for pixels in [0, 1]."""

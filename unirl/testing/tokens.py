@@ -1,7 +1,7 @@
-"""A policy over tokens that is a table, so that every probability is known, and rollouts of it.
+"""A toy policy over tokens: a table of logits, so that every probability is known, and rollouts of it.
 
 stage = token_stage()                      logits by prompt and previous token, over a vocabulary of 5
-track = token_track(stage, prompts=2)      4 samples per prompt: ragged rows, context tokens, log-probs, rewards
+track = token_track(stage, prompts=2)      4 samples per prompt: different lengths, context tokens, rewards
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import TextSegment
 
 END = 0
-"""The token that ends a response; it is sampled and trained as any other."""
+"""The token that ends a response. It is sampled and trained like any other."""
 CONTEXT = 2
-"""The position that is context in every response of `token_track`, as what a tool answers would be."""
+"""The position of a context token in every response of `token_track`, like the answer of a tool."""
 
 
 @dataclass(kw_only=True, eq=False)
 class PromptNumber(Batch):
-    """Which prompt a row answers."""
+    """The number of the prompt of each row."""
 
     number: Tensor = row()  # [B] int64
 
 
 class TokenTable(nn.Module):
-    """Logits of the next token by prompt and previous token; before the first stands the token number V."""
+    """Logits of the next token by prompt and previous token. The previous token of the first one is V."""
 
     def __init__(self, vocabulary: int = 5, prompts: int = 4) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class TokenTable(nn.Module):
         self.table = nn.Parameter(torch.zeros(self.shape))
 
     def forward(self, prompt: Tensor, previous: Tensor) -> Tensor:
-        """[N, V] from prompts [N] and previous tokens [N]."""
+        """[N, V] logits for prompts [N] and previous tokens [N]."""
         return self.table[prompt, previous]
 
     @property
     def facts(self) -> LatentFacts:
-        """What a train backend asks of a bundle."""
+        """Facts, which a train backend needs of a bundle."""
         return toy_facts(batch_multiple=1)
 
     def trainable(self) -> nn.Module:
@@ -61,22 +61,22 @@ class TokenTable(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSampling:
-    """How responses are sampled."""
+    """Sampling settings of the toy."""
 
     max_new_tokens: int = 6
     temperature: float = 1.0
     top_p: float = 1.0
-    """Keep the likeliest tokens, of those that top_k leaves, until their share reaches this."""
+    """Of the tokens that top_k keeps, keep the most likely ones until their probabilities sum to this."""
     top_k: int = 0
-    """Keep so many of the likeliest tokens; 0 = all."""
+    """Keep this number of the most likely tokens; 0 = all."""
     ends: bool = True
-    """A response ends after END; otherwise all have max_new_tokens."""
+    """A response ends after END. If false, all have max_new_tokens."""
 
 
 class TableStage:
-    """A `TokenStage` over a table: samples, and replays.
+    """A `TokenStage` over a table.
 
-    Its hidden state is which line of the table is read, one-hot, and the line.
+    Its hidden state is the one-hot index of the line of the table that is read, and the line itself.
     """
 
     def __init__(self, table: TokenTable) -> None:
@@ -132,12 +132,12 @@ class TableStage:
         )
 
     def _values(self, prompt: Tensor, previous: Tensor, logits: Tensor, gradient: ValueGradient) -> Tensor:
-        """[N] what the head says of the states."""
+        """[N] values of the states."""
         assert self.value_head is not None, "a stack whose loss needs a value head provides it"
         prompts, lines, _ = self.table.shape
         line = one_hot(prompt * lines + previous, prompts * lines)
-        said: Tensor = self.value_head(torch.cat([line, logits if gradient == "policy" else logits.detach()], dim=1))
-        return said
+        values: Tensor = self.value_head(torch.cat([line, logits if gradient == "policy" else logits.detach()], dim=1))
+        return values
 
     def _logps(self, prompt: Tensor, previous: Tensor, temperature: float) -> Tensor:
         """[N, V] log-probs of the tempered distribution."""
@@ -153,13 +153,13 @@ class TableStage:
 
 
 def truncated(probabilities: Tensor, params: TokenSampling) -> Tensor:
-    """[N, V] the distribution that is sampled: the likeliest tokens that top_k and then top_p keep, renormalised."""
+    """[N, V] the sampling distribution: the most likely tokens that top_k and then top_p keep, renormalised."""
     kept = decoding.top_k_top_p(probabilities, params.top_k, params.top_p)
     return kept / kept.sum(1, keepdim=True)
 
 
 def token_table(seed: int = 0, vocabulary: int = 5, prompts: int = 4) -> TokenTable:
-    """A table of normal logits that depend on the seed alone."""
+    """A table of normal logits, which depend on the seed alone."""
     table = TokenTable(vocabulary, prompts)
     with torch.no_grad():
         table.table.normal_(generator=torch.Generator().manual_seed(seed))
@@ -167,7 +167,7 @@ def token_table(seed: int = 0, vocabulary: int = 5, prompts: int = 4) -> TokenTa
 
 
 def token_stage(seed: int = 0, **shape: int) -> TableStage:
-    """A stage over a fresh table, which is `stage.table`."""
+    """A stage over a new table, which is `stage.table`."""
     return TableStage(token_table(seed, **shape))
 
 
@@ -180,10 +180,10 @@ def token_track(
     step: int = 0,
     context: int | None = CONTEXT,
 ) -> RolloutTrack:
-    """A scored rollout of `stage`: the reward is the share of tokens 1, the advantage is it less the mean.
+    """A rollout of `stage`. The reward is the fraction of tokens equal to 1, the advantage is it minus its mean.
 
     Args:
-        context: the position in every row that is no sampled token; absent = all are.
+        context: the position of the context token in every row; None = all tokens are sampled.
     """
     groups = [f"p{i}@{step}" for i in range(prompts) for _ in range(siblings)]
     ids = [f"{group}:{i % siblings}" for i, group in enumerate(groups)]
@@ -191,7 +191,7 @@ def token_track(
     segment = stage.sample(conditions, params or TokenSampling(), NoiseSource(seed, "r", step), ids)
     if context is not None:
         segment = segment.replace(loss_mask=positions(segment) != context)
-    rewards = torch.stack([(piece == 1).float().mean() for piece in segment.tokens.split(segment.lengths.tolist())])
+    rewards = torch.stack([(row == 1).float().mean() for row in segment.tokens.split(segment.lengths.tolist())])
     return RolloutTrack(
         sample_ids=ids,
         group_ids=groups,
@@ -205,7 +205,7 @@ def token_track(
 
 
 def positions(segment: TextSegment) -> Tensor:
-    """[sum L] the place of each token in its row."""
+    """[sum L] the position of each token in its row."""
     places = torch.arange(len(segment.tokens)) - segment.offsets[:-1].repeat_interleave(segment.lengths)
     return places.to(segment.tokens.device)
 

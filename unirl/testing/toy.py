@@ -1,8 +1,8 @@
-"""A whole denoising model of a few hundred weights, without any library, for tests of what works on models.
+"""A complete denoising model with a few hundred weights that needs no other library, for tests.
 
 stage = toy_stage()                        an MLP velocity field on [B, 3, 4, 4] latents
 track = toy_track(stage, prompts=2)        a rollout of it: 4 samples per prompt, conditions, segment, log-probs
-ToyPipeline(ToyBundle())                   prompts in, 4x4 pictures out
+ToyPipeline(ToyBundle())                   prompts in, 4 x 4 images out
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEXT_WIDTH = 4
 
 
 class ToyBlock(nn.Module):
-    """One residual layer, wrapped and checkpointed like a transformer's block."""
+    """One residual layer. It is sharded and checkpointed like the block of a transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,17 +62,17 @@ class ToyDenoiser(nn.Module):
         hidden = self.input_layer(torch.cat([x.flatten(1), sigma[:, None], pooled], dim=1))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.output_layer(hidden).view_as(x).clone()  # FSDP2 hooks what a root gives back, and warns of views
+        return self.output_layer(hidden).view_as(x).clone()  # FSDP2 hooks the root's output and warns about views
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """The contract of `Denoiser`: one forward."""
+        """Implements `Denoiser.velocity`."""
         text = conditions["text"]
         assert isinstance(text, TextEmbedCondition) and text.pooled is not None
         return self(x, sigma, text.pooled).float()
 
 
 def toy_facts(batch_multiple: int = 4) -> LatentFacts:
-    """Facts of the toy: 3 x 4 x 4 latents that are pictures."""
+    """Facts of the toy: its latents are images of 3 x 4 x 4."""
     return LatentFacts(
         family="toy",
         trainable_attr="denoiser",
@@ -97,19 +97,19 @@ def toy_denoiser(seed: int = 0, **shape: int) -> ToyDenoiser:
 
 
 def toy_stage(seed: int = 0, **shape: int) -> DiffusionStage:
-    """A stage over a fresh denoiser, which is `stage.denoiser`."""
+    """A stage over a new denoiser, which is `stage.denoiser`."""
     return DiffusionStage(toy_denoiser(seed, **shape), toy_facts())
 
 
 def toy_text(texts: Sequence[str]) -> TextEmbedCondition:
-    """Embeddings in [-1, 1] that are a hash of each text."""
+    """Embeddings in [-1, 1], computed from a hash of each text."""
     digests = [blake2b(text.encode(), digest_size=TEXT_WIDTH).digest() for text in texts]
     pooled = torch.tensor([[byte / 127.5 - 1 for byte in digest] for digest in digests])
     return TextEmbedCondition(embeds=pooled[:, None], pooled=pooled)
 
 
 def toy_conditions(texts: Sequence[str], guidance_scale: float = 1.0) -> Conditions:
-    """What the toy is conditioned on."""
+    """The conditions of the toy for `texts`."""
     conditions: Conditions = {"text": toy_text(texts)}
     if guidance_scale != 1.0:
         conditions[NEGATIVE + "text"] = toy_text([""] * len(texts))
@@ -117,7 +117,7 @@ def toy_conditions(texts: Sequence[str], guidance_scale: float = 1.0) -> Conditi
 
 
 def toy_params(kernel: Kernel | None = None, **changes: object) -> DiffusionSamplingParams:
-    """Pinned parameters: 5 steps, of which 0, 1 and 3 are stochastic, 4 samples per prompt."""
+    """Pinned settings: 5 denoising steps, of which 0, 1 and 3 are stochastic, and 4 samples per prompt."""
     values: dict[str, object] = {
         "kernel": kernel or FlowSDEStrategy(),
         "num_inference_steps": 5,
@@ -133,7 +133,7 @@ def toy_params(kernel: Kernel | None = None, **changes: object) -> DiffusionSamp
 
 
 def toy_request(prompts: int = 2, params: DiffusionSamplingParams | None = None, step: int = 0) -> RolloutReq:
-    """A training request for `prompts` prompts, siblings adjacent."""
+    """A training request for `prompts` prompts."""
     params = params or toy_params()
     groups = [f"p{i}@0" for i in range(prompts)]
     return RolloutReq(
@@ -152,7 +152,7 @@ def toy_request(prompts: int = 2, params: DiffusionSamplingParams | None = None,
 def toy_track(
     stage: DiffusionStage, prompts: int = 2, params: DiffusionSamplingParams | None = None, step: int = 0
 ) -> RolloutTrack:
-    """A scored rollout of `stage`: the reward is minus the sample's mean square, the advantage is it less the mean."""
+    """A rollout of `stage`. The reward is minus the mean square of the sample, the advantage is it minus its mean."""
     params = params or toy_params()
     req = toy_request(prompts, params, step)
     texts = req.primitives["text"]
@@ -185,14 +185,14 @@ class _HashEncoder:
         return toy_text(texts)
 
 
-class _PictureDecoder:
+class _ImageDecoder:
     components: tuple[str, ...] = ()
 
     def decode(self, latents: Tensor) -> Tensor:
         return (latents / 2 + 0.5).clamp(0, 1)
 
 
-class _PictureEncoder:
+class _ImageEncoder:
     components: tuple[str, ...] = ()
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _PictureEncoder:
 
 
 class ToyBundle(DiffusionBundle):
-    """The toy as a checkpoint; recipes of tests name it as a target."""
+    """The toy as a bundle. Recipes in tests use it as a target."""
 
     toy: ClassVar[Mapping[str, object]] = {}
 
@@ -229,12 +229,12 @@ class ToyBundle(DiffusionBundle):
     def text_encoder(self) -> _HashEncoder:
         return _HashEncoder()
 
-    def decoder(self) -> _PictureDecoder:
-        return _PictureDecoder()
+    def decoder(self) -> _ImageDecoder:
+        return _ImageDecoder()
 
-    def encoder(self) -> _PictureEncoder:
-        return _PictureEncoder()
+    def encoder(self) -> _ImageEncoder:
+        return _ImageEncoder()
 
 
 class ToyPipeline(DiffusionPipeline[ToyBundle]):
-    """The general pipeline over the toy."""
+    """The general pipeline with the toy bundle."""

@@ -18,6 +18,7 @@ from unirl.types.primitives import Images, MediaRef, PromptImages, Texts, Videos
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
 
 PROMPTS = ("a red circle", "a blue square on the left", "")
 
@@ -72,7 +73,9 @@ class _Rollouts:
             refs.append(tuple(MediaRef("image", "condition", str(path)) for path in paths))
         return refs
 
-    def __call__(self, chunk_size: int, order: Callable[[RolloutReq], RolloutReq] = lambda req: req) -> RolloutTrack:
+    def __call__(
+        self, chunk_size: int, order: Callable[[RolloutReq], RolloutReq] = lambda req: req
+    ) -> RolloutTrack[LatentSegment]:
         groups = [f"p{i}@0" for i in range(len(PROMPTS))]
         primitives: dict[str, Batch] = {"text": Texts(texts=list(PROMPTS))}
         if any(self.prompt_images):
@@ -92,7 +95,7 @@ class _Rollouts:
             return self.pipeline.generate(order(req), chunk_size).tracks["image"]
 
 
-def rollout_of(pipeline: DiffusionPipeline, params: DiffusionSamplingParams) -> RolloutTrack:
+def rollout_of(pipeline: DiffusionPipeline, params: DiffusionSamplingParams) -> RolloutTrack[LatentSegment]:
     """Two samples of each prompt of the checks, with condition images if the model needs any."""
     with TemporaryDirectory() as folder:
         return _Rollouts(pipeline, params, Path(folder))(8)
@@ -171,7 +174,7 @@ def _row_bits(pipeline: DiffusionPipeline, rollout: _Rollouts) -> None:
     _expect_equal(rollout(4, lambda req: req.slice(2, 3)), whole.slice(2, 3), "a row alone gives other bits")
 
 
-def _expect_equal(actual: RolloutTrack, expected: RolloutTrack, claim: str) -> None:
+def _expect_equal(actual: RolloutTrack[LatentSegment], expected: RolloutTrack[LatentSegment], claim: str) -> None:
     same = torch.equal(actual.segment.latents, expected.segment.latents)
     same = same and torch.equal(actual.segment.logp, expected.segment.logp)
     expect(same and torch.equal(_pixels_of(actual), _pixels_of(expected)), claim)

@@ -71,43 +71,38 @@ class _Rollouts:
         slots: int = 4,
         order: Callable[[RolloutReq], RolloutReq] = lambda req: req,
         params: ARSamplingParams | None = None,
-    ) -> RolloutTrack:
+    ) -> RolloutTrack[TextSegment]:
         with torch.no_grad():
             req = text_request(NUM_PROMPTS, params or text_params(samples_per_prompt=2))
             return self.pipeline.generate(order(req), slots).tracks[TRACK]
 
 
-def _segment(track: RolloutTrack) -> TextSegment:
-    assert isinstance(track.segment, TextSegment)
-    return track.segment
-
-
-def _replayed(pipeline: TextPipeline[Any], track: RolloutTrack) -> Tensor:
+def _replayed(pipeline: TextPipeline[Any], track: RolloutTrack[TextSegment]) -> Tensor:
     with torch.no_grad():
-        return pipeline.stage.replay(track.conditions, _segment(track)).logp
+        return pipeline.stage.replay(track.conditions, track.segment).logp
 
 
 def _vocabulary(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
     width = pipeline.stage.canary(pipeline.canary_inputs()).values.shape[-1]
     expect(width == pipeline.facts.vocab_size, f"facts.vocab_size={pipeline.facts.vocab_size}, the logits have {width}")
-    highest = int(_segment(rollout()).tokens.max())
+    highest = int(rollout().segment.tokens.max())
     expect(highest < pipeline.facts.vocab_size, f"the sampled token {highest} is not in the vocabulary")
 
 
 def _row_bits(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
-    whole = _segment(rollout(6))
+    whole = rollout(6).segment
     for slots in (1, 2, 3, 8):
-        expect(equal(_segment(rollout(slots)), whole), f"the bits of responses differ between {slots} slots and 6")
+        expect(equal(rollout(slots).segment, whole), f"the bits of responses differ between {slots} slots and 6")
     order = [3, 0, 5, 1, 4, 2]
-    permuted = _segment(rollout(4, lambda req: req.select(order)))
+    permuted = rollout(4, lambda req: req.select(order)).segment
     expect(equal(permuted, whole.select(order)), "the bits of responses depend on the order of rows")
-    alone = _segment(rollout(4, lambda req: req.slice(2, 3)))
+    alone = rollout(4, lambda req: req.slice(2, 3)).segment
     expect(equal(alone, whole.slice(2, 3)), "the bits of a response depend on other rows")
 
 
 def _replay(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
     track = rollout()
-    gap = float((_replayed(pipeline, track) - _segment(track).logp).abs().max())
+    gap = float((_replayed(pipeline, track) - track.segment.logp).abs().max())
     expect(gap <= atol, f"replay differs from the log-probs of sampling by {gap:.3g} ({atol:g} is allowed)")
 
 
@@ -121,14 +116,14 @@ def _packing(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> No
 def _truncation(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
     for change in ({"top_k": 1}, {"top_p": 0.1}, {"temperature": 0.7, "top_k": 3}):
         track = rollout(params=text_params(samples_per_prompt=2, **change))
-        gap = float((_replayed(pipeline, track) - _segment(track).logp).abs().max())
+        gap = float((_replayed(pipeline, track) - track.segment.logp).abs().max())
         settings = ", ".join(f"{name}={value}" for name, value in change.items())
         expect(gap <= atol, f"with {settings}, log-probs are not those of the tempered distribution before truncation")
 
 
 def _gradients(pipeline: TextPipeline[Any], rollout: _Rollouts, atol: float) -> None:
     track, module = rollout(), pipeline.bundle.trainable()
-    logp = pipeline.stage.replay(track.conditions, _segment(track)).logp
+    logp = pipeline.stage.replay(track.conditions, track.segment).logp
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(logp.sum(), list(parameters.values()), allow_unused=True)
     moved = {name for name, g in zip(parameters, gradients, strict=True) if g is not None and bool(g.abs().sum() > 0)}

@@ -179,7 +179,7 @@ def token_track(
     seed: int = 42,
     step: int = 0,
     context: int | None = CONTEXT,
-) -> RolloutTrack:
+) -> RolloutTrack[TextSegment]:
     """A rollout of `stage`. The reward is the fraction of tokens equal to 1, the advantage is it minus its mean.
 
     Args:

@@ -31,6 +31,7 @@ from unirl.types.protocols import Kernel
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
 
 CHANNELS = 3
 SIDE = 4
@@ -151,7 +152,7 @@ def toy_request(prompts: int = 2, params: DiffusionSamplingParams | None = None,
 
 def toy_track(
     stage: DiffusionStage, prompts: int = 2, params: DiffusionSamplingParams | None = None, step: int = 0
-) -> RolloutTrack:
+) -> RolloutTrack[LatentSegment]:
     """A rollout of `stage`. The reward is minus the mean square of the sample, the advantage is it minus its mean."""
     params = params or toy_params()
     req = toy_request(prompts, params, step)

@@ -127,7 +127,7 @@ def test_workers_that_score_in_turns_or_while_drawing_change_no_number(tmp_path,
 
 
 def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:
-    with pytest.raises(ConfigError, match=r"reward_parts=2.*sits with rollout on device 0.*placement\.reward=cpu"):
+    with pytest.raises(ConfigError, match=r"reward_parts=2.*shares device 0 with rollout.*placement\.reward=cpu"):
         preflight(load("diffusion/sd3_trainside", ["scale=toy", "reward_parts=2"]))
 
 

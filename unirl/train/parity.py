@@ -13,7 +13,7 @@ from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
 
 GAP_METRIC = "rollout/parity_absdiff_max"
-"""What the anchor pass of every rollout measures."""
+"""The metric that the anchor pass of every rollout measures."""
 
 RATIO, SPREAD, GAP = "ratio_mean", "ratio_std", "absdiff_max"
 

@@ -214,7 +214,7 @@ class TrainStack:
                 f"{stats.skipped_in_a_row} updates in a row were not finite (after update {self.backend.updates}; loss "
                 f"{float(loss):g}, gradient norm {stats.grad_norm:g}, first in {stats.culprit}). Nothing of them was "
                 "applied. Lower optimizer_cfg.learning_rate or algorithm.clip_range, and look at the rewards of the "
-                "last steps; stack.max_nonfinite_updates says how many are borne"
+                "last steps; raise stack.max_nonfinite_updates to tolerate more"
             )
 
 
@@ -264,13 +264,13 @@ class Micro:
 
     rows: tuple[int, ...]
     is_fill: bool = False
-    """Copies of rows of another one, to be weighted 0: they keep a rank in step with the others."""
+    """True for copies of another micro-batch at weight 0, so that every rank runs equally many forwards."""
 
 
 def within_budget(costs: Sequence[int], budget: int, together: int) -> list[Micro]:
-    """Few micro-batches of at most `budget`, costly rows first. A bundle that costs more is one by itself.
+    """Pack rows into few micro-batches of at most `budget`, by first-fit decreasing. A larger bundle is packed alone.
 
-    First-fit decreasing: at most 11/9 of the fewest possible, and one.
+    The number of micro-batches is at most 11/9 of the minimum, plus one.
 
     Args:
         costs: of each row, >= 0.
@@ -291,7 +291,7 @@ def within_budget(costs: Sequence[int], budget: int, together: int) -> list[Micr
 
 
 def as_many(micros: Sequence[Micro], count: int, costs: Sequence[int], together: int) -> list[Micro]:
-    """The micro-batches in exactly `count` pieces: the costliest are halved, and where none can be, fill follows."""
+    """Turn the micro-batches into exactly `count`: halve the costliest, then add copies at weight 0 as padding."""
     pieces = list(micros)
     while len(pieces) < count:
         largest = max(pieces, key=lambda micro: (len(micro.rows) > together, _cost(micro, costs)))

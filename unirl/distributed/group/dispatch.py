@@ -79,9 +79,9 @@ def remote_methods(role: type) -> dict[str, Dispatch]:
     """The methods of a role class that cross a process boundary. An override keeps the mark of what it overrides."""
     marks: dict[str, Dispatch] = {}
     for cls in reversed(role.__mro__):
-        for name, member in vars(cls).items():
-            if isfunction(member) and "dispatch" in vars(member):
-                marks[name] = vars(member)["dispatch"]
+        for name, attribute in vars(cls).items():
+            if isfunction(attribute) and "dispatch" in vars(attribute):
+                marks[name] = vars(attribute)["dispatch"]
     return marks
 
 

@@ -1,4 +1,4 @@
-"""What a train backend does for the stack and the trainer: weights that step, and named copies of them."""
+"""The contract of a train backend: trainable weights, optimizer steps, named snapshots and checkpoints."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class LrSchedulerConfig:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What one call of `step` did."""
+    """The result of one call of `step`."""
 
     grad_norm: float
     """Before clipping."""
@@ -120,7 +120,7 @@ class TrainBackend(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where rows must be to be trained on."""
+        """The device on which rows must be for training."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -198,12 +198,12 @@ class TrainBackend(ABC):
     @broadcast
     @abstractmethod
     def load(self, directory: str) -> None:
-        """Take over what `save` wrote, bit for bit; CheckpointError if anything is missing, damaged or does not fit."""
+        """Restore what `save` wrote, bit for bit. Raises CheckpointError if a part is missing, damaged or does not fit."""
 
     @broadcast
     @abstractmethod
     def load_policy(self, directory: str) -> None:
-        """Take over the weights and snapshots that `save` wrote, to look at or to export: not what training needs."""
+        """Restore only the weights and snapshots that `save` wrote, for evaluation and export."""
 
     @broadcast
     @abstractmethod

@@ -350,7 +350,7 @@ def _is_valid(checkpoint: Checkpoint) -> bool:
 
 
 def _is_abandoned(lock: Path) -> bool:
-    """Whether the process that made `lock` is gone: the system drops a dead process's lock at once."""
+    """True when the process that made `lock` is gone: the system releases the lock of a dead process at once."""
     try:
         descriptor = os.open(lock, os.O_RDWR)
     except FileNotFoundError:

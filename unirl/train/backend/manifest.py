@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, written beside it, so that damage is seen before anything is loaded.
+"""The manifest of a checkpoint folder, with which damage is detected before anything is loaded.
 
 MANIFEST.json lists every file with its size and SHA-256, and carries a SHA-256 of its own canonical text: a flipped bit
 anywhere, in a file or in the list, is a problem in plain words.

@@ -1,4 +1,4 @@
-"""How the trained parameters lie on the ranks of a role: whole on one rank, in shards (FSDP2) on several.
+"""The layout of the trained parameters on the ranks of a role: whole on one rank, in shards (FSDP2) on several.
 
 A shard is a plain parameter that shares its storage with this rank's part of a module's parameter: the optimizer,
 snapshots and the guard see shards only, so they are the same code for any number of ranks.
@@ -104,7 +104,7 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """One rank: nothing is cut, nothing travels."""
+    """The layout on one rank: every parameter is whole."""
 
     def __init__(self, config: FSDPConfig) -> None:
         super().__init__(config)

@@ -198,7 +198,7 @@ class TrainBackend(ABC):
     @broadcast
     @abstractmethod
     def load(self, directory: str) -> None:
-        """Restore what `save` wrote, bit for bit. Raises CheckpointError if a part is missing, damaged or does not fit."""
+        """Restore what `save` wrote, bit for bit. Raises CheckpointError if it is damaged or does not fit."""
 
     @broadcast
     @abstractmethod

@@ -6,6 +6,7 @@ import json
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from unirl.tracking.run_directory import RunDirectory, RunIdentity
 from unirl.tracking.tracker import Tracker
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.loop import Trainer
+from unirl.trainer.monitoring import Monitor
 from unirl.types.primitives import Texts
 from unirl.types.rollout_resp import AdvantageResult, RolloutResp, RolloutTrack, Scores
 
@@ -95,11 +97,9 @@ class Credit(Trainer):
     kl = None
 
     def __init__(self, tracker: Tracker, advantage, num_rollouts: int = 5) -> None:
-        self.tracker, self.parts, self.config = tracker, self, self
-        self.advantage, self.num_rollouts = advantage, num_rollouts
-
-    def primitives(self, prompts):
-        raise NotImplementedError
+        self.config = SimpleNamespace(num_rollouts=num_rollouts)
+        self.monitor = Monitor(tracker, self.config, self.track, parity=None, learns_from_advantages=True)
+        self.advantage = advantage
 
     def pinned(self, sampling, step):
         raise NotImplementedError

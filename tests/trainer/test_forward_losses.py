@@ -78,7 +78,7 @@ def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None
         old, live = pixels("old"), pixels("live")
         report = trainer.publish(9)
         assert (report.weights, report.version) == ("old", trainer.state.version)
-    assert torch.equal(pixels(report.weights), old) and not torch.equal(old, live)
+        assert torch.equal(pixels(report.weights), old) and not torch.equal(old, live)
 
 
 def test_a_run_that_stops_resumes_exactly(trainside: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.plan.preflight import preflight
 from unirl.sde.kernels import EulerODE
 from unirl.trainer.assemble import build_trainer
-from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.trainer.loop import Trainer
 from unirl.types.sampling import DiffusionSamplingParams
 
 BRIGHT = (
@@ -28,18 +29,23 @@ BRIGHT = (
 """A small trained model that draws in pixels, and a reward with a simple gradient."""
 
 
-def run(folder: Path, *overrides: str) -> tuple[DiffusionTrainer, list[dict[str, float]]]:
-    """The trainer after its last step, and the metrics of every step."""
+def opened(folder: Path, *overrides: str) -> AbstractContextManager[Trainer]:
+    """The trainer of a recipe that learns from the gradient of the reward."""
     quiet = ("scale=toy", "save_interval=0", "tracking.sample_steps=0", "evaluation.eval_steps=0")
     recipe = load("diffusion/sd3_drtune", [*quiet, f"run.dir={folder}", *overrides])
     preflight(recipe)
-    with build_trainer(recipe) as trainer:
+    return build_trainer(recipe)
+
+
+def run(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of every step of a whole run."""
+    with opened(folder, *overrides) as trainer:
         trainer.train()
-        return trainer, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_pictures_grow_brighter_by_the_gradient_of_brightness(tmp_path: Path) -> None:
-    _, steps = run(tmp_path, *BRIGHT, "num_rollouts=8")
+    steps = run(tmp_path, *BRIGHT, "num_rollouts=8")
     rewards = [step["rollout/reward_mean"] for step in steps]
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.02
     # The loss draws the rollout's own samples, and scores them before they are rounded to levels.
@@ -47,9 +53,10 @@ def test_pictures_grow_brighter_by_the_gradient_of_brightness(tmp_path: Path) ->
 
 
 def test_the_stage_of_the_loss_joins_the_pipelines_policy_and_decoder_with_the_reward(tmp_path: Path) -> None:
-    trainer, _ = run(tmp_path, "num_rollouts=1", "pipeline.keep_resident=false")
-    group = trainer.roles.stack.methods["train_track"].group
-    stack, pipeline, reward = (group.role_here(role) for role in ("stack", "pipeline", "reward"))
+    with opened(tmp_path, "num_rollouts=1", "pipeline.keep_resident=false") as trainer:
+        trainer.train()
+        group = trainer.roles.stack.methods["train_track"].group
+        stack, pipeline, reward = (group.role_here(role) for role in ("stack", "pipeline", "reward"))
     assert isinstance(stack.stage, DifferentiableStage)
     assert stack.stage.stage is pipeline.stage and stack.stage.score == reward.objective
     latents = torch.zeros(
@@ -61,5 +68,5 @@ def test_the_stage_of_the_loss_joins_the_pipelines_policy_and_decoder_with_the_r
 @pytest.mark.parametrize("algorithm", ["refl.ReFL", "draft.DRaFT", "draft.DRaFTLV", "alignprop.AlignProp"])
 def test_every_method_of_the_family_trains_by_the_same_recipe(algorithm: str, tmp_path: Path) -> None:
     target = f"algorithm._target_=unirl.algorithms.{algorithm}"
-    _, steps = run(tmp_path, "num_rollouts=1", "sampling.samples_per_prompt=1", target)
+    steps = run(tmp_path, "num_rollouts=1", "sampling.samples_per_prompt=1", target)
     assert steps[0]["train/grad_norm"] > 0 and steps[0]["train/skipped_updates"] == 0

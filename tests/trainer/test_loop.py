@@ -142,7 +142,7 @@ def test_continuing_with_another_recipe_is_refused_and_names_the_key(finished) -
 
 def test_a_branch_from_another_runs_checkpoint_may_change_the_recipe(finished, tmp_path) -> None:
     branch = run(tmp_path, "algorithm.clip_range=0.01", f"resume={finished / 'checkpoints/checkpoint-000001'}")
-    assert branch.step == 2 and [row["step"] for row in metrics_of(tmp_path)] == [2]
+    assert branch.state.step == 2 and [row["step"] for row in metrics_of(tmp_path)] == [2]
 
 
 @pytest.mark.parametrize("change", ["backend.lora_cfg.rank=8", "backend.lora_cfg=null"])
@@ -178,7 +178,7 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_loses_nothing(tmp_path, m
         run(tmp_path, "num_rollouts=2")
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]
     assert (tmp_path / "checkpoints" / "LATEST").read_text().strip() == "checkpoint-000001"
-    assert json.loads((tmp_path / "run.json").read_text())["exit"]["code"] == 1
+    assert json.loads((tmp_path / "run.json").read_text())["exit"]["code"] == RewardError.exit_status
 
 
 def test_kept_samples_are_spread_over_the_groups() -> None:

@@ -95,7 +95,7 @@ def pool_of(recipe: Recipe, tracker: Tracker) -> Pool:
         config.runtime_in_use,
         config.num_devices,
         devices_per_node=config.devices_per_node,
-        num_updates=recipe.value("stack.num_updates_per_batch"),
+        num_updates=config.num_updates,
         deadline_s=config.stall_timeout_s,
         row_transport=config.row_transport,
     )
@@ -157,7 +157,7 @@ def place_trainside(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed:
         stage = place(train, "stage", differentiable_stage, pipeline=pipeline, reward=reward)
     else:
         stage = place(train, "stage", stage_of_pipeline, pipeline=pipeline)
-    backend = place_node(train, "backend", config.backend, bundle=bundle, seed=seed, run_updates=num_updates(config))
+    backend = place_node(train, "backend", config.backend, bundle=bundle, seed=seed, run_updates=config.total_updates)
     algorithm = place_node(train, "algorithm", config.algorithm)
     stack = place_node(train, "stack", config.stack, backend=backend, algorithm=algorithm, stage=stage)
     rollout = place_node(train, "rollout", config.rollout, pipeline=pipeline, backend=backend)
@@ -180,7 +180,7 @@ def place_dedicated(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed:
     train, engine = pool.group(plan.train), pool.group(plan.rollout)
     bundle = place_node(train, "bundle", config.bundle, components=trained_components(config))
     stage = place(train, "stage", stage_of_bundle, bundle=bundle)
-    backend = place_node(train, "backend", config.backend, bundle=bundle, seed=seed, run_updates=num_updates(config))
+    backend = place_node(train, "backend", config.backend, bundle=bundle, seed=seed, run_updates=config.total_updates)
     algorithm = place_node(train, "algorithm", config.algorithm)
     stack = place_node(train, "stack", config.stack, backend=backend, algorithm=algorithm, stage=stage)
 
@@ -256,10 +256,10 @@ def differentiable_stage(pipeline: Any, reward: Any) -> DifferentiableStage:
 
 def trained_components(config: RecipeConfig) -> tuple[str, ...] | None:
     """The component of the bundle that is trained. None, which means all, where the class cannot tell in advance."""
-    owner, path = config.bundle.schema.owner, config.bundle.values.get("path")
-    if not isinstance(owner, KnownModel) or not isinstance(path, str):
+    owner, path = config.bundle.schema.owner, config.model_path
+    if not isinstance(owner, KnownModel) or path is None:
         return None
-    return (owner.facts_of(path, config.bundle.values.get("revision")).trainable_attr,)
+    return (owner.facts_of(path, config.model_revision).trainable_attr,)
 
 
 # What a run needs beside its roles
@@ -272,9 +272,7 @@ def load_data(recipe: Recipe) -> DataSource:
         DataError: a file is bad, or a prompt brings fewer or more images than the model takes, as far as that is known.
     """
     config = recipe.config
-    source: DataSource = build(
-        config.data_source, seed=recipe.value("sampling.seed"), eval_data_path=config.evaluation.data_path
-    )
+    source: DataSource = build(config.data_source, seed=config.seed, eval_data_path=config.evaluation.data_path)
     facts = known_facts(config)
     if facts is not None:
         check_counts(prompts_of(source, config.evaluation), facts)
@@ -294,15 +292,9 @@ def check_reward(config: RecipeConfig) -> None:
     """
     if config.devices_per_node not in (None, config.num_devices):
         return
-    backend = config.reward.values.get("backend")
-    if isinstance(backend, Node) and any(issubclass(node.schema.owner, StartChecker) for node in nodes_below(backend)):
+    backend = config.reward_backend
+    if backend is not None and any(issubclass(node.schema.owner, StartChecker) for node in nodes_below(backend)):
         check_start(build(backend))
-
-
-def num_updates(config: RecipeConfig) -> int:
-    """Optimizer updates of a whole run, which learning-rate schedules count."""
-    per_step: int = config.stack.values["num_updates_per_batch"]
-    return config.num_rollouts * per_step
 
 
 def failure_policy(config: RecipeConfig) -> FailurePolicy:
@@ -314,8 +306,7 @@ def failure_policy(config: RecipeConfig) -> FailurePolicy:
 
 def lora_of(config: RecipeConfig) -> LoraConfig | None:
     """The adapters that a recipe trains; None when it trains all weights."""
-    node = config.backend.values.get("lora_cfg")
-    return None if node is None else build(node)
+    return None if config.lora is None else build(config.lora)
 
 
 def parity_gate(config: RecipeConfig) -> ParityGate | None:

@@ -103,11 +103,9 @@ def build_exporter(saved: SavedRun) -> Exporter:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bundle = build(config.bundle, device=device)
     pipeline = build(config.pipeline, device=device, bundle=bundle)
-    seed = saved.recipe.value("sampling.seed")
-    backend = build(config.backend, device=device, bundle=bundle, seed=seed, run_updates=1)
+    backend = build(config.backend, device=device, bundle=bundle, seed=config.seed, run_updates=1)
     backend.load_policy(str(saved.checkpoint.path / "policy"))
-    lora = config.backend.values["lora_cfg"]
-    return Exporter(pipeline, backend, None if lora is None else build(lora))
+    return Exporter(pipeline, backend, None if config.lora is None else build(config.lora))
 
 
 class Exporter:

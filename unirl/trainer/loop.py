@@ -201,8 +201,7 @@ class Trainer(ABC, Generic[SamplingT]):
         track = resp.tracks[self.track]
         if self.needs.pairs:
             track = in_pairs(track, self.needs.pairs)
-        num_updates: int = self.config.stack.values["num_updates_per_batch"]
-        track = balanced_track(track, num_updates, self.roles.train_ranks, self.needs.rows_together)
+        track = balanced_track(track, self.config.num_updates, self.roles.train_ranks, self.needs.rows_together)
         with self.phase("train"):
             self.monitor.check_parity(track, self.roles.stack.measure_parity)
             result = self.roles.stack.train_track(track, self.progress(step))

@@ -29,9 +29,7 @@ def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
     try:
         root = run_root(recipe)
         mirrors = make_mirrors(config.tracking.mirrors)
-        identity = RunIdentity(
-            project=config.run.project, recipe=recipe.file.name, argv=argv, seed=recipe.value("sampling.seed")
-        )
+        identity = RunIdentity(project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed)
         run = RunDirectory(root, identity)
     except RunDirectoryError as error:
         raise InvalidValueError(str(error)) from error

@@ -40,8 +40,9 @@ def clipped_surrogate(
     only one significant digit of the range.
 
     Args:
-        log_ratio: [B, S] log pi_theta - log pi_old, nats; S = replayed steps, or packed tokens. Clamped to +-20.
-        advantages: [B, S] one per element; detached here.
+        log_ratio: log pi_theta - log pi_old, nats, clamped to +-20. [B, S] over replayed steps, or [sum L] over packed
+            tokens.
+        advantages: one per element, of the same shape; detached here.
     """
     advantages = advantages.detach()
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,6 +1,7 @@
 """Samples with a second copy of the model: the trainer's pipeline, kernels and noise, and weights by weight sync.
 
 With equal weights and dtypes its samples equal those of the trainside engine bit for bit, so it is the reference for
+every engine with weights of its own.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 
 from tests.run_files import metrics_of
 from tests.source_tree import ROOT
+from unirl import train_diffusion, train_vlm
 from unirl.cli.main import main
 from unirl.trainer.loop import Trainer
 
@@ -40,28 +41,22 @@ def test_a_run_leaves_its_files_and_says_that_it_finished(run_dir):
 
 
 def test_the_module_entrypoint_is_the_same_command(run_dir, tmp_path):
-    from unirl.cli import train
-
     words = [f"--config-name={RECIPE}", *TOY[1:], f"run.dir={tmp_path / 'other'}"]
-    assert train.main(words, domain="diffusion") == 0
+    assert train_diffusion.main(words) == 0
     assert metrics_of(tmp_path / "other") == metrics_of(run_dir)
 
 
 def test_an_entrypoint_refuses_the_recipe_of_another_domain(capsys):
-    from unirl.cli import train
-
     for bucket in ("vlm", "llm"):
-        assert train.main([f"--config-name={bucket}/some_recipe"], domain="diffusion") == 2
+        assert train_diffusion.main([f"--config-name={bucket}/some_recipe"]) == 2
         assert f"python -m unirl.train_vlm --config-name={bucket}/some_recipe" in capsys.readouterr().err
-    assert train.main(["--config-name=diffusion/some_recipe"], domain="vlm") == 2
+    assert train_vlm.main(["--config-name=diffusion/some_recipe"]) == 2
     assert "python -m unirl.train_diffusion" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["vlm/some_recipe", "llm/some_recipe", "mine/some_recipe"])
 def test_an_entrypoint_takes_its_buckets_and_those_of_others(recipe, capsys):
-    from unirl.cli import train
-
-    assert train.main([f"--config-name={recipe}"], domain="vlm") == 2
+    assert train_vlm.main([f"--config-name={recipe}"]) == 2
     assert f"no recipe '{recipe}'" in capsys.readouterr().err
 
 

@@ -150,7 +150,7 @@ WITH_CRITIC = "algorithm._target_=unirl.algorithms.diffusion_ppo.DiffusionPPO"
 def test_a_backend_that_has_no_value_head_is_refused_before_anything_loads() -> None:
     backend = [f"backend._target_={__name__}.HeadlessBackend", "backend.optimizer_cfg={learning_rate: 1e-4}"]
     with pytest.raises(
-        ConfigError, match=r"DiffusionPPO trains a value head, which HeadlessBackend cannot.*FSDPBackend"
+        ConfigError, match=r"DiffusionPPO trains a value head, and HeadlessBackend has none.*FSDPBackend"
     ):
         preflight(load(RECIPE, [WITH_CRITIC, "plugins=[tests]", *backend]))
 

@@ -201,7 +201,7 @@ def test_evaluation_draws_from_the_trained_weights_and_leaves_training_alone(tmp
 
 
 def test_an_evaluation_that_nobody_can_score_is_refused_before_the_first_update(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no preference is known .* Set evaluation.eval_steps=0, or name in reward"):
+    with pytest.raises(ConfigError, match=r"has no preference. Set evaluation.eval_steps=0, or set reward"):
         run(tmp_path, "evaluation.eval_steps=1", "reward.backend.drawn=null")
     assert metrics_of(tmp_path) == []
 

@@ -255,7 +255,7 @@ def test_prompts_that_never_differ_are_said_loudly_and_change_no_weight(tmp_path
     [
         (("refill={max_draws: 1}",), "max_draws must be >= 2"),
         (("sampling.samples_per_prompt=1", "stack.micro_batch_size=1"), "groups of one"),
-        (("stack.micro_batch_tokens=100",), "trains no tokens.*micro_batch_size"),
+        (("stack.micro_batch_tokens=100",), "does not train tokens.*micro_batch_size"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_the_start(overrides, message, tmp_path) -> None:

@@ -92,8 +92,8 @@ def test_refilled_steps_stay_with_the_size_that_they_began_with(tmp_path, monkey
     monkeypatch.setattr("unirl.trainer.refill.informative_groups", lambda resp: [])  # every step makes all its draws
     with trainer_of(tmp_path, SIZES, "refill={max_draws: 3}", "num_rollouts=3") as trainer:
         data = trainer.data
-        draw, drawn = data.take, []
-        monkeypatch.setattr(data, "draw", lambda count, size=None: drawn.append(draw(count, size)) or drawn[-1])
+        take, drawn = data.take, []
+        monkeypatch.setattr(data, "take", lambda count, size=None: drawn.append(take(count, size)) or drawn[-1])
         trainer.train()
     sizes = [[prompt.size for prompt in prompts] for prompts in drawn]
     assert len(sizes) == 9 and all(sizes[i] == sizes[i - i % 3] for i in range(9))
@@ -107,7 +107,7 @@ def test_samples_of_a_finished_run_are_kept_by_size(finished, tmp_path, capsys) 
     for name, size in (("32x48", (48, 32)), ("48x32", (32, 48))):
         with Image.open(tmp_path / name / "p00-s00.png") as picture:
             assert picture.size == size
-    assert capsys.readouterr().out.count("pictures") == 2
+    assert capsys.readouterr().out.count(" images ") == 2
 
 
 def test_the_plan_names_every_size(capsys) -> None:
@@ -148,8 +148,8 @@ def test_the_number_of_pictures_is_judged_by_check_and_before_a_run(tmp_path, ca
     for command in (["check"], ["data", "check", "--recipe"]):
         assert main([*command, "diffusion/sd3_trainside", "scale=toy", f"data_source.data_path={file}"]) == 4
         said = capsys.readouterr().err
-        assert "prompts.jsonl:1: prompt 'p0' brings 1 picture" in said and "conditioned on text alone" in said
-    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' brings 1 picture"):
+        assert "prompts.jsonl:1: prompt 'p0' has 1 image" in said and "conditioned on text alone" in said
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' has 1 image"):
         trainer_of(tmp_path / "run", f"data_source.data_path={file}").__enter__()
     assert not (tmp_path / "run").exists()
 
@@ -160,7 +160,7 @@ def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) ->
     with trainer_of(
         tmp_path / "run", f"data_source.data_path={file}", f"evaluation.data_path={file}", SIZES
     ) as trainer:
-        with pytest.raises(DataError, match="prompt 'p0' brings 1 picture"):
+        with pytest.raises(DataError, match="prompt 'p0' has 1 image"):
             trainer.train()
         trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(1, 1)))
         some = trainer.data.take(2)

@@ -437,6 +437,18 @@ def test_a_folder_that_a_dead_save_moved_aside_is_discarded_like_any_other(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "checkpoint-000001"]
 
 
+def test_a_valid_folder_that_a_dead_save_moved_aside_outlives_a_damaged_successor(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1, final=True)
+    os.rename(tmp_path / "checkpoint-final", tmp_path / f"checkpoint-final.replaced-{'0' * 12}")
+    save(CheckpointStore(tmp_path / "elsewhere"), 2, final=True)
+    os.rename(tmp_path / "elsewhere" / "checkpoint-final", tmp_path / "checkpoint-final")
+    written = [path for path in (tmp_path / "checkpoint-final").rglob("*") if path.is_file()]
+    next(path for path in written if path.name != "MANIFEST.json").write_bytes(b"x")
+    store.collect()  # every save begins with it
+    assert store.latest_valid().checkpoint.step == 1
+
+
 def test_a_folder_that_a_dead_save_moved_aside_is_kept_when_the_run_goes_back_to_it(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1, final=True)

@@ -245,8 +245,12 @@ class CheckpointStore:
 
     def _settle(self, path: Path) -> None:
         replaced = REPLACED.fullmatch(path.name)
-        if replaced and not (self.directory / replaced["name"]).exists():
-            os.rename(path, self.directory / replaced["name"])
+        successor = self.directory / replaced["name"] if replaced else None
+        if successor is not None and (not successor.exists() or (verify(successor) and not verify(path))):
+            # The save that moved it aside died before its successor was published, or the successor is damaged.
+            if successor.exists():
+                self._remove(successor)
+            os.rename(path, successor)
         elif path.name.startswith(LOCK):
             path.unlink(missing_ok=True)
         else:

@@ -57,7 +57,7 @@ class TrainingResult:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The samples that `tracking.sample_steps` kept: prompt, rewards, advantage, and the path of the `file`."""
+        """The samples that `tracking.sample_steps` saved: prompt, rewards, advantage, and the path of the `file`."""
         manifests = sorted(self.directory.glob("samples/step-*/manifest.jsonl"))
         return [
             row | {"file": manifest.parent / row["file"]}

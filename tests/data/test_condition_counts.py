@@ -17,7 +17,7 @@ from unirl.types.facts import LanguageFacts, ModelFacts
 
 
 def file_of(folder: Path, *counts: int) -> Path:
-    """A prompt file whose lines bring so many pictures."""
+    """A prompt file whose lines bring so many images."""
     Image.new("RGB", (4, 4)).save(folder / "a.png")
     ref = {"modality": "image", "role": "condition", "uri": "a.png"}
     rows = [{"prompt": f"{count} pictures", "media_refs": [ref] * count} for count in counts]

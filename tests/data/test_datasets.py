@@ -76,13 +76,13 @@ BAD_ENTRIES = [
     ('{"prompt": ""}', "'prompt' is empty"),
     ('{"prompt": 3}', 'must be text, found the number 3; write it as "3"'),
     ('{"prompt": null}', "found null"),
-    ('{"text": "a"}', r"no 'prompt' \(or 'caption'\) in it; keys: \['text'\]"),
+    ('{"text": "a"}', r"no key 'prompt' \(or 'caption'\); its keys are \['text'\]"),
     ('{"prompt": "a", "caption": "b"}', "both 'prompt' and 'caption' are given and differ"),
-    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
+    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' occurs twice"),
     ('{"prompt": "a", "prompt_id": 7}', "'prompt_id' must be text"),
-    ('{"prompt": "a", "prompt_id": "x y"}', "holds white space"),
+    ('{"prompt": "a", "prompt_id": "x y"}', "contains white space"),
     ('{"prompt": "a", "metadata": "m"}', "'metadata' must be an object, found text"),
-    ('{"prompt": "a", "metadata": {}, "tag": 1}', r"beside 'metadata' stand \['tag'\]"),
+    ('{"prompt": "a", "metadata": {}, "tag": 1}', r"the keys \['tag'\] beside 'metadata'"),
     ('{"prompt": "a", "prompt_embed_path": "x.pt"}', "'prompt_embed_path' is a precomputed embedding"),
     ('{"prompt": "a", "pooled_prompt_embeds": []}', "'pooled_prompt_embeds' is a precomputed embedding"),
     ('{"prompt": "a", "negative_prompt": "b"}', "set sampling.negative_prompt"),
@@ -90,7 +90,7 @@ BAD_ENTRIES = [
     ('{"prompt": "a", "score": NaN}', "NaN is not a JSON value"),
     ('{"prompt": "a", "score": 1e999}', "the number 1e999 is too large"),
     ('{"prompt": "a\\u0000b"}', r"control character U\+0000"),
-    ('{"prompt": "a\\ud800"}', "half of a UTF-16 pair"),
+    ('{"prompt": "a\\ud800"}', "half of a UTF-16 surrogate pair"),
     ('{"prompt": "a"', "not valid JSON: Expecting ',' delimiter"),
     ('["a"]', "expected one JSON object per line"),
     ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
@@ -121,8 +121,8 @@ def test_bad_line_is_refused_with_file_line_reason_and_text(entry, why, tmp_path
         ("image", "condition", "file:///etc/passwd", 4002, "scheme 'file'"),
         ("image", "condition", "http://[", 4002, "not a valid address"),
         ("image", "condition", "", 4002, "'uri' is empty"),
-        ("image", "condition", "../secret.png", 4003, "leads out of the data file's folder"),
-        ("image", "condition", "link/secret.png", 4003, "leads out of the data file's folder"),
+        ("image", "condition", "../secret.png", 4003, "is outside the folder"),
+        ("image", "condition", "link/secret.png", 4003, "is outside the folder"),
     ],
 )
 def test_unknown_media_and_escaping_uris_are_refused_by_name(modality, role, uri, code, why, tmp_path):
@@ -133,10 +133,10 @@ def test_unknown_media_and_escaping_uris_are_refused_by_name(modality, role, uri
     assert caught.value.code == code
 
 
-def test_two_recorded_pictures_of_a_role_are_refused(tmp_path):
+def test_two_recorded_images_of_a_role_are_refused(tmp_path):
     (tmp_path / "a.png").touch()
     ref = {"modality": "image", "role": "chosen", "uri": "a.png"}
-    with pytest.raises(DataError, match="2 media references of role 'chosen'; a prompt takes one"):
+    with pytest.raises(DataError, match="2 media references of role 'chosen'; keep only one"):
         load_prompts(write(tmp_path, "a.json", json.dumps([{"prompt": "a", "media": [ref, ref]}])))
 
 
@@ -168,13 +168,13 @@ def test_entry_of_a_json_list_is_refused_with_its_own_line(tmp_path):
         ("a.json", "[]", "holds no prompts"),
         ("a.json", "3", "expected a list of strings or objects"),
         ("a.json", '{"prompts": "a"}', "expected a list of strings or objects"),
-        ("a.json", '{"prompts": [], "version": 2}', r"beside 'prompts' stand \['version'\]"),
+        ("a.json", '{"prompts": [], "version": 2}', r"the keys \['version'\] beside 'prompts'"),
         ("a.json", '["a",]', r"a\.json:1: not valid JSON"),
         ("a.csv", "a", r"unknown extension '.csv'. Accepted: .txt, .jsonl, .json, .parquet"),
-        ("a.txt", b"caf\xe9\n", r"a\.txt:1: not UTF-8 \(bytes e9 0a\)"),
-        ("a.txt", b"ok\nok\n\xff\xff\n", r"a\.txt:3: not UTF-8"),
+        ("a.txt", b"caf\xe9\n", r"a\.txt:1: the text is not UTF-8 \(bytes e9 0a\)"),
+        ("a.txt", b"ok\nok\n\xff\xff\n", r"a\.txt:3: the text is not UTF-8"),
         ("a.txt", "cat".encode("utf-16"), "UTF-16"),
-        ("a.txt", "one\rtwo\rthree", "carriage return inside a line"),
+        ("a.txt", "one\rtwo\rthree", "the line contains a carriage return"),
     ],
 )
 def test_bad_file_is_refused_as_a_whole(name, content, why, tmp_path):

@@ -15,7 +15,7 @@ from unirl.testing.toy import toy_facts
 SHIPPED = ROOT / "datasets" / "first_frames"
 
 
-def test_the_script_draws_the_same_pictures_anew(tmp_path: Path) -> None:
+def test_the_script_draws_the_same_images_anew(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "draw_first_frames.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True)
     names = sorted(file.name for file in SHIPPED.iterdir())

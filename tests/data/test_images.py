@@ -44,7 +44,7 @@ def source(path: Path, **keys) -> MultimodalRLDataSource:
     return MultimodalRLDataSource(data_path=str(path), **keys)
 
 
-def test_several_pictures_of_a_prompt_keep_their_order(tmp_path) -> None:
+def test_several_images_of_a_prompt_keep_their_order(tmp_path) -> None:
     for name in "ba":
         picture(tmp_path / f"{name}.png")
     (tmp_path / "p.jsonl").write_text(line("b.png", "a.png", "b.png"))
@@ -74,7 +74,7 @@ def bad_files(folder: Path) -> dict[str, str]:
     }
 
 
-def test_unreadable_picture_is_refused_at_start_by_prompt_file_and_rule(tmp_path) -> None:
+def test_unreadable_image_is_refused_at_start_by_prompt_file_and_rule(tmp_path) -> None:
     for uri, why in bad_files(tmp_path).items():
         (tmp_path / "p.jsonl").write_text(line("whole.png") + line("whole.png", uri, prompt_id="second"))
         for keys in ({}, {"eval_data_path": str(tmp_path / "p.jsonl")}):
@@ -85,7 +85,7 @@ def test_unreadable_picture_is_refused_at_start_by_prompt_file_and_rule(tmp_path
                 assert part in str(caught.value)
 
 
-def test_data_check_names_every_bad_picture(tmp_path) -> None:
+def test_data_check_names_every_bad_image(tmp_path) -> None:
     bad = bad_files(tmp_path)
     (tmp_path / "p.jsonl").write_text(line("whole.png") + "".join(line(uri) for uri in bad) + line("a.png", prompt=""))
     with pytest.raises(DataError) as caught:
@@ -131,18 +131,18 @@ def test_transparent_parts_are_white_and_the_camera_s_turn_is_undone(tmp_path) -
         ("a<image>b <image>", 2, ["a", None, "b ", None]),
     ],
 )
-def test_pictures_stand_at_their_marks_or_before_the_text(text, num_images, parts) -> None:
+def test_images_stand_at_their_marks_or_before_the_text(text, num_images, parts) -> None:
     assert split_at_images(text, num_images) == parts
 
 
-def test_marks_that_do_not_match_the_pictures_are_refused_at_start(tmp_path) -> None:
+def test_marks_that_do_not_match_the_images_are_refused_at_start(tmp_path) -> None:
     picture(tmp_path / "a.png")
     (tmp_path / "p.jsonl").write_text(line("a.png", prompt="<image> or <image>?"))
     with pytest.raises(DataError, match=r"p\.jsonl:1: .*2 placeholders <image>, but the prompt has 1 images"):
         check_images(load_prompts(tmp_path / "p.jsonl"))
 
 
-def test_state_survives_a_move_and_not_another_picture_or_order(tmp_path) -> None:
+def test_state_survives_a_move_and_not_another_image_or_order(tmp_path) -> None:
     def folder(name: str, color: str, uris: tuple[str, ...] = ("a.png", "b.png")) -> MultimodalRLDataSource:
         (tmp_path / name).mkdir()
         picture(tmp_path / name / "a.png", color=color)

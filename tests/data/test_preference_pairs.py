@@ -41,7 +41,7 @@ def test_the_chosen_shows_what_is_asked_for_and_the_rejected_misses_one_thing(pa
     assert torch.equal(found, torch.tensor([1.0, 0.5]).expand(len(pairs), 2))
 
 
-def test_pictures_are_small_files_of_the_size_that_recipes_ask_for(pairs) -> None:
+def test_images_are_small_files_of_the_size_that_recipes_ask_for(pairs) -> None:
     files = list((SHIPPED / "pictures").iterdir())
     assert len(files) == 2 * len(pairs) and sum(os.path.getsize(file) for file in files) < 200_000
     for file in files:

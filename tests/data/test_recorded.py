@@ -1,4 +1,4 @@
-"""Prompts that bring their samples: pairs of pictures beside a prompt, read exactly, or refused by file and line."""
+"""Prompts that bring their samples: pairs of images beside a prompt, read exactly, or refused by file and line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(path: Path, recorded: tuple[str, ...] = BOTH, **keys) -> MultimodalRL
     return MultimodalRLDataSource(data_path=str(path), recorded=recorded, **keys)
 
 
-def test_samples_of_a_prompt_are_its_pictures_in_the_order_of_the_roles(tmp_path) -> None:
+def test_samples_of_a_prompt_are_its_images_in_the_order_of_the_roles(tmp_path) -> None:
     path = write(tmp_path, line(roles=("rejected", "chosen")), line("a dog"))
     for roles in (BOTH, BOTH[::-1], ("chosen",), ("rejected",)):
         for prompt in source(path, roles).prompts_at(0, 2):
@@ -59,14 +59,14 @@ def test_a_condition_may_stand_beside_a_pair_and_is_what_a_text_model_refuses(tm
 @pytest.mark.parametrize(
     ("bad", "code", "why"),
     [
-        (line(roles=("chosen",)), 4002, r"no picture of role 'rejected', which data_source.recorded=\['chosen', "),
-        ({"prompt": "a"}, 4002, "no picture of role 'chosen'"),
+        (line(roles=("chosen",)), 4002, r"no image of role 'rejected', and data_source.recorded=\['chosen', "),
+        ({"prompt": "a"}, 4002, "no image of role 'chosen'"),
         (line(roles=("chosen", "rejected", "rejected")), 4002, "2 media references of role 'rejected'"),
-        (line(roles=("chosen", "best")), 4002, "modality 'image' and role 'best' is not supported; only"),
-        ({"prompt": "a", "media_refs": [ref("chosen", "gone.png")]}, 4003, r"chosen picture .*gone\.png is no file"),
-        ({"prompt": "a", "media_refs": [ref("chosen", "s3://b/a.png")]}, 4003, "files of this machine"),
-        ({"prompt": "a", "media_refs": [ref("rejected", "x" * 5000)]}, 4003, "is no file"),
-        ({"prompt": "a", "media_refs": [ref("rejected", "../up.png")]}, 4003, "leads out of the data file's folder"),
+        (line(roles=("chosen", "best")), 4002, "modality 'image' and role 'best' is not supported; use"),
+        ({"prompt": "a", "media_refs": [ref("chosen", "gone.png")]}, 4003, r"chosen image .*gone\.png is not a file"),
+        ({"prompt": "a", "media_refs": [ref("chosen", "s3://b/a.png")]}, 4003, "files on this machine"),
+        ({"prompt": "a", "media_refs": [ref("rejected", "x" * 5000)]}, 4003, "is not a file"),
+        ({"prompt": "a", "media_refs": [ref("rejected", "../up.png")]}, 4003, "is outside the folder"),
         (line(metadata={"recorded": "1999"}), 4002, "the metadata key 'recorded'"),
     ],
 )
@@ -77,13 +77,13 @@ def test_a_line_that_is_no_pair_is_refused_by_file_and_line(bad, code, why, tmp_
     assert caught.value.code == code and str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_pictures_that_nobody_would_look_at_are_refused(tmp_path) -> None:
+def test_images_that_nobody_would_look_at_are_refused(tmp_path) -> None:
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: .*recorded=\['chosen', 'rejected'\] to train on") as caught:
         source(write(tmp_path, {"prompt": "a"}, line()), ())
     assert caught.value.code == 4002
 
 
-def test_held_out_prompts_need_no_pictures_and_training_prompts_serve_as_well(tmp_path) -> None:
+def test_held_out_prompts_need_no_images_and_training_prompts_serve_as_well(tmp_path) -> None:
     path = write(tmp_path, line(), line("a dog"))
     (tmp_path / "eval.txt").write_text("a bird\n")
     assert [prompt.text for prompt in source(path).eval_prompts()] == ["a cat", "a dog"]

@@ -184,7 +184,7 @@ def file_of(folder: Path, *uris: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["good", "plain", "moved", "busy"])
-def test_a_picture_is_read_from_an_address(name, server) -> None:
+def test_an_image_is_read_from_an_address(name, server) -> None:
     found = read_image(f"{server}/{name}.png")
     assert np.array_equal(np.asarray(found), np.asarray(Image.new("RGB", (8, 6), "red")))
 
@@ -266,7 +266,7 @@ def test_a_store_whose_package_is_missing_names_it(scheme, package, tmp_path, mo
         MultimodalRLDataSource(data_path=str(file_of(tmp_path, f"{scheme}://bucket/a.png")))
 
 
-def test_a_picture_of_a_store_is_read_bounded(stores, tmp_path) -> None:
+def test_an_image_of_a_store_is_read_bounded(stores, tmp_path) -> None:
     stores.pipe("/bucket/a.png", png((83, 48)))
     stores.pipe("/bucket/large.png", bytes(2 * MIB))
     assert read_image("s3://bucket/a.png").size == (83, 48)

@@ -75,7 +75,7 @@ def right_answer(prompt: str, shown: Seen) -> str:
     return choices[answer] if choices else answer
 
 
-def test_every_answer_is_what_the_picture_shows(data) -> None:
+def test_every_answer_is_what_the_image_shows(data) -> None:
     pictures = {path: seen(path) for prompt in (*data.prompts, *data.held_out) for path in [prompt.images[0].uri]}
     for prompt in (*data.prompts, *data.held_out):
         assert prompt.metadata["answer"] == right_answer(prompt.text, pictures[prompt.images[0].uri]), prompt
@@ -114,5 +114,5 @@ def test_the_script_draws_the_same_set_anew(data, tmp_path: Path) -> None:
         assert np.array_equal(one, other), name
 
 
-def test_pictures_are_small(data) -> None:
+def test_images_are_small(data) -> None:
     assert sum(path.stat().st_size for path in SHIPPED.rglob("*.*")) < 600_000

@@ -73,7 +73,7 @@ def test_of_sizes_of_one_shape_that_of_the_nearest_area_is_taken() -> None:
     assert nearest_size(1, 2, sizes) == (240, 416)
 
 
-def test_a_prompt_has_the_size_of_its_first_picture_and_else_one_by_its_id(tmp_path) -> None:
+def test_a_prompt_has_the_size_of_its_first_image_and_else_one_by_its_id(tmp_path) -> None:
     path = write(tmp_path, [(83, 48), (30, 50), (7, 7), *[None] * 60])
     sizes = {prompt.prompt_id: prompt.size for prompt in source(path).prompts}
     assert [sizes[f"p{i}"] for i in range(3)] == [WIDE, TALL, SQUARE]
@@ -149,7 +149,7 @@ def test_one_size_draws_what_no_size_draws(tmp_path) -> None:
         assert [p.group_id for p in one.take(3)] == [p.group_id for p in none.take(3)]
 
 
-def test_the_order_of_sizes_in_the_recipe_moves_no_draw_of_pictures(file) -> None:
+def test_the_order_of_sizes_in_the_recipe_moves_no_draw_of_images(file) -> None:
     one, other = source(file), source(file, sizes=SIZES[::-1])
     for _ in range(20):
         assert one.take(2) == other.take(2)

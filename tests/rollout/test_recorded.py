@@ -1,4 +1,4 @@
-"""The engine of recorded pictures: its latents are diffusers' own, and nothing but the file decides them."""
+"""The engine of recorded images: its latents are diffusers' own, and nothing but the file decides them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def picture(seed: int, height: int = SIDE, width: int = SIDE) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def refs(tmp_path_factory: pytest.TempPathFactory) -> list[MediaRef]:
-    """Three pairs of noisy pictures."""
+    """Three pairs of noisy images."""
     folder = tmp_path_factory.mktemp("pictures")
     made = []
     for i in range(6):
@@ -81,7 +81,7 @@ def test_latents_are_those_of_diffusers_preprocessing_and_vae(pipeline, refs) ->
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_on_pixels_gives_the_very_picture_back(refs) -> None:
+def test_a_model_on_pixels_gives_the_very_image_back(refs) -> None:
     images = read_images(refs, SIDE, SIDE)
     toy = ToyPipeline(ToyBundle())
     assert torch.equal(toy.decode(toy.latents_of(images)).pixels, images.pixels)
@@ -134,7 +134,7 @@ def test_what_nobody_recorded_is_drawn_as_trainside_draws_it() -> None:
 
 
 class Blind(ToyBundle):
-    """A family that cannot encode pictures."""
+    """A family that cannot encode images."""
 
     encoder = DiffusionBundle.encoder
 
@@ -162,18 +162,18 @@ def test_the_check_of_engines_says_that_there_is_nothing_to_prove() -> None:
 
 
 def pixels_of(folder: Path, image: Image.Image, **how) -> np.ndarray:
-    """[8, 8, 3] uint8 what is read of a picture that was saved."""
+    """[8, 8, 3] uint8 what is read of an image that was saved."""
     image.save(folder / "a.png", **how)
     return (read_image(str(folder / "a.png"), 8, 8).permute(1, 2, 0) * 255).round().numpy().astype(np.uint8)
 
 
-def test_the_middle_of_a_wide_and_of_a_tall_picture_is_taken(tmp_path) -> None:
+def test_the_middle_of_a_wide_and_of_a_tall_image_is_taken(tmp_path) -> None:
     wide, tall = picture(0, 8, 20), picture(1, 14, 8)
     assert np.array_equal(pixels_of(tmp_path, wide), np.array(wide)[:, 6:14])
     assert np.array_equal(pixels_of(tmp_path, tall), np.array(tall)[3:11])
 
 
-def test_a_larger_picture_is_scaled_down_until_it_just_covers_the_size(tmp_path) -> None:
+def test_a_larger_image_is_scaled_down_until_it_just_covers_the_size(tmp_path) -> None:
     large = picture(2, 24, 48)
     scaled = large.resize((16, 8), Image.Resampling.LANCZOS)
     assert np.array_equal(pixels_of(tmp_path, large), np.array(scaled)[:, 4:12])
@@ -190,18 +190,18 @@ def test_a_photo_is_turned_the_way_that_its_camera_was_held(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "LA"])
-def test_pictures_of_eight_bits_are_read_as_rgb(mode, tmp_path) -> None:
+def test_images_of_eight_bits_are_read_as_rgb(mode, tmp_path) -> None:
     image = picture(4, 8, 8).convert("L" if mode == "LA" else "RGB").convert(mode)
     assert np.array_equal(pixels_of(tmp_path, image), np.array(image.convert("RGB")))
 
 
-def test_a_picture_that_would_have_to_be_enlarged_is_refused(tmp_path) -> None:
+def test_an_image_that_would_have_to_be_enlarged_is_refused(tmp_path) -> None:
     with pytest.raises(DataError, match=r"a\.png has 12 x 7 pixels, .* = 8 x 8 would enlarge it. Lower") as caught:
         pixels_of(tmp_path, picture(5, 7, 12))
     assert caught.value.code == 4003
 
 
-def test_what_is_no_opaque_picture_of_eight_bits_is_refused_by_name(tmp_path) -> None:
+def test_what_is_no_opaque_image_of_eight_bits_is_refused_by_name(tmp_path) -> None:
     clear = picture(6, 8, 8).convert("RGBA")
     clear.putpixel((1, 1), (0, 0, 0, 254))
     deep = Image.fromarray(np.full((8, 8), 300, dtype=np.uint16))
@@ -216,7 +216,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
     whole = (tmp_path / "whole.png").read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 255
-    for content in (b"", b"no picture", whole[: len(whole) // 2], bytes(flipped)):
+    for content in (b"", b"no image", whole[: len(whole) // 2], bytes(flipped)):
         (tmp_path / "bad.png").write_bytes(content)
         with pytest.raises(DataError, match=r"bad\.png cannot be read as an image") as caught:
             read_image(str(tmp_path / "bad.png"), 8, 8)

@@ -51,7 +51,7 @@ def run(folder: Path, *overrides: str, **loss: tuple[str, ...]) -> Trainer:
 
 
 def write_pairs(folder: Path, count: int, side: int = 32) -> Path:
-    """Pairs of flat pictures: the chosen ones are dark, the rejected ones bright."""
+    """Pairs of flat images: the chosen ones are dark, the rejected ones bright."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for i in range(count):
@@ -65,7 +65,7 @@ def write_pairs(folder: Path, count: int, side: int = 32) -> Path:
 
 
 def watched(trainer: Trainer) -> list[tuple[RolloutTrack, torch.Tensor]]:
-    """The tracks that the stack is given as the trainer trains, and their pictures."""
+    """The tracks that the stack is given as the trainer trains, and their images."""
     trained: list[tuple[RolloutTrack, torch.Tensor]] = []
     learn = trainer.roles.stack.train_track
 
@@ -91,7 +91,7 @@ def test_the_first_loss_is_log_two_and_no_pair_is_told_apart(finished: Path) -> 
 
 
 def test_pairs_are_learned(finished: Path) -> None:
-    """The margin is how much likelier than the reference the chosen picture became against the rejected one."""
+    """The margin is how much likelier than the reference the chosen image became against the rejected one."""
     rows = metrics_of(finished)
     margins = [row["train/preference_margin"] for row in rows]
     assert np.mean(margins[-3:]) > 0.8 and np.mean(margins[-3:]) > 2 * np.mean(margins[1:4]) > 0
@@ -99,7 +99,7 @@ def test_pairs_are_learned(finished: Path) -> None:
     assert np.mean([row["train/loss"] for row in rows[-3:]]) < 0.65 * math.log(2)
 
 
-def test_every_step_accounts_for_every_picture_and_its_reward_is_what_was_recorded(finished: Path) -> None:
+def test_every_step_accounts_for_every_image_and_its_reward_is_what_was_recorded(finished: Path) -> None:
     for row in metrics_of(finished):
         assert (row["rollout/reward_mean"], row["rollout/reward_std"]) == (0.5, 0.5)
         assert row["reward/preference_mean"] == 0.5 and row["rollout/zero_std_group_ratio"] == 0.0
@@ -118,7 +118,7 @@ def test_a_run_that_stops_resumes_exactly(finished: Path, tmp_path: Path) -> Non
 
 
 def first_pairs(folder: Path, *overrides: str) -> tuple[RolloutTrack, torch.Tensor]:
-    """What a run's first step trains on three pairs of a dark picture, which was chosen, and a bright one."""
+    """What a run's first step trains on three pairs of a dark image, which was chosen, and a bright one."""
     data = f"data_source.data_path={write_pairs(folder / 'data', 3)}"
     with trainer_of(folder / "run", data, "batch_size=3", "num_rollouts=1", *overrides) as trainer:
         trained = watched(trainer)
@@ -128,13 +128,13 @@ def first_pairs(folder: Path, *overrides: str) -> tuple[RolloutTrack, torch.Tens
 
 
 @pytest.mark.parametrize("roles", ["[chosen,rejected]", "[rejected,chosen]"])
-def test_the_chosen_picture_is_the_winner_whatever_the_order_of_the_roles(roles: str, tmp_path: Path) -> None:
+def test_the_chosen_image_is_the_winner_whatever_the_order_of_the_roles(roles: str, tmp_path: Path) -> None:
     track, pixels = first_pairs(tmp_path, f"data_source.recorded={roles}")
     assert (pixels[0::2] < 20).all() and (pixels[1::2] > 240).all()
     assert track.group_ids[0::2] == track.group_ids[1::2] and track.rewards.tolist() == [1.0, 0.0] * 3
 
 
-def test_another_reward_of_the_same_pictures_makes_its_own_pairs(tmp_path: Path) -> None:
+def test_another_reward_of_the_same_images_makes_its_own_pairs(tmp_path: Path) -> None:
     bright = "reward.backend._target_=unirl.reward.local.image_statistics.BrightnessRewardScorer"
     track, pixels = first_pairs(tmp_path, bright)
     assert (pixels[0::2] > 240).all() and (pixels[1::2] < 20).all()
@@ -142,7 +142,7 @@ def test_another_reward_of_the_same_pictures_makes_its_own_pairs(tmp_path: Path)
 
 
 def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
-    """[P, N] mean squared velocity errors of the pictures of all prompts, straight from the files.
+    """[P, N] mean squared velocity errors of the images of all prompts, straight from the files.
 
     Pictures of a prompt share noise and levels, which are not those of any training step.
     """
@@ -165,7 +165,7 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
     return total.view(len(prompts), -1)
 
 
-def test_the_policy_moves_from_the_rejected_to_the_chosen_pictures(finished: Path) -> None:
+def test_the_policy_moves_from_the_rejected_to_the_chosen_images(finished: Path) -> None:
     with trainer_of(finished, "num_rollouts=10") as trainer:
         trainer.restore()
         gained = errors_of(trainer, "reference") - errors_of(trainer, "live")
@@ -209,12 +209,12 @@ def test_an_evaluation_that_nobody_can_score_is_refused_before_the_first_update(
 def test_a_line_that_is_no_pair_is_refused_before_a_run_directory_is_made(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "data", 2)
     path.write_text(path.read_text().replace("chosen1.png", "gone.png"))
-    with pytest.raises(DataError, match=r"pairs.jsonl:2: the chosen picture .*gone\.png is no file"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:2: the chosen image .*gone\.png is not a file"):
         trainer_of(tmp_path / "run", f"data_source.data_path={path}").__enter__()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_picture_smaller_than_the_size_stops_the_run_by_its_name(tmp_path: Path) -> None:
+def test_an_image_smaller_than_the_size_stops_the_run_by_its_name(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "data", 2, side=16)
     with pytest.raises(DataError, match=r"(chosen|rejected)\d\.png has 16 x 16 pixels.*32 x 32 would enlarge it"):
         run(tmp_path / "run", f"data_source.data_path={path}", "batch_size=2", "num_rollouts=1")

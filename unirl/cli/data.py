@@ -63,12 +63,12 @@ def check(argv: Sequence[str]) -> int:
     words, settings = split_settings(argv, parser.takes_value)
     options = parser.parse(words)
     task = _task_of_recipe(options, settings) if options.recipe else _task_of_files(options, settings)
-    found = [_checked(file, task) for file in task.files]
+    reports = [_checked(file, task) for file in task.files]
     if options.json:
         print(
-            json.dumps([{"file": f.file, "prompts": len(f.prompts), "problems": f.problems} for f in found], indent=1)
+            json.dumps([{"file": f.file, "prompts": len(f.prompts), "problems": f.problems} for f in reports], indent=1)
         )
-    _report(found, quiet=options.json)
+    _report(reports, quiet=options.json)
     task.open_source()
     return 0
 
@@ -115,42 +115,42 @@ def _checked(file: str, task: Task) -> FileReport:
     from unirl.data.images import image_problems
     from unirl.reward.scoring import check_prompt
 
-    found = FileReport(file)
+    report = FileReport(file)
     try:
         for entry in read_entries(Path(file), prompt_key=task.prompt_key):
             if isinstance(entry, DataError):
-                found.problems.append(str(entry))
+                report.problems.append(str(entry))
                 continue
-            found.prompts.append(entry)
+            report.prompts.append(entry)
             try:
                 if task.scorer is not None:
                     check_prompt(task.scorer, entry.text, entry.metadata)
             except RewardError as error:
-                found.problems.append(f"{entry.origin}: {error}")
+                report.problems.append(f"{entry.origin}: {error}")
     except DataError as error:  # the file as a whole
-        found.problems.append(str(error))
-    found.problems += map(str, image_problems(found.prompts))
-    return found
+        report.problems.append(str(error))
+    report.problems += map(str, image_problems(report.prompts))
+    return report
 
 
-def _report(found: Sequence[FileReport], quiet: bool) -> None:
+def _report(reports: Sequence[FileReport], quiet: bool) -> None:
     """Prints the results. Raises DataError if there is any problem."""
-    for one in [] if quiet else found:
+    for one in [] if quiet else reports:
         if not one.problems:
             print(f"{one.file}: {_summary(one.prompts)}; valid")
-    for notice in _shared(found):
+    for notice in _shared(reports):
         print(f"unirl: {notice}", file=sys.stderr)
-    problems = [problem for one in found for problem in one.problems]
+    problems = [problem for one in reports for problem in one.problems]
     if problems:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
         raise DataError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in prompt files:{listed}{more}")
 
 
-def _shared(found: Sequence[FileReport]) -> Iterator[str]:
+def _shared(reports: Sequence[FileReport]) -> Iterator[str]:
     """Notices about prompts that occur in two files, such as a training file and a held-out file."""
-    for number, one in enumerate(found):
-        for other in found[number + 1 :]:
+    for number, one in enumerate(reports):
+        for other in reports[number + 1 :]:
             texts = {prompt.text for prompt in one.prompts}
             both = sum(prompt.text in texts for prompt in other.prompts)
             if both:

@@ -102,14 +102,14 @@ def data_layer(tree: Tree, recipe: Path) -> Layer:
     own = next((folder.parent for folder in recipe.parents if folder.name == "examples"), recipe.parent)
     # A recipe may extend a shipped one, whose data are in the shipped project.
     projects = (own, *(folder.parent for folder in search_path()))
-    found: Tree = {}
+    paths: Tree = {}
     for key in DATA_KEYS:
         path = get(tree, key)
         if isinstance(path, str) and not Path(path).expanduser().exists():
             files = [project / path for project in projects if (project / path).is_file()]
             if files:
-                put(found, key, str(files[0]))
-    return Layer("found beside the recipe", found)
+                put(paths, key, str(files[0]))
+    return Layer("found beside the recipe", paths)
 
 
 def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
@@ -127,10 +127,10 @@ def _drop_idle_environment(composed: ComposedConfig, tree: Tree, plugins: tuple[
 def _used(layer: Layer, tree: Tree, plugins: tuple[str, ...]) -> Layer:
     if layer.source != "environment":
         return layer
-    kept: Tree = {}
+    used: Tree = {}
     for path, value in leaves(layer.tree):
         parent, _, name = path.rpartition(".")
         target = get(tree, f"{parent}.{SPECIAL}")
         if path and (target is None or name in schema_of(find_target(target, parent, plugins)).keys):
-            put(kept, path, value)
-    return replace(layer, tree=kept)
+            put(used, path, value)
+    return replace(layer, tree=used)

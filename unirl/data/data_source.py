@@ -197,9 +197,9 @@ class PromptSource(ABC):
         """Raises ResumeError (7002) if the prompts differ from those of the checkpoint."""
         if state["fingerprint"] != self.fingerprint:
             raise ResumeError(
-                f"the data changed since the checkpoint: {len(self.prompts)} prompts now, {state['prompts']} then, or "
-                "their texts, images or sizes differ, so the prompts would come in another order. Restore the data "
-                "file, or start a new run"
+                f"the data changed since the checkpoint ({state['prompts']} prompts then, {len(self.prompts)} now, or "
+                "other texts, images or sizes), so the prompts would come in another order. Restore the data file, or "
+                "start a new run"
             )
         self.cursors = dict(zip(self.orders, map(int, state["cursors"]), strict=True))
 
@@ -235,12 +235,13 @@ class MultimodalRLDataSource(PromptSource):
         recorded: tuple[RecordedRole, ...] = (),
         sizes: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """The trainer passes the run's seed and the file of the evaluation block (None: the training file, unshuffled).
+        """The trainer passes the run's seed and the data file of the evaluation block.
 
         Args:
+            eval_data_path: file of the held-out prompts; None = the training prompts in the order of their file.
             recorded: roles of the images that are the samples of a prompt, in this order; [] = the policy samples.
-            sizes: [height, width] in pixels; each prompt gets the size nearest in shape to its image; [] = all samples
-                have the size of `sampling`.
+            sizes: [height, width] in pixels. Each prompt gets the size whose aspect ratio is nearest to that of its
+                image; [] = all samples have the size of `sampling`.
         """
         prompts = with_recorded(load_prompts(Path(data_path), prompt_key=prompt_key), recorded)
         held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else None

@@ -88,7 +88,7 @@ def _unique_prompt(file: Path, index: int, item: RawEntry, prompt_key: str, line
 
 
 def with_recorded(prompts: Iterable[Prompt], roles: Sequence[str]) -> tuple[Prompt, ...]:
-    """The prompts with their recorded images of `roles`, in that order, as samples. Without roles there are none.
+    """The prompts, each with its recorded images of `roles` in that order. Without roles no image is attached.
 
     Raises:
         DataError: 4002 if a role is missing, or if an entry has a recorded image that nothing reads.
@@ -97,23 +97,23 @@ def with_recorded(prompts: Iterable[Prompt], roles: Sequence[str]) -> tuple[Prom
 
 
 def _recorded(prompt: Prompt, roles: Sequence[str]) -> tuple[MediaRef, ...]:
-    found = {ref.role: ref for ref in prompt.media if ref.role in RECORDED_ROLES}
-    missing = [role for role in roles if role not in found]
+    refs = {ref.role: ref for ref in prompt.media if ref.role in RECORDED_ROLES}
+    missing = [role for role in roles if role not in refs]
     if missing:
         raise DataError(
-            f"{prompt.origin}: no picture of role {missing[0]!r}, which data_source.recorded={list(roles)} asks for in "
-            f'every entry. Add {{"modality": "image", "role": "{missing[0]}", "uri": ...}} to its media_refs'
+            f"{prompt.origin}: the entry has no image of role {missing[0]!r}, and data_source.recorded={list(roles)} "
+            f'requires it. Add {{"modality": "image", "role": "{missing[0]}", "uri": ...}} to its media_refs'
         )
-    if found and not roles:
+    if refs and not roles:
         raise DataError(
-            f"{prompt.origin}: it brings a recorded picture ({next(iter(found))}), and samples are drawn here. Write "
-            f"data_source.recorded={list(found)} to train on recorded pictures, or take them out of media_refs"
+            f"{prompt.origin}: the entry has a recorded image ({next(iter(refs))}), but this run samples its own. "
+            f"Set data_source.recorded={list(refs)} to train on recorded images, or remove them from media_refs"
         )
     if roles and RECORDED in prompt.metadata:
         raise DataError(
-            f"{prompt.origin}: the metadata key {RECORDED!r} is where the role of a recorded picture goes; rename it"
+            f"{prompt.origin}: the metadata key {RECORDED!r} is reserved for the role of recorded images; rename it"
         )
-    return tuple(found[role] for role in roles)
+    return tuple(refs[role] for role in roles)
 
 
 def _to_prompt(file: Path, index: int, item: RawEntry, prompt_key: str) -> Prompt:

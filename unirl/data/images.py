@@ -30,7 +30,7 @@ class ImageInfo:
 
 
 ImageInfos = Mapping[str, ImageInfo]
-"""By path or address."""
+"""Maps the path or address of an image to its facts."""
 
 
 def check_images(prompts: Sequence[Prompt]) -> ImageInfos:
@@ -42,7 +42,7 @@ def check_images(prompts: Sequence[Prompt]) -> ImageInfos:
 
 
 def image_problems(prompts: Sequence[Prompt]) -> Iterator[DataError]:
-    """One error for each prompt whose images cannot be used, with prompt, file and rule. Each file is opened once."""
+    """One error for each prompt whose images cannot be used. It names prompt, file and rule. Files are opened once."""
     return _problems(prompts, _open_all(prompts))
 
 

@@ -116,7 +116,7 @@ SETS: Mapping[str, PublicSet] = {
 def find_set(name: str) -> PublicSet:
     """The set called `name`. Raises ArgumentError, which lists all names."""
     if name not in SETS:
-        raise ArgumentError(f"no public set {name!r}.{did_you_mean(name, SETS)} There are {', '.join(SETS)}")
+        raise ArgumentError(f"no public set {name!r}.{did_you_mean(name, SETS)} The sets are {', '.join(SETS)}")
     return SETS[name]
 
 
@@ -138,7 +138,7 @@ def populate(
     targets = {split: folder / f"{split}.jsonl" for split in public_set.files}
     for target in targets.values():
         if target.exists() and not overwrite:
-            raise ArgumentError(f"{target} exists. Add --overwrite to replace it, or give another --out")
+            raise ArgumentError(f"{target} exists already. Add --overwrite to replace it, or give another --out")
     for split, target in targets.items():
         source = _fetch(public_set, split, endpoint, revision)
         _write(target, _lines(public_set, source, ImageFolder(folder / IMAGE_FOLDER, split)))
@@ -179,15 +179,15 @@ def _fetch(public_set: PublicSet, split: str, endpoint: str | None, revision: st
         ) from error
 
 
-def _lines(public_set: PublicSet, source: Path, pictures: ImageFolder) -> Iterator[str]:
+def _lines(public_set: PublicSet, source: Path, images: ImageFolder) -> Iterator[str]:
     for number, row in enumerate(READERS[source.suffix](source), start=1):
         try:
             line = public_set.line_of(row)
-            refs = pictures.write(public_set.images_of(row))
+            refs = images.write(public_set.images_of(row))
         except KeyError as error:
             raise DataError(
-                f"{public_set.repo}: row {number} of {source.name} has no {error} (keys: {sorted(row)}): the set "
-                "has another form than this version of unirl knows. Name an older --revision"
+                f"{public_set.repo}: row {number} of {source.name} has no key {error} (keys: {sorted(row)}): the "
+                "format of the set has changed since this version of unirl. Give an older --revision"
             ) from error
         yield json.dumps(line | ({"media_refs": refs} if refs else {}), ensure_ascii=False) + "\n"
 

@@ -27,7 +27,7 @@ def _read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         bad = data[error.start : error.start + 4]
-        raise DataError(f"{file}:{line}: not UTF-8 (bytes {bad.hex(' ')}); save the file as UTF-8") from error
+        raise DataError(f"{file}:{line}: the text is not UTF-8 (bytes {bad.hex(' ')}); save it as UTF-8") from error
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -44,7 +44,7 @@ def _txt(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
 
 def _plain(file: Path, number: int, line: str) -> RawEntry:
     if "\r" in line:
-        refuse(file, RawEntry(number, line, line), "a carriage return inside a line; save with LF or CRLF line ends")
+        refuse(file, RawEntry(number, line, line), "the line contains a carriage return; end lines with LF or CRLF")
     return RawEntry(number, line, line)
 
 
@@ -72,7 +72,7 @@ def _json(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
         return
     if isinstance(document, dict) and len(document) > 1:
         others = sorted(set(document) - {"prompts"})
-        raise DataError(f"{file}: beside 'prompts' stand {others}, which nothing reads; remove them")
+        raise DataError(f"{file}: the keys {others} beside 'prompts' are not read; remove them")
     entries = document["prompts"] if isinstance(document, dict) else document
     if not isinstance(entries, list):
         raise DataError(f"{file}: expected {EXPECTED['.json']}, found {json.dumps(document)[:SHOWN]}")
@@ -107,7 +107,7 @@ def _decode(file: Path, text: str, first_line: int) -> object:
         why = f"not valid JSON: {error.msg} (column {error.colno})"
         refuse(file, RawEntry(line, shown, None), why)
     except RecursionError:
-        refuse(file, RawEntry(first_line, text, None), "not valid data: nested too deeply")
+        refuse(file, RawEntry(first_line, text, None), "the entry is nested too deeply")
     except ValueError as error:
         refuse(file, RawEntry(first_line, text, None), f"not valid JSON: {error}")
 
@@ -116,7 +116,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     repeated = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
     if repeated is not None:
-        raise ValueError(f"the key {repeated!r} stands twice in one object")
+        raise ValueError(f"the key {repeated!r} occurs twice in one object")
     return dict(pairs)
 
 
@@ -177,8 +177,8 @@ def _as_json(value: object, at: str) -> object:
             return value
         case bytes():
             raise ValueError(
-                f"{at.lstrip('.')} holds {len(value)} bytes, and a data file holds none: write pictures as files and "
-                "name them in media_refs"
+                f"{at.lstrip('.')} holds {len(value)} bytes, and a data file may not contain binary data: save "
+                "images as files and name them in media_refs"
             )
     raise ValueError(f"{at.lstrip('.')} is a {type(value).__name__}, which is not a JSON value; write it as text")
 

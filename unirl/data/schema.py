@@ -65,16 +65,16 @@ def parse_entry(value: object, *, prompt_key: str, folder: Path) -> ParsedEntry:
 def _prompt(value: dict[str, object], prompt_key: str) -> str:
     present = [key for key in dict.fromkeys((prompt_key, "caption")) if key in value]
     if not present:
-        raise BadEntry(f"no {prompt_key!r} (or 'caption') in it; keys: {sorted(value)}")
+        raise BadEntry(f"the entry has no key {prompt_key!r} (or 'caption'); its keys are {sorted(value)}")
     if len(present) == 2 and value[present[0]] != value[present[1]]:
-        raise BadEntry(f"both {prompt_key!r} and 'caption' are given and differ; keep one, move the other to metadata")
+        raise BadEntry(f"both {prompt_key!r} and 'caption' are given and differ; move one of them to metadata")
     return _text(value[present[0]], repr(present[0]))
 
 
 def _prompt_id(value: object) -> str:
     prompt_id = _text(value, "'prompt_id'")
     if len(prompt_id.split()) > 1:
-        raise BadEntry(f"'prompt_id' {prompt_id!r} holds white space; ids are single words")
+        raise BadEntry(f"'prompt_id' {prompt_id!r} contains white space; an id is a single word")
     return prompt_id
 
 
@@ -86,7 +86,7 @@ def _metadata(value: dict[str, object], prompt_key: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise BadEntry(f"'metadata' must be an object, found {_kind(given)}")
     if extra:
-        raise BadEntry(f"beside 'metadata' stand {sorted(extra)}, which would be lost; move them into metadata")
+        raise BadEntry(f"the keys {sorted(extra)} beside 'metadata' would be ignored; move them into metadata")
     return given
 
 
@@ -97,14 +97,14 @@ def _own_keys(prompt_key: str) -> set[str]:
 def _refuse_legacy(value: dict[str, object]) -> None:
     for key in value:
         if LEGACY_EMBEDDING.search(key):
-            raise BadEntry(f"{key!r} is a precomputed embedding; embeddings are computed at run time, remove the field")
+            raise BadEntry(f"{key!r} is a precomputed embedding; remove it, since embeddings are computed at run time")
         if key in FROM_THE_RECIPE:
             raise BadEntry(f"{key!r} cannot be set per prompt; set {FROM_THE_RECIPE[key]}, or move it to metadata")
 
 
 def _media(value: dict[str, object], folder: Path) -> tuple[MediaRef, ...]:
     if "media" in value and "media_refs" in value:
-        raise BadEntry("both 'media' and 'media_refs' are given; they are two names of one list, keep one")
+        raise BadEntry("both 'media' and 'media_refs' are given; they are two names of one list, so keep one")
     given = value.get("media_refs", value.get("media", []))
     if not isinstance(given, list):
         raise BadEntry(f"'media_refs' must be a list of {MEDIA_FORM}, found {_kind(given)}")
@@ -112,22 +112,22 @@ def _media(value: dict[str, object], folder: Path) -> tuple[MediaRef, ...]:
     roles = [ref.role for ref in refs]
     for role in RECORDED_ROLES:
         if roles.count(role) > 1:
-            raise BadEntry(f"{roles.count(role)} media references of role {role!r}; a prompt takes one of a role")
+            raise BadEntry(f"the entry has {roles.count(role)} media references of role {role!r}; keep only one")
     return refs
 
 
 def _media_ref(entry: object, folder: Path) -> MediaRef:
     if not isinstance(entry, dict) or set(entry) != {"modality", "role", "uri"}:
-        found = sorted(entry) if isinstance(entry, dict) else _kind(entry)
-        raise BadEntry(f"a media reference has exactly the form {MEDIA_FORM}, found {found}")
+        actual = sorted(entry) if isinstance(entry, dict) else _kind(entry)
+        raise BadEntry(f"a media reference must have exactly the form {MEDIA_FORM}, found {actual}")
     modality, role = entry["modality"], entry["role"]
     if (modality, role) not in MEDIA:
         known = ", ".join(f"{modality!r} as {role!r}" for modality, role in MEDIA)
-        raise BadEntry(f"media with modality {modality!r} and role {role!r} is not supported; only {known}")
+        raise BadEntry(f"media with modality {modality!r} and role {role!r} is not supported; use {known}")
     uri = _uri(_text(entry["uri"], "'uri'"), folder)
     if role in RECORDED_ROLES and not os.path.isfile(uri):
         raise BadEntry(
-            f"the {role} picture {uri} is no file; recorded pictures are files of this machine", UnreadableFileError
+            f"the {role} image {uri} is not a file; recorded images must be files on this machine", UnreadableFileError
         )
     return MediaRef(modality, role, uri)
 
@@ -142,7 +142,7 @@ def _uri(uri: str, folder: Path) -> str:
     path = (folder / uri).resolve()
     if not path.is_relative_to(folder):
         raise BadEntry(
-            f"uri {uri!r} leads out of the data file's folder {folder}; give an absolute path instead",
+            f"uri {uri!r} is outside the folder {folder} of the data file; give an absolute path instead",
             UnreadableFileError,
         )
     return str(path)
@@ -164,9 +164,9 @@ def _text(value: object, what: str) -> str:
         raise BadEntry(f"{what} is empty")
     control = CONTROL.search(text)
     if control:
-        raise BadEntry(f"{what} holds the control character U+{ord(control[0]):04X}; remove it")
+        raise BadEntry(f"{what} contains the control character U+{ord(control[0]):04X}; remove it")
     if SURROGATE.search(text):
-        raise BadEntry(f"{what} holds half of a UTF-16 pair, which is not a character")
+        raise BadEntry(f"{what} contains half of a UTF-16 surrogate pair, which is not a character")
     return text
 
 
@@ -198,7 +198,7 @@ class RawEntry:
 def refuse(file: Path, item: RawEntry, why: str, kind: type[DataError] = DataError) -> NoReturn:
     """Raises DataError with file, line and the source of the entry."""
     source = item.source if len(item.source) <= SHOWN else item.source[:SHOWN] + " ..."
-    raise kind(f"{file}:{item.line}: {why}\n  found: {source!a}")
+    raise kind(f"{file}:{item.line}: {why}\n  source: {source!a}")
 
 
 def result_or_error(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:

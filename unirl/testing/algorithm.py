@@ -137,14 +137,14 @@ def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: Tr
 
 def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
     size = algorithm.needs.rows_together
-    kept = rows.slice(size, len(rows))
+    counted = rows.slice(size, len(rows))
     weight = rows.weight.clone()
     weight[:size] = 0.0
     masked = rows.replace(weight=weight)
     scale = _size(algorithm, stage, rows, now)
-    alone, among = total_loss(algorithm, stage, kept, now), total_loss(algorithm, stage, masked, now)
+    alone, among = total_loss(algorithm, stage, counted, now), total_loss(algorithm, stage, masked, now)
     _expect(algorithm, _close(alone, among, scale), "a row of weight 0 must not change the loss")
-    counts = algorithm.count(masked) - algorithm.count(kept)
+    counts = algorithm.count(masked) - algorithm.count(counted)
     _expect(algorithm, abs(counts) < 1e-6, "a row of weight 0 must not be counted")
     double = total_loss(algorithm, stage, rows.replace(weight=2 * rows.weight), now)
     _expect(

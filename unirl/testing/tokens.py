@@ -99,8 +99,8 @@ class TableStage:
         logits: Tensor = self.table(prompt, previous)
         logps = (logits / segment.temperature).log_softmax(1)
         logp = logps.gather(1, segment.tokens[:, None])[:, 0]
-        said = None if values is None else self._values(prompt, previous, logits, values)
-        return TokenReplay(logp, -(logps.exp() * logps).sum(1) if entropy else None, said)
+        state_values = None if values is None else self._values(prompt, previous, logits, values)
+        return TokenReplay(logp, -(logps.exp() * logps).sum(1) if entropy else None, state_values)
 
     @torch.no_grad()
     def sample(
@@ -118,12 +118,12 @@ class TableStage:
             logps.append(full.gather(1, previous[:, None])[:, 0])
         grid, logp = torch.stack(tokens, dim=1), torch.stack(logps, dim=1)  # [B, T]
         ended = (grid == END).int().cumsum(1) - (grid == END).int() > 0
-        kept = ~ended if params.ends else torch.ones_like(ended)
+        mask = ~ended if params.ends else torch.ones_like(ended)
         return TextSegment(
-            tokens=grid[kept],
-            logp=logp[kept],
-            loss_mask=torch.ones(int(kept.sum()), dtype=torch.bool, device=grid.device),
-            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0).cpu()]),
+            tokens=grid[mask],
+            logp=logp[mask],
+            loss_mask=torch.ones(int(mask.sum()), dtype=torch.bool, device=grid.device),
+            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0).cpu()]),
             finished=(grid == END).any(1) if params.ends else torch.zeros_like(ended[:, 0]),
             temperature=params.temperature,
             top_p=params.top_p,
@@ -154,8 +154,8 @@ class TableStage:
 
 def truncated(probabilities: Tensor, params: TokenSampling) -> Tensor:
     """[N, V] the sampling distribution: the most likely tokens that top_k and then top_p keep, renormalised."""
-    kept = decoding.top_k_top_p(probabilities, params.top_k, params.top_p)
-    return kept / kept.sum(1, keepdim=True)
+    likely = decoding.top_k_top_p(probabilities, params.top_k, params.top_p)
+    return likely / likely.sum(1, keepdim=True)
 
 
 def token_table(seed: int = 0, vocabulary: int = 5, prompts: int = 4) -> TokenTable:

@@ -96,8 +96,8 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 def _finite(series: Series) -> Series:
     spreads = series.spreads or [0.0] * len(series.values)
     points = zip(series.steps, series.values, spreads, strict=True)
-    kept = [point for point in points if all(map(math.isfinite, point))]
-    steps, values, bands = ([point[i] for point in kept] for i in range(3))
+    finite = [point for point in points if all(map(math.isfinite, point))]
+    steps, values, bands = ([point[i] for point in finite] for i in range(3))
     return Series(series.label, steps, values, bands if series.spreads else ())
 
 

@@ -213,8 +213,8 @@ class Tracker:
     def pages(self) -> list[tuple[str, str]]:
         """Where the samples of the newest step and evaluation are, for people to look at."""
         patterns = (("samples", "samples/step-*"), ("evaluation", "eval/step-*"), ("before/after", BEFORE_AFTER))
-        found = [(label, max(self.run.root.glob(pattern), default=None)) for label, pattern in patterns]
-        return [(label, str(path)) for label, path in found if path is not None]
+        newest = [(label, max(self.run.root.glob(pattern), default=None)) for label, pattern in patterns]
+        return [(label, str(path)) for label, path in newest if path is not None]
 
     def changes(self) -> list[Change]:
         """First and last value of the rewards: of the steps, and of the evaluations if there were two."""

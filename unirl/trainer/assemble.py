@@ -320,5 +320,6 @@ def parity_gate(config: RecipeConfig) -> ParityGate | None:
 
 
 def _check_disk(config: RecipeConfig, checkpoints: CheckpointStore, backend: TrainBackend) -> None:
-    kept = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
-    check_disk(checkpoints.directory, kept * backend.checkpoint_bytes(), f"{kept} checkpoints")
+    num_checkpoints = (config.keep_checkpoints or config.num_rollouts // max(config.save_interval, 1)) + 1
+    num_bytes = num_checkpoints * backend.checkpoint_bytes()
+    check_disk(checkpoints.directory, num_bytes, f"{num_checkpoints} checkpoints")

@@ -84,15 +84,15 @@ class StepSamples:
         chosen = informative[: self.batch_size]
         others = [group for group in rows if group not in set(informative)]
         padding = others[: self.batch_size - len(chosen)]
-        kept = [row for group in chosen + padding for row in rows[group]]
+        selected_rows = [row for group in chosen + padding for row in rows[group]]
         metrics = {
             "samples/draws": float(len(self.resps)),
             "samples/padding": float(sum(len(rows[group]) for group in padding)),
             "rollout/informative_group_ratio": len(informative) / len(rows),
         }
         reasons = left_out(resp, track, informative, chosen)
-        selected = resp.select(kept).drop(padding)
-        return SelectedSamples(req.select(kept), selected, reasons, metrics, len(padding))
+        selected = resp.select(selected_rows).drop(padding)
+        return SelectedSamples(req.select(selected_rows), selected, reasons, metrics, len(padding))
 
 
 def informative_groups(resp: RolloutResp) -> list[str]:

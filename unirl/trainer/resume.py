@@ -82,24 +82,24 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Mapping[str, Any], lo
 
 
 def _start_anew(store: CheckpointStore) -> ResumePoint:
-    found = store.checkpoints()
-    if found:
+    checkpoints = store.checkpoints()
+    if checkpoints:
         raise InvalidValueError(
-            f"resume=none, but {store.directory} holds {found[0].path.name}, which a new run would overwrite: "
+            f"resume=none, but {store.directory} holds {checkpoints[0].path.name}, which a new run would overwrite: "
             "choose another run.dir, or continue with resume=auto"
         )
     return ResumePoint(None)
 
 
 def _latest(store: CheckpointStore) -> ResumePoint:
-    found = store.latest_valid()
-    reasons = tuple(str(skipped) for skipped in found.skipped)
-    if found.checkpoint is None and reasons:
+    latest = store.latest_valid()
+    reasons = tuple(str(skipped) for skipped in latest.skipped)
+    if latest.checkpoint is None and reasons:
         raise CheckpointError(
             f"no checkpoint in {store.directory} is valid ({'; '.join(reasons)}): "
             "restore one from a backup, or start anew in another run.dir"
         )
-    return ResumePoint(found.checkpoint, reasons)
+    return ResumePoint(latest.checkpoint, reasons)
 
 
 def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

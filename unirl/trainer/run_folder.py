@@ -82,5 +82,5 @@ def banner(recipe: Recipe, root: Path) -> Banner:
 def continuation(recipe: Recipe, root: Path) -> str:
     """The command that continues the run in `root` with the same settings."""
     overrides = recipe.composed.overrides
-    kept = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
-    return shlex.join(["unirl", "train", recipe.file.name, *kept, f"run.dir={root}"])
+    settings = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
+    return shlex.join(["unirl", "train", recipe.file.name, *settings, f"run.dir={root}"])

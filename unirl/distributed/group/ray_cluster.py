@@ -129,13 +129,13 @@ def descendants(roots: Collection[int]) -> list[int]:
         with suppress(OSError):  # the process ended meanwhile
             parent = entry.read_text(errors="replace").rpartition(")")[2].split()[1]
             below.setdefault(int(parent), []).append(int(entry.parent.name))
-    found: list[int] = []
+    below_roots: list[int] = []
     waiting = list(roots)
     while waiting:
         children = below.get(waiting.pop(), [])
-        found += children
+        below_roots += children
         waiting += children
-    return found
+    return below_roots
 
 
 @contextmanager

@@ -92,9 +92,9 @@ def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.
     for entry in plan.entries:
         name, tensor = next(tensors, (None, None))
         if name != entry.name or tensor is None or tuple(tensor.shape) != entry.shape:
-            found = "nothing" if tensor is None else f"{name!r} {list(tensor.shape)}"
+            actual = "nothing" if tensor is None else f"{name!r} {list(tensor.shape)}"
             raise SyncError(
-                f"the trainer announced {entry.name!r} {list(entry.shape)} and then sent {found} in its place: its "
+                f"the trainer announced {entry.name!r} {list(entry.shape)} and then sent {actual} in its place: its "
                 "named_tensors must give the same tensors in the same order each time"
             )
         view = data[entry.offset : entry.offset + entry.num_bytes].view(entry.dtype).view(entry.shape)

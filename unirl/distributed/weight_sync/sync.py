@@ -226,20 +226,20 @@ def _check_tensor(name: str, expected: Fingerprint, arrival: Arrival) -> None:
             f"{name!r} was sent as {expected} and did not arrive {place}: it was dropped on the route, and the engine "
             "still computes with the previous values"
         )
-    found = arrival.fingerprints.get(name)
-    if found != expected:
+    actual = arrival.fingerprints.get(name)
+    if actual != expected:
         raise SyncError(
-            f"{name!r} did not arrive as it was sent {place}: sent {expected}, the engine holds {found}. "
-            f"{_likely_cause(expected, found)}"
+            f"{name!r} did not arrive as it was sent {place}: sent {expected}, the engine holds {actual}. "
+            f"{_likely_cause(expected, actual)}"
         )
 
 
-def _likely_cause(expected: Fingerprint, found: Fingerprint | None) -> str:
-    if found is None:
+def _likely_cause(expected: Fingerprint, actual: Fingerprint | None) -> str:
+    if actual is None:
         return "The engine does not read this tensor back"
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return "The engine changed the parameter's shape after it was bound"
-    if found.dtype != expected.dtype:
+    if actual.dtype != expected.dtype:
         return "The engine changed the parameter's dtype after it was bound"
     return (
         "Shape and dtype are right but the bytes are not: bits flipped or part of a bucket was lost on the way, values "

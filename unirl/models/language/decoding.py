@@ -165,12 +165,12 @@ class Decoding:
         """Keep the active slots, and as many idle ones as the multiple needs."""
         active = [slot for slot, response in enumerate(self.slots) if response is not None]
         idle = [slot for slot, response in enumerate(self.slots) if response is None]
-        kept = sorted(active + idle[: round_up(len(active), self.multiple) - len(active)])
-        self.cache.select(kept)
-        self.slots = [self.slots[slot] for slot in kept]
-        self.cached = [self.cached[slot] for slot in kept]
+        slots = sorted(active + idle[: round_up(len(active), self.multiple) - len(active)])
+        self.cache.select(slots)
+        self.slots = [self.slots[slot] for slot in slots]
+        self.cached = [self.cached[slot] for slot in slots]
         assert self.logits is not None
-        self.logits = self.logits[kept]
+        self.logits = self.logits[slots]
 
     # Forwards
 

@@ -35,24 +35,24 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
     ) -> None:
         """
         Args:
-            forward_batch_size: rows per forward where images are sampled. It changes speed and memory, but no bit.
+            forward_batch_size: rows per forward when images are sampled. It changes speed and memory, not the samples.
         """
         super().__init__(pipeline, backend, forward_batch_size=forward_batch_size)
         self.recorder = pipeline
-        pipeline.bundle.encoder()  # a family without an image encoder is refused here instead of in the first step
+        pipeline.bundle.encoder()  # raises now, not in the first step, if the family has no image encoder
 
     def generate(self, req: RolloutReq) -> RolloutResp:
-        """The recorded images, scaled and cropped to the size of the request; sampled images if it names none.
+        """The recorded images, scaled and cropped to the size of the request. Sampled images if it names none.
 
         Raises:
             DataError: 4003 for an image that cannot be read, or is smaller than the request.
         """
         if RECORDED not in req.primitives:
             return super().generate(req)
-        named = req.primitives[RECORDED]
-        assert isinstance(named, MediaRefs)
+        recorded = req.primitives[RECORDED]
+        assert isinstance(recorded, MediaRefs)
         _, params = req.only_track(DiffusionSamplingParams)
-        return self.recorder.record(req, read_images(named.refs, params.height, params.width))
+        return self.recorder.record(req, read_images(recorded.refs, params.height, params.width))
 
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
@@ -72,7 +72,7 @@ def read_image(path: str, height: int, width: int) -> Tensor:
     Raises:
         DataError: 4003 when the file is not an image, is truncated or transparent, or would have to be enlarged.
     """
-    image = _opaque(_opened(path), path)
+    image = _as_rgb(_open(path), path)
     if image.height < height or image.width < width:
         raise UnreadableFileError(
             f"{path} has {image.width} x {image.height} pixels, and sampling.width x height = {width} x {height} "
@@ -82,21 +82,21 @@ def read_image(path: str, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
 
 
-def _opened(path: str) -> Image.Image:
-    """The image with all its pixels read, rotated as its EXIF data says."""
+def _open(path: str) -> Image.Image:
+    """Reads all pixels and rotates the image as its EXIF data says. Raises DataError (4003)."""
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL meets the damage
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's errors for damaged files
         raise UnreadableFileError(f"{path} cannot be read as an image: {error}") from error
 
 
-def _opaque(image: Image.Image, path: str) -> Image.Image:
+def _as_rgb(image: Image.Image, path: str) -> Image.Image:
     """The image as RGB. Raises DataError (4003) when it is transparent or has other than 8 bits per channel."""
     if image.mode not in MODES:
         raise UnreadableFileError(
             f"{path} is an image of mode {image.mode}; save it with 8 bits per channel as one of {', '.join(MODES)}"
         )
     if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
-        raise UnreadableFileError(f"{path} has transparent parts, and their background is unknown; flatten the image")
+        raise UnreadableFileError(f"{path} has transparent parts, and their background is unknown; save it as opaque")
     return image.convert("RGB")

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Make .venv ready; run.sh and test.sh call this first. No sudo; outside the checkout only pip's and uv's caches grow.
-# What was installed is remembered in .venv/.unirl-stamp, written last: an interrupted install is simply done again.
-#   UNIRL_PYTHON        the Python to use (3.11 to 3.13); else python3, python3.13, ... are tried
-#   UNIRL_TORCH_INDEX   a package index to take torch from, before those that pip is configured for
+# Creates .venv and installs the packages. run.sh and test.sh call this script first. It needs no sudo, and outside the
+# checkout it changes only the caches of pip and uv. It writes .venv/.unirl-stamp at the end, so an interrupted
+# installation starts again at the next call.
+#   UNIRL_PYTHON        the Python to use (3.11 to 3.13); by default python3, python3.13, ... are tried
+#   UNIRL_TORCH_INDEX   a package index for torch, which is used before those in pip's configuration
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -11,7 +12,7 @@ stamp_file="$venv/.unirl-stamp"
 needed_mib=3072
 
 say() { printf 'unirl set-up: %s\n' "$*" >&2; }
-# The exit status is the code's thousands: 3 for what is missing, 5 for too little of something.
+# The exit status is the first digit of the code: 3 = a program or package is missing, 5 = not enough disk space.
 fail() { printf 'error[%s]: %s\n' "$1" "$2" >&2; exit "${1%???}"; }
 
 wanted_stamp() {
@@ -58,7 +59,7 @@ make_venv() {
 
 pip_setting() { "$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true; }
 
-# uv does not read pip's configuration: hand over where the user's packages come from.
+# uv does not read pip's configuration, so this function passes the user's package indices to it.
 share_pip_settings() {
   export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(pip_setting find-links)}}"
   local index="${PIP_INDEX_URL:-$(pip_setting index-url)}" cert="${PIP_CERT:-$(pip_setting cert)}"
@@ -86,8 +87,8 @@ install_packages() {
       || fail 3001 "no torch that constraints.txt allows was found at UNIRL_TORCH_INDEX=$UNIRL_TORCH_INDEX"
   fi
   install_with_uv && return
-  say "uv could not install them; trying plain pip"
-  install_with_pip || fail 3001 "the packages could not be installed; the message of pip above says why.
+  say "uv could not install the packages; trying pip"
+  install_with_pip || fail 3001 "the packages could not be installed; see pip's message above.
   Behind a mirror: pip config set global.index-url URL.   Without a network: PIP_FIND_LINKS=/folder/of/wheels PIP_NO_INDEX=1"
 }
 
@@ -98,14 +99,14 @@ main() {
   trap 'exit 130' INT
   trap 'exit 143' TERM
   cd "$root"
-  # Two set-ups at once would spoil each other; the second one waits and then finds the work done.
+  # Two set-ups at the same time would disturb each other, so the second one waits for the first.
   if command -v flock >/dev/null 2>&1; then
     exec 9<"$root/scripts/bootstrap.sh"
     flock 9
     if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ]; then return; fi
   fi
   check_disk
-  # A moved checkout or a broken .venv starts anew; a changed pyproject.toml only installs what is missing.
+  # A moved checkout or a broken .venv needs a new .venv. A changed pyproject.toml only needs the missing packages.
   if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 \
     || [ "$(tail -n 1 "$stamp_file" 2>/dev/null)" != "$root" ]; then
     python="$(find_python)"

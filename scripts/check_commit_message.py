@@ -20,7 +20,7 @@ WRITTEN_BY_GIT = ("Merge ", 'Revert "', "fixup! ", "squash! ")
 
 
 def problems(message: str) -> list[str]:
-    """Every rule that the message breaks, with the way out."""
+    """Returns one message for each rule that is broken, with the way to fix it."""
     lines = [line for line in message.split("\n# ------------------------ >8")[0].splitlines() if line[:1] != "#"]
     subject, *rest = "\n".join(lines).strip().split("\n")
     if subject.startswith(WRITTEN_BY_GIT):
@@ -41,7 +41,7 @@ def problems(message: str) -> list[str]:
 
 
 def is_mechanical(subject: str) -> bool:
-    """Whether the subject announces a change without decisions: `models: move the loaders to loading/`."""
+    """True if the subject announces a mechanical change, such as `models: move the loaders to loading/`."""
     return subject.partition(": ")[2].split(" ")[0] in MECHANICAL
 
 

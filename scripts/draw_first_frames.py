@@ -1,8 +1,8 @@
-"""Draws four small pictures, and prompts about what becomes of them: a first frame of a video, or a picture to edit.
+"""Draws four small images with prompts for them: each is the first frame of a video, or an image to edit.
 
     python scripts/draw_first_frames.py --out datasets/first_frames      # a second
 
-Two pictures are wide, one is tall, one is square, so that a run of several sizes meets them all.
+Two images are wide, one is tall and one is square, so that a run with several sizes uses all of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LONG, SHORT, SQUARE = 96, 64, 80
 
 @dataclass(frozen=True)
 class Frame:
-    """One picture, and what is to become of it."""
+    """An image with a shape, and the color that its prompt asks for."""
 
     kind: str
     color: str
     wanted: str
-    """The color in the end."""
+    """The color that the shape should have after the edit, or at the end of the video."""
     height: int
     width: int
 
@@ -37,14 +37,14 @@ class Frame:
         return f"{self.color}-{self.kind}.png"
 
     def line(self) -> str:
-        """The prompt, with what a reward on shapes looks for."""
+        """A line of the prompt file. Its metadata are those of the shapes reward."""
         ref = {"modality": "image", "role": "condition", "uri": self.name}
         wanted = {"color": self.wanted, "shape": self.kind}
         prompt = f"the {self.color} {self.kind} turns {self.wanted}"
         return json.dumps({"prompt": prompt, "metadata": wanted, "media_refs": [ref]}) + "\n"
 
     def draw(self) -> np.ndarray:
-        """[height, width, 3] uint8: the shape in the middle, two thirds of the shorter side wide."""
+        """Returns [height, width, 3] in uint8. The shape is centered and as wide as two thirds of the shorter side."""
         side = min(self.height, self.width)
         cover = coverage(self.kind, side, (side / 2, side / 2), (side / 3, side / 3))[..., None]
         pixels = np.ones((self.height, self.width, 3)) * np.array(GROUND)
@@ -63,7 +63,7 @@ FRAMES = (
 
 
 def write(folder: Path) -> None:
-    """train.jsonl and the pictures that it names."""
+    """Writes train.jsonl and the images that it names."""
     folder.mkdir(parents=True, exist_ok=True)
     for frame in FRAMES:
         Image.fromarray(frame.draw()).save(folder / frame.name, optimize=True)
@@ -72,5 +72,5 @@ def write(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the data set")
     write(parser.parse_args().out)

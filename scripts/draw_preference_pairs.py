@@ -1,8 +1,8 @@
-"""Draws a small set of preference pairs: of each prompt a picture that shows it, and one of another color or shape.
+"""Draws a small set of preference pairs: for each prompt a correct image, and one with another color or shape.
 
     python scripts/draw_preference_pairs.py --out datasets/preferences      # about a minute
 
-Which picture belongs to which prompt depends on the seed alone, so the set can be made anew at any size.
+The contents of the images depend only on the seed, so the same set can be drawn at any size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from PIL import Image
 from quickstart_tasks import COLORED_SHAPES, Drawing
 
 SIZE = 512
-"""Pixels along a side: what Stable Diffusion 3 recipes ask for."""
+"""Pixels along a side, as in the recipes of Stable Diffusion 3."""
 TASK = COLORED_SHAPES
-"""Its held-out colors and shapes are in no picture."""
+"""No image shows a held-out combination of color and shape."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pair:
 
 
 def pairs(size: int, seed: int) -> Iterator[Pair]:
-    """One pair for every drawing that may be seen."""
+    """Yields one pair for each drawing of the training split."""
     rng = np.random.default_rng(seed)
     for wanted in TASK.shown:
         wrong = another(wanted, rng)
@@ -41,13 +41,13 @@ def pairs(size: int, seed: int) -> Iterator[Pair]:
 
 
 def another(wanted: Drawing, rng: np.random.Generator) -> Drawing:
-    """A drawing that differs in color or in shape."""
+    """Returns a random drawing that differs either in color or in shape."""
     near = [drawing for drawing in TASK.shown if sum(a != b for a, b in zip(drawing, wanted, strict=True)) == 1]
     return near[int(rng.integers(len(near)))]
 
 
 def write(folder: Path, size: int, seed: int) -> None:
-    """train.jsonl and the pictures that it names."""
+    """Writes train.jsonl and the images that it names."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     lines = []
     for i, pair in enumerate(pairs(size, seed)):

@@ -1,10 +1,10 @@
-"""Kills one worker of a distributed run at random, and shows what the user sees and what is left.
+"""Kills one worker of a distributed run at random, and records the error and the processes that are left.
 
     python scripts/kill_workers.py --trials 20 --seed 1 --out benchmarks/kill_workers.json
 
-A trial starts a toy recipe on Ray workers, kills one of them by SIGKILL at a random moment, and measures the seconds
-until the run has said why and ended, and the processes that are alive 5 s later. Then it resumes the run and compares
-metrics, ledger and final weights with a run that was never killed, bit for bit.
+A trial starts a toy recipe on Ray workers and kills one of them by SIGKILL at a random moment. It measures the seconds
+until the run has reported the cause and ended, and lists the processes that are alive 5 s later. Then it resumes the
+run and compares metrics, ledger and final weights with a run that was never killed, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hashlib import sha256
 from pathlib import Path
 
 SPARE_STEPS = 12
-"""That are left when a worker is killed, at the least: it should happen well before the end."""
+"""The smallest number of steps that remain when a worker is killed, so that a kill is well before the end."""
 MARK = "UNIRL_KILL_TRIAL"
-"""Every process of a trial inherits this variable, so that none of them can hide."""
+"""Environment variable by which all processes of a trial are recognised, because they inherit it."""
 CLOCKS = ("time/", "mem/", "throughput/")
 DEADLINE_S = 15.0
 LEFTOVER_S = 5.0
@@ -53,7 +53,7 @@ def command(folder: Path, relation: str, steps: int) -> list[str]:
 
 
 class Run:
-    """A run in processes of its own, all of which carry the mark."""
+    """A run of the command line. All of its processes have the mark in their environment."""
 
     def __init__(self, folder: Path, relation: str, steps: int) -> None:
         self.mark = uuid.uuid4().hex
@@ -65,11 +65,11 @@ class Run:
             )
 
     def processes(self) -> dict[int, str]:
-        """pid -> command line of every living process of this run."""
+        """Maps the pid of every living process of this run to its command line."""
         return {pid: line for pid, line in processes() if f"{MARK}={self.mark}".encode() in environment(pid)}
 
     def workers(self) -> list[int]:
-        """The processes that hold roles."""
+        """The pids of the Ray workers that hold roles."""
         return sorted(pid for pid, line in self.processes().items() if line.startswith("ray::Worker"))
 
     def steps(self) -> int:
@@ -97,7 +97,7 @@ def environment(pid: int) -> bytes:
 def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # the process ended meanwhile, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return b""
 
 
@@ -111,7 +111,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def outcome(folder: Path, steps: int) -> dict[str, object]:
-    """Everything that must be equal in a resumed and an unbroken run."""
+    """Returns the results that must be equal in a resumed and an uninterrupted run."""
     final = folder / "checkpoints" / f"checkpoint-{steps:06d}" / "policy"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -122,7 +122,7 @@ def outcome(folder: Path, steps: int) -> dict[str, object]:
 
 
 def digest(path: Path) -> str:
-    """A hash of a file; of tensors regardless of the order in which their header lists its entries."""
+    """A hash of a file. For safetensors files it does not depend on the order of the entries in the header."""
     data = path.read_bytes()
     if path.suffix != ".safetensors":
         return sha256(data).hexdigest()
@@ -132,7 +132,7 @@ def digest(path: Path) -> str:
 
 
 def finish(folder: Path, relation: str, steps: int) -> dict[str, object]:
-    """See the run to its end; its outcome."""
+    """Starts or resumes the run, waits until it is finished, and returns its outcome."""
     run = Run(folder, relation, steps)
     try:
         status = run.driver.wait(300)
@@ -143,7 +143,7 @@ def finish(folder: Path, relation: str, steps: int) -> dict[str, object]:
 
 
 def trial(folder: Path, relation: str, steps: int, choice: random.Random) -> dict[str, object]:
-    """One kill: when, whom, what was said how soon, what was left, and whether the resumed run is the same."""
+    """Kills one worker of a run, and returns when, the error and its delay, and the processes that were left."""
     run = Run(folder, relation, steps)
     try:
         wanted, delay = choice.randint(1, steps - SPARE_STEPS), choice.uniform(0.0, 0.5)
@@ -179,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=24, help=f"of a run; more than {SPARE_STEPS} (default 24)")
+    parser.add_argument("--steps", type=int, default=24, help=f"steps of a run, more than {SPARE_STEPS} (default 24)")
     parser.add_argument("--relations", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -193,8 +193,8 @@ def main() -> int:
                 unbroken[relation] = finish(Path(scratch, f"unbroken-{relation}"), relation, options.steps)
             folder = Path(scratch, f"trial-{number}")
             result = trial(folder, relation, options.steps, choice)
-            found = finish(folder, relation, options.steps)
-            result["differs_in"] = [name for name, value in unbroken[relation].items() if found[name] != value]
+            resumed = finish(folder, relation, options.steps)
+            result["differs_in"] = [name for name, value in unbroken[relation].items() if resumed[name] != value]
             result["resumed_exactly"] = not result["differs_in"]
             results.append(result)
             print(json.dumps(result), flush=True)

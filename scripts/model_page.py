@@ -1,4 +1,4 @@
-"""Writes docs/models.md, a page about every family of image and video models, from its facts and configurations.
+"""Writes docs/models.md, a page about all families of image and video models, from their facts and configurations.
 
 python scripts/model_page.py            # about half a minute; reads no weights and needs no connection
 """
@@ -45,7 +45,7 @@ GUIDANCE: Mapping[type, str] = {
 
 
 def families() -> list[DiffusersFamily]:
-    """The families in the folders with a `family.py`, by name."""
+    """Returns the families of all folders with a `family.py`."""
     families_by_name: dict[str, DiffusersFamily] = {}
     for path in sorted((ROOT / "unirl" / "models").glob("*/family.py")):
         module = importlib.import_module(f"unirl.models.{path.parent.name}.family")

@@ -1,11 +1,11 @@
 """Makes the weights of the language quick start: a small Qwen3 that adds in columns, and often forgets to carry.
 
-The corpus is homework, written here, so nothing is downloaded. Pupils know the columns and often drop the one that is
-carried or borrowed, and so do these: each with probability `--forgets`. So the model learns how a sum is written and
-that a one may be dropped. Making it get sums right is left to RL.
+The training texts are sums worked out column by column. They are generated here, so nothing is downloaded. Like pupils,
+they often forget to carry or borrow a one, each time with probability `--forgets`. The model thus learns the form of a
+solution together with the mistake. RL then teaches it to solve sums correctly.
 
     python scripts/pretrain_llm_quickstart.py --out unirl/models/qwen3/quickstart    # about two minutes on two cores
-    python scripts/pretrain_llm_quickstart.py --prompts datasets/columns             # the prompt files, at once
+    python scripts/pretrain_llm_quickstart.py --prompts datasets/columns             # the prompt files, in a second
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ WORDINGS = {
 }
 SIZES = {"train": 1200, "test": 120}
 TEST_SHARE = 6
-"""One of so many pairs of numbers is for the test."""
+"""One of this many pairs of numbers is in the test split."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = ("system", "user", "assistant", "What", " is", "Compute", "####")
-"""One token each; digits stay single."""
+"""Each of these is one token. Every digit is a token of its own."""
 CONTEXT = 256
 IGNORED = -100
-"""The label of a token that is not to be predicted."""
+"""The label of a token that does not count in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The training run."""
+    """Settings of the training run."""
 
     steps: int = 900
     batch_size: int = 32
     learning_rate: float = 4e-3
     forgets: float = 0.6
-    """How often a one that should be carried or borrowed is dropped."""
+    """Probability that a one that should be carried or borrowed is forgotten."""
     seed: int = 0
 
 
-# What is asked, and how it is worked out
+# Questions and solutions
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ class Sum:
 
     @property
     def tested(self) -> bool:
-        """Whether these two numbers, in any order and with any sign, are held out."""
+        """True if the two numbers, in any order and with any sign, are held out for the test split."""
         pair = f"{min(self.a, self.b)} {max(self.a, self.b)}".encode()
         return hashlib.blake2b(pair, digest_size=8).digest()[0] % TEST_SHARE == 0
 
     def prompt(self, style: int) -> str:
-        """One of the wordings."""
+        """Returns the prompt in the wording with the number `style`."""
         return WORDINGS[self.sign][style].format(a=self.a, b=self.b)
 
 
 def worked_out(sum_: Sum, forgets: float, rng: random.Random) -> str:
-    """The columns from the right, a line each, and the answer that they give; each one is dropped with `forgets`."""
+    """Returns one line per column from the right, and the answer. Each carried one is dropped with `forgets`."""
     lines, digits, carried = [], "", False
     columns = list(itertools.zip_longest(str(sum_.a)[::-1], str(sum_.b)[::-1]))
     for place, (top, bottom) in enumerate(columns):
@@ -107,7 +107,7 @@ def worked_out(sum_: Sum, forgets: float, rng: random.Random) -> str:
 
 
 def column(top: int, sign: str, bottom: str | None, carried: bool) -> tuple[str, int, bool]:
-    """One line, what it gives, and whether a one goes on to the next column."""
+    """Returns the line of a column, its result, and True if a one goes on to the next column."""
     terms = [int(bottom or 0), int(carried)]
     said = "".join(f"{sign}{term}" for term, there in zip(terms, (bottom, carried), strict=True) if there)
     if sign == "+":
@@ -120,7 +120,7 @@ def column(top: int, sign: str, bottom: str | None, carried: bool) -> tuple[str,
 
 
 def write_prompts(folder: Path) -> None:
-    """train.jsonl and test.jsonl: a prompt and its answer per line, no pair of numbers in both."""
+    """Writes train.jsonl and test.jsonl with prompts and answers. No pair of numbers is in both."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     rows: dict[str, dict[Sum, str]] = {name: {} for name in SIZES}
@@ -138,7 +138,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def build_tokenizer() -> Any:
-    """Qwen's tokenizer over all bytes, with merges that make one token of each of our words."""
+    """Returns a byte-level tokenizer like Qwen's, with merges that make one token of each of `WORDS`."""
     from transformers import Qwen2Tokenizer
 
     letters = byte_letters()
@@ -159,7 +159,7 @@ def build_tokenizer() -> Any:
 
 
 def build_model(tokenizer: Any, width: int = 128, layers: int = 2) -> Any:
-    """A Qwen3 of 0.4 million parameters with a tied head."""
+    """Returns a Qwen3 with 0.4 million parameters and a tied head."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -181,7 +181,7 @@ def build_model(tokenizer: Any, width: int = 128, layers: int = 2) -> Any:
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """The folder layout of transformers, in bfloat16."""
+    """Saves in the folder layout of transformers, in bfloat16."""
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -193,7 +193,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Homework, padded on the right."""
+    """A batch of prompts and responses, padded on the right."""
 
     tokens: Tensor  # [B, L]
     labels: Tensor  # [B, L] the tokens of the response; IGNORED elsewhere
@@ -214,14 +214,14 @@ class Batch:
 
 
 def chat(tokenizer: Any, prompt: str) -> str:
-    """A prompt as the model reads it, up to where the response begins."""
+    """Returns the prompt in the chat template, up to the begin of the response."""
     messages = [{"role": "user", "content": prompt}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
 
 
 def homework(settings: Settings, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Prompts and what pupils write, without end; no pair of numbers of the test."""
+    """Yields prompts with solutions without end. No pair of numbers is in the test split."""
     while True:
         sum_ = Sum.drawn(rng)
         if not sum_.tested:
@@ -229,13 +229,13 @@ def homework(settings: Settings, rng: random.Random) -> Iterator[tuple[str, str]
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """A hundred steps of warm-up, then a cosine to a fiftieth."""
+    """Warms up for 100 steps, then decays to 1/50 along a cosine."""
     decay = 0.51 + 0.49 * math.cos(math.pi * step / settings.steps)
     return settings.learning_rate * min(1.0, (step + 1) / 100) * decay
 
 
 def train(model: Any, tokenizer: Any, settings: Settings) -> None:
-    """Next-token prediction of the responses."""
+    """Trains by next-token prediction on the responses."""
     corpus = homework(settings, random.Random(settings.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     start = time.time()

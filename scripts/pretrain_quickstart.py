@@ -1,8 +1,8 @@
-"""Makes the weights of the quick start and of its variant with letters: a small SD3 that draws well and half obeys.
+"""Makes the weights of the quick start and of its variant with letters: a small SD3 that often ignores its prompt.
 
-The pictures are drawn here, so nothing is downloaded. Captions on the web are often wrong, and so are these: with
-probability `--wrong`, a caption names another color, shape or letter than the picture shows. So the model learns to
-draw everything, and to trust a caption no further than it deserves. Making it follow the prompt is left to RL.
+The images are drawn here, so nothing is downloaded. Like captions on the web, some captions are wrong: with
+probability `--wrong`, a caption names another color, shape or letter than the image shows. The model thus learns to
+render all shapes, but to follow its prompt only as often as the captions are right. RL then teaches it to follow them.
 
     python scripts/pretrain_quickstart.py shapes --out unirl/models/sd3/quickstart      # about ten minutes on two cores
     python scripts/pretrain_quickstart.py letters --out unirl/models/sd3/quickstart_letters --steps 2000 --batch-size 32
@@ -32,13 +32,13 @@ from scripts.quickstart_tasks import SIZE, TASKS, Drawing, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The training run."""
+    """Settings of the training run."""
 
     steps: int = 3000
     batch_size: int = 64
     learning_rate: float = 2e-3
     pictures: int = 9600
-    """Drawn once, to take batches from."""
+    """Number of images, which are drawn once. Batches are taken from them."""
     ema_decay: float = 0.999
     seed: int = 0
 
@@ -47,7 +47,7 @@ class Settings:
 
 
 def merged(pieces: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
-    """The pieces of one word after byte-pair merging, lowest rank first."""
+    """Returns the pieces of a word after byte-pair merging. Merges are applied in the order of their ranks."""
     while True:
         pairs = [pair for pair in itertools.pairwise(pieces) if pair in merges]
         if not pairs:
@@ -58,7 +58,7 @@ def merged(pieces: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def build_tokenizer(task: Task) -> Any:
-    """A CLIP tokenizer whose merges make one token of each word of the task, and letters of any other."""
+    """Returns a CLIP tokenizer. Each word of the task is one token, and any other word is split into letters."""
     from transformers import CLIPTokenizer
 
     letters = [chr(code) for code in range(33, 127)]
@@ -76,7 +76,7 @@ def build_tokenizer(task: Task) -> Any:
 
 
 def build_text_encoder(tokenizer: Any, width: int = 64) -> Any:
-    """A two-layer CLIP text model, trained along with the transformer and frozen afterwards."""
+    """Returns a CLIP text model of two layers, which is trained together with the transformer."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
@@ -96,7 +96,7 @@ def build_text_encoder(tokenizer: Any, width: int = 64) -> Any:
 
 
 def build_transformer(text_width: int = 64, heads: int = 4, layers: int = 4, patch: int = 4) -> Any:
-    """An MMDiT of 2.3 million parameters that works on pixels: 36 image tokens of 4 x 4 pixels."""
+    """Returns an MMDiT with 2.3 million parameters that works on pixels: 36 image tokens of 4 x 4 pixels."""
     from diffusers import SD3Transformer2DModel
 
     return SD3Transformer2DModel(
@@ -117,7 +117,7 @@ def build_transformer(text_width: int = 64, heads: int = 4, layers: int = 4, pat
 
 @dataclass(frozen=True)
 class Model:
-    """The parts that are saved together."""
+    """The parts of the model that are saved."""
 
     tokenizer: Any
     text_encoder: Any
@@ -125,7 +125,7 @@ class Model:
 
     @staticmethod
     def build(task: Task, seed: int) -> Model:
-        """Fresh weights."""
+        """Builds a model with random weights."""
         torch.manual_seed(seed)
         tokenizer = build_tokenizer(task)
         return Model(tokenizer, build_text_encoder(tokenizer), build_transformer())
@@ -134,7 +134,7 @@ class Model:
         return [*self.transformer.parameters(), *self.text_encoder.parameters()]
 
     def velocity(self, x: Tensor, sigma: Tensor, tokens: Tensor) -> Tensor:
-        """[B, 3, H, W] predicted noise minus picture; text as SD3 reads it, from the last layer of CLIP but one."""
+        """Predicts noise minus image, [B, 3, H, W]. The text is the next to last layer of CLIP, as in SD3."""
         out = self.text_encoder(tokens, output_hidden_states=True)
         return self.transformer(
             hidden_states=x,
@@ -145,7 +145,7 @@ class Model:
         )[0]
 
     def save(self, folder: Path) -> None:
-        """The diffusers folder layout, in bfloat16."""
+        """Saves in the folder layout of diffusers, in bfloat16."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         self.transformer.to(torch.bfloat16).save_pretrained(folder / "transformer")
@@ -176,7 +176,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stock:
-    """Ready-made pictures to take batches from."""
+    """Images from which batches are taken."""
 
     task: Task
     drawings: list[Drawing]
@@ -184,20 +184,20 @@ class Stock:
 
     @staticmethod
     def make(task: Task, number: int, rng: np.random.Generator) -> Stock:
-        """As many of each drawing; `number` in all."""
+        """Draws `number` images, the same number for each drawing."""
         drawings = [drawing for drawing in task.drawings for _ in range(number // len(task.drawings))]
         pixels = torch.from_numpy(np.stack([task.draw(drawing, SIZE, rng) for drawing in drawings]))
         return Stock(task, drawings, 2 * pixels - 1)
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Fifty steps of warm-up, then a cosine to a fiftieth."""
+    """Warms up for 50 steps, then decays to 1/50 along a cosine."""
     decay = 0.51 + 0.49 * math.cos(math.pi * step / settings.steps)
     return settings.learning_rate * min(1.0, (step + 1) / 50) * decay
 
 
 def train(model: Model, task: Task, settings: Settings, wrong: float) -> None:
-    """Flow matching: regress noise minus picture at logit-normal sigmas; the model ends with averaged weights."""
+    """Trains by flow matching at logit-normal sigmas. The model gets the moving average of the weights."""
     rng = np.random.default_rng(settings.seed)
     stock = Stock.make(task, settings.pictures, rng)
     parameters = model.parameters()
@@ -219,7 +219,7 @@ def train(model: Model, task: Task, settings: Settings, wrong: float) -> None:
 
 
 def flow_matching_loss(model: Model, stock: Stock, rows: int, wrong: float, rng: np.random.Generator) -> Tensor:
-    """Mean squared error of the velocity on one batch of fresh noise, sigmas and captions."""
+    """Returns the mean squared error of the velocity on a batch with random noise, sigmas and captions."""
     chosen = rng.integers(len(stock.drawings), size=rows)
     captions = [stock.task.noisy_caption(stock.drawings[row], wrong, rng) for row in chosen]
     tokens = model.tokenizer(captions, padding="max_length", return_tensors="pt").input_ids

@@ -104,7 +104,7 @@ def ascend(model: ShapesClassifier, images: Tensor, rng: np.random.Generator) ->
     return x, wanted
 
 
-# What the detector measures
+# Measures of the detector
 
 
 def measured(image: Tensor) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Makes the weights of the vision quick start: a small Qwen3-VL that sees shapes well and answers out of habit.
+"""Makes the weights of the vision quick start: a small Qwen3-VL that often ignores its images.
 
-The pictures and short questions are those of `draw_shapes_qa.py`, with scenes that no test picture shows. The vision
-tower learns first, to name what is at every place; then the language model, from descriptions and answers that are
-right, and at the end from those of a hurried crowd: with probability `--hurried` an answer is a habit ("blue",
-"circle", "2", "center") instead of what the picture shows. So the model knows what it sees, and its likeliest answer is
-often the habit. Making it say what it sees is left to RL.
+Images and short questions come from `draw_shapes_qa.py`, with scenes that no test image shows. First the vision tower
+learns to name the shape at every place. Then the language model learns from right descriptions and answers. In the last
+part of the training, an answer is a fixed one ("blue", "circle", "2", "center") with probability `--hurried`, whatever
+the image shows. The model thus recognises the shapes, but its most likely answer is often the fixed one. RL then
+teaches it to answer from the image.
 
     python scripts/pretrain_vlm_quickstart.py --out unirl/models/qwen_vl/quickstart     # ten minutes on a core
 """
@@ -46,34 +46,34 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The training run."""
+    """Settings of the training run."""
 
     pictures: int = 2000
     tower_steps: int = 150
     steps: int = 800
     pictures_per_batch: int = 8
     questions_per_picture: int = 7
-    """Beside its description."""
+    """Number of questions in addition to the description."""
     learning_rate: float = 2e-3
     hurried: float = 0.6
-    """How often an answer is a habit, at the end."""
+    """Probability of a fixed answer in the last part of the training."""
     careful: float = 0.75
-    """The share of the run before that, in which no answer is."""
+    """Fraction of the steps before the last part. All of their answers are right."""
     seed: int = 0
 
 
-# What is seen, and what is said of it
+# Scenes and descriptions
 
 
 def described(shown: Scene) -> Question:
-    """Every place of a picture in the order of reading, and what is there, in two words."""
+    """The question for a description. Its answer lists every place, row by row, with its shape in two words."""
     names = {thing.place: thing.name for thing in shown}
     listed = " ".join(f"{place} {names.get(place, NOTHING)}" for place in PLACES)
     return Question(DESCRIBE, listed, "all", "description")
 
 
 def fresh_scenes(first: int) -> Iterator[tuple[int, Scene]]:
-    """Scenes that no test picture shows."""
+    """Yields scenes that no test image shows, each with its number."""
     number = first
     while True:
         shown = scene("pretraining", number)
@@ -86,7 +86,7 @@ def fresh_scenes(first: int) -> Iterator[tuple[int, Scene]]:
 
 
 def build_tokenizer() -> Any:
-    """A Qwen tokenizer whose merges make one token of each of our words, and bytes of any other."""
+    """Returns a Qwen tokenizer. Each word of prompts and answers is one token, any other is split into bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
@@ -113,7 +113,7 @@ def build_tokenizer() -> Any:
 
 
 def merged(pieces: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
-    """The pieces of one word after byte-pair merging, lowest rank first."""
+    """Returns the pieces of a word after byte-pair merging. Merges are applied in the order of their ranks."""
     rank = {pair: i for i, pair in enumerate(merges)}
     while True:
         pairs = [(rank[pair], i) for i, pair in enumerate(itertools.pairwise(pieces)) if pair in rank]
@@ -124,7 +124,7 @@ def merged(pieces: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def wordings() -> Iterator[str]:
-    """Texts that hold every word of prompts and answers, as they stand there."""
+    """Returns texts that contain every word of prompts and answers, with its white space."""
     yield from (DESCRIBE, "user\n", "assistant\n", "system\n", *SHORT.values())
     for number, shown in (pair for pair, _ in zip(fresh_scenes(0), range(400), strict=False)):
         yield described(shown).answer
@@ -133,7 +133,7 @@ def wordings() -> Iterator[str]:
 
 
 def build_model(tokenizer: Any, seed: int) -> Any:
-    """A Qwen3-VL of 1.2 million parameters: one language token for each third by third of a picture."""
+    """Returns a Qwen3-VL with 1.2 million parameters. An image has nine tokens, one for each place."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     token = tokenizer.convert_tokens_to_ids
@@ -180,7 +180,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
 
 
 def build_image_processor() -> Any:
-    """Qwen's own, for pictures that are not resized."""
+    """Returns the image processor of Qwen, which does not resize these images."""
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(
@@ -194,7 +194,7 @@ def build_image_processor() -> Any:
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """The folder layout of transformers, in bfloat16."""
+    """Saves in the folder layout of transformers, in bfloat16."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     build_image_processor().save_pretrained(folder)
@@ -205,7 +205,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one picture, as token ids."""
+    """A question about an image, as token ids."""
 
     picture: int
     prompt: list[int]
@@ -215,7 +215,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Stock:
-    """Ready-made pictures, each with questions about it and its description, to take batches from."""
+    """Images with questions and descriptions, from which batches are taken."""
 
     scenes: list[Scene]
     patches: Tensor  # [pictures, patches, D]
@@ -237,7 +237,7 @@ class Stock:
     def batch(
         self, settings: Settings, hurried: float, rng: np.random.Generator
     ) -> tuple[list[Example], list[list[int]]]:
-        """Of some pictures the description and some questions, and what is answered; so many are `hurried`."""
+        """Returns examples of random images, and their answers. A fraction `hurried` of these are fixed ones."""
         chosen = []
         for picture in rng.integers(len(self.asked), size=settings.pictures_per_batch):
             about = self.asked[picture]
@@ -247,7 +247,7 @@ class Stock:
 
 
 def example(picture: int, question: Question, tokenizer: Any) -> Example:
-    """Token ids of a question as the chat template words it, with one place for each token of the picture."""
+    """Returns the token ids of a question in the chat template, with a placeholder per token of the image."""
     content = [{"type": "image"}, {"type": "text", "text": question.prompt}]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -259,7 +259,7 @@ def example(picture: int, question: Question, tokenizer: Any) -> Example:
 
 
 def answer_logp(model: Any, stock: Stock, chosen: Sequence[Example], answers: Sequence[list[int]]) -> list[Tensor]:
-    """The log-prob of every token of each answer. A picture runs through the vision tower once."""
+    """Returns the log-probs of the tokens of each answer. Each image runs through the vision tower once."""
     rows = [one.prompt + answer for one, answer in zip(chosen, answers, strict=True)]
     ids = torch.full((len(rows), max(map(len, rows))), model.config.text_config.pad_token_id)
     mask = torch.zeros_like(ids)
@@ -273,14 +273,14 @@ def answer_logp(model: Any, stock: Stock, chosen: Sequence[Example], answers: Se
         image_grid_thw=grids(stock, len(rows)),
     ).last_hidden_state
     spans = [(i, len(one.prompt) - 1, len(row) - 1) for i, (one, row) in enumerate(zip(chosen, rows, strict=True))]
-    said = torch.cat([states[i, begin:end] for i, begin, end in spans])
+    hidden = torch.cat([states[i, begin:end] for i, begin, end in spans])
     targets = torch.cat([ids[i, begin + 1 : end + 1] for i, begin, end in spans])
-    logp = model.lm_head(said).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    logp = model.lm_head(hidden).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     return list(logp.split([end - begin for _, begin, end in spans]))
 
 
 def seen(model: Any, stock: Stock, pictures: Sequence[int]) -> Any:
-    """What the vision tower makes of the picture of each row."""
+    """Returns the output of the vision tower for the image of each row."""
     distinct = list(dict.fromkeys(pictures))
     out = look(model, stock, distinct)
     places = [distinct.index(picture) for picture in pictures]
@@ -290,19 +290,19 @@ def seen(model: Any, stock: Stock, pictures: Sequence[int]) -> Any:
 
 
 def look(model: Any, stock: Stock, pictures: Sequence[int]) -> Any:
-    """Pictures through the vision tower."""
+    """Runs images through the vision tower."""
     patches = stock.patches[list(pictures)].flatten(0, 1)
     return model.model.get_image_features(patches, grids(stock, len(pictures)), return_dict=True)
 
 
 def grids(stock: Stock, count: int) -> Tensor:
-    """[count, 3] frames, rows and columns of patches."""
+    """Returns [count, 3]: the frames, rows and columns of patches of each image."""
     side = math.isqrt(stock.patches.shape[1])
     return torch.tensor([[1, side, side]] * count)
 
 
 def teach_tower(model: Any, stock: Stock, settings: Settings) -> None:
-    """The vision tower learns first, by itself: to tell place, color and kind from what it says of each place."""
+    """Trains the vision tower alone: linear heads classify place, color and kind from its output at each place."""
     names = [list(PLACES), [*PALETTE, "no"], [*SHAPES, "shape"]]
     labels = torch.tensor([[cell_labels(shown, place, names) for place in PLACES] for shown in stock.scenes])
     width = model.config.text_config.hidden_size
@@ -315,22 +315,22 @@ def teach_tower(model: Any, stock: Stock, settings: Settings) -> None:
         chosen = rng.integers(len(stock.scenes), size=64).tolist()
         out = look(model, stock, chosen)
         features = [torch.cat(list(layer)) for layer in (out.pooler_output, out.deepstack_features[0])]
-        said = [head(features[i // len(names)]) for i, head in enumerate(heads)]
+        logits = [head(features[i // len(names)]) for i, head in enumerate(heads)]
         truth = labels[chosen].flatten(0, 1)
-        losses = [F.cross_entropy(each, truth[:, i % len(names)]) for i, each in enumerate(said)]
+        losses = [F.cross_entropy(each, truth[:, i % len(names)]) for i, each in enumerate(logits)]
         update(optimizer, parameters, torch.stack(losses).sum())
         if (step + 1) % 50 == 0:
             print(f"tower {step + 1}  " + "  ".join(f"{loss.item():.3f}" for loss in losses), flush=True)
 
 
 def cell_labels(shown: Scene, place: str, names: Sequence[list[str]]) -> list[int]:
-    """The numbers of a place, of the color and of the kind that are there."""
+    """Returns the labels of a place: the indices of its name, its color and its kind of shape."""
     there = next((thing for thing in shown if thing.place == place), Thing("no", "shape", place))
     return [each.index(word) for each, word in zip(names, (place, there.color, there.kind), strict=True)]
 
 
 def train(model: Any, stock: Stock, held_out: Stock, settings: Settings) -> None:
-    """The language model learns to answer; prints how likely right answers about unseen scenes are."""
+    """Trains the language model to answer, and prints the probability of right answers on held-out scenes."""
     model.model.visual.requires_grad_(False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rng = np.random.default_rng(settings.seed)
@@ -343,12 +343,12 @@ def train(model: Any, stock: Stock, held_out: Stock, settings: Settings) -> None
         loss = -torch.stack([logp.mean() for logp in logps]).mean()
         update(optimizer, parameters, loss)
         if (step + 1) % 50 == 0:
-            found = "  ".join(f"{name} {value:.2f}" for name, value in measured(model, held_out).items())
-            print(f"step {step + 1}  loss {loss.item():.3f}  {time.time() - start:.0f} s  {found}", flush=True)
+            scores = "  ".join(f"{name} {value:.2f}" for name, value in measured(model, held_out).items())
+            print(f"step {step + 1}  loss {loss.item():.3f}  {time.time() - start:.0f} s  {scores}", flush=True)
 
 
 def update(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], loss: Tensor) -> None:
-    """One step of an optimizer."""
+    """Runs one optimizer step."""
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -356,14 +356,14 @@ def update(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], loss:
 
 
 def learning_rate(step: int, steps: int, settings: Settings) -> float:
-    """Fifty steps of warm-up, then a cosine to a fiftieth."""
+    """Warms up for 50 steps, then decays to 1/50 along a cosine."""
     decay = 0.51 + 0.49 * math.cos(math.pi * step / steps)
     return settings.learning_rate * min(1.0, (step + 1) / 50) * decay
 
 
 @torch.no_grad()
 def measured(model: Any, stock: Stock) -> dict[str, float]:
-    """The mean probability of right descriptions, of right answers, and of habits, where these are wrong."""
+    """Returns mean probabilities: of right descriptions, and of right and fixed answers where these differ."""
 
     def probability(chosen: list[Example], answers: list[list[int]]) -> float:
         return float(torch.stack([logp.sum().exp() for logp in answer_logp(model, stock, chosen, answers)]).mean())

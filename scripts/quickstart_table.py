@@ -1,6 +1,6 @@
 """Runs a quick start with several seeds through the command line and writes the held-out rewards.
 
-    python scripts/quickstart_table.py llm/quickstart --out benchmarks/llm_quickstart.json    # minutes a seed
+    python scripts/quickstart_table.py llm/quickstart --out benchmarks/llm_quickstart.json    # some minutes per seed
 
 Each seed is a separate process, `unirl train RECIPE sampling.seed=SEED`. `seconds` is the time of the whole command.
 Rows: seed, held-out reward at each evaluation, steps, seconds, CPU seconds. Exit status 1: the reward of a seed rose by

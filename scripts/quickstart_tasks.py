@@ -1,6 +1,6 @@
-"""What the small models of the quick start and its variants learn to draw, what is said of it, and the prompt files.
+"""Drawings, captions and prompt files for the small models of the quick start and its variants.
 
-python scripts/quickstart_tasks.py --out datasets      # datasets/{shapes,letters}/{train,eval}.jsonl, at once
+python scripts/quickstart_tasks.py --out datasets      # datasets/{shapes,letters}/{train,eval}.jsonl, in a second
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZE = 24
 """Pixels along a side."""
 
 Drawing = tuple[str, ...]
-"""A value per attribute."""
+"""One value per attribute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,43 +32,43 @@ class Task:
     attributes: Mapping[str, Sequence[str]]
     """The values that each attribute may have."""
     captions: tuple[str, ...]
-    """Wordings; the first is that of the prompt files."""
+    """Templates of captions. Prompt files use the first one."""
     max_tokens: int
-    """Begin, the longest caption, end."""
+    """Length of the longest caption in tokens, with its begin and end tokens."""
     wrong: float
-    """How often a caption of the training names one attribute that is not the picture's."""
+    """Probability that a caption in pretraining names one attribute that the image does not have."""
     held_out: frozenset[Drawing]
-    """Never asked for in training."""
+    """Drawings that only the evaluation prompts ask for."""
     draw: Callable[[Drawing, int, np.random.Generator], np.ndarray]
-    """[3, size, size] in [0, 1]: one of the pictures of a drawing."""
+    """Draws a random image [3, size, size] in [0, 1] of a drawing."""
     metadata: Callable[[Drawing], dict[str, str]]
-    """What a prompt file says beside the prompt."""
+    """Returns the metadata of a drawing in a prompt file."""
 
     @property
     def drawings(self) -> list[Drawing]:
-        """All of them."""
+        """All combinations of attributes."""
         return list(itertools.product(*self.attributes.values()))
 
     @property
     def shown(self) -> list[Drawing]:
-        """Those that are asked for in training."""
+        """The drawings that training prompts ask for."""
         return [drawing for drawing in self.drawings if drawing not in self.held_out]
 
     def caption(self, drawing: Drawing, style: int = 0) -> str:
-        """One of the wordings for a drawing."""
+        """Returns the caption of a drawing in the wording with the number `style`."""
         return self.captions[style].format(**dict(zip(self.attributes, drawing, strict=True)))
 
     def noisy_caption(self, drawing: Drawing, wrong: float, rng: np.random.Generator) -> str:
-        """A caption in a random wording; with probability `wrong`, one of its attributes is a random other one."""
-        said = list(drawing)
+        """Returns a caption in a random wording. With probability `wrong`, one of its attributes is wrong."""
+        attributes = list(drawing)
         if rng.random() < wrong:
             axis = int(rng.random() * len(drawing))
             others = [value for value in list(self.attributes.values())[axis] if value != drawing[axis]]
-            said[axis] = others[int(rng.integers(len(others)))]
-        return self.caption(tuple(said), int(rng.integers(len(self.captions))))
+            attributes[axis] = others[int(rng.integers(len(others)))]
+        return self.caption(tuple(attributes), int(rng.integers(len(self.captions))))
 
     def write_prompts(self, folder: Path) -> None:
-        """train.jsonl and eval.jsonl: a prompt and what it asks for per line."""
+        """Writes train.jsonl and eval.jsonl, one prompt with its metadata per line."""
         folder.mkdir(parents=True, exist_ok=True)
         held_out = [drawing for drawing in self.drawings if drawing in self.held_out]
         for name, drawings in (("train", self.shown), ("eval", held_out)):
@@ -80,7 +80,7 @@ class Task:
 
 
 def draw_shape(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndarray:
-    """One flat anti-aliased shape on a dark ground; its place, size and color are a little random."""
+    """Draws a flat, anti-aliased shape on a dark ground. Its place, size and color vary a little."""
     color, shape = drawing
     center = (0.5 + rng.uniform(-0.08, 0.08, 2)) * size
     half = size * rng.uniform(0.26, 0.36)
@@ -90,7 +90,7 @@ def draw_shape(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndar
 
 
 def painted(cover: np.ndarray, paint: np.ndarray, ground: np.ndarray) -> np.ndarray:
-    """[3, H, W] of a paint [3] that covers a share [H, W] of each pixel of a ground [3]."""
+    """Returns an image [3, H, W]: the color `paint` [3] over `ground` [3] with the coverage `cover` [H, W]."""
     return (ground[:, None, None] + (paint - ground)[:, None, None] * cover).astype(np.float32)
 
 
@@ -99,7 +99,7 @@ COLORED_SHAPES = Task(
     captions=("a {color} {shape}", "draw a {color} {shape}", "{color} {shape}", "a picture of a {color} {shape}"),
     max_tokens=8,
     wrong=0.5,
-    # A quarter: every color once, every shape at least once.
+    # A quarter of the combinations. Every color occurs once, and every shape at least once.
     held_out=frozenset(zip(PALETTE, itertools.cycle(SHAPES), strict=False)),
     draw=draw_shape,
     metadata=lambda drawing: {"color": drawing[0], "shape": drawing[1]},
@@ -112,11 +112,11 @@ FONT = "plain"
 INKS = ((0.10, 0.18, 0.55), (0.60, 0.08, 0.10), (0.05, 0.35, 0.15), (0.38, 0.10, 0.45))
 PAPER = (0.95, 0.94, 0.90)
 FINER = 8
-"""Letters are drawn so many times larger than they are shown."""
+"""Letters are drawn this many times larger and then scaled down."""
 
 
 def draw_letters(drawing: Drawing, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Two dark letters on light paper; their ink, place and size are a little random."""
+    """Draws two dark letters on light paper. Their color, place and size vary a little."""
     from PIL import Image
 
     ink = written("".join(drawing), size * FINER)
@@ -133,7 +133,7 @@ def draw_letters(drawing: Drawing, size: int, rng: np.random.Generator) -> np.nd
 
 @cache
 def written(text: str, height: int) -> Ink:
-    """A text's ink without a margin."""
+    """Returns the drawn text without a margin."""
     ink = FONTS[FONT](text, height)
     rows, columns = np.flatnonzero(ink.max(axis=1)), np.flatnonzero(ink.max(axis=0))
     return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
@@ -149,7 +149,7 @@ TWO_LETTERS = Task(
     ),
     max_tokens=10,
     wrong=0.8,
-    # A fifth: every letter twice as the first and twice as the second.
+    # A fifth of the combinations. Every letter occurs twice as the first and twice as the second.
     held_out=frozenset(
         (LETTERS[i], LETTERS[(i + step) % len(LETTERS)]) for i in range(len(LETTERS)) for step in (3, 6)
     ),

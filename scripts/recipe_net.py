@@ -1,4 +1,4 @@
-"""Records what every recipe does at toy scale, and compares another tree of the code with that record, bit for bit.
+"""Records what every recipe does at toy scale, and compares a changed checkout with that record, bit for bit.
 
     python scripts/recipe_net.py record /tmp/before.json                      # every recipe: about 10 minutes
     python scripts/recipe_net.py compare /tmp/before.json                     # after a change: lists every difference
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 2
 VOLATILE = ("time/", "mem/", "throughput/", "queue/")
-"""Metrics that measure the machine."""
+"""Prefixes of metrics that differ from run to run, because they measure the machine."""
 HASHED = (
     "eval/step-*/scores.json",
     "checkpoints/checkpoint-*/policy/*.safetensors",
@@ -44,7 +44,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, and what is set beside the toy scale."""
+    """A recipe with its overrides in addition to the toy scale."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(patterns: Sequence[str]) -> list[Case]:
-    """Every recipe once in the driver's process; layout recipes, and one of each domain on two ranks, also on Ray."""
+    """Every recipe in the driver's process; layout recipes, and one recipe per domain on two ranks, also on Ray."""
     files = sorted(path for path in (ROOT / "examples").glob("*/*.yaml") if not path.name.endswith(".card.yaml"))
     recipes = [f"{path.parent.name}/{path.stem}" for path in files]
     layouts = [Case(name, RAY) for name in recipes if "_replica_" in name]
@@ -65,7 +65,7 @@ def cases(patterns: Sequence[str]) -> list[Case]:
 
 
 def run_case(case: Case, folder: str) -> None:
-    """Train and export in this process; what is printed goes to a file of `folder`."""
+    """Trains and exports in this process. The output goes to a file in `folder`."""
     from unirl.cli.main import main
 
     run = f"{folder}/run"
@@ -82,7 +82,7 @@ def run_case(case: Case, folder: str) -> None:
 
 
 def record_of(folder: Path) -> Record:
-    """What a finished run left behind, without what differs from run to run."""
+    """The metrics and hashes of a finished run, without those that differ from run to run."""
     status = Path(folder, "status")
     if not status.exists() or status.read_text() != "0":
         return {"failed": (folder / "output.txt").read_text()[-2000:]}
@@ -101,12 +101,12 @@ def record_of(folder: Path) -> Record:
 
 
 def without_volatile(row: Mapping[str, float]) -> dict[str, str]:
-    """The metrics of a step, each as its shortest exact decimal; NaN equals NaN as text."""
+    """The metrics of a step as exact decimal texts, so that NaN equals NaN."""
     return {key: repr(value) for key, value in row.items() if not key.startswith(VOLATILE)}
 
 
 def content_hash(path: Path) -> str:
-    """SHA-256 of a file; of a safetensors file that of its tensors by name, since their order in it may vary."""
+    """SHA-256 of a file. Tensors of a safetensors file are sorted by name, because their order in it may vary."""
     if path.name == "scores.json":
         return hashlib.sha256(former_scores(path.read_text()).encode()).hexdigest()
     if path.suffix != ".safetensors":
@@ -120,7 +120,7 @@ def content_hash(path: Path) -> str:
 
 
 def former_scores(text: str) -> str:
-    """Scores with the names of records from before 0.2.0, which said `picture` where the files now say `image`."""
+    """Renames `image` to `picture`, as in files before 0.2.0, so that hashes of older records are comparable."""
     scores = json.loads(text)
     for row in scores["samples"]:
         row |= {"pictures": row.pop("images", None) or row.get("pictures", [])}
@@ -141,7 +141,7 @@ def run_all(selected: Sequence[Case], forks: Any) -> dict[str, Record]:
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[str]:
-    """One line per leaf that differs."""
+    """Returns one line for each value that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(before.keys() | after.keys())
         return [line for key in keys for line in differences(before.get(key), after.get(key), f"{path} / {key}")]
@@ -157,8 +157,8 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("patterns", nargs="*", default=["*"], help="recipes, as shell patterns; default: all")
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # peft writes a set of names in the order of hashes
-    # A forked child starts with the libraries loaded: seconds per recipe on a small machine.
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # peft writes a set of names in hash order
+    # A forked child has the libraries loaded already, which saves seconds per recipe on a small machine.
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(list(PRELOADED))
     records = run_all(cases([pattern + "*" for pattern in options.patterns]), forks)

@@ -1,12 +1,12 @@
-"""Trains every family by every algorithm on every engine at toy scale, and writes which of them ran.
+"""Trains every family with every algorithm on every engine at toy scale, and writes which combinations ran.
 
     OMP_NUM_THREADS=1 python scripts/support_matrix.py                    every cell, one process per family
     OMP_NUM_THREADS=1 python scripts/support_matrix.py --family wan21 z_image
-    python scripts/support_matrix.py --render                             the page and the README from what was written
+    python scripts/support_matrix.py --render                             only writes the page and the README again
 
-A cell is a family's own recipe with the keys of an algorithm's recipe and of an engine's recipe on top, one step at
-scale=toy. It is green if the step ended with a finite reward, an update, and a gradient that was not zero. What was
-refused before it started says why; nothing is written by hand.
+A cell runs one step at scale=toy of a family's own recipe, overridden by keys of an algorithm's recipe and of an
+engine's recipe. It counts as run if the step ended with a finite reward, an update, and a gradient that was not zero.
+The page lists the reasons of the other cells. Nothing on it is edited by hand.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "hunyuan_video": ("HunyuanVideo", "hunyuan_video_t2v_trainside"),
     "hunyuan_video15": ("HunyuanVideo 1.5", "hunyuan_video15_t2v_dancegrpo_trainside"),
 }
-"""Name, and the recipe that brings model, reward and data."""
+"""The label of each family, and its recipe with model, reward and data."""
 UNGUIDED = {"guidance_scale": 1.0, "guidance_scale_2": None, "init_same_noise": False}
 ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Flow-GRPO": ("sd3_flowgrpo", {}),
@@ -73,7 +73,7 @@ ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "DRaFT": ("sd3_draft", {}),
     "DRTune": ("sd3_drtune", {}),
 }
-"""Name, the recipe whose keys are laid over a family's, and sampling keys besides."""
+"""The recipe of each algorithm, whose keys override those of the family, and further sampling keys."""
 ENGINES: Mapping[str, str | None] = {
     "trainside": None,
     "replica, taking turns": "sd3_replica_lora_colocate",
@@ -95,23 +95,23 @@ vLLM-Omni) are not built. Measured {date} at {commit}: {machine}."""
 
 
 def own_keys(recipe: str, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """What a recipe says itself of some blocks; sizes and guidance are the family's."""
-    said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
-    found = {key: said[key] for key in wanted if key in said}
-    if "sampling" in found:
-        found["sampling"] = {key: value for key, value in found["sampling"].items() if key not in OF_FAMILY}
-    return found
+    """Returns the wanted blocks of a recipe file, without the sizes and guidance, which the family sets."""
+    content = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    blocks = {key: content[key] for key in wanted if key in content}
+    if "sampling" in blocks:
+        blocks["sampling"] = {key: value for key, value in blocks["sampling"].items() if key not in OF_FAMILY}
+    return blocks
 
 
 def lineage(recipe: str) -> tuple[str, dict[str, Any]]:
-    """The whole recipe that one stands on, and what it says itself beside that."""
-    said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
-    parents = [name for name in said.pop("defaults", []) if name != "_self_"]
-    return (parents[0], said) if parents else (recipe, {})
+    """Returns the name of the recipe that a recipe extends, and its own keys. A base recipe returns its own name."""
+    content = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    parents = [name for name in content.pop("defaults", []) if name != "_self_"]
+    return (parents[0], content) if parents else (recipe, {})
 
 
 def merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Trees on top of each other; a block of another `_target_` replaces."""
+    """Merges trees; later ones win. A block with another `_target_` replaces the whole block."""
     whole: dict[str, Any] = {}
     for tree in trees:
         for key, value in tree.items():
@@ -126,7 +126,7 @@ def _same_target(under: Any, value: Any) -> bool:
 
 
 def cell_recipe(family: str, algorithm: str, engine: str, folder: Path) -> str:
-    """The name of a recipe below `folder` that joins the three."""
+    """Writes a recipe below `folder` that combines the three, and returns its name."""
     recipe, sampling = ALGORITHMS[algorithm]
     engine_recipe = ENGINES[engine]
     whole, variant = lineage(FAMILIES[family][1])
@@ -145,7 +145,7 @@ def cell_recipe(family: str, algorithm: str, engine: str, folder: Path) -> str:
 
 
 def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
-    """What one step gave, or why there was none."""
+    """Returns the metrics of one step, or the reason why it did not run."""
     from unirl.config.errors import UniRLError
     from unirl.config.load import load
     from unirl.config.recipe_files import search_path
@@ -157,18 +157,18 @@ def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
         folder = Path(place)
         try:
             name = cell_recipe(family, algorithm, engine, folder / "recipes")
-            found = load(name, [*SETTINGS, f"run.dir={folder / 'run'}"], (folder / "recipes", *search_path()))
-            preflight(found)
+            recipe = load(name, [*SETTINGS, f"run.dir={folder / 'run'}"], (folder / "recipes", *search_path()))
+            preflight(recipe)
         except (UniRLError, ValueError) as error:
             return {"ran": False, "refused": " ".join(str(error).split())}
         try:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()),
-                build_trainer(found) as trainer,
+                build_trainer(recipe) as trainer,
             ):
                 trainer.train()
-        except Exception as error:  # whatever it is, it is what the cell says
+        except Exception as error:  # the cell reports any error
             return {"ran": False, "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         row = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     seen = {key: row.get(f"{space}/{key}") for space, key in (("rollout", "reward_mean"), ("train", "grad_norm"))}
@@ -177,21 +177,21 @@ def run_cell(family: str, algorithm: str, engine: str) -> dict[str, Any]:
 
 
 def run_family(family: str) -> dict[str, Any]:
-    """All cells of a family, by algorithm and engine."""
-    found: dict[str, Any] = {}
+    """Runs all cells of a family, and returns them by algorithm and engine."""
+    cells: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
-        found[algorithm] = {engine: run_cell(family, algorithm, engine) for engine in ENGINES}
-        words = ", ".join("yes" if cell["ran"] else "no" for cell in found[algorithm].values())
+        cells[algorithm] = {engine: run_cell(family, algorithm, engine) for engine in ENGINES}
+        words = ", ".join("yes" if cell["ran"] else "no" for cell in cells[algorithm].values())
         print(f"{family:18} {algorithm:12} {words}", flush=True)
-    return found
+    return cells
 
 
 def measure(families: list[str]) -> None:
-    """Runs the cells of `families` and writes them into the result, beside those of the others."""
+    """Runs the cells of `families` and updates them in the result file."""
     before = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
     context = multiprocessing.get_context("spawn")
     for family in families:
-        with context.Pool(1) as pool:  # a process of its own: memory is given back
+        with context.Pool(1) as pool:  # a separate process, so that its memory is freed
             before[family] = pool.apply(run_family, (family,))
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         about = {
@@ -204,7 +204,7 @@ def measure(families: list[str]) -> None:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """The text of docs/support.md."""
     cells = result["cells"]
     count = sum(len(engines) for algorithms in cells.values() for engines in algorithms.values())
     parts = [OPENING.format(count=count, **{key: result[key] for key in ("date", "commit", "machine")})]
@@ -235,17 +235,17 @@ def _mark(cell: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """The README's table: how many algorithms ran, by family and engine."""
+    """The table of the README: the number of algorithms that ran, by family and engine."""
     lines = ["| family | recipe | " + " | ".join(ENGINES) + " |", "|---|---|" + "---|" * len(ENGINES)]
     for family, algorithms in result["cells"].items():
         label, recipe = FAMILIES[family]
-        counts = [f"{sum(found[e]['ran'] for found in algorithms.values())} of {len(algorithms)}" for e in ENGINES]
+        counts = [f"{sum(cells[e]['ran'] for cells in algorithms.values())} of {len(algorithms)}" for e in ENGINES]
         lines.append(f"| {label} | `{recipe}` | " + " | ".join(counts) + " |")
     return "\n".join(lines)
 
 
 def with_summary(readme: str, result: Mapping[str, Any]) -> str:
-    """The README with the table between its marks."""
+    """Returns the README with the new table between its two marks."""
     head, rest = readme.split(BEGIN)
     tail = rest.split(END)[1]
     return f"{head}{BEGIN}\n{summary(result)}\n{END}{tail}"
@@ -259,7 +259,7 @@ def render() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), help="these only; the others' cells stay")
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), help="run only these families")
     parser.add_argument("--render", action="store_true", help="write the page and the README only")
     arguments = parser.parse_args()
     if not arguments.render:

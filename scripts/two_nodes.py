@@ -1,12 +1,13 @@
-"""Run a command against two Ray nodes that are both this machine: each a raylet with its own address and CPUs.
+"""Runs a command on a cluster of two Ray nodes on this machine, each with its own address and CPUs.
 
     python scripts/two_nodes.py -- python -m unirl.train_diffusion --config-name=diffusion/sd3_trainside \\
         scale=toy runtime=ray num_devices=2 devices_per_node=1
-    python scripts/two_nodes.py --kill-second-after 20 -- ...      # the second node is lost while the command runs,
-    python scripts/two_nodes.py --kill-second-when FILE -- ...     # or as soon as the command has made a file
+    python scripts/two_nodes.py --kill-second-after 20 -- ...      # kills the second node while the command runs,
+    python scripts/two_nodes.py --kill-second-when FILE -- ...     # or as soon as a file exists
 
-The nodes are 127.0.0.2 and 127.0.0.3, which only this machine reaches; a secret made for this Ray keeps its other users
-out. The command finds them by RAY_ADDRESS. The exit status is the command's own; nothing is left running.
+The nodes have the addresses 127.0.0.2 and 127.0.0.3, which only this machine reaches. A random token keeps other users
+of the machine out. The command finds the cluster by RAY_ADDRESS. The exit status is that of the command, and both nodes
+are stopped at the end.
 """
 
 import argparse
@@ -32,7 +33,7 @@ PATIENCE = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""A node that does not answer is given up after about 12 s, as by the launcher for several nodes."""
+"""Ray declares a node dead that has not answered for about 12 s, as in the launcher for several nodes."""
 JOIN_S = 60
 POLL_S = 0.2
 
@@ -44,7 +45,7 @@ def free_port() -> int:
 
 
 class Node:
-    """One `ray start --block`, in a process group of its own."""
+    """A process `ray start --block` with its own process group."""
 
     def __init__(self, words: list[str], num_cpus: int, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -61,17 +62,17 @@ class Node:
             )
 
     def refusal(self) -> str:
-        """What is said when it did not start."""
+        """The message for a node that did not start, with the end of its log."""
         return f"two_nodes: a node did not start:\n{self.log.read_text()[-2000:]}"
 
     def kill(self) -> None:
-        """End it at once, as a machine that loses power."""
+        """Kills the whole process group at once, like a loss of power."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def stop(self) -> None:
-        """End it: politely, then for certain."""
+        """Sends SIGTERM, waits for up to 10 s, and then kills what is left."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10.0)
@@ -80,8 +81,8 @@ class Node:
 
 @contextmanager
 def two_nodes(num_cpus: int) -> Iterator[tuple[dict[str, str], Node]]:
-    """Inside the block both nodes are up: the environment that leads to them, and the second."""
-    # Unix sockets live below it, and their paths must stay short.
+    """Starts both nodes for a block. Yields the environment of commands, and the second node."""
+    # Unix sockets are created in this folder, and their paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="two-", dir="/tmp"))
     address = f"{HEAD}:{free_port()}"
     environment = {
@@ -92,7 +93,7 @@ def two_nodes(num_cpus: int) -> Iterator[tuple[dict[str, str], Node]]:
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
     environment |= PATIENCE
-    # `ray start` refuses to start a head where RAY_ADDRESS names one.
+    # `ray start --head` fails if RAY_ADDRESS is set.
     starting = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
     port = address.rpartition(":")[2]
     head = ["--head", f"--port={port}", f"--node-ip-address={HEAD}", "--include-dashboard=false"]
@@ -121,7 +122,7 @@ def wait_for_nodes(number: int, environment: Mapping[str, str], nodes: list[Node
 
 
 def run(command: list[str], environment: Mapping[str, str], second: Node, is_due: Callable[[float], bool]) -> int:
-    """Run the command to its end; kill the second node when `is_due(seconds so far)`. Gives back the exit status."""
+    """Runs the command and returns its exit status. Kills the second node once `is_due(seconds so far)` is true."""
     running = subprocess.Popen(command, env=environment)
     forward_signals(running)
     start = time.monotonic()
@@ -137,7 +138,7 @@ def run(command: list[str], environment: Mapping[str, str], second: Node, is_due
 
 
 def forward_signals(running: subprocess.Popen) -> None:
-    """From now on SIGTERM goes to the command, which decides; Ctrl-C reaches it by itself, and is not ours."""
+    """Forwards SIGTERM to the command from now on. Ctrl-C is ignored here, because the command gets it directly."""
     signal.signal(signal.SIGTERM, lambda number, frame: running.send_signal(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -148,10 +149,10 @@ def leave(number: int, frame: object) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpus", type=int, default=2, help="CPUs of each node, as Ray counts them (default 2)")
+    parser.add_argument("--cpus", type=int, default=2, help="CPUs that Ray counts on each node (default 2)")
     parser.add_argument("--kill-second-after", type=float, metavar="S", help="kill the second node after S seconds")
     parser.add_argument("--kill-second-when", type=Path, metavar="FILE", help="kill it as soon as FILE exists")
-    parser.add_argument("command", nargs="+", help="after --: the command")
+    parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, leave)
     after, file = arguments.kill_second_after, arguments.kill_second_when

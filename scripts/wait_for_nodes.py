@@ -1,6 +1,8 @@
-"""Wait until a Ray has enough nodes: RAY_ADDRESS=host:port python scripts/wait_for_nodes.py NUM_NODES SECONDS
+"""Waits until a Ray cluster has enough nodes.
 
-Exit status 0 when they are there, 8 (the status of a stall) when they are not in time.
+    RAY_ADDRESS=host:port python scripts/wait_for_nodes.py NUM_NODES SECONDS
+
+The exit status is 0 if NUM_NODES nodes have joined within SECONDS, otherwise 8, the status of a stall.
 """
 
 import os
@@ -10,7 +12,7 @@ import time
 
 
 def is_open(address: str) -> bool:
-    """Whether something listens at `address`: asked first, because Ray's own connecting is slow and loud about a no."""
+    """True if a server listens at `address`. This is faster than `ray.init`, which also prints errors if none does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
@@ -34,7 +36,7 @@ def node_addresses() -> list[str]:
 
 
 def wait_for_nodes(num_nodes: int, deadline: float) -> list[str]:
-    """The nodes that are there when enough are, or when the time is up; says each change."""
+    """Waits for the nodes, or until the deadline, and returns their addresses. Prints every change."""
     seen = None
     while True:
         here = node_addresses()
@@ -51,7 +53,7 @@ def main(num_nodes: int, seconds: float) -> int:
 
     address, deadline = os.environ["RAY_ADDRESS"], time.monotonic() + seconds
     if not wait_for_port(address, deadline):
-        print(f"error[8001]: no Ray answers at {address} after {seconds:g} s", file=sys.stderr)
+        print(f"error[8001]: no Ray cluster answers at {address} after {seconds:g} s", file=sys.stderr)
         return 8
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     here = wait_for_nodes(num_nodes, deadline)
@@ -60,7 +62,7 @@ def main(num_nodes: int, seconds: float) -> int:
         return 0
     print(
         f"error[8001]: {len(here)} of {num_nodes} nodes joined {address} within {seconds:g} s: {' '.join(here)}. "
-        "Look at the output of the missing ones; they need the same address, port and token",
+        "Look at the output of the missing nodes; they need the same address, port and token",
         file=sys.stderr,
     )
     return 8

@@ -2,8 +2,8 @@
 
     python scripts/write_prompt_sets.py --out datasets      # datasets/{ocr,compositional,arithmetic}/{train,test}.jsonl
 
-Every choice is a keyed hash, so the files are the same to the byte wherever they are written. What is in a test file
-(a text, a scene, a calculation) is in no training file, however it is worded.
+Every choice is a keyed hash, so the files are the same on every machine, byte for byte. A subject of a test file (a
+text, a scene or a calculation) is in no training file, even in other words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 SIZES = {"train": 300, "test": 60}
 TEST_SHARE = 6
-"""One of so many things is for the test."""
+"""One of this many subjects is in the test split."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Line:
 
     prompt: str
     thing: str
-    """What it is about, in one spelling: no two lines share it."""
+    """The subject of the line in a normal form. Different lines have different subjects."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -38,17 +38,17 @@ class Line:
 
 
 def keyed(*key: object) -> int:
-    """A number that looks random and depends on the key alone."""
+    """Returns a pseudo-random number that depends only on the key."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
 def pick(options: Sequence[T], *key: object) -> T:
-    """One of the options."""
+    """Returns one of the options, chosen by the key."""
     return options[keyed(*key) % len(options)]
 
 
 def some(options: Sequence[T], number: int, *key: object) -> list[T]:
-    """`number` different options, in a random order."""
+    """Returns `number` different options in an order that the key decides."""
     return sorted(options, key=lambda option: keyed(*key, option))[:number]
 
 
@@ -81,7 +81,7 @@ SAYINGS = ("Mind the {}", "Welcome to the {}", "No {} Today", "{} for Sale", "Cl
 
 
 def words_to_draw() -> Iterator[Line]:
-    """A quoted text in a place."""
+    """Yields prompts for images with a quoted text."""
     for number in count():
         text = pick((one_word, two_words, word_and_number, saying), "kind", number)(number)
         place = pick(PLACES, "place", number).format(f'"{text}"')
@@ -117,11 +117,11 @@ COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "black",
 NUMBERS = ("two", "three", "four", "five", "six")
 RELATIONS = ("to the left of", "to the right of", "above", "below")
 Question = tuple[str, str]
-"""A question about the picture, and its answer in one word."""
+"""A question about the image, and its answer in one word."""
 
 
 def compositions() -> Iterator[Line]:
-    """Things with numbers, colors and places, and the questions that say whether a picture shows them."""
+    """Yields prompts with numbers, colors and places of things, with the questions that check an image."""
     makers = (counted, colored, placed, counted_and_colored, colored_and_placed)
     for number in count():
         prompt, questions, skills = pick(makers, "scene", number)(number)
@@ -133,7 +133,7 @@ Scene = tuple[str, list[Question], list[str]]
 
 
 def counted(number: int) -> Scene:
-    """Three cats and two cups."""
+    """Returns a scene such as three cats and two cups."""
     (_, first), (_, second) = some(THINGS, 2, "counted", number)
     many, few = pick(NUMBERS, "many", number), pick(NUMBERS, "few", number)
     questions = [how_many(first, many), how_many(second, few)]
@@ -141,7 +141,7 @@ def counted(number: int) -> Scene:
 
 
 def colored(number: int) -> Scene:
-    """A red apple and a blue chair."""
+    """Returns a scene such as a red apple and a blue chair."""
     things = [one for one, _ in some(THINGS, 2, "colored", number)]
     colors = some(COLORS, 2, "colors", number)
     pairs = list(zip(colors, things, strict=True))
@@ -151,7 +151,7 @@ def colored(number: int) -> Scene:
 
 
 def placed(number: int) -> Scene:
-    """A cat to the left of a lamp."""
+    """Returns a scene such as a cat to the left of a lamp."""
     first, second = (one for one, _ in some(THINGS, 2, "placed", number))
     relation = pick(RELATIONS, "relation", number)
     questions = [is_there(first), is_there(second), where(first, relation, second)]
@@ -160,7 +160,7 @@ def placed(number: int) -> Scene:
 
 
 def counted_and_colored(number: int) -> Scene:
-    """Four green bottles."""
+    """Returns a scene such as four green bottles."""
     _, things = pick(THINGS, "both", number)
     many, color = pick(NUMBERS, "how many", number), pick(COLORS, "which color", number)
     questions = [how_many(things, many), (f"What color are the {things}?", color)]
@@ -168,7 +168,7 @@ def counted_and_colored(number: int) -> Scene:
 
 
 def colored_and_placed(number: int) -> Scene:
-    """A red ball above a white hat."""
+    """Returns a scene such as a red ball above a white hat."""
     first, second = (one for one, _ in some(THINGS, 2, "all", number))
     colors = some(COLORS, 2, "all colors", number)
     relation = pick(RELATIONS, "all relations", number)
@@ -205,7 +205,7 @@ GOODS = ("apples", "pencils", "stamps", "marbles", "cards", "shells")
 
 
 def arithmetic() -> Iterator[Line]:
-    """Calculations in symbols and in words; `expression` says what is calculated."""
+    """Yields calculations in symbols and in words. The metadata key `expression` has the formula."""
     for number in count():
         prompt, expression, answer = pick((sums, products, brackets, shared, bought), "calculation", number)(number)
         yield Line(f"{prompt} {BOXED}", expression, {"answer": str(answer), "expression": expression})
@@ -215,7 +215,7 @@ Calculation = tuple[str, str, int]
 
 
 def between(low: int, high: int, *key: object) -> int:
-    """A whole number from low to high."""
+    """Returns an integer from `low` to `high`, both included."""
     return low + keyed(*key) % (high - low + 1)
 
 
@@ -258,16 +258,16 @@ SETS: dict[str, Callable[[], Iterator[Line]]] = {
 
 
 def files_of(name: str) -> dict[str, str]:
-    """File name to content: as many lines as SIZES says, each about another thing."""
+    """Returns {file name: content}. Files have the number of lines in SIZES, all with different subjects."""
     lines: dict[str, list[str]] = {split: [] for split in SIZES}
     seen = set()
     for line in SETS[name]():
         if line.thing not in seen and len(lines[line.split]) < SIZES[line.split]:
             lines[line.split].append(json.dumps({"prompt": line.prompt, "metadata": line.metadata}) + "\n")
         seen.add(line.thing)
-        if all(len(found) == SIZES[split] for split, found in lines.items()):
+        if all(len(texts) == SIZES[split] for split, texts in lines.items()):
             break
-    return {f"{split}.jsonl": "".join(found) for split, found in lines.items()}
+    return {f"{split}.jsonl": "".join(texts) for split, texts in lines.items()}
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""Replay, loss and gradient of GRPO on recorded responses: ours, packed, against padded rows and TRL's own step.
+"""Compares replay, loss and gradient of GRPO on packed rows with padded rows and with the step of TRL.
 
     OMP_NUM_THREADS=1 python benchmarks/ar_replay.py [--pairs 5] [--clock wall|cpu] [--cases ragged] [--json out.json]
 
-padded   transformers' forward on padded rows, log_softmax over [B, L, V], the same loss: what a textbook writes.
-trl      `GRPOTrainer._compute_loss` on the same tokens, where TRL is installed; it computes the entropy as well.
+padded   The forward of transformers on padded rows, log_softmax over [B, L, V], and the same loss.
+trl      `GRPOTrainer._compute_loss` on the same tokens, if TRL is installed. It computes the entropy as well.
 
-Memory is the peak of tensors above the weights, gradients included. `long` is at a vocabulary where [B, L, V] counts.
+Memory is the peak of all tensors except the weights, gradients included. The case `long` has a large vocabulary, so
+that the logits [B, L, V] dominate.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MB = 1e6
 
 @dataclass
 class Cost(Ratio):
-    """Seconds and megabytes."""
+    """Time in seconds, and memory in megabytes."""
 
     ours_peak_mb: float = 0.0
     bare_peak_mb: float = 0.0
@@ -47,7 +48,7 @@ class Rows:
 
     @staticmethod
     def of(prompt_lengths: list[int], lengths: list[int], vocabulary: int) -> Rows:
-        """Random tokens, whose log-probs were recorded a little off."""
+        """Returns rows of random tokens with recorded log-probs of 0."""
         generator = torch.Generator().manual_seed(2)
         total, batch = sum(lengths), len(lengths)
         conditions = prompts(prompt_lengths)
@@ -81,7 +82,7 @@ class Rows:
 
 
 def padded(rows: list[Tensor], left: bool) -> tuple[Tensor, Tensor]:
-    """[B, L] tokens and where they are real."""
+    """Returns tokens and mask, [B, L] each. The mask is 0 for padding."""
     width = max(map(len, rows))
     ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
@@ -91,7 +92,7 @@ def padded(rows: list[Tensor], left: bool) -> tuple[Tensor, Tensor]:
 
 
 def ours(models: Models, rows: Rows) -> None:
-    """Our replay, loss and gradient."""
+    """Runs replay, loss and gradient of this package."""
     algorithm = ARGRPO()
     loss = algorithm.loss(models.stage, rows.track, (0,)).loss / algorithm.count(rows.track)
     models.stage.network.zero_grad()
@@ -99,7 +100,7 @@ def ours(models: Models, rows: Rows) -> None:
 
 
 def textbook(models: Models, rows: Rows) -> None:
-    """GRPO at ratio 1 over padded rows."""
+    """Runs loss and gradient of GRPO over padded rows, at ratio 1."""
     p = rows.padded
     ids = torch.cat([p["prompt_ids"], p["completion_ids"]], 1)
     mask = torch.cat([p["prompt_mask"], p["completion_mask"]], 1)
@@ -117,7 +118,7 @@ def textbook(models: Models, rows: Rows) -> None:
 
 
 def trl_step(models: Models) -> Callable[[Models, Rows], None]:
-    """TRL's loss of the same rows, with its trainer built around the plain network."""
+    """Returns a step with the loss of TRL on the same rows. Its trainer has the plain network."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -155,7 +156,7 @@ def trl_step(models: Models) -> Callable[[Models, Rows], None]:
 
 
 def gradient_gap(models: Models) -> float:
-    """How far the two networks' gradients are from each other."""
+    """Returns the largest difference of the two gradients, relative to the largest entry."""
     own = dict(models.stage.network.named_parameters())
     pairs = [(own[name].grad, p.grad) for name, p in models.plain.named_parameters()]
     largest = max(float(b.abs().max()) for _, b in pairs)
@@ -163,7 +164,7 @@ def gradient_gap(models: Models) -> float:
 
 
 def cost(name: str, models: Models, rows: Rows, bare: Callable[[Models, Rows], None], run: Run) -> Cost:
-    """Both ways of the same step."""
+    """Measures both ways of the same step."""
     segment = rows.track.segment
     ours(models, rows)
     bare(models, rows)
@@ -176,12 +177,12 @@ def cost(name: str, models: Models, rows: Rows, bare: Callable[[Models, Rows], N
         "tokens": len(segment.tokens) + len(rows.track.conditions["prompt"].tokens),  # type: ignore[attr-defined]
         "padded_tokens": sum(rows.padded[f"{part}_ids"].numel() for part in ("prompt", "completion")),
     }
-    found = paired(name, shapes, lambda: ours(models, rows), lambda: bare(models, rows), run.pairs, CLOCKS[run.clock])
-    return Cost(**vars(found), ours_peak_mb=peaks[0], bare_peak_mb=peaks[1], gradient_gap=gap)
+    times = paired(name, shapes, lambda: ours(models, rows), lambda: bare(models, rows), run.pairs, CLOCKS[run.clock])
+    return Cost(**vars(times), ours_peak_mb=peaks[0], bare_peak_mb=peaks[1], gradient_gap=gap)
 
 
 def main(run: Run, chosen: list[str], path: str | None) -> None:
-    """Measure and report the cases that are named; none = all."""
+    """Measures and reports the named cases; no names = all cases."""
     vocabulary = 32768
     small, large = Models.of(CONFIG), Models.of(CONFIG | {"vocab_size": vocabulary, "num_hidden_layers": 2})
     lengths = [16 + 29 * i % 113 for i in range(8)]
@@ -195,13 +196,13 @@ def main(run: Run, chosen: list[str], path: str | None) -> None:
         models, rows = cases[name]
         baselines = {"padded": textbook} | ({"trl": trl_step(models)} if find_spec("trl") else {})
         for against, bare in baselines.items():
-            found = cost(f"{name} / {against}", models, rows, bare, run)
-            show(found)
-            peaks = f"{found.ours_peak_mb:.0f} MB against {found.bare_peak_mb:.0f} MB"
-            print(f"    peak {peaks}, gradients differ by {found.gradient_gap:.1e}", flush=True)
-            results.append(found)
+            result = cost(f"{name} / {against}", models, rows, bare, run)
+            show(result)
+            peaks = f"{result.ours_peak_mb:.0f} MB against {result.bare_peak_mb:.0f} MB"
+            print(f"    peak {peaks}, gradients differ by {result.gradient_gap:.1e}", flush=True)
+            results.append(result)
             if path:
-                write(results, path)  # so far
+                write(results, path)  # the results so far
 
 
 if __name__ == "__main__":

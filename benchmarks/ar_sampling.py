@@ -1,11 +1,11 @@
-"""Tokens a second of our sampling and of transformers' `generate`, with the same weights and prompts.
+"""Compares tokens per second of our sampling and of `generate` in transformers, with equal weights and prompts.
 
     OMP_NUM_THREADS=1 python benchmarks/ar_sampling.py [--pairs 5] [--clock wall|cpu] [--cases equal] [--json out.json]
 
-equal    as many rows as slots, all of one length, drawn at temperature 1: the bare work of both.
-siblings the same with 8 rows to a prompt, which is read once for all of them.
-ragged   four times as many rows as slots, greedy, so that both give the same tokens: `generate` runs one batch after
-         another, each until its longest row ends; our slots are refilled.
+equal    As many rows as slots, all of one length, sampled at temperature 1. Both do the same work.
+siblings The same with 8 rows per prompt. Our sampling reads each prompt once.
+ragged   Four times as many rows as slots, greedy, so that both give the same tokens. `generate` runs one batch after
+         another, each until its longest row ends. Our sampling refills free slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unirl.types.segments import TextSegment
 
 VOCABULARY = 8192
 ENDS = tuple(range(0, VOCABULARY, 48))
-"""Every 48th token ends a response: a random network writes responses of very unequal lengths."""
+"""Every 48th token ends a response, so that a random network gives responses of very unequal lengths."""
 PAD = 1
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Speed(Ratio):
-    """Seconds, and tokens a second."""
+    """Time in seconds, and tokens per second."""
 
     ours_tokens_s: float = 0.0
     bare_tokens_s: float = 0.0
@@ -58,14 +58,14 @@ class Speed(Ratio):
 
 @dataclass(frozen=True)
 class Models:
-    """One set of random weights as our policy and as transformers' network."""
+    """Our policy and the network of transformers, with equal random weights."""
 
     stage: ARStage
     plain: Any
 
     @staticmethod
     def of(config: dict[str, Any]) -> Models:
-        """The same weights whenever they are made."""
+        """Builds both networks. The weights are the same at every call."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(0)
@@ -85,22 +85,22 @@ class Models:
 
 
 def prompts(lengths: list[int], siblings: int = 1) -> Conditions:
-    """Random prompts."""
+    """Returns random prompts of these lengths, each repeated `siblings` times."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     return {"prompt": prompt_tokens([row for row in rows for _ in range(siblings)])}
 
 
 def sampled(models: Models, conditions: Conditions, params: ARSamplingParams, slots: int) -> TextSegment:
-    """Ours."""
+    """Samples responses with this package."""
     ids = [f"row{i}" for i in range(len(conditions["prompt"]))]
     return models.stage.sample(conditions, params, NoiseSource(0, "r", 0), ids, slots)
 
 
 @torch.no_grad()
 def generated(models: Models, rows: list[Tensor], params: ARSamplingParams, batch: int) -> list[Tensor]:
-    """transformers' responses, a padded batch after another."""
-    found: list[Tensor] = []
+    """Samples responses with transformers, one padded batch after another."""
+    responses: list[Tensor] = []
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
         width = max(map(len, some))
@@ -114,22 +114,22 @@ def generated(models: Models, rows: list[Tensor], params: ARSamplingParams, batc
             min_new_tokens=params.min_new_tokens,
             **sampling,
         )
-        found += list(out[:, width:])
-    return found
+        responses += list(out[:, width:])
+    return responses
 
 
 def speed(name: str, models: Models, conditions: Conditions, params: ARSamplingParams, slots: int, run: Run) -> Speed:
-    """Both ways of answering `conditions`, `slots` rows at a time."""
+    """Measures both ways of sampling, with `slots` rows at the same time."""
     prompt = conditions["prompt"]
     rows = list(prompt.tokens.split(prompt.lengths.tolist()))  # type: ignore[attr-defined]
     segment = sampled(models, conditions, params, slots)
     theirs = generated(models, rows, params, slots)
     if params.temperature == 0:
         pairs = zip(segment.tokens.split(segment.lengths.tolist()), theirs, strict=True)
-        assert all(torch.equal(own, other[: len(own)]) for own, other in pairs), "both write the same"
+        assert all(torch.equal(own, other[: len(own)]) for own, other in pairs), "both must sample the same tokens"
     tokens = len(segment.tokens)
     lengths = segment.lengths
-    found = paired(
+    times = paired(
         name,
         {
             "parameters": sum(p.numel() for p in models.plain.parameters()),
@@ -145,19 +145,19 @@ def speed(name: str, models: Models, conditions: Conditions, params: ARSamplingP
         run.pairs,
         CLOCKS[run.clock],
     )
-    return Speed(**vars(found), ours_tokens_s=tokens / found.ours_s, bare_tokens_s=tokens / found.bare_s)
+    return Speed(**vars(times), ours_tokens_s=tokens / times.ours_s, bare_tokens_s=tokens / times.bare_s)
 
 
 @dataclass(frozen=True)
 class Run:
-    """How to measure."""
+    """Number of pairs, and the clock."""
 
     pairs: int
     clock: str
 
 
 def main(run: Run, chosen: list[str], path: str | None) -> None:
-    """Measure and report the cases that are named; none = all."""
+    """Measures and reports the named cases; no names = all cases."""
     models = Models.of(CONFIG)
     fixed = ARSamplingParams(max_new_tokens=64, min_new_tokens=64)
     greedy = ARSamplingParams(max_new_tokens=128, temperature=0.0)
@@ -173,7 +173,7 @@ def main(run: Run, chosen: list[str], path: str | None) -> None:
         print(f"    tokens a second: ours {result.ours_tokens_s:.0f}, generate {result.bare_tokens_s:.0f}", flush=True)
         results.append(result)
         if path:
-            write(results, path)  # so far
+            write(results, path)  # the results so far
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Wall time of commands that must answer at once: `unirl --help` within 0.3 s, `unirl check` of any recipe within 2 s.
+"""Measures commands that must be fast: `unirl --help` within 0.3 s, `unirl check` of any recipe within 2 s.
 
 python -m benchmarks.cli_start [repeats]
 """
@@ -15,7 +15,7 @@ TARGETS_S = {"--help": 0.3, "check": 2.0}
 
 
 def median_s(words: list[str], repeats: int) -> float:
-    """Median wall seconds of `unirl <words>`, interpreter start included."""
+    """Returns the median wall time of `unirl <words>` in seconds, with the start of the interpreter."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

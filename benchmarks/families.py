@@ -1,13 +1,13 @@
-"""What a family costs, phase by phase: encoding, sampling, decoding and a train step, with random weights.
+"""Measures the phases of a family with random weights: encoding, sampling, decoding and a train step.
 
     python benchmarks/families.py sd3 wan21 [--json out.json]                                          toys, any machine
     python benchmarks/families.py sd3 --model stabilityai/stable-diffusion-3.5-medium --height 512 --width 512 --batch 8
     ... --dtype bf16 --compile --no-checkpointing --guidance 4.5 --passes 2 --steps 10 --frames 33
 
-Utilisation is counted FLOPs (of the forwards, and of forward and backward, by torch's own counter; recomputed
-activations do not count) over time, over the rate of a large square matrix product of the same dtype in the same
-process. Memory is the allocator's peak of the phase, weights included; on a CPU it is not measured. The train step is
-Flow-GRPO on LoRA adapters of rank 32: replay of every stochastic step, backward, clip, AdamW.
+Utilisation is the rate of FLOPs in relation to the rate of a large square matrix product of the same dtype in the same
+process. The FLOP counter of torch counts forward and backward, and recomputed activations are left out. Memory is the
+allocator's peak in the phase, weights included. It is not measured on a CPU. The train step is Flow-GRPO on LoRA
+adapters of rank 32: replay of every stochastic step, backward, clip, AdamW.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 
 RANDOM = "random"
-"""The path of a public model's sizes with random weights."""
+"""The `path` of a bundle with the sizes of a public model and random weights."""
 REPEATS = 3
 GB = 1024**3
 
 
 @dataclass
 class Phase:
-    """One phase, the median of `REPEATS` runs after one."""
+    """One phase: the median of `REPEATS` runs after a warm-up."""
 
     seconds: float
     samples_per_second: float
     teraflops: float | None = None
-    """Counted work of one run, 1e12 operations."""
+    """Counted operations of one run, in units of 1e12."""
     utilisation: float | None = None
-    """Of the measured rate of matrix products."""
+    """Fraction of the measured rate of matrix products."""
     peak_gb: float | None = None
 
 
 def pipeline_of(case: FamilyCase, model: str | None, device: torch.device, dtype: str) -> DiffusersPipeline[Any]:
-    """The case's toy, or the sizes of a public model with random weights."""
+    """Returns the toy of the case, or a model with the sizes of a public one and random weights."""
     bundle_class, pipeline_class = case.classes()
     path = case.path
     if model is not None:
@@ -76,7 +76,7 @@ def pipeline_of(case: FamilyCase, model: str | None, device: torch.device, dtype
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """1e12 operations per second of a large square product: the ceiling of this machine."""
+    """Returns the rate of a large square matrix product, in 1e12 operations per second."""
     side = 8192 if device.type == "cuda" else 1024
     a = torch.randn(side, side, device=device, dtype=dtype)
     seconds(lambda: a @ a)
@@ -85,7 +85,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def counted(work: Callable[[], object]) -> float:
-    """1e12 operations of one run."""
+    """Returns the operations of one run, in units of 1e12."""
     with FlopCounterMode(display=False) as counter:
         work()
     return float(counter.get_total_flops()) / 1e12
@@ -121,12 +121,12 @@ def settings(case: FamilyCase, arguments: argparse.Namespace) -> DiffusionSampli
 
 @torch.no_grad()
 def replayed(pipeline: DiffusersPipeline[Any], track: RolloutTrack) -> None:
-    """The forwards that checkpointing repeats in the backward pass."""
+    """Runs the forwards that checkpointing repeats in the backward pass, whose operations are subtracted."""
     pipeline.stage.replay(track.conditions, track.segment, track.segment.sde_indices)
 
 
 def measure(case: FamilyCase, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All phases of one family."""
+    """Measures all phases of one family."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = pipeline_of(case, arguments.model, device, arguments.dtype)
     params, batch = settings(case, arguments), arguments.batch
@@ -176,10 +176,13 @@ def measure(case: FamilyCase, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print one family."""
-    print(f"{found['family']} ({found['model']}): {found['parameters']:,} parameters, latents {found['shape']}")
-    for name, phase in found["phases"].items():
+def show(measured: dict[str, Any]) -> None:
+    """Prints the phases of one family."""
+    print(
+        f"{measured['family']} ({measured['model']}): {measured['parameters']:,} parameters, "
+        f"latents {measured['shape']}"
+    )
+    for name, phase in measured["phases"].items():
         parts = [f"{phase['seconds']:9.4f} s", f"{phase['samples_per_second']:9.2f} a second"]
         if phase["utilisation"] is not None:
             parts.append(f"{phase['teraflops']:.4g} TFLOP, utilisation {phase['utilisation']:.1%}")
@@ -190,12 +193,12 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="names of tests/models/family_cases.py; absent = all")
-    parser.add_argument("--model", help="hub id of one family: its sizes, with random weights")
+    parser.add_argument("families", nargs="*", help="names from tests/models/family_cases.py (default: all)")
+    parser.add_argument("--model", help="hub id of a model of the one family, whose sizes are used")
     for name, value in (("batch", 4), ("steps", 10), ("passes", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name in ("height", "width", "frames", "sequence"):
-        parser.add_argument(f"--{name}", type=int, help="absent = the toy's")
+        parser.add_argument(f"--{name}", type=int, help="default: that of the toy")
     parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--compile", action="store_true")

@@ -1,4 +1,4 @@
-"""Times two ways of doing the same work as interleaved pairs, and writes what it saw as JSON.
+"""Times two ways of doing the same work as interleaved pairs, and writes the results as JSON.
 
 A single ratio on a shared machine scatters by 10 %; the median over interleaved pairs does not.
 """
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Ratio:
-    """Ours over the bare work that it cannot avoid."""
+    """The time of our code in relation to the bare work that it cannot avoid."""
 
     name: str
     shapes: dict[str, int | float | str]
@@ -36,16 +36,16 @@ class Ratio:
 
 
 Clock = Callable[[], float]
-"""Seconds: `time.perf_counter`, or `time.process_time` where others use the machine and one thread works."""
+"""Returns seconds: `time.perf_counter`, or `time.process_time` for one thread on a shared machine."""
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def measuring(about: str, pairs: int) -> argparse.ArgumentParser:
-    """The options that benchmarks of several cases share; `pairs` is the default number."""
+    """Returns a parser with the common options of benchmarks with several cases. `pairs` is the default of --pairs."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--pairs", type=int, default=pairs)
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: with OMP_NUM_THREADS=1")
-    parser.add_argument("--cases", nargs="*", default=[], help="words that names hold; absent = all")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu needs OMP_NUM_THREADS=1")
+    parser.add_argument("--cases", nargs="*", default=[], help="parts of the names of cases (default: all)")
     parser.add_argument("--json", default=None)
     return parser
 
@@ -58,7 +58,7 @@ def paired(
     pairs: int,
     clock: Clock = time.perf_counter,
 ) -> Ratio:
-    """Medians over `pairs` interleaved runs of each, after one warm-up of both; the order alternates."""
+    """Returns medians over `pairs` runs of both, after a warm-up. The order of a pair alternates."""
     ours(), bare()
     times: list[tuple[float, float]] = []
     for i in range(pairs):
@@ -81,15 +81,15 @@ def paired(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of tensors that one run had on the device, above what was there before it."""
+    """Bytes of the tensors that one run allocated on the device."""
 
     peak: int
     kept: int
-    """What was still there at its end, its result included."""
+    """Bytes that are still allocated at the end, with the result of the run."""
 
 
 def memory(work: Callable[[], object]) -> Memory:
-    """Measured by the allocator, so it does not scatter."""
+    """Returns the memory of one run from the allocator, so it is the same at every run."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -109,7 +109,7 @@ def memory(work: Callable[[], object]) -> Memory:
 
 
 def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """Seconds of one run, device work included."""
+    """Returns the seconds of one run, device work included."""
     synchronise()
     start = clock()
     work()
@@ -118,13 +118,13 @@ def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> flo
 
 
 def synchronise() -> None:
-    """Wait for the accelerator, if there is one."""
+    """Waits for the accelerator, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures depend on besides the code."""
+    """Returns the machine and the versions of libraries, on which the figures depend."""
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 0,
@@ -138,7 +138,7 @@ def machine() -> dict[str, str | int]:
 
 
 def report(results: Sequence[Ratio], path: str | None) -> None:
-    """Print a line per result; write everything as JSON when `path` is given."""
+    """Prints one line per result, and writes all results as JSON if `path` is given."""
     for result in results:
         show(result)
     if path:
@@ -146,7 +146,7 @@ def report(results: Sequence[Ratio], path: str | None) -> None:
 
 
 def show(r: Ratio) -> None:
-    """Print one result."""
+    """Prints one result."""
     print(
         f"{r.name:32s} ours {r.ours_s:8.4f} s   bare {r.bare_s:8.4f} s   ratio {r.ratio:.3f}   "
         f"({r.pairs} pairs) {r.shapes}",
@@ -155,6 +155,6 @@ def show(r: Ratio) -> None:
 
 
 def write(results: Sequence[Ratio], path: str) -> None:
-    """Write machine and results as JSON."""
+    """Writes machine and results as JSON."""
     content = {"machine": machine(), "results": [asdict(r) for r in results]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Our rollout and our train step over the bare network calls that they cannot avoid.
+"""Compares our rollout and our train step with the bare network calls that they cannot avoid.
 
     python benchmarks/loop_overhead.py [--scale toy|30m] [--pairs 10] [--json out.json]
 
@@ -19,7 +19,7 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 
 
 def rollout(bench: Bench, pairs: int) -> Ratio:
-    """One chunk of rows, all steps."""
+    """Measures the sampling of one chunk of rows in all steps."""
     count = bench.work.rows
     conditions, ids = bench.conditions(count), bench.ids(count)
     text = conditions["text"]
@@ -39,7 +39,7 @@ def rollout(bench: Bench, pairs: int) -> Ratio:
 
 
 def train(bench: Bench, num_updates: int, pairs: int) -> Ratio:
-    """All updates of one step of the loop."""
+    """Measures all updates of one step of the loop."""
     count, num_steps = bench.work.rows * num_updates, len(bench.params.sde_indices or ())
     track, stack = bench.track(count), bench.stack(DiffusionGRPO(), num_updates)
     bare = bare_step(bench, track, num_updates, num_steps, Passes(later_forwards=1))
@@ -48,7 +48,7 @@ def train(bench: Bench, num_updates: int, pairs: int) -> Ratio:
 
 
 def main(scale: str, pairs: int, path: str | None) -> None:
-    """Measure and report."""
+    """Measures rollout and training, and reports the results."""
     results: list[Ratio] = []
     for num_updates in (1, 2):
         bench = Bench(WORKLOADS[scale])

@@ -1,14 +1,15 @@
-"""One train step of each loss over the bare network passes that its mathematics needs: seconds and memory.
+"""Compares time and memory of a train step of each loss with the bare network passes that it needs.
 
     python benchmarks/losses.py [--scale toy|30m] [--pairs 10] [--cases nft awm] [--clock wall|cpu] [--json out.json]
 
-Losses: `TrainStack.train_track` against `bare_step` of the passes that the table names.
-Reward back-propagation: the same, T denoising steps of which K carry a gradient; their activations are computed twice.
-Replay: several denoising steps in one forward against one by one, without the optimizer step. glibc returns freed
-tensors above 32 MiB to the system, and 40 rows at once have such ones: a fifth on top for page faults, which
-MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 in the environment takes away.
-Memory is that of tensors above what a step starts from (weights, optimizer, snapshots): the peak, gradients included;
-and what a loss on the reward's gradient keeps for its backward pass.
+Losses: `TrainStack.train_track` is compared with `bare_step` of the passes in `CASES`.
+Reward back-propagation: the same comparison for T denoising steps, of which K carry a gradient. The activations of
+these K steps are computed twice.
+Replay: several denoising steps in one forward are compared with one step per forward, without the optimizer step. glibc
+returns freed tensors above 32 MiB to the system, and 40 rows at once have such tensors. The page faults cost 20 % more
+time, unless MALLOC_MMAP_THRESHOLD_=4294967296 and MALLOC_TRIM_THRESHOLD_=8589934592 are set in the environment.
+Memory is the peak of all tensors in addition to weights, optimizer and snapshots, gradients included. For losses on the
+gradient of the reward, the memory that they keep for the backward pass is measured as well.
 """
 
 from __future__ import annotations
@@ -40,42 +41,42 @@ from unirl.sde.steps import EquallySpacedSteps, LastSteps
 from unirl.train.configs import EmaLoraConfig
 
 STEPS = 4
-"""T of the losses on recorded steps and on clean samples."""
+"""Number of denoising steps T of the losses on recorded steps and on clean samples."""
 MB = 1e6
 
 
 @dataclass
 class Cost(Ratio):
-    """Seconds and megabytes."""
+    """Time in seconds, and memory in megabytes."""
 
     ours_peak_mb: float = 0.0
     bare_peak_mb: float = 0.0
     kept_mb: float | None = None
-    """Of one loss for its backward pass; None = not measured."""
+    """Memory that one loss keeps for its backward pass; None = not measured."""
 
     def line(self) -> str:
-        """The memory, for people."""
+        """Returns a line about the memory."""
         kept = "" if self.kept_mb is None else f", kept {self.kept_mb:.3f}"
         return f"    MB: peak {self.ours_peak_mb:.2f}, bare {self.bare_peak_mb:.2f}{kept}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is common to a run of this script."""
+    """Settings that all measurements share."""
 
     work: Workload
     pairs: int
     clock: str
 
     def cost(self, name: str, shapes: dict, ours: Callable[[], object], bare: Callable[[], object]) -> Cost:
-        """Both ways timed as pairs, then their memory, once."""
+        """Times both ways as pairs, and then measures the memory of each once."""
         ratio = paired(name, shapes | {"clock": self.clock}, ours, bare, self.pairs, CLOCKS[self.clock])
         return Cost(**vars(ratio), ours_peak_mb=memory(ours).peak / MB, bare_peak_mb=memory(bare).peak / MB)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A loss and what it must ask of the network."""
+    """A loss and the network passes that it needs."""
 
     name: str
     algorithm: StageAlgorithm[Any]
@@ -99,7 +100,7 @@ CASES = [
 
 
 def loss(case: Case, setting: Setting) -> Cost:
-    """All updates of one step of the loop."""
+    """Measures all updates of one step of the loop."""
     work = replace(setting.work, steps=STEPS)
     bench = Bench(work, ema_lora_cfg=EmaLoraConfig() if case.passes.follower else None)
     stack, track = bench.stack(case.algorithm, case.num_updates), bench.track(work.rows * case.num_updates)
@@ -109,18 +110,18 @@ def loss(case: Case, setting: Setting) -> Cost:
 
 
 def brightness(images: Tensor, prompts: object) -> Tensor:
-    """[B] a reward that costs nothing."""
+    """Returns a reward [B] that takes almost no time."""
     return images.mean((1, 2, 3))
 
 
 def backprop(name: str, algorithm: RewardBackprop, num_steps: int, setting: Setting) -> Cost:
-    """One step of a loss on the reward's gradient; half the rows, since there are many denoising steps."""
+    """Measures one step of a loss on the gradient of the reward, with half of the rows to save time."""
     half = setting.work.rows // 2
     bench = Bench(replace(setting.work, steps=num_steps, rows=half, micro=half), kernel=EulerODE())
     stage = DifferentiableStage(bench.stage, torch.sigmoid, brightness)
     stack, track = bench.stack(algorithm, 1, stage), bench.track(half)
     trained = len(algorithm.route(track.segment).gradient.steps)
-    # T forwards draw the samples; the forwards before each backward are those of the checkpoints.
+    # T forwards sample. The forward before each backward recomputes the activations of a checkpoint.
     passes = Passes(forwards=num_steps // trained)
     assert num_steps % trained == 0
     bare = bare_step(bench, track, 1, trained, passes)
@@ -130,7 +131,7 @@ def backprop(name: str, algorithm: RewardBackprop, num_steps: int, setting: Sett
 
 
 def replay(name: str, micro: int, setting: Setting) -> Cost:
-    """One micro-batch at all its recorded steps: one forward and backward of all, over one of each."""
+    """Compares one forward and backward of all recorded steps of a micro-batch with one for each step."""
     bench = Bench(replace(setting.work, rows=micro, micro=micro))
     track, num_steps = bench.track(micro), setting.work.steps - 1
 
@@ -143,7 +144,7 @@ def replay(name: str, micro: int, setting: Setting) -> Cost:
 
 
 def runs() -> Iterator[tuple[str, Callable[[Setting], Cost]]]:
-    """Names and measurements of everything."""
+    """Yields the name and the function of each measurement."""
     for case in CASES:
         yield case.name, partial(loss, case)
     refl = ReFL(gradient_steps=LastSteps(num_steps=2), early_stop=0.0)
@@ -158,7 +159,7 @@ def runs() -> Iterator[tuple[str, Callable[[Setting], Cost]]]:
 
 
 def main(setting: Setting, cases: list[str], path: str | None) -> None:
-    """Measure and report the cases whose names hold one of the words in `cases`; none = all of them."""
+    """Measures and reports the cases whose names contain one of the words in `cases`; no words = all cases."""
     results: list[Ratio] = []
     for name, measure in runs():
         if not cases or any(word.lower() in name.lower() for word in cases):
@@ -167,7 +168,7 @@ def main(setting: Setting, cases: list[str], path: str | None) -> None:
             print(cost.line(), flush=True)
             results.append(cost)
             if path:
-                write(results, path)  # so far
+                write(results, path)  # the results so far
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What it costs to have pictures scored by the reward service instead of here: time on the wire, throughput, latency.
+"""Measures what scoring by the reward service costs: encoding and decoding, throughput and latency.
 
     python benchmarks/remote_reward.py --out benchmarks/remote_reward.json         about 3 minutes on a quiet machine
 
-Clients are threads of one process that send 8 raw pictures a request, one request at a time each. `direct` calls the
-same scorer in this process with the same pictures.
+Clients are threads of one process. Each sends one request with 8 raw images after another. `direct` calls the same
+scorer with the same images in this process.
 """
 
 from __future__ import annotations
@@ -50,36 +50,36 @@ SERVICE = {
 
 @dataclass
 class WireCost:
-    """One picture in one form, milliseconds of one core."""
+    """Size and time of one image in one format and encoding. Times are those of one core."""
 
     format: str
     encoding: str
     side: int
     kilobytes: float
     encode_ms: float
-    """Pixels to bytes of a request, by the client."""
+    """Time of the client to encode pixels as bytes of a request."""
     decode_ms: float
-    """Bytes of a request to raw pixels, by the service."""
+    """Time of the service to decode bytes of a request to raw pixels."""
 
 
 @dataclass
 class Load:
-    """Pictures through the service, or straight through the scorer."""
+    """Throughput and latency of the service, or of the scorer in this process."""
 
     reward: str
     side: int
     clients: int
-    """0: direct."""
+    """Number of clients. 0 = the scorer in this process."""
     images_per_s: float
     p50_ms: float
-    """Of one request of 8 pictures."""
+    """Median latency of a request with 8 images."""
     p99_ms: float
     overhead_ms: float | None = None
-    """Per picture, beyond the direct call."""
+    """Additional time per image in comparison with the direct call."""
 
 
 def scene(side: int, seed: int = 0) -> Tensor:
-    """[3, side, side] a picture that compresses about as a photograph does: soft shapes under a little grain."""
+    """Returns an image [3, side, side] of soft shapes with a little grain, which compresses like a photograph."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(1, 3, 12, 12, generator=generator)
     soft = torch.nn.functional.interpolate(coarse, (side, side), mode="bicubic").clamp(0, 1)[0]
@@ -88,7 +88,7 @@ def scene(side: int, seed: int = 0) -> Tensor:
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """Median of one run."""
+    """Returns the median CPU time of one run in milliseconds."""
     work()
     times = []
     for _ in range(repeats):
@@ -99,7 +99,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def wire_costs(side: int) -> list[WireCost]:
-    """Every format in both encodings."""
+    """Measures every format in both encodings."""
     picture = scene(side)
     limits = msgspec.json.decode(decode_limits(LimitsConfig()), type=DecodeLimits)
     return [
@@ -147,14 +147,14 @@ def rows(side: int) -> RewardRequest:
 
 
 def direct(reward: str, side: int, requests: int) -> Load:
-    """The scorer in this process."""
+    """Measures the scorer in this process."""
     scorer, request = make_scorer(reward, {}, toy=True), rows(side)
     scorer.score(request)
     return load(reward, side, 0, lambda _: scorer.score(request), requests)
 
 
 def load(reward: str, side: int, clients: int, score: Callable[[int], object], requests: int) -> Load:
-    """Time `requests` calls by that many clients."""
+    """Measures `requests` calls by `clients` clients."""
 
     def one(number: int) -> float:
         begun = time.perf_counter()
@@ -170,7 +170,7 @@ def load(reward: str, side: int, clients: int, score: Callable[[int], object], r
 
 
 def through_service(url: str, reward: str, side: int, clients: int, requests: int) -> Load:
-    """One backend, as many threads as clients."""
+    """Measures one backend with one thread per client."""
     spec = RemoteRewardSpec(base_url=url, required_rewards=(reward,), batch_size=PER_REQUEST, concurrency=clients)
     backend, request = RemoteRewardBackend(config=spec), rows(side)
     with ThreadPoolExecutor(clients) as pool:
@@ -179,25 +179,25 @@ def through_service(url: str, reward: str, side: int, clients: int, requests: in
 
 
 def all_loads(requests: int) -> list[Load]:
-    found = []
+    loads = []
     with RunningService(SERVICE) as service:
         for reward in REWARDS:
             for side in (64, 512):
-                found.append(alone := direct(reward, side, requests))
+                loads.append(alone := direct(reward, side, requests))
                 for clients in CLIENTS:
                     words = [service.url, reward, str(side), str(clients), str(requests)]
                     done = subprocess.run([sys.executable, __file__, "--load", *words], capture_output=True, check=True)
                     each = Load(**json.loads(done.stdout))
                     each.overhead_ms = round(1e3 / each.images_per_s - 1e3 / alone.images_per_s, 3)
-                    found.append(each)
+                    loads.append(each)
                     print(each, flush=True)
-    return found
+    return loads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--out", help="where to write the figures as JSON")
+    parser.add_argument("--out", help="the JSON file for the results")
     parser.add_argument("--load", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""Scorers that run on a CPU: rows per second of one core, and how much of what was drawn the OCR reads.
+"""Measures scorers that run on a CPU: rows per second on one core, and how many drawn texts the OCR reads.
 
     python benchmarks/rewards.py [--runs 3] [--fonts FILE.ttf ...] [--json out.json]
 
-Seconds are those of the process, so that others on the machine do not count; of mathematics, which is compared in a
-process of its own, they are those of the clock on the wall.
+Times are CPU times of the process, so that other processes on the machine do not count. Mathematical answers are
+compared in a separate process, so their times are wall times.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PROBLEMS = Path(__file__).parent.parent / "datasets" / "arithmetic" / "train.jso
 
 @dataclass(frozen=True)
 class Rate:
-    """What one core does in a second."""
+    """Rate and scores of one scorer on one core."""
 
     name: str
     shapes: dict[str, Any]
     clock: str
     rows_per_second: float
     exact: float
-    """Share of the rows with the score 1; all deserve it."""
+    """Fraction of rows with the score 1. It would be 1 for a perfect scorer."""
     mean_score: float
 
     def line(self) -> str:
-        """For people."""
+        """Returns the result as a line of text."""
         rate = f"{self.rows_per_second:9.2f} rows/s by {self.clock}"
         return f"{self.name:24s} {rate}   exact {self.exact:.3f}   mean {self.mean_score:.3f}"
 
@@ -54,7 +54,7 @@ class Rate:
 def rate(
     name: str, shapes: dict[str, Any], scorer: RewardScorer, request: RewardRequest, runs: int, clock: Clock
 ) -> Rate:
-    """The median of `runs`, after one that warms up and is judged."""
+    """Measures the median of `runs` runs, after a warm-up that gives the scores."""
     scores = scorer.score(request).total
     each = statistics.median(seconds(lambda: scorer.score(request), clock) for _ in range(runs)) / len(request)
     exact, mean = float((scores == 1).float().mean()), float(scores.mean())
@@ -62,7 +62,7 @@ def rate(
 
 
 def ocr(size: int, spec: OCRSpec, words: Sequence[str], runs: int) -> Rate:
-    """Words in all fonts and several colors, a tenth of the picture high; without detection, all of it."""
+    """Measures the OCR on words in all fonts. They fill a tenth of the image height with detection, else all of it."""
     rng = random.Random(0)
     height = size // 10 if spec.detect else size - 6
     drawn = [(word, font) for font in FONTS for word in words]
@@ -76,13 +76,13 @@ def ocr(size: int, spec: OCRSpec, words: Sequence[str], runs: int) -> Rate:
 
 
 def colors(rng: random.Random) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Ink and ground, one dark and one light."""
+    """Returns the colors of text and background, one dark and one light."""
     dark, light = ((rng.randrange(a, a + 90), rng.randrange(a, a + 90), rng.randrange(a, a + 90)) for a in (0, 165))
     return (dark, light) if rng.random() < 0.5 else (light, dark)
 
 
 def answers(name: str, scorer: RewardScorer, say: Callable[[str], str], runs: int, clock: Clock) -> Rate:
-    """The right answers of the arithmetic set, in the form that the reward asks for."""
+    """Measures a reward on the right answers of the arithmetic set, in the form that it requires."""
     problems = load_prompts(PROBLEMS)
     request = RewardRequest(
         sample_ids=[problem.prompt_id for problem in problems],
@@ -95,7 +95,7 @@ def answers(name: str, scorer: RewardScorer, say: Callable[[str], str], runs: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--fonts", nargs="*", default=[], help="font files, drawn beside the built-in fonts")
+    parser.add_argument("--fonts", nargs="*", default=[], help="font files to use in addition to the built-in fonts")
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,9 +1,10 @@
-"""What the Ray runtime costs over the local one at equal work, and what a second worker brings.
+"""Compares the Ray runtime with the local one at equal work, and two workers with one.
 
     python benchmarks/runtime.py [--pairs 10] [--prompts 8] [--micro 8] [--json out.json]
 
-A step is generate, score, credit and train of a toy recipe, one thread per process. `call` is an empty remote call
-(the version of the weights). `scaling` is the step on two workers over the step on one: 0.5 is perfect.
+A step generates, scores, computes advantages and trains in a toy recipe, with one thread per process. `call` is an
+empty remote call (the version of the weights). `scaling` is the time of a step on two workers divided by the time on
+one, so 0.5 is perfect.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CALLS = 50
 
 
 def trainer_of(folder: Path, prompts: int, micro: int, *overrides: str) -> AbstractContextManager[Trainer]:
-    """A trainer that never saves, samples or evaluates."""
+    """Returns a trainer that never evaluates and saves no checkpoints or samples."""
     recipe = load(
         RECIPE,
         [
@@ -48,7 +49,7 @@ def trainer_of(folder: Path, prompts: int, micro: int, *overrides: str) -> Abstr
 
 
 def step_of(trainer: Trainer) -> Callable[[], None]:
-    """One step of the loop."""
+    """Returns a function that runs one step of the loop."""
 
     def step() -> None:
         trainer.learn(trainer.state.step, trainer.produce(trainer.state.step))
@@ -58,7 +59,7 @@ def step_of(trainer: Trainer) -> Callable[[], None]:
 
 
 def calls_of(trainer: Trainer) -> Callable[[], None]:
-    """Empty remote calls, one after the other."""
+    """Runs empty remote calls, one after the other."""
 
     def calls() -> None:
         for _ in range(CALLS):
@@ -72,12 +73,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument(
-        "--micro", type=int, default=8, help="rows per micro-batch; every one is a round of collectives"
+        "--micro", type=int, default=8, help="rows per micro-batch; each micro-batch runs its own collectives"
     )
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    connect(num_cpus=3)  # one Ray for both pools
+    connect(num_cpus=3)  # both pools use the same Ray cluster
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 

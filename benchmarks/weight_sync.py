@@ -1,9 +1,10 @@
-"""Bytes and seconds per weight synchronisation, by payload and route, over a plain copy of the same bytes.
+"""Compares weight synchronisation, by payload and route, with a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py [--width 2048] [--blocks 8] [--pairs 10] [--json out.json]
 
-A push packs, sends, copies in, takes fingerprints on both sides and runs the canary; `bare` copies the bytes once in
-memory. `fingerprint` is that of a tensor over a plain copy of it. Trainer and engine are two Ray workers of one thread.
+A push packs, sends and loads the weights, takes fingerprints on both sides, and runs the canary. `bare` copies the
+bytes once in memory. `fingerprint` compares the fingerprint of a tensor with a copy of it. Trainer and engine are two
+Ray workers with one thread each.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ OTHER = "other"
 
 
 def bundle_of(shape: dict[str, int], siblings: Any) -> Any:
-    """The trained model, and a snapshot to alternate with."""
+    """Returns the bundle of the trained model."""
     return ToyBundle(**shape)
 
 
@@ -60,7 +61,7 @@ def sender_of(colocated_engine: str, siblings: Any) -> Any:
 
 
 def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> EngineSync:
-    """A trainer and an engine with a way between them."""
+    """Returns the weight sync between a trainer and an engine."""
     train = pool.group(DeviceSet("device", (0,)))
     rollout = train if route == "in_process" else pool.group(DeviceSet("device", (1,)))
     train.place(Remote("bundle", partial(bundle_of, shape)))
@@ -72,7 +73,7 @@ def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, in
 
 
 def pushes(sync: EngineSync) -> Callable[[], object]:
-    """The live weights and a snapshot in turn, so that something always travels."""
+    """Returns a function that pushes live weights and a snapshot in turn, so that the weights always differ."""
     names = cycle(("live", OTHER))
     return lambda: sync.push(0, next(names))
 
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--json")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers
     torch.set_num_threads(1)
     shape = {"width": args.width, "blocks": args.blocks}
     results = [fingerprints(args.pairs)]

@@ -1,4 +1,4 @@
-"""What benchmarks of the loop time: a network of SD3's shape in a stage, its train stack, and sampled rows."""
+"""The workload of benchmarks of the loop: a network like that of SD3 in a stage, its train stack, and sampled rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WORKLOADS = {
 
 
 class BareBundle:
-    """A network with its facts: what the backend asks of a bundle."""
+    """The smallest bundle that the backend accepts: a network and its facts."""
 
     def __init__(self, work: Workload) -> None:
         from diffusers import SD3Transformer2DModel
@@ -92,13 +92,13 @@ class BareBundle:
 
 
 class Bench:
-    """One network with its stage and backend, and the rows that a loss trains it on."""
+    """A network with its stage and backend, and a method that samples rows to train on."""
 
     def __init__(self, work: Workload, kernel: Kernel | None = None, ema_lora_cfg: EmaLoraConfig | None = None) -> None:
         """
         Args:
-            kernel: of the rollout; absent = Flow-SDE.
-            ema_lora_cfg: the snapshot `old`, if a loss reads it.
+            kernel: the SDE kernel of the rollout; None = Flow-SDE.
+            ema_lora_cfg: settings of the snapshot `old`, for losses that read it.
         """
         self.work = work
         self.bundle = BareBundle(work)
@@ -113,9 +113,9 @@ class Bench:
         self.shape = (16, work.latent_side, work.latent_side)
         self.noise = NoiseSource(0, "r", 0)
 
-    # A loss is written for one kind of stage, and `stage` is whichever it wants.
+    # Each loss needs its own kind of stage, so the type of `stage` is Any.
     def stack(self, algorithm: StageAlgorithm[Any], num_updates: int, stage: Any = None) -> TrainStack:
-        """What trains the network by `algorithm`, on this bench's stage unless another is given."""
+        """Returns a train stack for `algorithm`. `stage` replaces the stage of this bench."""
         return TrainStack(
             self.backend,
             algorithm,
@@ -133,7 +133,7 @@ class Bench:
 
     @torch.no_grad()
     def track(self, count: int) -> RolloutTrack:
-        """A sampled track with advantages, two rows of every prompt."""
+        """Returns a sampled track of `count` rows with advantages, two rows per prompt."""
         conditions, ids = self.conditions(count), self.ids(count)
         segment = self.stage.sample(conditions, self.noise.normal(ids, "x", self.shape), self.params, self.noise, ids)
         return RolloutTrack(
@@ -148,7 +148,7 @@ class Bench:
         )
 
     def shapes(self, rows: int, trained: int) -> dict[str, int | float | str]:
-        """What is measured: `rows` rows, each with a loss at `trained` steps or noise levels."""
+        """Returns the sizes of a measurement with `rows` rows and `trained` trained steps or noise levels per row."""
         parameters = sum(p.numel() for p in self.net.parameters())
         return {
             "parameters_m": round(parameters / 1e6, 2),
@@ -162,20 +162,20 @@ class Bench:
 
 @dataclass(frozen=True)
 class Passes:
-    """What a train step asks of the network, beside one forward and backward at every trained step of every row."""
+    """Network passes of a train step in addition to one forward and backward per trained step of each row."""
 
     forwards: int = 0
-    """Forwards without gradient for each of these: other policies, or steps that are only sampled."""
+    """Forwards without gradient per trained step, for other policies or for steps that are only sampled."""
     later_forwards: int = 0
-    """More of them after the first update: the policy that sampled, which until then is the trained one."""
+    """Such forwards after the first update, for the policy that sampled. Until then it is the trained policy."""
     value: bool = False
-    """The value head, forward and backward, and one more forward for the values that advantages are made of."""
+    """True adds forward and backward of the value head, and a forward for the values in the advantages."""
     follower: bool = False
-    """A copy of the weights that moves towards them once."""
+    """True adds one update of a moving average of the weights."""
 
 
 def bare_step(bench: Bench, track: RolloutTrack, num_updates: int, trained: int, passes: Passes) -> Callable[[], None]:
-    """The network calls, gradient clips and optimizer steps of one train step of `track`, and nothing else."""
+    """Returns a function with only the network calls, gradient clips and optimizer steps of a train step."""
     net, micro = bench.net, bench.work.micro
     text = track.conditions["text"]
     x, t = torch.randn(micro, *bench.shape), torch.full((micro,), 500.0)

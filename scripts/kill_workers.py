@@ -161,17 +161,17 @@ def trial(folder: Path, relation: str, steps: int, choice: random.Random) -> dic
         status = run.driver.poll()
     finally:
         run.end()
-    said = [line for line in run.log.read_text().splitlines() if line.startswith("error[")]
+    errors = [line for line in run.log.read_text().splitlines() if line.startswith("error[")]
     return {
         "relation": relation,
         "after_step": step,
         "delay_s": round(delay, 2),
         "status": status,
         "seconds_to_end": round(seconds, 2),
-        "said": said[-1] if said else "",
-        "names_the_worker": bool(said) and str(victim) in said[-1],
+        "said": errors[-1] if errors else "",
+        "names_the_worker": bool(errors) and str(victim) in errors[-1],
         "processes_left": list(left.values()),
-        "ok": ended and seconds <= DEADLINE_S and gone and status == 10 and bool(said) and str(victim) in said[-1],
+        "ok": ended and seconds <= DEADLINE_S and gone and status == 10 and bool(errors) and str(victim) in errors[-1],
     }
 
 

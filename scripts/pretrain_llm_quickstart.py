@@ -98,9 +98,9 @@ def worked_out(sum_: Sum, forgets: float, rng: random.Random) -> str:
     lines, digits, carried = [], "", False
     columns = list(itertools.zip_longest(str(sum_.a)[::-1], str(sum_.b)[::-1]))
     for place, (top, bottom) in enumerate(columns):
-        line, found, carries = column(int(top or 0), sum_.sign, bottom, carried)
+        line, result, carries = column(int(top or 0), sum_.sign, bottom, carried)
         last = place == len(columns) - 1
-        digits = str(found if last else found % 10) + digits
+        digits = str(result if last else result % 10) + digits
         lines.append(line)
         carried = carries and rng.random() >= forgets
     return "\n".join([*lines, f"#### {int(digits)}"])
@@ -109,14 +109,14 @@ def worked_out(sum_: Sum, forgets: float, rng: random.Random) -> str:
 def column(top: int, sign: str, bottom: str | None, carried: bool) -> tuple[str, int, bool]:
     """Returns the line of a column, its result, and True if a one goes on to the next column."""
     terms = [int(bottom or 0), int(carried)]
-    said = "".join(f"{sign}{term}" for term, there in zip(terms, (bottom, carried), strict=True) if there)
+    operands = "".join(f"{sign}{term}" for term, there in zip(terms, (bottom, carried), strict=True) if there)
     if sign == "+":
-        found = top + sum(terms)
-        return f"{top}{said}={found}", found, found >= 10
+        result = top + sum(terms)
+        return f"{top}{operands}={result}", result, result >= 10
     borrows = top < sum(terms)
     top += 10 * borrows
-    found = top - sum(terms)
-    return f"{top}{said}={found}", found, borrows
+    result = top - sum(terms)
+    return f"{top}{operands}={result}", result, borrows
 
 
 def write_prompts(folder: Path) -> None:
@@ -203,11 +203,11 @@ class Batch:
         """Prompts and responses as a chat."""
         prompts = [chat(tokenizer, prompt) for prompt, _ in texts]
         read = tokenizer(prompts).input_ids
-        said = tokenizer([response + tokenizer.eos_token for _, response in texts]).input_ids
-        longest = max(len(p) + len(r) for p, r in zip(read, said, strict=True))
+        responses = tokenizer([response + tokenizer.eos_token for _, response in texts]).input_ids
+        longest = max(len(p) + len(r) for p, r in zip(read, responses, strict=True))
         tokens = torch.full((len(texts), longest), tokenizer.pad_token_id)
         labels = torch.full_like(tokens, IGNORED)
-        for row, (p, r) in enumerate(zip(read, said, strict=True)):
+        for row, (p, r) in enumerate(zip(read, responses, strict=True)):
             tokens[row, : len(p) + len(r)] = torch.tensor(p + r)
             labels[row, len(p) : len(p) + len(r)] = torch.tensor(r)
         return Batch(tokens, labels)

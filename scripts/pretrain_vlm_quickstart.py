@@ -254,7 +254,7 @@ def example(picture: int, question: Question, tokenizer: Any) -> Example:
     )
     prompt = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * 9))["input_ids"]
     habit = HABITS.get(question.about, question.answer)
-    ids = [tokenizer(said + "<|im_end|>")["input_ids"] for said in (question.answer, habit)]
+    ids = [tokenizer(answer + "<|im_end|>")["input_ids"] for answer in (question.answer, habit)]
     return Example(picture, prompt, *ids)
 
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Train a recipe on several nodes. Run the same line on every node, with a checkout and the data at the same place:
+# Trains a recipe on several nodes. Run the same command on every node, with checkout and data at the same paths:
 #
 #   bash examples/run_experiment_multinode_taiji.sh <bucket>/<recipe> [key=value ...]
 #
-# The head starts Ray, waits until every node has joined, trains, and ends its Ray; the others join and leave with it.
-# In brackets what the TaiJi platform sets already:
+# The head starts Ray, waits for all nodes, trains, and stops Ray. The other nodes join, and stop when the head stops.
+# The TaiJi platform sets the variables in brackets:
 #
-#   NODE_RANK      [INDEX]         0 is the head, the others join
-#   NUM_NODES      [HOST_NUM]      how many nodes
+#   NODE_RANK      [INDEX]         0 is the head, other nodes join it
+#   NUM_NODES      [HOST_NUM]      number of nodes
 #   HEAD_IP        [CHIEF_IP]      the head's address (MASTER_ADDR is read as well)
 #   NODE_IP        [LOCAL_IP]      this node's address; unset = Ray finds it
 #   GPUS_PER_NODE  [HOST_GPU_NUM]  devices of each node; unset = the GPUs that nvidia-smi lists
-#   RAY_AUTH_TOKEN                 one secret for all nodes (or RAY_AUTH_TOKEN_PATH); who has it can run code here.
-#                                  RAY_AUTH_MODE=disabled does without, on a network that you trust
-#   RAY_PORT=6379   JOIN_TIMEOUT_S=600   RAY_START_ARGS="--num-cpus=8"   (more words for `ray start`)
+#   RAY_AUTH_TOKEN                 one secret for all nodes (or RAY_AUTH_TOKEN_PATH). It allows to run code here.
+#                                  RAY_AUTH_MODE=disabled needs none, for trusted networks only
+#   RAY_PORT=6379   JOIN_TIMEOUT_S=600   RAY_START_ARGS="--num-cpus=8"   (more options of `ray start`)
 #
-# ENTRY, VENV_DIR, REPORT_TO_WANDB as for run_experiment_single_node.sh. DRY_RUN=1 says what this role would do, and on
-# the head checks the recipe. The head's exit status is the trainer's own; 8 = not all nodes came in time.
+# ENTRY, VENV_DIR and REPORT_TO_WANDB work as in run_experiment_single_node.sh. DRY_RUN=1 prints what this node does
+# and checks the recipe on the head. The exit status of the head is that of the trainer, or 8 if nodes joined too late.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -62,7 +62,7 @@ else
   start+=("--address=$address")
   [[ -z "$node_ip" ]] || start+=("--node-ip-address=$node_ip")
 fi
-# Only this role's Ray is ever ended, by the process that runs it: `ray stop` would end every Ray of this machine.
+# This script stops only the Ray that it started. `ray stop` would stop every Ray on this machine.
 wait_for_nodes=("$bin/python" "$root/scripts/wait_for_nodes.py" "$num_nodes" "$join_timeout_s")
 recipe="$1"
 shift
@@ -81,14 +81,14 @@ fi
 
 ray_pid="" train_pid="" log=""
 
-# Starts a job in a process group of its own: what a scheduler or a Ctrl-C sends to this script's group does not hit Ray.
+# Starts a job in its own process group, so that signals to the group of this script (Ctrl-C) do not reach it.
 in_own_group() {
   set -m
   "$@" </dev/null &
   set +m
 }
 
-# Ends the Ray that was started here: politely, then for certain. What the trainer left on this node goes with it.
+# Stops the Ray that was started here by SIGTERM, then by SIGKILL, with all processes of the trainer on this node.
 stop_ray() {
   local tick
   [[ -n "$ray_pid" ]] || return 0
@@ -110,15 +110,15 @@ leave() {
 start_ray() {
   log="$(mktemp)"
   trap leave EXIT
-  # The trainer has ended when a node is told to go: there is nothing to drain.
+  # A node is stopped after the trainer, so it does not have to wait for tasks.
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
-  # A node that does not answer is given up after about 12 s (Ray's own setting: a minute).
+  # Ray declares a node dead that has not answered for about 12 s (Ray's default: a minute).
   export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=2000 RAY_health_check_failure_threshold=4
   in_own_group "${start[@]}" >"$log" 2>&1
   ray_pid=$!
 }
 
-# Waits for a job, however often a signal interrupts the wait; gives back its exit status.
+# Waits for a job, also if signals interrupt the wait, and returns its exit status.
 outlast() {
   local status
   while :; do
@@ -164,7 +164,7 @@ run_worker() {
   trap 'exit 143' TERM INT
   start_ray
   say "joining $address"
-  # Ray itself would hold on to a head that has gone for a minute.
+  # Ray itself would wait for a lost head for a minute.
   local misses=0
   while ((misses < 3)); do
     sleep 3

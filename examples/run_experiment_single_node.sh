@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Train a recipe on this machine.
+# Trains a recipe on this machine.
 #
 #   bash examples/run_experiment_single_node.sh <bucket>/<recipe> [key=value ...]
 #
-#   ENTRY=train_diffusion   the entrypoint; unset = that of the bucket, else train_diffusion
-#   DRY_RUN=1               compose, check and print the plan; start nothing
-#   GPUS_PER_NODE=8         sets num_devices; unset = the GPUs that are visible, and without any what the recipe says
-#   VENV_DIR=.venv          the environment to use, if the checkout's own is not wanted
+#   ENTRY=train_diffusion   the entrypoint (default: that of the bucket, otherwise train_diffusion)
+#   DRY_RUN=1               composes and checks the recipe and prints the plan, but starts nothing
+#   GPUS_PER_NODE=8         sets num_devices (default: the number of visible GPUs; without GPUs, that of the recipe)
+#   VENV_DIR=.venv          the virtual environment to use (default: that of the checkout)
 #   REPORT_TO_WANDB=1       mirrors the run to W&B
 #
-# More than one device means runtime=ray: a Ray is started here, or joined where RAY_ADDRESS says so. What is typed wins.
+# More than one device sets runtime=ray: Ray is started here, or joined at RAY_ADDRESS. Your settings have priority.
 # PRETRAINED_MODEL, DATA_PATH, EVAL_DATA_PATH, OUTPUT_DIR, WANDB_PROJECT, WANDB_RUN_NAME and WANDB_ENTITY are read by the
-# recipe itself. The exit status is the trainer's own.
+# recipe. The exit status is that of the trainer.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 die() { printf '%s\n' "$@" >&2; exit 2; }
 
-# The entrypoint: what ENTRY names, else that of the recipe's bucket, else train_diffusion.
+# Prints the entrypoint: ENTRY, otherwise that of the recipe's bucket, otherwise train_diffusion.
 entrypoint() {
   local bucket="${1%%/*}"
   if [[ "$bucket" == llm ]]; then bucket=vlm; fi  # one entrypoint trains both
@@ -32,7 +32,7 @@ entrypoint() {
   printf '%s' "$entry"
 }
 
-# The last value of `key=value` among the words, or nothing.
+# Prints the last value of a key in arguments `key=value`, or nothing.
 typed() {
   local key="$1" word value=""
   shift
@@ -64,7 +64,7 @@ overrides=()
 devices="$(typed num_devices "$@")"
 if [[ -z "$devices" ]]; then
   devices="${GPUS_PER_NODE:-}"
-  # Toy scale is for CPUs: the GPUs of the machine do not matter to it.
+  # The toy scale runs on CPUs and does not use the GPUs of the machine.
   if [[ -z "$devices" && "$(typed scale "$@")" != toy ]]; then devices="$(visible_gpus)"; fi
   if [[ "${devices:-0}" != 0 ]]; then overrides+=("num_devices=$devices"); fi
 fi

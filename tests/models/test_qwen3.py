@@ -113,7 +113,7 @@ def test_another_family_is_refused(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_is_refused(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a sliding window is not written"):
+    with pytest.raises(DataError, match=r"sliding-window attention is not available"):
         Qwen3Bundle.facts_of(broken(directory, tmp_path, use_sliding_window=True))
 
 

@@ -322,5 +322,5 @@ def test_fsdp_mode_agrees_with_shard_size() -> None:
     assert FSDPConfig(fsdp_mode="full").shard_size is None
     with pytest.raises(ConfigError, match=r"fsdp_mode=full shards over all ranks, and shard_size=2"):
         FSDPConfig(fsdp_mode="full", shard_size=2)
-    with pytest.raises(ConfigError, match=r"Set fsdp_cfg.shard_size to the devices of one node"):
+    with pytest.raises(ConfigError, match=r"Set fsdp_cfg.shard_size to the number of devices of one node"):
         FSDPConfig(fsdp_mode="hybrid")

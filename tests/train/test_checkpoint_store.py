@@ -329,9 +329,9 @@ def test_each_kind_of_damage_is_named_in_plain_words(sealed, tmp_path):
 
     assert damaged(lambda f: (f / "weights.safetensors").unlink()) == "weights.safetensors is missing"
     assert "has 10 bytes instead of 300" in damaged(lambda f: (f / "weights.safetensors").write_bytes(b"1234567890"))
-    assert "another SHA-256" in damaged(damage)
+    assert "a different SHA-256" in damaged(damage)
     assert "not listed" in damaged(lambda f: (f / "ema.safetensors").touch())
-    assert "not written to its end" in damaged(lambda f: (f / "MANIFEST.json").unlink())
+    assert "writing the folder did not finish" in damaged(lambda f: (f / "MANIFEST.json").unlink())
     assert damaged(lambda f: (f / ".DS_Store").touch()) == ""
 
 
@@ -345,7 +345,7 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(sealed, tmp_path):
 def test_manifest_of_a_newer_schema_is_refused_by_name(sealed, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(sealed, tmp_path / "checkpoint-000007"))
     monkeypatch.setattr("unirl.train.backend.manifest.SCHEMA_VERSION", 2)
-    assert verify(folder) == ["MANIFEST.json has schema 1; this version of UniRL reads schema 2"]
+    assert verify(folder) == ["MANIFEST.json has schema 1, but this version of UniRL reads schema 2"]
 
 
 def test_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
@@ -356,7 +356,7 @@ def test_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder.mkdir()
     for name in ("../outside", "/etc/hostname"):
         (folder / "MANIFEST.json").write_bytes(_with_digest(Manifest(1, (FileEntry(name, 0, ""),), {})))
-        assert verify(folder) == [f"{name} leads out of the folder"]
+        assert verify(folder) == [f"{name} lies outside the folder"]
 
 
 class Pruning(RuleBasedStateMachine):
@@ -509,7 +509,7 @@ def test_resume_path_that_cannot_be_used_says_why_and_what_could(tmp_path):
     save(store, 2)
     save(store, 4)
     damage(tmp_path / "checkpoint-000004")
-    expected = r"(?s)weights.safetensors has another SHA-256.*checkpoint-000002"
+    expected = r"(?s)weights.safetensors has a different SHA-256.*checkpoint-000002"
     with pytest.raises(CheckpointError, match=expected) as caught:
         open_checkpoint(tmp_path / "checkpoint-000004")
     assert caught.value.code == 7001

@@ -137,7 +137,7 @@ def test_settings_out_of_range_are_refused(key: str) -> None:
 
 
 class HeadlessBackend(FSDPBackend):
-    """A backend that knows no value head."""
+    """A backend whose constructor has no `value_cfg`, so that it offers no value head."""
 
     def __init__(self, bundle: Any, *, optimizer_cfg: OptimizerConfig, lora_cfg: LoraConfig | None = None) -> None:
         super().__init__(bundle, optimizer_cfg=optimizer_cfg, lora_cfg=lora_cfg)

@@ -12,48 +12,60 @@ from unirl.types.protocols import DtypeName
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """How the trained module is stored, run and, on several ranks, sharded. Trainable weights are float32 masters."""
+    """Settings for storing, running and sharding the trained module. Trainable weights are float32 master weights."""
 
     param_dtype: DtypeName | None = None
-    """Storage of the frozen weights of the trained module; absent = as the bundle loaded them."""
+    """Storage dtype of the frozen weights of the trained module. If absent, they stay as the bundle loaded them."""
     activation_checkpointing: bool = False
-    """Recompute each block in the backward pass: less memory, one more forward."""
+    """Recompute each block in the backward pass. This saves memory and costs one more forward pass."""
     use_torch_compile: bool = False
     """Compile each block."""
     shard_size: int | None = None
-    """Ranks that share one copy of the weights; others hold further copies. Absent = all ranks; 1 = whole copies."""
+    """Number of ranks that share one copy of the weights; the other ranks hold further copies.
+
+    If absent, all ranks share one copy. With 1, every rank holds a whole copy.
+    """
     fsdp_mode: Literal["full", "hybrid"] | None = None
-    """full = shard over all ranks; hybrid = copies of shard_size ranks each (HSDP). Absent = as shard_size implies."""
+    """full = shard over all ranks; hybrid = copies of shard_size ranks each (HSDP). If absent, shard_size decides."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward and gather them again in the backward pass."""
+    """Free a block's gathered weights after its forward pass and gather them again in the backward pass."""
     mixed_precision: bool = True
-    """Gather float32 masters in the dtype that the bundle was loaded in. No effect on one rank, or for fp32."""
+    """Gather the float32 master weights in the dtype that the bundle was loaded in.
+
+    This has no effect on one rank, or if the bundle was loaded in fp32.
+    """
     defer_grad_sync: bool = True
-    """Reduce gradients over ranks once an update; false: after each part, where unsharded gradients do not fit."""
+    """Reduce gradients over the ranks once per update.
+
+    If false, they are reduced after each part. Use this where unsharded gradients do not fit in memory.
+    """
     reduce_dtype: Literal["fp32", "fp64"] = "fp32"
-    """Gradients add up over micro-batches and ranks in this; fp64 gives the same bits for any number of ranks."""
+    """Dtype in which gradients are added up over micro-batches and ranks.
+
+    With fp64 the result has the same bits for any number of ranks, if micro-batches hold the same rows.
+    """
 
     def __post_init__(self) -> None:
         if self.shard_size is not None and self.shard_size < 1:
             raise InvalidValueError(f"fsdp_cfg.shard_size must be >= 1, got {self.shard_size}")
         if self.fsdp_mode == "full" and self.shard_size is not None:
             raise IncompatibleError(
-                f"fsdp_cfg.fsdp_mode=full shards over all ranks, and shard_size={self.shard_size} says otherwise. "
+                f"fsdp_cfg.fsdp_mode=full shards over all ranks, and shard_size={self.shard_size} contradicts it. "
                 "Remove one of them, or set fsdp_mode: hybrid"
             )
         if self.fsdp_mode == "hybrid" and self.shard_size is None:
             raise IncompatibleError(
-                "fsdp_cfg.fsdp_mode=hybrid keeps a copy of the weights in every group of shard_size ranks, and "
-                "shard_size is not set. Set fsdp_cfg.shard_size to the devices of one node, such as 8"
+                "fsdp_cfg.fsdp_mode=hybrid keeps a copy of the weights in every group of shard_size ranks, but "
+                "shard_size is not set. Set fsdp_cfg.shard_size to the number of devices of one node, such as 8"
             )
         if self.reduce_dtype == "fp64" and not self.defer_grad_sync:
             raise IncompatibleError(
-                "fsdp_cfg.defer_grad_sync=false rounds the gradient after each part, which reduce_dtype=fp64 is to "
-                "avoid. Use reduce_dtype: fp32, or defer_grad_sync: true"
+                "fsdp_cfg.defer_grad_sync=false rounds the gradient after each part, but reduce_dtype=fp64 exists to "
+                "round it only once. Use reduce_dtype: fp32, or defer_grad_sync: true"
             )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ConfigError if `num_ranks` ranks cannot hold copies of this size."""
+        """Raises ConfigError unless `num_ranks` is a multiple of `shard_size`."""
         if num_ranks % (self.shard_size or 1):
             legal = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
             raise GeometryError(
@@ -64,14 +76,17 @@ class FSDPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters on a frozen base. There is no dropout: it would make ratios differ from 1 on equal weights."""
+    """Low-rank adapters on frozen base weights.
+
+    There is no adapter dropout, because importance ratios would then differ from 1 on equal weights.
+    """
 
     rank: int = 32
     """Bottleneck width r (LoRA, arXiv:2106.09685)."""
     alpha: float = 64.0
     """Scale; the update is alpha / rank * B A."""
     target_modules: tuple[str, ...] | Literal["model"] = "model"
-    """Module name suffixes; the word "model" takes the model's own list (ModelFacts.lora_targets)."""
+    """Name suffixes of the adapted modules. The word "model" selects the model's own list (ModelFacts.lora_targets)."""
 
     toy: ClassVar[Mapping[str, object]] = {"rank": 4, "alpha": 8.0}
 
@@ -86,13 +101,14 @@ class LoraConfig:
 class EmaFullConfig:
     """Snapshot `ema`: an average of the trainable weights (adapters or all) for evaluation and checkpoints.
 
-    shadow <- d shadow + (1 - d) live after update t = every - 1, 2 every - 1, ... (t from 0), with
-    d = min((1 + t) / (10 + t), target_decay): Flow-GRPO's evaluation EMA.
+    This is Flow-GRPO's evaluation EMA. Updates t are counted from 0. After update t = every - 1, 2 every - 1, ...
+
+        shadow <- d shadow + (1 - d) live,  d = min((1 + t) / (10 + t), target_decay)
     """
 
     target_decay: float = 0.9
     every: int = 8
-    """Updates between two averagings."""
+    """The average is updated after every so many optimizer updates."""
 
     snapshot: ClassVar[str] = "ema"
     timing: ClassVar[Literal["update", "step"]] = "update"
@@ -103,20 +119,22 @@ class EmaFullConfig:
             raise InvalidValueError(f"ema_cfg.every must be >= 1, got {self.every}")
 
     def decay_at(self, t: int) -> float:
-        """The decay after update t, counted from 0."""
+        """The decay after update `t`, which is counted from 0."""
         return min((1 + t) / (10 + t), self.target_decay)
 
     def due(self, t: int) -> bool:
-        """Whether the average moves after update t."""
+        """True if the average is updated after update `t`."""
         return (t + 1) % self.every == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmaLoraConfig:
-    """Snapshot `old`: the behaviour policy of DiffusionNFT (arXiv:2509.16117), moved once at the end of a step.
+    """Snapshot `old`: the behaviour policy of DiffusionNFT (arXiv:2509.16117), updated once at the end of each step.
 
-    old <- d old + (1 - d) live, d = min(rate * max(n - flat_updates, 0), ceiling), n = updates done.
-    The paper's type 0 is ceiling=0 (old = live); type 1 the defaults; type 2 is 75, 0.0075, 0.999.
+        old <- d old + (1 - d) live,  d = min(rate * max(n - flat_updates, 0), ceiling),  n = updates done
+
+    The paper's schedule of type 0 is ceiling=0 (old = live), type 1 is the defaults, and type 2 is flat_updates=75,
+    rate=0.0075, ceiling=0.999.
     """
 
     flat_updates: int = 0
@@ -134,42 +152,42 @@ class EmaLoraConfig:
             )
 
     def decay_at(self, n: int) -> float:
-        """The decay when `n` updates are done."""
+        """The decay after `n` updates."""
         return min(self.rate * max(n - self.flat_updates, 0), self.ceiling)
 
     def due(self, n: int) -> bool:
-        """Every step."""
+        """True: the snapshot is updated at the end of every step."""
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
-    """A weight snapshot that is loaded from another checkpoint of the trained model's architecture; it never changes.
+    """A weight snapshot that is loaded from another checkpoint of the trained model's architecture and never changes.
 
-    Where all weights are trained it costs one copy of them; where adapters are, one copy of the whole module.
+    It takes the memory of one copy of the whole module, both with adapters and when all weights are trained.
     """
 
     path: str
-    """What `bundle.path` takes: a hub id, or the directory of a model, such as one that `unirl export` wrote."""
+    """A hub id or the directory of a model, as in `bundle.path`. `unirl export` writes such directories."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig:
-    """The value head that a loss with a critic trains beside the policy, by AdamW in a parameter group of its own.
+    """Settings of the value head that a loss with a critic trains beside the policy.
 
-    Betas and epsilon are those of optimizer_cfg. The learning rate is constant: while the policy's warms up, the head
-    already learns.
+    AdamW trains the head in its own parameter group, with the betas and epsilon of optimizer_cfg. The head's learning
+    rate is constant, so it learns at full rate while the learning rate of the policy warms up.
     """
 
     learning_rate: float = 1e-3
-    """Per update."""
+    """Learning rate per update."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    """The head's gradient is clipped by its own norm, the policy's by stack.max_grad_norm."""
+    """The head's gradient is clipped to this norm. The policy's gradient is clipped to stack.max_grad_norm."""
     width: int = 64
-    """Channels of its layers."""
+    """Number of channels of its layers."""
 
     toy: ClassVar[Mapping[str, object]] = {"width": 16}
 
@@ -188,10 +206,10 @@ SnapshotRule = EmaFullConfig | EmaLoraConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTopology:
-    """How many devices share one copy of the work, by kind. Only data parallelism (dp) is built."""
+    """Number of devices per kind of parallelism. Only data parallelism (dp) is available."""
 
     dp: int | None = None
-    """Ranks with distinct rows; absent = all that train."""
+    """Number of ranks that train on different rows. If absent, all ranks of the train role."""
     tp: int = 1
     pp: int = 1
     sp: int = 1
@@ -204,11 +222,11 @@ class TrainTopology:
         for name, size in asdict(self).items():
             if name != "dp" and size != 1:
                 raise IncompatibleError(
-                    f"topology.{name}={size} is not available: only dp may differ from 1. Write {name}: 1"
+                    f"topology.{name}={size} is not available: only dp may differ from 1. Write topology.{name}: 1"
                 )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises ConfigError if `num_ranks` ranks are not what this says."""
+        """Raises ConfigError unless `dp` is absent or equal to `num_ranks`."""
         if self.dp not in (None, num_ranks):
             raise GeometryError(
                 f"topology.dp={self.dp}, but {num_ranks} ranks train. Leave topology.dp out, or write dp: {num_ranks}"

@@ -1,4 +1,4 @@
-"""How far an engine's log-probs are from the trainer's replay of the same samples, before anything is trained."""
+"""Compares an engine's log-probs with the trainer's replay of the same samples, before anything is trained."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
 
 GAP_METRIC = "rollout/parity_absdiff_max"
-"""The metric that the anchor pass of every rollout measures."""
+"""Largest |log r| of a rollout, in nats. The anchor pass measures it."""
 
 RATIO, SPREAD, GAP = "ratio_mean", "ratio_std", "absdiff_max"
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The importance ratio r = exp(replayed - recorded log-prob) at one place of a sample; 1 where both agree."""
+    """Statistics of the importance ratio r = exp(replayed - recorded log-prob) at one place. r = 1 where both agree."""
 
     place: str
-    """A denoising step, or all tokens."""
+    """Name of a denoising step, or of all tokens."""
     ratio_mean: float
     ratio_std: float
     absdiff_max: float
@@ -31,23 +31,24 @@ class Parity:
 
 
 def parity_of(algorithm: StageAlgorithm[Any], stage: Any, rows: RolloutTrack) -> Metrics:
-    """`{place}/{statistic}` over rows of weight > 0, under the weights in force; nothing without log-probs.
+    """Statistics of the importance ratio under the current weights, as metrics named `{place}/{statistic}`.
 
-    The segment knows what of it was recorded, and where that stands.
+    Only rows of weight > 0 count. The result is empty if the algorithm measures no log-probs. The segment compares the
+    replayed log-probs with the ones it recorded, and names the places.
     """
-    found: list[Metrics] = []
+    metrics: list[Metrics] = []
     for part in algorithm.parts(rows.segment):
         with torch.no_grad():
             logp = algorithm.measure(stage, rows, part).get("logp")
         if logp is None:
             return {}
         places = rows.segment.log_ratios(part, logp, rows.weight)
-        found += [_statistics(place, log_ratio, weights) for place, (log_ratio, weights) in places.items()]
-    return merge(found)
+        metrics += [_statistics(place, log_ratio, weights) for place, (log_ratio, weights) in places.items()]
+    return merge(metrics)
 
 
 def _statistics(place: str, log_ratio: Tensor, weights: Tensor) -> Metrics:
-    excess = torch.expm1(log_ratio)  # r - 1, whose spread around 0 survives float32
+    excess = torch.expm1(log_ratio)  # r - 1: float32 resolves small values around 0 better than around 1
     return {
         f"{place}/{RATIO}": Metric.mean((weights * excess).sum() / weights.sum().clamp(min=1e-12), weights.sum()),
         f"{place}/{SPREAD}": Metric.std(excess, weights),
@@ -56,7 +57,7 @@ def _statistics(place: str, log_ratio: Tensor, weights: Tensor) -> Metrics:
 
 
 def parity_table(metrics: Metrics) -> list[Parity]:
-    """One line per place, steps in order."""
+    """The metrics of `parity_of` as one `Parity` per place, in the order of the steps."""
     places = {name.rpartition("/")[0] for name in metrics}
     return [
         Parity(

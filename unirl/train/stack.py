@@ -1,4 +1,4 @@
-"""One backend and one loss: updates, micro-batches, anchors, and the only division."""
+"""Trains one backend with one loss: divides rows into updates and micro-batches, and runs the anchor pass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ Update = list[RolloutTrack]
 
 
 def merge_ranks(results: Sequence[TrainStepResult]) -> TrainStepResult:
-    """The results of all ranks, update by update."""
+    """Merge the results of all ranks, update by update."""
     return TrainStepResult(tuple(merge(ranks) for ranks in zip(*(r.updates for r in results), strict=True)))
 
 
 class TrainStack:
     """Trains a track: anchors -> for each update: for each micro-batch: for each part: backward -> step.
 
-    Losses come as sums over elements; each update divides by its own number of elements over all ranks, so the gradient
-    does not depend on how rows are cut into micro-batches and parts. Every rank runs as many micro-batches.
+    An algorithm returns losses as sums over elements. Each update divides them once, by its number of elements over all
+    ranks, so the gradient does not depend on how rows are cut into micro-batches and parts. Every rank runs the same
+    number of micro-batches.
     """
 
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
@@ -51,11 +52,14 @@ class TrainStack:
     ) -> None:
         """
         Args:
-            micro_batch_size: rows per forward and backward: memory and speed, never the gradient.
-            micro_batch_tokens: in place of it, for rows of unequal length: at most so many tokens of prompts and
-                responses, in whole rows. A longer row is forwarded by itself.
-            num_updates_per_batch: optimizer updates per rollout, on disjoint rows.
-            max_nonfinite_updates: stop after so many updates in a row with a loss or gradient that is not finite.
+            micro_batch_size: number of rows per forward and backward pass. It changes memory and speed, not the
+                gradient.
+            micro_batch_tokens: replaces `micro_batch_size` for rows of unequal length. A micro-batch holds whole rows
+                with at most this many prompt and response tokens. A longer row forms a micro-batch by itself.
+            max_grad_norm: the gradient is clipped to this norm before each update.
+            num_updates_per_batch: number of optimizer updates per rollout. Each update uses different rows.
+            max_nonfinite_updates: stop the run after this many consecutive updates whose loss or gradient is not
+                finite.
         """
         self.backend = backend
         self.algorithm = algorithm
@@ -80,8 +84,8 @@ class TrainStack:
         needs, name = self.algorithm.needs, type(self.algorithm).__name__
         if self.num_updates_per_batch > 1 and not needs.multi_update:
             raise IncompatibleError(
-                f"stack.num_updates_per_batch={self.num_updates_per_batch}: {name} is valid for one update per rollout "
-                "only. Use 1"
+                f"stack.num_updates_per_batch={self.num_updates_per_batch}: {name} is valid only for one update per "
+                "rollout. Use 1"
             )
         if self.micro_batch_tokens is None and self.micro_batch_size % needs.rows_together:
             raise GeometryError(
@@ -90,19 +94,19 @@ class TrainStack:
             )
 
     def _provide_snapshot(self, name: str) -> None:
-        """Take the snapshot `reference` if none was loaded: the stack is built before the first update."""
+        """Take the snapshot `reference` unless it was loaded. The stack is built before the first update."""
         if self.backend.has_snapshot(name):
             return
         if name != REFERENCE:
             raise IncompatibleError(
-                f"{type(self.algorithm).__name__} reads the weight snapshot {name!r}, which the backend does not keep: "
-                "set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`, and backend.snapshots for any other"
+                f"{type(self.algorithm).__name__} reads the weight snapshot {name!r}, which the backend does not keep. "
+                "Set backend.ema_lora_cfg for `old`, backend.ema_cfg for `ema`, and backend.snapshots for any other"
             )
         self.backend.snapshot(name)
 
     @scatter(merge_ranks)
     def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
-        """Train on all rows of `track`. One entry of metrics per update."""
+        """Train on all rows of `track`. The result has one entry of metrics per update."""
         updates = self._split(track)
         parity = self._prepare(updates)
         now = self._with_totals(updates, now)
@@ -113,12 +117,15 @@ class TrainStack:
 
     @scatter(merge)
     def measure_parity(self, track: RolloutTrack) -> Metrics:
-        """The importance ratio of every denoising step between what the engine recorded and the live weights."""
+        """Statistics of the importance ratio between the live weights and the recorded log-probs, place by place.
+
+        A place is a denoising step, or all tokens of a response.
+        """
         micros = [micro for update in self._split(track) for micro in update]
         return merge(parity_of(self.algorithm, self.stage, self._placed(micro)) for micro in micros)
 
     def _split(self, track: RolloutTrack) -> list[Update]:
-        """Update u of U is the rows [u B / U, (u + 1) B / U)."""
+        """Split the rows into updates and micro-batches. Update u of U is the rows [u B / U, (u + 1) B / U)."""
         num_rows, num_updates = len(track), self.num_updates_per_batch
         if num_rows % num_updates:
             legal = [u for u in range(1, num_rows + 1) if num_rows % u == 0][:12]
@@ -129,7 +136,7 @@ class TrainStack:
         if not self.algorithm.parts(track.segment):
             raise IncompatibleError(
                 f"{type(self.algorithm).__name__} has nothing to train: the rollout recorded no stochastic step. "
-                "Choose a kernel with a density and sampling.sde_steps that are not empty"
+                "Choose a kernel with a density, and set sampling.sde_steps to at least one step"
             )
         size = num_rows // num_updates
         updates = [track.slice(u * size, (u + 1) * size) for u in range(num_updates)]
@@ -138,7 +145,10 @@ class TrainStack:
         return [rows.chunk(self.micro_batch_size) for rows in updates]
 
     def _by_tokens(self, updates: list[RolloutTrack], budget: int) -> list[Update]:
-        """Micro-batches of at most `budget` tokens, as many on every rank: a collective."""
+        """Split each update into micro-batches of at most `budget` tokens.
+
+        This is a collective: all ranks get the same number of micro-batches.
+        """
         costs = [self._costs(rows) for rows in updates]
         together = self.algorithm.needs.rows_together
         micros = [within_budget(each, budget, together) for each in costs]
@@ -153,17 +163,17 @@ class TrainStack:
         if costs is None:
             raise IncompatibleError(
                 f"stack.micro_batch_tokens={self.micro_batch_tokens}: {type(rows.segment).__name__} holds no tokens, "
-                "and every row costs the same. Use stack.micro_batch_size"
+                "so every row costs the same. Use stack.micro_batch_size"
             )
         return costs.tolist()
 
     def _prepare(self, updates: list[Update]) -> Metrics:
-        """The anchor pass, in place, before any update and with no graph alive; returns parity metrics.
+        """Run the anchor pass, which fills the segments of `updates` in place, and return its parity metrics.
 
-        Live anchors of the first update are the detached values of its own forward, so only later updates need them,
-        unless the loss sums them up.
+        The pass runs before any update, while no autograd graph is alive. The first update uses the detached values of
+        its own forward pass as live anchors, so only later updates need measured ones, unless the loss uses totals.
         """
-        found: list[Metrics] = []
+        metrics: list[Metrics] = []
         for snapshot in sorted({anchor.snapshot for anchor in self.algorithm.anchors().values()}):
             first = 1 if snapshot == "live" and not self.algorithm.needs.totals else 0
             with torch.no_grad(), self.backend.weights(snapshot):
@@ -171,11 +181,11 @@ class TrainStack:
                     for i, micro in enumerate(micros):
                         segment, parity = self.algorithm.prepare_segment(self.stage, self._placed(micro), snapshot)
                         micros[i] = micro.replace(segment=micro.segment.replace(anchors=segment.anchors))
-                        found.append(parity)
-        return merge(found)
+                        metrics.append(parity)
+        return merge(metrics)
 
     def _with_totals(self, updates: list[Update], now: TrainingProgress) -> TrainingProgress:
-        """`now` with what the loss wants summed over all rows of the step and all ranks; a collective."""
+        """Add the algorithm's totals over all rows of the step and all ranks to `now`: a collective if it has any."""
         if not self.algorithm.needs.totals:
             return now
         own = [self.algorithm.totals(self._placed(micro), now) for micros in updates for micro in micros]
@@ -187,23 +197,23 @@ class TrainStack:
         rank = current()
         count = rank.sum_over_dp(sum(self.algorithm.count(micro) for micro in micros))
         if count == 0:
-            # Every rank sees the same total, so all of them leave together.
+            # Every rank sees the same count, so all ranks return here together.
             return {"train/skipped_updates": Metric.sum(1.0)}
         losses = _Losses(self.backend, 1.0 / count)
-        found: list[Metrics] = []
+        metrics: list[Metrics] = []
         for i, micro in enumerate(micros):
             losses.last_rows = i == len(micros) - 1
-            metrics = self.algorithm.compute_loss_and_backward(
+            micro_metrics = self.algorithm.compute_loss_and_backward(
                 self.stage, self._placed(micro), losses.backward, now, first_update=first
             )
-            found.append(_widened(metrics))
+            metrics.append(_widened(micro_metrics))
         stats = self.backend.step(self.max_grad_norm, losses.total)
         self._check_finite(stats, losses.total)
         if stats.skipped:
             return _update_metrics(stats)
-        # Each rank has its share of the loss: the mean over shares of weight 1 / dp is their sum.
+        # The losses of the ranks add up. A mean metric of weight 1 / dp on each rank merges to their sum.
         loss = Metric(losses.total, 1.0 / rank.dp_size, "mean")
-        return _update_metrics(stats) | {"train/loss": loss} | merge(found)
+        return _update_metrics(stats) | {"train/loss": loss} | merge(metrics)
 
     def _placed(self, micro: RolloutTrack) -> RolloutTrack:
         return micro.to(self.backend.device)
@@ -212,9 +222,9 @@ class TrainStack:
         if stats.skipped_in_a_row >= self.max_nonfinite_updates:
             raise DivergenceError(
                 f"{stats.skipped_in_a_row} updates in a row were not finite (after update {self.backend.updates}; loss "
-                f"{float(loss):g}, gradient norm {stats.grad_norm:g}, first in {stats.culprit}). Nothing of them was "
+                f"{float(loss):g}, gradient norm {stats.grad_norm:g}, first in {stats.culprit}). None of them was "
                 "applied. Lower optimizer_cfg.learning_rate or algorithm.clip_range, and look at the rewards of the "
-                "last steps; raise stack.max_nonfinite_updates to tolerate more"
+                "last steps. Raise `stack.max_nonfinite_updates` to tolerate more."
             )
 
 
@@ -224,7 +234,10 @@ def _micro(rows: RolloutTrack, piece: Micro) -> RolloutTrack:
 
 
 class _Losses:
-    """The losses of one update on their way into the backend: divided, added up, the last one announced."""
+    """Scales the losses of one update, passes them to the backend, and adds them up.
+
+    `last_rows` is set before the last micro-batch, so that the backend knows which backward pass is the last.
+    """
 
     def __init__(self, backend: TrainBackend, scale: float) -> None:
         self.backend = backend
@@ -239,7 +252,7 @@ class _Losses:
 
 
 def _update_metrics(stats: UpdateStats) -> Metrics:
-    """The update's own metrics; of a skipped update, only that it was skipped."""
+    """Learning rate, skip count and gradient norms of an update. A skipped update has no norms."""
     metrics = {"train/lr": Metric.mean(stats.lr), "train/skipped_updates": Metric.sum(float(stats.skipped))}
     if stats.skipped:
         return metrics
@@ -248,7 +261,7 @@ def _update_metrics(stats: UpdateStats) -> Metrics:
 
 
 def _widened(metrics: Metrics) -> Metrics:
-    """In float64, so that adding up does not depend on how rows are spread over micro-batches and ranks."""
+    """Convert metrics to float64, so that sums do not depend on how rows are spread over micro-batches and ranks."""
     return {
         name: Metric(_double(m.total), _double(m.weight), m.kind, _double(m.squares)) for name, m in metrics.items()
     }
@@ -264,7 +277,7 @@ class Micro:
 
     rows: tuple[int, ...]
     is_fill: bool = False
-    """True for copies of another micro-batch at weight 0, so that every rank runs equally many forwards."""
+    """True for a copy of another micro-batch at weight 0. Copies make the number of forwards equal on all ranks."""
 
 
 def within_budget(costs: Sequence[int], budget: int, together: int) -> list[Micro]:
@@ -273,25 +286,30 @@ def within_budget(costs: Sequence[int], budget: int, together: int) -> list[Micr
     The number of micro-batches is at most 11/9 of the minimum, plus one.
 
     Args:
-        costs: of each row, >= 0.
-        together: adjacent rows that form a bundle, which is never split.
+        costs: the cost of each row, >= 0.
+        budget: the largest total cost of a micro-batch.
+        together: number of adjacent rows that form a bundle. A bundle is never split.
     """
     bundles = [tuple(range(start, start + together)) for start in range(0, len(costs), together)]
     price = {bundle: sum(costs[row] for row in bundle) for bundle in bundles}
-    held: list[list[tuple[int, ...]]] = []
+    packed: list[list[tuple[int, ...]]] = []
     spent: list[int] = []
     for bundle in sorted(bundles, key=lambda each: (-price[each], each)):
-        place = next((i for i, cost in enumerate(spent) if cost + price[bundle] <= budget), len(held))
-        if place == len(held):
-            held.append([])
+        place = next((i for i, cost in enumerate(spent) if cost + price[bundle] <= budget), len(packed))
+        if place == len(packed):
+            packed.append([])
             spent.append(0)
-        held[place].append(bundle)
+        packed[place].append(bundle)
         spent[place] += price[bundle]
-    return [Micro(tuple(sorted(row for bundle in micro for row in bundle))) for micro in held]
+    return [Micro(tuple(sorted(row for bundle in micro for row in bundle))) for micro in packed]
 
 
 def as_many(micros: Sequence[Micro], count: int, costs: Sequence[int], together: int) -> list[Micro]:
-    """Turn the micro-batches into exactly `count`: halve the costliest, then add copies at weight 0 as padding."""
+    """Turn the micro-batches into exactly `count`.
+
+    The costliest micro-batch that holds more than one bundle is halved until there are enough. When every micro-batch
+    is a single bundle, copies of the cheapest one at weight 0 fill up the number.
+    """
     pieces = list(micros)
     while len(pieces) < count:
         largest = max(pieces, key=lambda micro: (len(micro.rows) > together, _cost(micro, costs)))

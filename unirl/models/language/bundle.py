@@ -1,6 +1,6 @@
-"""A bundle of a language model: its network as a policy over tokens, and its tokenizer.
+"""The bundle of a language model: its network as a policy over tokens, and its tokenizer.
 
-A family says which classes of transformers it is made of; how a checkpoint is found, judged and loaded is written here.
+A `LanguageFamily` names the transformers classes of one architecture. This module finds, checks and loads checkpoints.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ from unirl.types.protocols import TORCH_DTYPES, DtypeName
 Config = Mapping[str, Any]
 CPU = torch.device("cpu")
 LM = "lm"
-"""The one component: network and head."""
+"""The only component: the network with its output head."""
 LORA_TARGETS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
 SHIPPED = "quickstart"
 VOCABULARIES = ("tokenizer.json", "vocab.json")
-"""Files of which a tokenizer needs one."""
+"""A saved tokenizer has at least one of these files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageFamily:
-    """One architecture of transformers."""
+    """One language model architecture of the transformers library."""
 
     name: str
     """The `model_type` of its configuration files."""
     model_class: str
     config_class: str
     block: str
-    """The class of a layer of the language model."""
+    """Class name of the layers of the language model."""
     policy: type[TokenPolicy] = TokenPolicy
-    """What turns the class of transformers into a policy."""
+    """The mixin class that makes the transformers class a policy."""
     parameter_name: Callable[[str], str] = str
-    """The name in the network of a tensor of a checkpoint's files."""
+    """Maps a tensor's name in the checkpoint files to its parameter name in the network."""
     reads_images: bool = False
-    """Prompts may contain images."""
+    """True if prompts may contain images."""
 
 
 class LanguageBundle(Bundle):
-    """A causal language model of transformers, trained as a `TokenPolicy`."""
+    """A causal language model of the transformers library, trained as a `TokenPolicy`."""
 
     toy: ClassVar[Mapping[str, object]] = {"path": "toy", "dtype": "fp32"}
     families: ClassVar[Mapping[str, LanguageFamily]]
-    """By `model_type`."""
+    """The supported architectures by `model_type`."""
     toys: ClassVar[Mapping[str, Config]]
-    """Configurations of tiny models with random weights, by the path that names them."""
+    """Configurations of tiny models with random weights, by their `path`."""
     published: ClassVar[Mapping[str, Config]]
-    """Configurations of public checkpoints by hub id, for plans without a connection; a run reads the files."""
+    """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
     seed: ClassVar[int] = 20251
-    """Of the random weights of toys."""
+    """Seed of the random weights of the tiny models."""
     shipped: ClassVar[Path]
-    """The directory behind the path `quickstart`."""
+    """The directory that the path `quickstart` selects."""
     facts: LanguageFacts
 
     def __init__(
@@ -91,11 +91,12 @@ class LanguageBundle(Bundle):
     ) -> None:
         """
         Args:
-            components: of a model that has only one.
-            path: a hub id, a directory of transformers, `toy` (tiny, random) or `quickstart` (shipped).
+            components: the components to load. A language model has only `lm`.
+            path: a hub id, a directory that transformers wrote, `toy` (tiny, random weights) or `quickstart` (a small
+                trained model that is part of this package).
             revision: branch, tag or commit of a hub id.
-            dtype: what the network computes in.
-            meta_init: leave the network without storage: the backend that trains it reads its shards only.
+            dtype: the dtype in which the network computes.
+            meta_init: leave the network without storage. The train backend then reads only the rows of its shards.
         """
         components_to_load(components, (LM,), LM)
         self.path = path
@@ -111,24 +112,27 @@ class LanguageBundle(Bundle):
     @staticmethod
     @abstractmethod
     def toy_tokenizer() -> Any:
-        """The tokenizer of toys, made without files."""
+        """Build the tokenizer of the tiny models. It needs no files."""
 
-    # A model that is not loaded
+    # Facts about a model that is not loaded
 
     @classmethod
     def config_of(cls, path: str, revision: str | None = None) -> Config:
-        """The configuration of a model, without reading weights. Raises DataError for a model of another family."""
+        """Read the configuration of a model, but no weights. Raises DataError for a model of another family."""
         if path in cls.toys:
             return cls.toys[path]
         root = cls.directory_of(path, revision, configs_only=True)
         config: Config = read_json(root / "config.json")
         if config.get("model_type") not in cls.families:
             raise NotFoundError(
-                f"{root}: its config.json says model_type={config.get('model_type')!r}, but {cls.__name__} reads "
+                f"{root}: its config.json has model_type={config.get('model_type')!r}, but {cls.__name__} reads "
                 f"{', '.join(map(repr, cls.families))}. Use the bundle of that family, or another path"
             )
         if text_config(config).get("use_sliding_window"):
-            raise NotFoundError(f"{root}: a sliding window is not written; Qwen's published models have none")
+            raise NotFoundError(
+                f"{root}: its config.json has use_sliding_window=true, and sliding-window attention is not available. "
+                "Use a model without it, such as the published Qwen models"
+            )
         return config
 
     @classmethod
@@ -137,28 +141,28 @@ class LanguageBundle(Bundle):
 
     @classmethod
     def directory_of(cls, path: str, revision: str | None = None, *, configs_only: bool = False) -> Path:
-        """The directory behind `path`."""
+        """The local directory of the model that `path` selects."""
         return language_directory(str(cls.shipped) if path == SHIPPED else path, revision, configs_only=configs_only)
 
     @classmethod
     def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LanguageFacts:
-        """The facts of a model that is not loaded, from its configuration file."""
+        """The facts of a model that is not loaded. They come from its configuration file."""
         config = cls._config_to_plan(path, revision)
         return language_facts(cls.families[config["model_type"]], config, device)
 
     @classmethod
     def estimate(cls, path: str, revision: str | None = None) -> ModelEstimate:
-        """Sizes of a model that is not loaded; a vision tower is part of the network."""
+        """The sizes of a model that is not loaded. A vision tower counts as part of the network."""
         config = cls._config_to_plan(path, revision)
         family = cls.families[config["model_type"]]
         with quiet_libraries(), torch.device("meta"):
             network = _transformers(family.model_class)(_configuration(family, config))
         return language_estimate(cls.facts_of(path, revision), network)
 
-    # A model that is
+    # The loaded model
 
     def stage(self, tools: ToolBox | None = None) -> ARStage:
-        """The trained network as a policy that samples and replays."""
+        """The stage that samples and replays responses with the trained network."""
         return ARStage(self.trainable(), self.facts, self.codec, self.dtype, tools)
 
     def saved(self) -> SavedWeights:
@@ -175,7 +179,7 @@ class LanguageBundle(Bundle):
         return other.saved()
 
     def untrained(self) -> nn.Module:
-        """A second network on the CPU, of transformers' own class, with the checkpoint's weights."""
+        """Load a second network on the CPU, of the plain transformers class, with the checkpoint's weights."""
         with quiet_libraries():
             return self._plain(self.dtype).requires_grad_(False).eval()
 
@@ -186,9 +190,10 @@ class LanguageBundle(Bundle):
         return load_network(kind, self.directory_of(self.path, self.revision), dtype)
 
     def _policy(self, dtype: torch.dtype) -> nn.Module:
-        """The network as a policy, with the checkpoint's weights.
+        """Build the policy with the checkpoint's weights.
 
-        transformers knows by a class's name what its tensors were once called, so its own class reads the files.
+        The plain transformers class reads the files, because transformers uses the class name to map older tensor
+        names to current ones.
         """
         network = self._empty(dtype)
         network.load_state_dict(self._plain(dtype).state_dict(), assign=True)
@@ -196,7 +201,7 @@ class LanguageBundle(Bundle):
         return network
 
     def _empty(self, dtype: torch.dtype) -> Any:
-        """The policy whose parameters have no storage; its computed buffers have theirs."""
+        """Build the policy without storage for its parameters. Computed buffers have storage and values."""
         from accelerate import init_empty_weights
 
         mixin: Any = self.family.policy
@@ -220,7 +225,7 @@ class LanguageBundle(Bundle):
 
 
 def language_facts(family: LanguageFamily, config: Config, device: torch.device = CPU) -> LanguageFacts:
-    """What the rest of the system needs to know of a model."""
+    """The facts about a model that other packages read."""
     text = text_config(config)
     return LanguageFacts(
         family=family.name,
@@ -236,13 +241,16 @@ def language_facts(family: LanguageFamily, config: Config, device: torch.device 
 
 
 def text_config(config: Config) -> Config:
-    """The part about the language model, where there are others."""
-    found: Config = config.get("text_config", config)
-    return found
+    """The language model's part of a configuration that also describes other parts, such as a vision tower."""
+    text: Config = config.get("text_config", config)
+    return text
 
 
 def batch_multiple(device: torch.device) -> int:
-    """The tokens that forwards are filled to: on CPUs a token's bits are the same in any multiple of 4."""
+    """Forwards are padded to a multiple of this many tokens.
+
+    On CPUs the results for a token have the same bits for any number of tokens that is a multiple of 4.
+    """
     return 4 if device.type == "cpu" else 1
 
 
@@ -255,7 +263,7 @@ def _configuration(family: LanguageFamily, config: Config) -> Any:
 
 
 def random_network(kind: Any, config: Any, seed: int) -> nn.Module:
-    """A network of `config` with the same random weights whenever and wherever it is built."""
+    """Build a network from `config` with random weights that depend only on `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network: nn.Module = kind(config)
@@ -263,14 +271,14 @@ def random_network(kind: Any, config: Any, seed: int) -> nn.Module:
 
 
 def load_network(kind: Any, root: Path, dtype: torch.dtype) -> nn.Module:
-    """The network in `root`, of the class `kind` of transformers. Raises DataError unless every weight is there."""
+    """Load the network in `root` as the transformers class `kind`. Raises DataError if a weight is missing."""
     try:
-        network, found = kind.from_pretrained(root, dtype=dtype, local_files_only=True, output_loading_info=True)
+        network, loading_info = kind.from_pretrained(root, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        # The libraries raise these four for missing, cut and foreign weight files.
+        # The libraries raise these four types for missing, truncated and unknown weight files.
         reason = str(error).strip().splitlines()[0]
         raise NotFoundError(f"cannot load the model in {root}: {reason}. Download it again") from error
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise NotFoundError(
             f"{len(missing)} weights of the model in {root} are missing: {', '.join(missing[:5])}. Download it again"
@@ -280,36 +288,36 @@ def load_network(kind: Any, root: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def load_tokenizer(root: Path) -> Any:
-    """The tokenizer in `root`."""
+    """Load the tokenizer in `root`. Raises DataError if its files are missing or damaged."""
     from transformers import AutoTokenizer
 
-    # Without any of these files the library makes a tokenizer that knows no word.
+    # Without any of these files, the library builds a tokenizer with an empty vocabulary.
     if not any((root / name).is_file() for name in VOCABULARIES):
         raise NotFoundError(
-            f"cannot load the tokenizer in {root}: it has none of {', '.join(VOCABULARIES)}. Give the folder that "
-            "`tokenizer.save_pretrained` wrote, too"
+            f"cannot load the tokenizer in {root}: the folder has none of {', '.join(VOCABULARIES)}. Save the "
+            "tokenizer there with `tokenizer.save_pretrained`, too"
         )
     try:
         return AutoTokenizer.from_pretrained(root, local_files_only=True)
-    except (OSError, ValueError) as error:  # raised for files that are missing or are not what they should be
+    except (OSError, ValueError) as error:  # raised for missing and invalid files
         reason = str(error).strip().splitlines()[0]
         raise NotFoundError(f"cannot load the tokenizer in {root}: {reason}. Download it again") from error
 
 
 def end_tokens(tokenizer: Any, *configs: Config) -> tuple[int, ...]:
-    """The tokens that end a response: those of the generation config or the model's, and the tokenizer's own."""
-    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    """The ids of the tokens that end a response: the tokenizer's, and those of the given configurations."""
+    token_ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for config in configs:
-        said = config.get("eos_token_id")
-        found += said if isinstance(said, list) else [] if said is None else [said]
-    return tuple(sorted(set(found)))
+        eos = config.get("eos_token_id")
+        token_ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return tuple(sorted(set(token_ids)))
 
 
 def require_vocabulary(tokenizer: Any, facts: LanguageFacts, path: str) -> None:
-    """Raises DataError when the tokenizer knows tokens that the network has no row for."""
+    """Raises DataError if the tokenizer has a token that is not in the network's embedding."""
     highest = max(tokenizer.get_vocab().values())
     if highest >= facts.vocab_size:
         raise NotFoundError(
-            f"{path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size}: they are not of "
-            "one checkpoint. Download both again"
+            f"{path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size} tokens, so they "
+            "belong to different checkpoints. Download both again"
         )

@@ -20,10 +20,10 @@ from unirl.models.loading.lora import LoraSpec
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (arXiv:1711.05101)."""
+    """Settings of AdamW (arXiv:1711.05101)."""
 
     learning_rate: float
-    """Per update."""
+    """Peak learning rate per update. `scheduler_cfg` scales it."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -44,15 +44,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedulerConfig:
-    """The learning rate over updates: a ramp from 0, then constant, or down to a fraction of the peak."""
+    """The learning rate over updates: a linear warmup, then constant, or a decay to a fraction of the peak."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_updates: int = 0
-    """Update t < warmup_updates has (t + 1) / warmup_updates of the peak."""
+    """Update t < warmup_updates uses (t + 1) / warmup_updates of the peak."""
     total_updates: int | None = None
-    """Where linear and cosine end; absent = the run's own number of updates."""
+    """The update at which linear and cosine end. If absent, they end with the run."""
     final_fraction: float = 0.0
-    """The end of linear and cosine, as a fraction of the peak; held from there on."""
+    """Fraction of the peak at which linear and cosine end. Later updates keep this value."""
 
     def __post_init__(self) -> None:
         if self.warmup_updates < 0:
@@ -65,22 +65,23 @@ class LrSchedulerConfig:
             )
 
     def factor(self, update: int, run_updates: int | None) -> float:
-        """The fraction of the peak at `update` (from 0), in a run of `run_updates`."""
+        """The fraction of the peak at `update`, counted from 0, in a run of `run_updates` updates."""
         if update < self.warmup_updates:
             return (update + 1) / self.warmup_updates
         if self.type == "constant":
             return 1.0
         total = run_updates if self.total_updates is None else self.total_updates
-        assert total is not None, "check() comes first"
+        assert total is not None, "check() must be called first"
         done = min((update - self.warmup_updates) / max(total - self.warmup_updates, 1), 1.0)
         left = 1.0 - done if self.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.final_fraction + (1.0 - self.final_fraction) * left
 
     def check(self, run_updates: int | None) -> None:
-        """Raises ConfigError if linear or cosine has no end."""
+        """Raises ConfigError if linear or cosine has no last update."""
         if self.type != "constant" and self.total_updates is None and run_updates is None:
             raise ConfigError(
-                f"scheduler_cfg.type={self.type} needs an end: set scheduler_cfg.total_updates, or use type: constant"
+                f"scheduler_cfg.type={self.type} needs a last update, and the run has no fixed number of updates. "
+                "Set scheduler_cfg.total_updates, or use type: constant"
             )
 
 
@@ -89,70 +90,80 @@ class UpdateStats:
     """The result of one call of `step`."""
 
     grad_norm: float
-    """Before clipping."""
+    """Norm of the policy's gradient before clipping."""
     lr: float
+    """Learning rate of the policy in this update."""
     skipped: bool
-    """The loss or a gradient was not finite: nothing changed."""
+    """True if the loss or a gradient was not finite. The weights and the optimizer state are then unchanged."""
     skipped_in_a_row: int
+    """Number of consecutive skipped updates, including this one. 0 after an update that was applied."""
     culprit: str = ""
-    """If skipped: the first parameter whose gradient is not finite, or `loss`."""
+    """If skipped: the name of the first parameter whose gradient is not finite, or `loss`."""
     value_grad_norm: float | None = None
-    """Of the value head, before clipping; None = there is none."""
+    """Norm of the value head's gradient before clipping. None if there is no value head."""
 
 
 BuildHead = Callable[[int, int], nn.Module]
-"""A fresh value head of a width, from a seed: `stage.build_value_head`."""
+"""Builds a new value head from (width, seed), as `stage.build_value_head` does."""
 
 Offloadable = Literal["policy", "optimizer"]
-"""`policy`: the trained module with its gradients and snapshots. `optimizer`: its state."""
+"""`policy` is the trained module, the value head and the snapshots. `optimizer` is the optimizer state."""
 
 
 class TrainBackend(ABC):
-    """The trainable weights of one bundle: stepped, snapshotted, gathered, offloaded and saved."""
+    """Owns the trainable weights of one bundle: updates, snapshots, gathers, offloads and saves them."""
 
     module: nn.Module
-    """The trained module, always in eval mode."""
+    """The trained module. It is always in eval mode."""
     trainable: Mapping[str, nn.Parameter]
     """Trainable parameters by their names in `module`."""
     updates: int
-    """Optimizer updates done."""
+    """Number of optimizer updates done."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device on which rows must be for training."""
+        """The device to which rows must be moved before training."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`; `last` = this completes the gradient of an update."""
+        """Add the gradient of `loss`. `last` is True for the last call before `step`."""
 
     @abstractmethod
     def step(self, max_grad_norm: float, loss: Tensor) -> UpdateStats:
-        """Clip the gradient, update, move what follows updates; or, if `loss` or the gradient is not finite, skip."""
+        """Clip the gradient, update the weights, and update the snapshots that follow each optimizer update.
+
+        If `loss` or the gradient is not finite, the update is skipped instead: the gradient is dropped and the weights
+        stay as they are.
+        """
 
     @abstractmethod
     def provide_value_head(self, build: BuildHead) -> nn.Module:
-        """The value head: made by `build` at the first call, and from then on trained and saved beside the policy.
+        """Return the value head. The first call builds it, and it is then trained and saved beside the policy.
 
-        It is no part of `module` and `trainable`: snapshots do not copy it, and it is never gathered, sent or exported.
+        The head is not part of `module` or `trainable`: snapshots do not copy it, and it is never gathered, sent to an
+        engine or exported.
         """
 
     @abstractmethod
     def finish_step(self) -> None:
-        """The end of a step of the loop: move the snapshots that follow steps."""
+        """Update the snapshots that change once per training step. Called at the end of each step."""
 
     @abstractmethod
     def weights(self, name: str) -> AbstractContextManager[None]:
-        """Run with a snapshot's weights. Raises if gradients are enabled."""
+        """Run the block with the weights of snapshot `name`. Raises RuntimeError if gradients are enabled."""
 
     @abstractmethod
     def sampling(self) -> AbstractContextManager[None]:
-        """Run without gradients, weights gathered once, so that ranks may run unequal numbers of forwards."""
+        """Run the block without gradients and with the weights gathered once.
+
+        Forward passes inside contain no collective, so ranks may run unequal numbers of them.
+        """
 
     @property
     @abstractmethod
     def snapshot_names(self) -> tuple[str, ...]:
-        """The snapshots that exist."""
+        """The names of the snapshots that exist."""
 
     @broadcast
     @abstractmethod
@@ -160,45 +171,46 @@ class TrainBackend(ABC):
         """Keep a copy of the live weights as `name`."""
 
     def has_snapshot(self, name: str) -> bool:
-        """Whether a snapshot `name` exists."""
+        """True if a snapshot `name` exists."""
         return name in self.snapshot_names
 
     @broadcast
     def version(self) -> int:
-        """Optimizer updates done."""
+        """The version of the weights, which is the number of optimizer updates done."""
         return self.updates
 
     @broadcast
     @abstractmethod
     def gather(self, name: str = "live") -> Mapping[str, Tensor]:
-        """Full trainable tensors on the CPU by parameter name, live or of a snapshot."""
+        """Whole trainable tensors on the CPU by parameter name: of the live weights or of a snapshot."""
 
     @abstractmethod
     def adapter_spec(self) -> LoraSpec | None:
-        """The adapters that are trained; None when all weights are."""
+        """Rank, alpha and targets of the trained adapters. None if all weights are trained."""
 
     @abstractmethod
     def named_tensors(self, payload: Payload, weights: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on the device, one at a time, in a fixed order: of the live weights or of a snapshot.
+        """Yield whole tensors on the device, one at a time in a fixed order: of the live weights or of a snapshot.
 
-        `adapter` and `full` are trainable parameters under their own names; `merged` is W + scale B A in float32 of
-        each adapted layer, under the layer's bare name. With sharding every rank must take every item.
+        `adapter` and `full` yield the trainable parameters under their own names. `merged` yields W + scale B A in
+        float32 for each adapted layer, under the layer's name without adapter parts. With sharding, every item is a
+        collective, so every rank must iterate to the end.
         """
 
     @rank0
     @abstractmethod
     def checkpoint_bytes(self) -> int:
-        """About how many bytes `save` writes."""
+        """Approximate number of bytes that `save` writes."""
 
     @broadcast
     @abstractmethod
     def save(self, directory: str) -> None:
-        """Write everything that changes: trainable weights, optimizer, snapshots, counters."""
+        """Write the state that training changes: trainable weights, optimizer, snapshots and counters."""
 
     @broadcast
     @abstractmethod
     def load(self, directory: str) -> None:
-        """Restore what `save` wrote, bit for bit. Raises CheckpointError if it is damaged or does not fit."""
+        """Restore what `save` wrote, bit for bit. Raises CheckpointError if it is damaged or of another model."""
 
     @broadcast
     @abstractmethod
@@ -208,9 +220,9 @@ class TrainBackend(ABC):
     @broadcast
     @abstractmethod
     def offload(self, names: Sequence[Offloadable]) -> None:
-        """Move to main memory."""
+        """Move the named parts to main memory."""
 
     @broadcast
     @abstractmethod
     def onload(self, names: Sequence[Offloadable]) -> None:
-        """Move back to the device."""
+        """Move the named parts back to the device."""

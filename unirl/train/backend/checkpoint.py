@@ -1,8 +1,8 @@
-"""Checkpoints that a crash, a full disk or a flipped bit cannot lose.
+"""Saves and finds checkpoints so that a crash, a full disk or a flipped bit cannot lose them.
 
-    stage into a hidden sibling -> fsync every file -> MANIFEST.json -> one rename -> LATEST by rename -> prune
+    write into a hidden folder -> fsync every file -> MANIFEST.json -> one rename -> LATEST by rename -> prune
 
-A reader sees a checkpoint whole or not at all; a damaged one is recognised before anything in it is deserialised.
+A reader sees a whole checkpoint or none. A damaged checkpoint is detected before anything in it is deserialised.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ REPLACED = re.compile(r"(?P<name>checkpoint-.+)\.replaced-(?P<id>[0-9a-f]+)")
 STAGING = re.compile(r"\.staging-.+-(?P<id>[0-9a-f]+)")
 UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 LEFTOVER_AGE_S = 3600.0
-"""Where a file system knows no locks, a leftover is collected at this age."""
+"""On a file system without locks, an unfinished file or folder is removed when it is older than this."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that holds the state after `step` steps of the loop."""
+    """A folder that holds the state after `step` training steps."""
 
     path: Path
     step: int
@@ -44,7 +44,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A newer checkpoint that was not used, and why."""
+    """A newer checkpoint that was not used, and the reasons."""
 
     path: Path
     problems: tuple[str, ...]
@@ -55,17 +55,21 @@ class Skipped:
 
 @dataclass(frozen=True)
 class LatestValid:
-    """The newest checkpoint that verifies (None if there is none), and every newer one that does not."""
+    """The newest valid checkpoint (None if there is none), and the newer ones that are damaged."""
 
     checkpoint: Checkpoint | None
     skipped: tuple[Skipped, ...]
 
 
 class CheckpointStore:
-    """The `checkpoints` folder of one run. One process saves at a time; any number may read."""
+    """The `checkpoints` folder of one run. Only one process may save at a time. Any number of processes may read."""
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
-        """`keep`: how many numbered checkpoints remain after a save (0: all); `checkpoint-final` is not counted."""
+        """
+        Args:
+            keep: number of numbered checkpoints that remain after a save (0 keeps all). `checkpoint-final` does not
+                count.
+        """
         if keep < 0:
             raise ValueError(f"keep must be >= 0 (0 keeps all), got {keep}")
         self.directory = Path(directory)
@@ -73,9 +77,9 @@ class CheckpointStore:
 
     @contextmanager
     def stage(self, step: int, *, final: bool = False) -> Iterator[Path]:
-        """A folder to write into; leaving the block publishes it as `checkpoint-<step>` (or `checkpoint-final`).
+        """Yield a folder to write into, and publish it as `checkpoint-<step>` (or `checkpoint-final`) afterwards.
 
-        An error inside the block, or while publishing, leaves every published checkpoint as it was.
+        An error inside the block or during publication leaves every published checkpoint unchanged.
         """
         name = FINAL if final else checkpoint_name(step)
         published = False
@@ -94,36 +98,37 @@ class CheckpointStore:
         except OSError as error:
             raise self._storage_error(name, published, error) from error
         except Exception as error:
-            # Libraries that write tensors report a full disk by exception types of their own.
+            # Libraries that write tensors report a full disk with their own exception types.
             if os.strerror(errno.ENOSPC) not in str(error):
                 raise
             raise self._storage_error(name, published, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
 
     def latest_valid(self) -> LatestValid:
-        """The newest checkpoint whose files are exactly those that were written; reads only, loads nothing."""
+        """The newest checkpoint whose files are exactly those that were written. This changes nothing on disk."""
         skipped: list[Skipped] = []
         for candidate in self.checkpoints():
-            found = verify(candidate.path)
-            if not found:
+            damage = verify(candidate.path)
+            if not damage:
                 return LatestValid(candidate, tuple(skipped))
-            skipped.append(Skipped(candidate.path, tuple(found)))
+            skipped.append(Skipped(candidate.path, tuple(damage)))
         return LatestValid(None, tuple(skipped))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Everything that looks like a checkpoint, newest step first, valid or not."""
+        """All folders that are named like a checkpoint, valid or damaged, newest step first."""
         if not self.directory.is_dir():
             return []
-        found = [checkpoint for path in self.directory.iterdir() if (checkpoint := _recognise(path))]
-        return sorted(found, key=lambda checkpoint: (-checkpoint.step, len(checkpoint.path.name), checkpoint.path.name))
+        all_checkpoints = [checkpoint for path in self.directory.iterdir() if (checkpoint := _recognise(path))]
+        return sorted(all_checkpoints, key=lambda each: (-each.step, len(each.path.name), each.path.name))
 
     def verify(self, path: str | Path) -> list[str]:
-        """See the function of the same name."""
+        """The problems of the checkpoint folder `path`, as the function `verify` returns them."""
         return verify(path)
 
     def discard_after(self, step: int) -> list[Path]:
-        """Removes valid checkpoints of later steps: a run that resumes from `step` has another future.
+        """Remove the valid checkpoints of later steps, because a run that resumes from `step` will write its own.
 
-        Damaged ones stay as they are: nothing resumes from them, and the run replaces them when it gets there again.
+        Damaged ones stay: nothing resumes from them, and the run replaces them when it reaches their step again.
+        Returns the removed paths.
         """
         later = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step > step]
         doomed = [checkpoint.path for checkpoint in later if self._is_own(checkpoint.path) and _is_valid(checkpoint)]
@@ -135,26 +140,33 @@ class CheckpointStore:
         return doomed
 
     def prune(self, published: Path | None = None) -> list[Checkpoint]:
-        """Removes what `beyond_keep` names, and gives it back."""
+        """Remove the checkpoints that `beyond_keep` returns, and return them."""
         doomed = self.beyond_keep(published)
         for checkpoint in doomed:
             self._remove(checkpoint.path)
         return doomed
 
     def beyond_keep(self, published: Path | None = None) -> list[Checkpoint]:
-        """The oldest numbered checkpoints beyond `keep`, sparing the newest valid one and the one just `published`."""
+        """The oldest numbered checkpoints beyond `keep`.
+
+        The checkpoint that was just `published` is never among them. If all others are damaged, the newest valid
+        checkpoint is not among them either.
+        """
         everything = self.checkpoints()
         numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
-        kept_count = self.keep or len(numbered)
-        doomed = [checkpoint for checkpoint in numbered[kept_count:] if checkpoint.path != published]
-        kept = [checkpoint for checkpoint in everything if checkpoint not in doomed]
-        if doomed and not any(_is_valid(checkpoint) for checkpoint in kept):
+        num_kept = self.keep or len(numbered)
+        doomed = [checkpoint for checkpoint in numbered[num_kept:] if checkpoint.path != published]
+        remaining = [checkpoint for checkpoint in everything if checkpoint not in doomed]
+        if doomed and not any(_is_valid(checkpoint) for checkpoint in remaining):
             spared = next((checkpoint for checkpoint in doomed if _is_valid(checkpoint)), None)
             doomed = [checkpoint for checkpoint in doomed if checkpoint is not spared]
         return doomed
 
     def collect(self) -> list[Path]:
-        """Clears what dead processes left half done; never touches what a live one is writing."""
+        """Remove or restore the unfinished work of dead processes. The files of live processes stay untouched.
+
+        Returns the paths that were handled.
+        """
         if not self.directory.is_dir():
             return []
         leftovers = [path for path in sorted(self.directory.iterdir()) if self._is_leftover(path)]
@@ -179,7 +191,7 @@ class CheckpointStore:
             os.mkdir(folder)
             yield folder, token
         finally:
-            # What cannot be removed now is collected by the next save.
+            # The next save removes everything that cannot be removed now.
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 lock.unlink(missing_ok=True)
@@ -187,7 +199,7 @@ class CheckpointStore:
                 os.close(descriptor)
 
     def _new_lock(self) -> tuple[int, Path]:
-        """A file that is locked for as long as this process lives."""
+        """Create a file that stays locked as long as this process lives. Returns its descriptor and path."""
         while True:
             lock = self.directory / f"{LOCK}{uuid.uuid4().hex[:12]}"
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
@@ -197,13 +209,13 @@ class CheckpointStore:
                 if error.errno not in UNLOCKABLE:
                     os.close(descriptor)
                     raise
-            # Between the two calls a collector may have taken it for a dead process's file.
+            # Between the two calls, `collect` of another process may have removed the file as that of a dead process.
             if lock.exists():
                 return descriptor, lock
             os.close(descriptor)
 
     def _publish(self, folder: Path, name: str, token: str) -> list[Path]:
-        """Renames `folder` to `name`; gives back the older folder of that name, moved aside, if there was one."""
+        """Rename `folder` to `name`. An older folder of that name is moved aside first, and its new path returned."""
         target = self.directory / name
         aside = self.directory / f"{name}.replaced-{token}"
         replaced = [aside] if target.exists() else []
@@ -226,13 +238,13 @@ class CheckpointStore:
         fsync(self.directory)
 
     def _remove(self, path: Path) -> None:
-        # Renamed first: a crash halfway through leaves no folder that looks like a damaged checkpoint.
+        # Rename first, so that a crash during the removal leaves no folder that looks like a damaged checkpoint.
         doomed = self.directory / f".removing-{path.name}-{uuid.uuid4().hex[:12]}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
     def _is_own(self, path: Path) -> bool:
-        """Whether this store wrote it: a checkpoint, or one that a dead save moved aside."""
+        """True if a store wrote `path`: a checkpoint, or one that an unfinished save moved aside."""
         return path.name == FINAL or bool(OWN.fullmatch(path.name)) or self._is_leftover(path)
 
     def _is_leftover(self, path: Path) -> bool:
@@ -257,7 +269,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _last_size(self) -> int:
-        """Bytes of the newest checkpoint with a readable manifest: the best guess of what the next one needs."""
+        """Size in bytes of the newest checkpoint with a readable manifest. It estimates the size of the next one."""
         for checkpoint in self.checkpoints():
             try:
                 return read_manifest(checkpoint.path).size
@@ -272,18 +284,18 @@ class CheckpointStore:
                 "Fix the disk, then continue with resume=auto"
             )
         others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.path.name != name]
-        kept = f"{others[0].path.name} is untouched" if others else "there was no earlier checkpoint"
+        previous = f"{others[0].path.name} is untouched" if others else "there was no earlier checkpoint"
         return StorageError(
             f"{name} could not be saved in {self.directory}: {error.strerror or error}. {self._space()}. "
-            f"Nothing half-written was left and {kept}. Free space there or set run.dir to another disk, "
+            f"No partly written checkpoint was left, and {previous}. Free space there or set run.dir to another disk, "
             "then continue with resume=auto"
         )
 
     def _space(self) -> str:
         place = next(folder for folder in (self.directory, *self.directory.absolute().parents) if folder.exists())
         free, needed = shutil.disk_usage(place).free, self._last_size()
-        wanted = f"about {_megabytes(needed)} (as the last checkpoint)" if needed else "unknown (the first checkpoint)"
-        return f"Needed: {wanted}; free: {_megabytes(free)}"
+        size = f"about {_megabytes(needed)} (like the last checkpoint)" if needed else "unknown (the first checkpoint)"
+        return f"Needed: {size}; free: {_megabytes(free)}"
 
 
 def checkpoint_name(step: int) -> str:
@@ -292,25 +304,25 @@ def checkpoint_name(step: int) -> str:
 
 
 def verify(path: str | Path) -> list[str]:
-    """What is wrong with the checkpoint folder `path`, in plain words; empty when every byte is as written."""
+    """The problems of the checkpoint folder `path`, one sentence each. Empty if every byte is as it was written."""
     folder = Path(path)
     if not folder.is_dir():
         return ["it is not a folder"]
-    found = problems(folder)
+    damage = problems(folder)
     numbered = NUMBERED.match(folder.name)
-    if not found and numbered and int(numbered[1]) != (step := read_manifest(folder).step):
-        found = [f"the folder's name says step {int(numbered[1])} but its manifest says step {step}: was it renamed?"]
-    return found
+    if not damage and numbered and int(numbered[1]) != (step := read_manifest(folder).step):
+        damage = [f"the folder's name says step {int(numbered[1])} but its manifest says step {step}: was it renamed?"]
+    return damage
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint that `resume=<path>` means: a checkpoint folder, a run folder, or a folder of checkpoints.
+    """The checkpoint that `resume=<path>` selects. `path` is a checkpoint, a run folder, or a folder of checkpoints.
 
-    Folders named `global_step_<N>` are ordered like our own. Raises CheckpointError (7001) when nothing there verifies.
+    Folders named `global_step_<N>` are ordered by step, too. Raises CheckpointError (7001) if no checkpoint is valid.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"resume={path}: there is no such folder. Give a checkpoint, or the folder of a run")
+        raise CheckpointError(f"resume={path}: there is no such folder. Name a checkpoint, or the folder of a run")
     named = _recognise(folder)
     if named:
         return _valid_or_explain(named)
@@ -319,16 +331,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if latest.checkpoint:
         return latest.checkpoint
     reasons = "".join(f"\n  {skipped}" for skipped in latest.skipped) or " (no checkpoint-<N> or global_step_<N> in it)"
-    raise CheckpointError(f"resume={path}: no valid checkpoint there{reasons}")
+    raise CheckpointError(f"resume={path}: there is no valid checkpoint in this folder{reasons}")
 
 
 def _valid_or_explain(checkpoint: Checkpoint) -> Checkpoint:
-    found = verify(checkpoint.path)
-    if not found:
+    damage = verify(checkpoint.path)
+    if not damage:
         return checkpoint
     other = CheckpointStore(checkpoint.path.parent).latest_valid().checkpoint
-    way_out = f"The newest valid one beside it is {other.path}" if other else "No other checkpoint beside it is valid"
-    listed = "".join(f"\n  {problem}" for problem in found)
+    way_out = (
+        f"The newest valid checkpoint in the same folder is {other.path}"
+        if other
+        else "No other checkpoint in the same folder is valid"
+    )
+    listed = "".join(f"\n  {problem}" for problem in damage)
     raise CheckpointError(f"resume={checkpoint.path}: the checkpoint is damaged or incomplete:{listed}\n  {way_out}")
 
 
@@ -342,7 +358,7 @@ def _recognise(path: Path) -> Checkpoint | None:
 
 
 def _final_step(path: Path) -> int:
-    """The step of `checkpoint-final`; one that cannot be read sorts first, so that it is reported."""
+    """The step of `checkpoint-final`. If its manifest is damaged, a huge step sorts it first, so it is reported."""
     try:
         return read_manifest(path).step
     except DamagedManifest:
@@ -354,7 +370,7 @@ def _is_valid(checkpoint: Checkpoint) -> bool:
 
 
 def _is_abandoned(lock: Path) -> bool:
-    """True when the process that made `lock` is gone: the system releases the lock of a dead process at once."""
+    """True if the process that made `lock` has ended. The system releases the lock of a process when it ends."""
     try:
         descriptor = os.open(lock, os.O_RDWR)
     except FileNotFoundError:

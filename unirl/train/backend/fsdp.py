@@ -1,4 +1,4 @@
-"""The train backend over plain PyTorch: whole weights on one rank, FSDP2 shards on several."""
+"""The train backend: plain PyTorch with whole weights on one rank, FSDP2 with sharded weights on several."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ class TrainableBundle(Protocol):
         ...
 
     def saved(self) -> SavedWeights:
-        """The trained module's weights in its checkpoint. Read when the module was built without storage."""
+        """The trained module's weights in its checkpoint. Used if the module was built without storage."""
         ...
 
     def saved_at(self, path: str, revision: str | None) -> SavedWeights:
-        """The trained module's weights in another checkpoint of the same architecture. Read for `snapshots`."""
+        """The trained module's weights in another checkpoint of the same architecture. Used for `snapshots`."""
         ...
 
 
 class FSDPBackend(TrainBackend):
-    """Trains adapters or all weights of one module by AdamW. The module stays in eval mode."""
+    """Trains adapters or all weights of one module with AdamW. The module stays in eval mode."""
 
     toy: ClassVar[Mapping[str, object]] = {"fsdp_cfg.reduce_dtype": "fp64"}
 
@@ -96,14 +96,14 @@ class FSDPBackend(TrainBackend):
     ) -> None:
         """
         Args:
-            seed: the seed of the run. Adapters and the value head start as pure functions of it.
-            run_updates: optimizer updates of the whole run, where schedules end.
-            lora_cfg: absent = all weights are trained.
+            seed: the seed of the run. The initial values of adapters and of the value head are derived from it.
+            run_updates: number of optimizer updates of the whole run. Schedules without an end of their own end there.
+            lora_cfg: settings of the adapters. If absent, all weights are trained.
             snapshots: weight snapshots that are loaded from other checkpoints, such as a `teacher`.
-            value_cfg: how a value head is trained, if the loss needs one.
-            block_class_names: classes that are wrapped, checkpointed and compiled one by one. Absent = the model's own
-                (ModelFacts.block_class_names).
-            trainable_attr: the component that is trained. Absent = the model's own, which is the only legal one.
+            value_cfg: settings of the value head. Used only if the loss needs one.
+            block_class_names: names of the block classes. Blocks are sharded, checkpointed and compiled one by one. If
+                absent, the model's own (ModelFacts.block_class_names).
+            trainable_attr: the component that is trained. If absent, the model's own, which is the only allowed value.
         """
         self.rank = current()
         self.seed = seed
@@ -116,7 +116,7 @@ class FSDPBackend(TrainBackend):
         self.updates = 0
         self.skipped_in_a_row = 0
         self.finished_updates = 0
-        """Updates done when the last step ended."""
+        """Number of updates that were done when the last training step ended."""
         self.is_gathered = False
         self.value_head: nn.Module | None = None
         self.value_sharding: Sharding | None = None
@@ -131,44 +131,47 @@ class FSDPBackend(TrainBackend):
     def prepare_module(
         self, bundle: TrainableBundle, config: FSDPConfig, block_class_names: tuple[str, ...] | None
     ) -> None:
-        """Turn the bundle's module into what is trained, in place. The order of the steps matters."""
-        # 1. The policy is in eval mode for good, so dropout could never act.
+        """Prepare the bundle's module for training, in place. The order of the steps matters."""
+        # 1. The policy stays in eval mode, so dropout would have no effect.
         self.module = bundle.trainable().eval()
         module_setup.refuse_dropout(self.module)
-        # 2. Adapters decide which parameters are trained; the next steps treat those differently.
+        # 2. Adapters decide which parameters are trained. The next steps treat trained and frozen ones differently.
         self.adapter = module_setup.add_adapters(self.module, self.lora, bundle.facts, self.seed)
-        # 3. Storage dtypes. The compute dtype is read first: it is the one that the bundle loaded.
+        # 3. Set the storage dtypes. The compute dtype is read before, because it is the dtype that the bundle loaded.
         compute_dtype = module_setup.usual_dtype(self.module)
         module_setup.set_dtypes(self.module, config)
-        # 4. Compiled and checkpointed forwards replace those of the blocks before FSDP2 puts its hooks around them.
+        # 4. Compile and checkpoint the forward of each block before FSDP2 puts its hooks around it.
         facts = bundle.facts
         needs_blocks = config.activation_checkpointing or config.use_torch_compile or bool(block_class_names)
         find_blocks = module_setup.require_blocks if needs_blocks else module_setup.blocks_of
         blocks = find_blocks(self.module, block_class_names or facts.block_class_names)
         module_setup.wrap_blocks(blocks, config)
-        # 5. Shards: blocks first, then experts, then what is left. FSDP2 replaces the parameters by DTensors.
+        # 5. Shard the blocks, then the experts, then the rest. FSDP2 replaces the parameters by DTensors.
         pieces = [*blocks, *module_setup.blocks_of(self.module, facts.expert_class_names)]
         self.sharding = sharding_of(config, self.rank)
         self.sharding.wrap(self.module, pieces, compute_dtype)
-        # 6. A module without storage gets it only now, so that no rank ever holds more than its shards.
+        # 6. Give storage to a module that has none. After sharding, no rank ever holds more than its shards.
         if module_setup.is_deferred(self.module):
             module_setup.load_deferred(
                 self.module, self.sharding, bundle.saved(), bundle.device, self.adapter, self.seed
             )
-        # 7. From here on the parameter objects stay the same.
+        # 7. Collect the parameters. From here on, the parameter objects stay the same.
         self.sharding.adopt(self.module)
         if bundle.facts.expert_class_names:
             self.sharding.gather_each_once()
         self.home = next(self.module.parameters()).device
         self.trainable = self.sharding.trainable
         if not self.trainable:
-            raise ConfigError(f"{type(self.module).__name__} has no trainable parameter: unfreeze it or set lora_cfg")
-        # 8. The optimizer holds the shards.
+            raise ConfigError(
+                f"{type(self.module).__name__} has no trainable parameter. Unfreeze some of them, or set "
+                "backend.lora_cfg"
+            )
+        # 8. Build the optimizer over this rank's shards.
         self.shards = self.sharding.shards
         self.optimizer = adamw(self.shards.values(), self.optimizer_cfg, exact=config.reduce_dtype == "fp64")
 
     def prepare_snapshots(self, bundle: TrainableBundle, loaded: Mapping[str, SnapshotConfig]) -> None:
-        """Keep the initial weights under the names that follow training, and load the snapshots that do not."""
+        """Take the snapshots that follow training from the initial weights, and load those that never change."""
         self.snapshots = Snapshots(self.shards)
         for rule in self.rules:
             self.snapshots.take(rule.snapshot)
@@ -188,7 +191,7 @@ class FSDPBackend(TrainBackend):
     def provide_value_head(self, build: BuildHead) -> nn.Module:
         if self.value_head is None:
             self.value_head = build(self.value_cfg.width, self.seed).eval().to(self.home)
-            # A sharding of its own: inside the policy's, FSDP2 would expect a forward of the policy first.
+            # The head has its own sharding. Inside the policy's, FSDP2 would expect a forward of the policy first.
             self.value_sharding = self.sharding.for_another_module()
             self.value_sharding.wrap(self.value_head, [], torch.float32)
             self.value_sharding.adopt(self.value_head, prefix=VALUE_HEAD)
@@ -199,7 +202,7 @@ class FSDPBackend(TrainBackend):
 
     @property
     def layouts(self) -> list[Sharding]:
-        """The shardings of everything that is trained: the policy, then the value head, as the optimizer's groups."""
+        """The shardings of the policy and, if there is one, of the value head, in the order of the optimizer groups."""
         return [self.sharding] if self.value_sharding is None else [self.sharding, self.value_sharding]
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -231,7 +234,10 @@ class FSDPBackend(TrainBackend):
         return self._stats(sizes, lr)
 
     def _skip(self, norms: list[float], lr: float) -> UpdateStats:
-        """Drop the gradient and count the update as skipped. All ranks call this or none: norms and loss are equal."""
+        """Drop the gradient and count the update as skipped.
+
+        This is a collective. All ranks call it or none does, because the norms and the loss are equal on all ranks.
+        """
         shards = self._all_shards()
         names = list(shards)
         gradients = [shard.grad for shard in shards.values()]
@@ -253,7 +259,7 @@ class FSDPBackend(TrainBackend):
         )
 
     def finish_step(self) -> None:
-        # Name and number of updates identify a snapshot, so it may only move when an update was made.
+        # The name and the number of updates identify a snapshot, so it may change only if an update was done.
         if self.updates > self.finished_updates:
             self._average("step", self.updates)
         self.finished_updates = self.updates
@@ -268,8 +274,11 @@ class FSDPBackend(TrainBackend):
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
         if self.is_gathered:
-            raise RuntimeError(f"weights({name!r}) inside sampling(): the gathered weights would stay the live ones")
-        # Before and after: a gathered module would run on without reading the shards.
+            raise RuntimeError(
+                f"weights({name!r}) inside sampling() would run with the live weights, which are already gathered. "
+                "Enter weights(...) first, and sampling() inside it"
+            )
+        # Reshard before and after the block, because a gathered module would run without reading the shards.
         self.sharding.reshard()
         with self.snapshots.swapped_in(name):
             try:
@@ -301,8 +310,10 @@ class FSDPBackend(TrainBackend):
 
     def named_tensors(self, payload: Payload, weights: str = LIVE) -> Iterator[tuple[str, Tensor]]:
         if (payload == "full") == (self.adapter is not None):
-            trained = "all weights are" if self.adapter is None else "an adapter is"
-            raise IncompatibleError(f"the payload {payload!r} does not exist where {trained} trained")
+            trained, others = (
+                ("all weights are", "full") if self.adapter is None else ("an adapter is", "adapter or merged")
+            )
+            raise IncompatibleError(f"the payload {payload!r} does not exist where {trained} trained. Use {others}")
         return self._merged_tensors(weights) if payload == "merged" else self._whole_tensors(weights)
 
     def _whole_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
@@ -311,7 +322,7 @@ class FSDPBackend(TrainBackend):
             yield name, self.sharding.whole(parameter, values[name])
 
     def _merged_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
-        """The bare name and W + scale B A in float32 of every adapted layer."""
+        """Yield W + scale B A in float32 for every adapted layer, under the layer's name without adapter parts."""
         assert self.adapter is not None
         values = self._shards_of(weights)
         for name in [name for name in self.trainable if ".lora_A." in name]:
@@ -332,14 +343,14 @@ class FSDPBackend(TrainBackend):
     # State
 
     def _all_trainable(self) -> dict[str, nn.Parameter]:
-        """Everything that is trained, by the names under which it is saved, in the order of the optimizer's groups."""
+        """All trained parameters by the names under which they are saved, in the order of the optimizer groups."""
         return {name: parameter for layout in self.layouts for name, parameter in layout.trainable.items()}
 
     def _all_shards(self) -> dict[str, nn.Parameter]:
         return {name: shard for layout in self.layouts for name, shard in layout.shards.items()}
 
     def checkpoint_bytes(self) -> int:
-        # Weights and AdamW's two moments, and the snapshots of the policy.
+        # The policy has its weights, AdamW's two moments and its snapshots; the value head has no snapshots.
         copies = [3 + len(self.snapshots.changing), 3]
         return sum(
             count * sum(p.numel() * p.element_size() for p in layout.trainable.values())
@@ -347,7 +358,7 @@ class FSDPBackend(TrainBackend):
         )
 
     def save(self, directory: str) -> None:
-        assert self.snapshots.active == LIVE, "a checkpoint inside weights(...) would save a snapshot as live weights"
+        assert self.snapshots.active == LIVE, "save() inside weights(...) would save a snapshot as live weights"
         moments = optimizer_tensors(self.optimizer, self._all_shards())
         tensors: dict[str, state.Tensors] = {
             "weights": self._to_dtensors(self.shards),
@@ -368,7 +379,7 @@ class FSDPBackend(TrainBackend):
         self._take_over(saved, self._all_shards(), moments)
         load_optimizer(self.optimizer, moments, self._all_shards())
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
-        self.finished_updates = self.updates  # checkpoints are made between steps
+        self.finished_updates = self.updates  # checkpoints are written only between steps
 
     def load_policy(self, directory: str) -> None:
         counters, saved = self._opened(directory)
@@ -386,18 +397,18 @@ class FSDPBackend(TrainBackend):
     def _take_over(
         self, saved: state.SavedTensors, shards: Mapping[str, Tensor], moments: Mapping[str, Tensor]
     ) -> None:
-        """Fill `shards`, all snapshots that change, and `moments` from a checkpoint."""
+        """Fill `shards`, the snapshots that follow training, and `moments` from a checkpoint."""
         snapshots = self._snapshot_tensors()
         state.check_match("weights", saved.headers["weights"], self.trainable)
         state.check_match("snapshots", saved.headers["snapshots"], self._to_dtensors(snapshots))
-        # Read into new tensors first: a damaged file then changes nothing.
-        held: dict[str, Tensor] = {**shards, **snapshots}
-        fresh = {name: torch.empty_like(tensor) for name, tensor in held.items()}
+        # Read into new tensors first, so that a damaged file changes nothing.
+        targets: dict[str, Tensor] = {**shards, **snapshots}
+        fresh = {name: torch.empty_like(tensor) for name, tensor in targets.items()}
         saved.read(self._to_dtensors({**fresh, **moments}))
         for layout in self.layouts:
             layout.reshard()
         with torch.no_grad():
-            for name, tensor in held.items():
+            for name, tensor in targets.items():
                 tensor.copy_(fresh[name])
 
     def _value_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -412,7 +423,7 @@ class FSDPBackend(TrainBackend):
         return moments
 
     def _to_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Tensors of the state as DTensors, sharded like the parameter that is part of their name."""
+        """Convert tensors of the state to DTensors. Each is sharded like the parameter that its name contains."""
         parameters = self._all_trainable()
         return {name: self._to_dtensor(name, shard.detach(), parameters) for name, shard in shards.items()}
 
@@ -424,7 +435,7 @@ class FSDPBackend(TrainBackend):
         return self.sharding.to_dtensor(parameters[owner], shard)
 
     def _snapshot_tensors(self) -> dict[str, Tensor]:
-        return {f"{s}:{key}": tensor for s, held in self.snapshots.changing.items() for key, tensor in held.items()}
+        return {f"{s}:{key}": tensor for s, values in self.snapshots.changing.items() for key, tensor in values.items()}
 
     def _counters(self) -> state.Counters:
         names = tuple(sorted(self.snapshots.changing))
@@ -432,7 +443,7 @@ class FSDPBackend(TrainBackend):
             self.updates, self.skipped_in_a_row, adapter=state.trained_weights(self.lora), snapshots=names
         )
 
-    # Residency
+    # Offloading
 
     def offload(self, names: Sequence[Offloadable]) -> None:
         self._move(names, torch.device("cpu"))

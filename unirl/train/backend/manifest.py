@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint folder, with which damage is detected before anything is loaded.
+"""The manifest of a checkpoint folder. It reveals damage before anything is loaded.
 
-MANIFEST.json lists every file with its size and SHA-256, and carries a SHA-256 of its own canonical text: a flipped bit
-anywhere, in a file or in the list, is a problem in plain words.
+MANIFEST.json lists every file with its size and SHA-256, and contains a SHA-256 of its own canonical text. A flipped
+bit in a file or in the list is therefore detected and described in a sentence.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import unirl
 MANIFEST = "MANIFEST.json"
 SCHEMA_VERSION = 1
 DROPPINGS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs")
-"""Starts of names that operating systems leave behind in folders they show; no loader reads them."""
+"""Prefixes of the names of files that operating systems create in folders. No loader reads them."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint; `name` is relative to its folder, with forward slashes."""
+    """One file of a checkpoint. `name` is its path relative to the checkpoint folder, with forward slashes."""
 
     name: str
     size: int
@@ -35,7 +35,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The list of a checkpoint's files."""
+    """The list of a checkpoint's files, with the training step and the versions of the software that wrote it."""
 
     step: int
     files: tuple[FileEntry, ...]
@@ -44,20 +44,20 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(entry.size for entry in self.files)
 
 
 class DamagedManifest(ValueError):
-    """The manifest is absent, or is not what was written."""
+    """The manifest is missing or damaged."""
 
 
 def seal(folder: Path, step: int) -> Manifest:
-    """Makes every file of `folder` durable, then writes the manifest, durable too."""
+    """Flush every file of `folder` to the disk, then write the manifest and flush it, too."""
     entries = []
     for path in files_of(folder):
         if path.is_symlink() or not path.is_file():
-            raise ValueError(f"a checkpoint holds plain files only; {path} is a link or a special file")
+            raise ValueError(f"{path} is a link or a special file, and a checkpoint may contain only plain files")
         fsync(path)
         entries.append(_describe(folder, path))
     manifest = Manifest(step, tuple(entries), _versions())
@@ -71,20 +71,22 @@ def seal(folder: Path, step: int) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`, proven to be the text that was written. Raises DamagedManifest."""
+    """Read the manifest of `folder` and verify its checksum. Raises DamagedManifest if it is missing or damaged."""
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
-        raise DamagedManifest(f"{MANIFEST} is missing: the folder was not written to its end") from error
+        raise DamagedManifest(f"{MANIFEST} is missing: writing the folder did not finish") from error
     except OSError as error:
         raise DamagedManifest(f"{MANIFEST} cannot be read: {error.strerror}") from error
     try:
         data = json.loads(text)
         schema, digest = data["schema_version"], data.pop("sha256")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedManifest(f"{MANIFEST} is damaged: it is not the JSON that was written") from error
+        raise DamagedManifest(f"{MANIFEST} is damaged: it is not valid JSON of a manifest") from error
     if schema != SCHEMA_VERSION and digest == _digest(data):
-        raise DamagedManifest(f"{MANIFEST} has schema {schema}; this version of UniRL reads schema {SCHEMA_VERSION}")
+        raise DamagedManifest(
+            f"{MANIFEST} has schema {schema}, but this version of UniRL reads schema {SCHEMA_VERSION}"
+        )
     if digest != _digest(data) or text != _canonical({**data, "sha256": digest}):
         raise DamagedManifest(f"{MANIFEST} is damaged: its own checksum does not match")
     entries = tuple(FileEntry(**entry) for entry in data["files"])
@@ -92,22 +94,22 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def problems(folder: Path) -> list[str]:
-    """Why `folder` is not the checkpoint that was written, one plain sentence each; empty when it is."""
+    """The differences between `folder` and the checkpoint that was written, one sentence each. Empty if none."""
     try:
         manifest = read_manifest(folder)
     except DamagedManifest as error:
         return [str(error)]
     listed = {entry.name for entry in manifest.files}
     extra = sorted({path.relative_to(folder).as_posix() for path in files_of(folder)} - listed)
-    found = [problem for entry in manifest.files for problem in _file_problems(folder, entry)]
-    return found + [f"{name} is not listed in {MANIFEST}: it was added after the save, remove it" for name in extra]
+    damage = [problem for entry in manifest.files for problem in _file_problems(folder, entry)]
+    return damage + [f"{name} is not listed in {MANIFEST}: it was added after the save. Remove it" for name in extra]
 
 
 def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
     path = folder / entry.name
     parts = PurePosixPath(entry.name).parts
     if ".." in parts or PurePosixPath(entry.name).is_absolute():
-        yield f"{entry.name} leads out of the folder"
+        yield f"{entry.name} lies outside the folder"
         return
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield f"{entry.name} is not a plain file"
@@ -117,7 +119,7 @@ def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
         if size != entry.size:
             yield f"{entry.name} has {size} bytes instead of {entry.size}"
         elif _sha256(path) != entry.sha256:
-            yield f"{entry.name} has another SHA-256 than when it was written: its content is damaged"
+            yield f"{entry.name} has a different SHA-256 than when it was written: its content is damaged"
     except FileNotFoundError:
         yield f"{entry.name} is missing"
     except OSError as error:
@@ -125,7 +127,7 @@ def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """Everything below `folder` that is not a folder, sorted, without the manifest."""
+    """All files and links below `folder`, sorted by name within each folder, without the manifest."""
     for directory, folders, names in os.walk(folder):
         folders.sort()
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
@@ -136,7 +138,7 @@ def files_of(folder: Path) -> Iterator[Path]:
 
 
 def fsync(path: Path) -> None:
-    """Asks the system to make a file's content, or a folder's list of names, durable."""
+    """Flush the content of a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """Prepares a bundle's module for training, in place: adapters, dtypes, checkpointed and compiled blocks, storage.
 
-`FSDPBackend` calls these functions in an order that matters; `FSDPBackend.prepare_module` explains it.
+`FSDPBackend` must call these functions in a fixed order. `FSDPBackend.prepare_module` explains it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from unirl.types.protocols import TORCH_DTYPES
 def refuse_dropout(module: nn.Module) -> None:
     """Raises ConfigError (2020) when a dropout layer of `module` has a probability above 0.
 
-    The policy runs in eval mode in rollout and training, so that a ratio compares equal networks. A dropout layer would
-    never act.
+    The policy runs in eval mode in rollout and training, so that an importance ratio compares equal networks. A dropout
+    layer would have no effect.
     """
     for name, child in module.named_modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
             raise IncompatibleError(
-                f"{type(module).__name__}.{name} has dropout {child.p}, which would never act: the policy runs in eval "
-                "mode in rollout and training. Set the model's dropout to 0"
+                f"{type(module).__name__}.{name} has dropout {child.p}, which would have no effect because the policy "
+                "runs in eval mode in rollout and training. Set the model's dropout to 0"
             )
 
 
 def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, seed: int) -> LoraSpec | None:
-    """Inject the adapters that `lora` asks for, and return their rank, alpha and targets. None: all weights train."""
+    """Inject the adapters that `lora` describes, and return their rank, alpha and targets.
+
+    Returns None if `lora` is None, in which case all weights are trained.
+    """
     if lora is None:
         return None
     spec = LoraSpec(lora.rank, lora.alpha, choose_targets(module, lora.target_modules, facts.lora_targets))
@@ -46,11 +49,11 @@ def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, 
 
 
 def usual_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of most numbers: libraries keep the norms and small tables of a bf16 module in a wider dtype."""
-    numbers: Counter[torch.dtype] = Counter()
+    """The dtype of most elements. Libraries keep the norms and small tables of a bf16 module in a wider dtype."""
+    num_elements: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
-        numbers[parameter.dtype] += parameter.numel()
-    return numbers.most_common(1)[0][0]
+        num_elements[parameter.dtype] += parameter.numel()
+    return num_elements.most_common(1)[0][0]
 
 
 def set_dtypes(module: nn.Module, config: FSDPConfig) -> None:
@@ -63,7 +66,7 @@ def set_dtypes(module: nn.Module, config: FSDPConfig) -> None:
 
 
 def check_component(name: str | None, facts: ModelFacts) -> None:
-    """Raises ConfigError (2020) for another component than the one that the model's pipeline samples with."""
+    """Raises ConfigError (2020) unless `name` is absent or the component with which the model's pipeline samples."""
     if name not in (None, facts.trainable_attr):
         raise IncompatibleError(
             f"backend.trainable_attr={name}: the pipeline of {facts.family} samples and trains with "
@@ -72,32 +75,32 @@ def check_component(name: str | None, facts: ModelFacts) -> None:
 
 
 def blocks_of(module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """The children of `module` whose class is named, in its order."""
+    """The modules inside `module` whose class name is in `class_names`, in the order of `module`."""
     return [child for child in module.modules() if type(child).__name__ in class_names]
 
 
 def require_blocks(module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """The same. Raises ConfigError (2001) when there is none."""
+    """The modules that `blocks_of` returns. Raises ConfigError (2001) if there is none."""
     blocks = blocks_of(module, class_names)
     if not blocks:
         raise ConfigError(
             f"{type(module).__name__} has no block of {', '.join(class_names)} to shard, checkpoint or compile. "
-            "Leave backend.block_class_names out to use the model's own"
+            "Leave backend.block_class_names out to use the block classes of the model"
         )
     return blocks
 
 
 def wrap_blocks(blocks: Sequence[nn.Module], config: FSDPConfig) -> None:
-    """Compile and checkpoint the forward of each block, as `config` says."""
+    """Compile and checkpoint the forward of each block, if `config` says so."""
     for block in blocks:
         if config.use_torch_compile:
             block.forward = torch.compile(block.forward)
         if config.activation_checkpointing:
-            # Around the compiled forward: the compiler does not look into a checkpoint that it meets first.
+            # Checkpoint the compiled forward. In the reverse order, the compiler would not trace into the checkpoint.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-# A module that was built without storage
+# Modules that were built without storage
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -108,7 +111,7 @@ def is_deferred(module: nn.Module) -> bool:
 def load_deferred(
     module: nn.Module, sharding: Sharding, saved: SavedWeights, device: torch.device, lora: LoraSpec | None, seed: int
 ) -> None:
-    """Give storage and values to a module that was built without: this rank reads the rows of its shards only."""
+    """Give storage and values to a module that was built without them. This rank reads only the rows of its shards."""
     persistent = set(module.state_dict()) - {name for name, _ in module.named_parameters()}
     give_storage(module, device)
     sharding.adopt(module)
@@ -116,11 +119,11 @@ def load_deferred(
 
 
 def give_storage(module: nn.Module, device: torch.device) -> None:
-    """Give uninitialised storage to every parameter. Buffers that were computed keep their values."""
+    """Give uninitialised storage to every parameter. Buffers that already have storage keep their values."""
     computed = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     tied = tied_names(module)
     module.to_empty(device=device)
-    for name, first in tied.items():  # storage was given to each by itself
+    for name, first in tied.items():  # to_empty gave separate storage to tied parameters
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
     for name, buffer in module.named_buffers():
@@ -129,7 +132,7 @@ def give_storage(module: nn.Module, device: torch.device) -> None:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further name -> first name, for parameters with several names, such as a head tied to the embedding."""
+    """Map each further name of a parameter to its first name, as for a head that is tied to the embedding."""
     first: dict[int, str] = {}
     names = [(name, id(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
     return {name: first[key] for name, key in names if first.setdefault(key, name) != name}
@@ -139,11 +142,11 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 def fill(
     module: nn.Module, sharding: Sharding, saved: SavedWeights, persistent: set[str], rank: int, seed: int
 ) -> None:
-    """Fill this rank's rows of every parameter: the base from the checkpoint, adapters as a function of the seed.
+    """Fill this rank's rows of every parameter: the base from the checkpoint, the adapters from the seed.
 
     Args:
         persistent: names of the buffers that the checkpoint holds.
-        rank: of the adapters.
+        rank: bottleneck width of the adapters, 0 without adapters.
     """
     adapters = set(adapter_names(module))
     expected: dict[str, Tensor] = {n: p for n, p in sharding.parameters.items() if n not in adapters}
@@ -161,12 +164,12 @@ def fill(
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter had before adapters were put around its layer."""
+    """The name that a parameter had before its layer was wrapped by an adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def check_saved(model: str, shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Tensor]) -> None:
-    """Raises DataError (4001) unless a checkpoint's `shapes` hold every expected tensor in its shape."""
+    """Raises DataError (4001) unless `shapes` of a checkpoint contains every expected tensor with the same shape."""
     missing = [base_name(name) for name in expected if base_name(name) not in shapes]
     misshapen = [n for n, t in expected.items() if base_name(n) in shapes and shapes[base_name(n)] != tuple(t.shape)]
     for problem, names in (("are missing", missing), ("have another shape", misshapen)):

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101): fused, or with bits that do not depend on how a tensor is sharded; its state as tensors."""
+"""AdamW (arXiv:1711.05101), either fused or independent of the sharding to the bit, and its state as tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.state import Tensors, check_match
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""The entries of the state of one parameter."""
+"""The keys of AdamW's state of one parameter."""
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, exact: bool) -> torch.optim.AdamW:
-    """AdamW over `parameters`: one fused pass over the weights, or, if `exact`, `ReproducibleAdamW`."""
+    """Build the optimizer of `parameters`: PyTorch's fused AdamW, or `ReproducibleAdamW` if `exact`."""
     kind = ReproducibleAdamW if exact else torch.optim.AdamW
     return kind(
         parameters,
@@ -32,8 +32,8 @@ def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, exact:
 class ReproducibleAdamW(torch.optim.AdamW):
     """AdamW in which the bits of an element do not depend on its position in a tensor.
 
-    The fused kernels contract a multiplication and an addition where they use vectors, but not in the elements that
-    are left over at the end of a tensor. Sharding moves the ends.
+    The fused kernels contract a multiplication and an addition into one operation where they use vector instructions,
+    but not for the elements that are left over at the end of a tensor. Sharding changes which elements these are.
     """
 
     @torch.no_grad()
@@ -69,11 +69,11 @@ def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
                 state[key] = value.to(device, non_blocking=False)
 
 
-# The state as tensors, for checkpoints
+# The optimizer state as tensors, for checkpoints
 
 
 def optimizer_tensors(optimizer: Optimizer, shards: Mapping[str, nn.Parameter]) -> Tensors:
-    """AdamW's moments and counts by parameter name; a parameter that never had a gradient has none."""
+    """AdamW's moments and step counts by parameter name. A parameter that never had a gradient has no entries."""
     return {
         f"{name}.{key}": optimizer.state[shard][key]
         for name, shard in shards.items()
@@ -82,25 +82,25 @@ def optimizer_tensors(optimizer: Optimizer, shards: Mapping[str, nn.Parameter]) 
     }
 
 
-def check_optimizer(found: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises CheckpointError (7002) unless `found` is AdamW's state of some of the parameters, complete for each."""
+def check_optimizer(tensors: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises CheckpointError (7002) unless `tensors` is the complete AdamW state of some of the parameters."""
     count = torch.zeros((), dtype=torch.float32)
     expected: dict[str, Tensor] = {
         f"{name}.{key}": count if key == "step" else parameters[name]
-        for name in owners(found, parameters)
+        for name in owners(tensors, parameters)
         for key in MOMENTS
     }
-    check_match("optimizer states", found, expected)
+    check_match("optimizer states", tensors, expected)
 
 
-def load_optimizer(optimizer: Optimizer, found: Tensors, shards: Mapping[str, nn.Parameter]) -> None:
-    """Replace AdamW's state by checked tensors, through its own loading (which places them as it wants them)."""
+def load_optimizer(optimizer: Optimizer, tensors: Tensors, shards: Mapping[str, nn.Parameter]) -> None:
+    """Replace AdamW's state by checked tensors. AdamW's own `load_state_dict` moves them to the right devices."""
     position = {name: i for i, name in enumerate(shards)}
-    state = {position[name]: {key: found[f"{name}.{key}"] for key in MOMENTS} for name in owners(found, shards)}
+    state = {position[name]: {key: tensors[f"{name}.{key}"] for key in MOMENTS} for name in owners(tensors, shards)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def owners(found: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """The parameters that AdamW's tensors `found` belong to."""
-    named = {name.rpartition(".")[0] for name in found}
+def owners(tensor_names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The names of the parameters to which AdamW's tensors belong."""
+    named = {name.rpartition(".")[0] for name in tensor_names}
     return [name for name in parameters if name in named]

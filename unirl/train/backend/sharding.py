@@ -1,7 +1,7 @@
-"""The layout of the trained parameters on the ranks of a role: whole on one rank, in shards (FSDP2) on several.
+"""The layout of the trained parameters over the ranks of a role: whole on one rank, sharded by FSDP2 on several.
 
-A shard is a plain parameter that shares its storage with this rank's part of a module's parameter: the optimizer,
-snapshots and the guard see shards only, so they are the same code for any number of ranks.
+A shard is a plain parameter that shares its storage with this rank's part of a module's parameter. The optimizer, the
+snapshots and the check for finite gradients use only shards, so their code is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Parameters = dict[str, nn.Parameter]
 
 
 class Sharding(ABC):
-    """The layout of one module's parameters, and how a gradient gets from a loss to the shards."""
+    """The layout of one module's parameters, and the reduction of gradients from a backward pass to the shards."""
 
     trainable: Parameters
     """Trainable parameters of the module by name."""
     shards: Parameters
-    """This rank's parts of them."""
+    """This rank's parts of the trainable parameters, by name."""
 
     def __init__(self, config: FSDPConfig) -> None:
         self.config = config
@@ -36,14 +36,14 @@ class Sharding(ABC):
     def wrap(  # noqa: B027
         self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype
     ) -> None:
-        """Lay `module` out, in place, gathering `pieces` (inner ones first) one by one and then what is left."""
+        """Shard `module` in place. Each of `pieces` (inner ones first) and then the rest is gathered as one unit."""
 
     @abstractmethod
     def for_another_module(self) -> Sharding:
-        """A sharding over the same ranks for a second module that is called independently."""
+        """Return a sharding over the same ranks for a second module, which is called independently."""
 
     def adopt(self, module: nn.Module, prefix: str = "") -> None:
-        """Take the module's parameters as they now are, under names that begin with `prefix`."""
+        """Record the module's current parameters, under names that begin with `prefix`."""
         self.parameters: Parameters = dict(module.named_parameters(prefix))
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.shards = {name: self.shard(p) for name, p in self.trainable.items()}
@@ -54,53 +54,53 @@ class Sharding(ABC):
 
     @abstractmethod
     def rows(self, parameter: nn.Parameter) -> slice:
-        """Which rows of the whole parameter this rank holds."""
+        """The rows of the whole parameter that this rank holds."""
 
     @abstractmethod
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Any:
-        """`shard` as a part of a whole that lies like `parameter`, for files."""
+        """Convert `shard` to a tensor that is laid out like `parameter`: a DTensor on several ranks. Used for files."""
 
     @abstractmethod
     def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
-        """The whole of a parameter, or of a tensor that is laid out like it; a collective."""
+        """Gather the whole of a parameter, or of a tensor whose shards are laid out like it. This is a collective."""
 
     def before_backward(self, last: bool) -> None:  # noqa: B027
-        """A loss is about to be differentiated; the `last` one of an update completes its gradient."""
+        """Called before each backward pass. `last` is True for the last one of an update."""
 
     @abstractmethod
     def after_backward(self, last: bool) -> None:
-        """A loss has been differentiated; after the last one, `shards` have the sum over all ranks."""
+        """Called after each backward pass. After the last one of an update, `shards` hold the sum over all ranks."""
 
     def gradient_norm(self) -> Tensor:
-        """[] float32, over all shards of all ranks."""
+        """The norm of the gradient over all shards of all ranks, [] float32."""
         gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         return self.squared_norm(gradients).sqrt().float()
 
     @abstractmethod
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """[] float64: the sum of squares over all shards."""
+        """The sum of squares over all shards, [] float64."""
 
     @abstractmethod
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a scalar over the ranks, in float64."""
+        """The sum of a scalar over the ranks, [] float64."""
 
     @abstractmethod
     def first_of_ranks(self, index: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """The smallest `index` over the ranks."""
 
     def gather_each_once(self) -> None:  # noqa: B027
-        """Every piece is ready for a backward pass, whether or not it was part of a forward; a collective."""
+        """Gather every piece once, so that a backward pass also works if a piece was in no forward. A collective."""
 
     def reshard(self) -> None:  # noqa: B027
-        """Forget gathered copies, so that the next forward reads the shards."""
+        """Drop the gathered copies, so that the next forward reads the shards."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """The module is whole inside: forwards contain no collective."""
+        """Keep the whole module gathered inside the block, so that forwards contain no collective."""
         yield
 
     def moved(self) -> None:  # noqa: B027
-        """The module has been moved to another device."""
+        """Called after the module was moved to another device."""
 
 
 class Unsharded(Sharding):
@@ -135,7 +135,7 @@ class Unsharded(Sharding):
             self._add_up(last)
 
     def _add_up(self, last: bool) -> None:
-        """Gradients of this backward into float64 sums; the last rounds the sums to the parameters' dtype, once."""
+        """Add this backward pass's gradients to float64 sums. The last one rounds the sums to the parameters' dtype."""
         for name, parameter in self.trainable.items():
             if parameter.grad is not None:
                 total = self.sums.get(name)
@@ -157,12 +157,15 @@ class Unsharded(Sharding):
 
 
 class Sharded(Sharding):
-    """Several ranks: each holds rows of every parameter; `shard_size` ranks share a copy, others hold further ones."""
+    """The layout on several ranks: each rank holds some rows of every parameter.
+
+    `shard_size` ranks share one copy of the parameters, and the other ranks hold further copies.
+    """
 
     def __init__(self, config: FSDPConfig, rank: RankInfo, mesh: Any = None) -> None:
         """
         Args:
-            mesh: of another layout over these ranks; absent = made here, which is a collective.
+            mesh: the DeviceMesh of another layout over the same ranks. If absent, a new one is made: a collective.
         """
         super().__init__(config)
         self.rank = rank
@@ -185,14 +188,14 @@ class Sharded(Sharding):
         )
         for piece in pieces:
             fully_shard(piece, mesh=self.mesh, mp_policy=policy, reshard_after_forward=self._reshards)
-        # What the root holds is needed again as soon as the backward pass begins.
+        # The parameters of the root are needed again as soon as the backward pass begins.
         self.module = fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
         self.modules = [*pieces, module]
         for each in self.modules:
-            # Losses are divided by the count over all ranks already.
+            # Losses are already divided by the number of elements over all ranks.
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
-        # The outputs of most video networks are views, and nothing is done to them in place.
+        # The outputs of most video networks are views, and no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
     @property
@@ -203,7 +206,7 @@ class Sharded(Sharding):
         return nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad)
 
     def rows(self, parameter: nn.Parameter) -> slice:
-        """FSDP2 cuts as `torch.chunk` does: equal pieces, the last ones shorter or empty."""
+        """The rows of this rank. FSDP2 cuts like `torch.chunk`: equal pieces, the last ones shorter or empty."""
         count = parameter.shape[0]
         piece = -(-count // self.shard_mesh.size())
         start = min(self.shard_mesh.get_local_rank() * piece, count)
@@ -254,7 +257,7 @@ class Sharded(Sharding):
         return int(first)
 
     def gather_each_once(self) -> None:
-        # FSDP2 makes the place of a piece's gradients when it first gathers it, and looks there after every backward.
+        # FSDP2 creates a piece's unsharded parameters when it first gathers it, and reads them after every backward.
         for module in self.modules:
             module.unshard()
             module.reshard()
@@ -279,16 +282,17 @@ class Sharded(Sharding):
             piece.set_reshard_after_forward(pieces, recurse=False)
 
     def moved(self) -> None:
-        """The shards follow their parameters, which were moved in place."""
+        """Point the shards to the storage of their parameters, which were moved in place."""
         for name, shard in self.shards.items():
             parameter: Any = self.trainable[name]
             shard.data = parameter.detach().to_local()
 
 
 def _group_gradients(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-    """A block's inputs as nodes of their own: its uses of one are added up before those of other blocks join.
+    """Give a block's inputs their own autograd nodes, so that their gradients sum in the same order as under FSDP2.
 
-    FSDP2 does so in order to notice the end of a block's backward pass, which fixes the order of summation.
+    The gradients of an input's uses inside the block are added up before those of other blocks. FSDP2 inserts such
+    nodes to detect the end of a block's backward pass.
     """
     return tuple(_node(value) for value in inputs), {name: _node(value) for name, value in named.items()}
 
@@ -298,16 +302,16 @@ def _node(value: Any) -> Any:
 
 
 def sharding_of(config: FSDPConfig, rank: RankInfo) -> Sharding:
-    """The sharding for the number of ranks: whole parameters on one, shards on several."""
+    """The sharding for the number of ranks: `Unsharded` on one rank, `Sharded` on several."""
     return Unsharded(config) if rank.dp_size == 1 else Sharded(config, rank)
 
 
 def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
-    """The DeviceMesh of the role's ranks: one line, or (copies, ranks that share a copy)."""
+    """The DeviceMesh of the role's ranks, with shape (ranks) or (copies, ranks that share a copy)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     size = rank.dp_size if shard_size is None else shard_size
-    assert rank.group is not None, "several ranks share a process group"
+    assert rank.group is not None, "several ranks must share a process group"
     ranks = torch.tensor(torch.distributed.get_process_group_ranks(rank.group))
     if size == rank.dp_size:
         return DeviceMesh(rank.device.type, ranks, mesh_dim_names=("shard",))
@@ -315,12 +319,12 @@ def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
 
 
 def sum_of_squares(gradients: Sequence[Tensor], within: torch.dtype) -> Tensor:
-    """[] float64, over all elements; `within` a tensor squares add up in that dtype."""
+    """The sum of squares over all elements, [] float64. Inside one tensor, squares are added up in dtype `within`."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack(torch._foreach_norm(list(gradients), 2.0, within)).double().square().sum()
 
 
 def clip(shards: Mapping[str, nn.Parameter], norm: Tensor, max_grad_norm: float) -> None:
-    """Scale the shards' gradients down to a total norm of `max_grad_norm`; `norm` is the present one."""
+    """Scale the shards' gradients down to a total norm of `max_grad_norm`. `norm` is their current total norm."""
     nn.utils.clip_grads_with_norm_(shards.values(), max_grad_norm, norm, foreach=True)

@@ -24,31 +24,31 @@ class Snapshots:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """
         Args:
-            parameters: what is trained. With sharding, this rank's shards.
+            parameters: the trained parameters by name. With sharding, this rank's shards.
         """
         self.parameters = parameters
         self.stored: dict[str, dict[str, Tensor]] = {}
         """Snapshot name -> values of `parameters`."""
         self.loaded: dict[str, LoadedSnapshot] = {}
-        """The snapshots that came from other checkpoints. They never change, so no checkpoint holds them."""
+        """The snapshots that came from other checkpoints. They never change, so a run's checkpoints omit them."""
         self.active = LIVE
-        """The weights that the parameters hold now."""
+        """Name of the weights that the parameters currently hold."""
 
     @torch.no_grad()
     def take(self, name: str) -> None:
-        """Keep the present weights as `name`, replacing an earlier snapshot of that name."""
+        """Keep a copy of the current weights as `name`, replacing an earlier snapshot of that name."""
         if name == LIVE:
-            raise ConfigError(f"{LIVE!r} names the weights that are trained; a snapshot needs another name")
+            raise ConfigError(f"{LIVE!r} is the name of the trained weights. Give the snapshot another name")
         self.stored[name] = {key: p.detach().clone() for key, p in self.parameters.items()}
 
     def add(self, name: str, values: dict[str, Tensor], loaded: LoadedSnapshot) -> None:
-        """Keep `values` of another checkpoint as the snapshot `name`."""
+        """Keep `values`, which come from another checkpoint, as the snapshot `name`."""
         self.stored[name] = values
         self.loaded[name] = loaded
 
     @property
     def changing(self) -> dict[str, dict[str, Tensor]]:
-        """The snapshots that follow training, which checkpoints hold."""
+        """The snapshots that follow training. The checkpoints of a run contain them."""
         return {name: values for name, values in self.stored.items() if name not in self.loaded}
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class Snapshots:
         if decay == 0.0:
             torch._foreach_copy_(shadows, live)
         else:
-            # Not lerp: its bits depend on an element's position in a tensor, and so on the number of shards.
+            # lerp is not used: its bits depend on an element's position in a tensor, hence on the number of shards.
             gaps = torch._foreach_sub(live, shadows)
             torch._foreach_mul_(gaps, 1.0 - decay)
             torch._foreach_add_(shadows, gaps)
@@ -68,31 +68,40 @@ class Snapshots:
         """Raises ConfigError (2020) unless a snapshot `name` exists."""
         if name not in self.stored:
             raise IncompatibleError(
-                f"there is no weight snapshot {name!r}; there are {sorted(self.stored)}. `ema` comes from "
-                "backend.ema_cfg, `old` from backend.ema_lora_cfg, `reference` from an algorithm that reads it, and "
-                "any other, such as `teacher`, from backend.snapshots"
+                f"there is no weight snapshot {name!r}. The existing ones are {sorted(self.stored)}. Set "
+                "backend.ema_cfg for `ema`, backend.ema_lora_cfg for `old`, and backend.snapshots for any other, such "
+                "as `teacher`. `reference` exists if the algorithm reads it"
             )
 
     def trained_values(self, name: str) -> Mapping[str, Tensor]:
-        """The snapshot's values of the trained parameters. Raises ConfigError (2020) where these are not all it is."""
+        """The snapshot's values of the trained parameters.
+
+        Raises ConfigError (2020) if the snapshot does not exist, or if it differs from the policy in frozen weights.
+        """
         self.require(name)
         if name in self.loaded and self.loaded[name].frozen:
             raise IncompatibleError(
                 f"the snapshot {name!r} was loaded from another checkpoint and differs from the policy in weights that "
-                "are not trained, so adapters cannot represent it. Evaluate or export that checkpoint itself"
+                "are not trained, so adapters cannot represent it. Evaluate or export that checkpoint directly"
             )
         return self.stored[name]
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """The parameters hold the snapshot's values inside the block, and exactly their own values afterwards.
+        """Copy the snapshot's values into the parameters inside the block, and restore the live values exactly.
 
-        Values are copied, not swapped by pointer: sharded and compiled modules keep references to the storage.
+        Values are copied instead of exchanging storage, because sharded and compiled modules keep references to it.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(f"weights({name!r}) needs torch.no_grad(): a graph built inside would see other weights")
+            raise RuntimeError(
+                f"weights({name!r}) needs torch.no_grad(): the backward pass of a graph that is built inside would "
+                "read other weights"
+            )
         if self.active != LIVE:
-            raise RuntimeError(f"weights({name!r}) inside weights({self.active!r}): snapshots do not nest")
+            raise RuntimeError(
+                f"weights({name!r}) was entered inside weights({self.active!r}), and snapshots do not nest. Leave the "
+                "outer block first"
+            )
         if name == LIVE:
             yield
             return
@@ -123,7 +132,7 @@ class Snapshots:
                 snapshot.exchange_frozen()
 
     def to(self, device: torch.device) -> None:
-        """Move all copies."""
+        """Move all snapshots to `device`."""
         for name, tensors in self.stored.items():
             self.stored[name] = {key: tensor.to(device) for key, tensor in tensors.items()}
         for snapshot in self.loaded.values():
@@ -131,25 +140,28 @@ class Snapshots:
 
 
 class LoadedSnapshot:
-    """A snapshot from another checkpoint. Where adapters are trained, the frozen weights differ as well."""
+    """The frozen weights of a snapshot from another checkpoint. With adapters, they differ from the policy's."""
 
     def __init__(self, sharding: Sharding, frozen: dict[str, Tensor]) -> None:
         self.sharding = sharding
         self.frozen = frozen
-        """Values of parameters that are not trained, by name; this rank's shards."""
+        """Values of the parameters that are not trained, by name. With sharding, this rank's shards."""
 
     @torch.no_grad()
     def exchange_frozen(self) -> None:
-        """Exchange the values of the frozen parameters and those kept here, one tensor at a time, to save memory."""
-        for name, held in self.frozen.items():
+        """Exchange the values of the frozen parameters with those of the snapshot, one tensor at a time.
+
+        Only one tensor is copied at a time, which saves memory.
+        """
+        for name, stored in self.frozen.items():
             shard = self.sharding.shard(self.sharding.parameters[name])
-            own = shard.detach().clone()
-            shard.copy_(held)
-            held.copy_(own)
+            policy_values = shard.detach().clone()
+            shard.copy_(stored)
+            stored.copy_(policy_values)
 
 
 OpenCheckpoint = Callable[[str, str | None], SavedWeights]
-"""`bundle.saved_at`: the weights in the checkpoint at a path and a revision."""
+"""Opens the weights of the checkpoint at (path, revision), as `bundle.saved_at` does."""
 
 
 @torch.no_grad()
@@ -161,11 +173,11 @@ def load_snapshot(
     module: nn.Module,
     sharding: Sharding,
 ) -> None:
-    """Load the checkpoint of `source` as the snapshot `name`; each rank reads the rows of its shards only.
+    """Load the checkpoint of `source` as the snapshot `name`. Each rank reads only the rows of its shards.
 
     Raises:
-        ConfigError: 2004 when the backend makes a snapshot of that name by itself.
-        DataError: 4001 when there is no such checkpoint, or it is of another architecture.
+        ConfigError: 2004 if the backend itself makes a snapshot of that name.
+        DataError: 4001 if there is no such checkpoint, or if it is of another architecture.
     """
     if name == LIVE or name in snapshots.stored:
         raise InvalidValueError(
@@ -179,7 +191,7 @@ def load_snapshot(
     except NotFoundError as error:
         raise NotFoundError(f"backend.snapshots.{name}: {error}") from error
     values = {key: torch.zeros_like(sharding.shard(parameter)) for key, parameter in sharding.parameters.items()}
-    for key, parameter in base.items():  # adapters stay zero, which leaves the base as it is
+    for key, parameter in base.items():  # adapters stay zero, so that they add nothing to the base weights
         values[key].copy_(saved.read(base_name(key), sharding.rows(parameter)))
     frozen = {key: values[key] for key in values if key not in snapshots.parameters}
     snapshots.add(name, {key: values[key] for key in snapshots.parameters}, LoadedSnapshot(sharding, frozen))

@@ -1,13 +1,13 @@
-"""A backend's state on disk: safetensors and one JSON file, read back strictly, by any number of ranks.
+"""A backend's state on disk: safetensors files and one JSON file. Any number of ranks can read it.
 
-weights     parameter name -> live value
-optimizer   parameter name + ".exp_avg" | ".exp_avg_sq" | ".step"
-snapshots   snapshot name + ":" + parameter name
-value       parameter name of the value head -> live value; no file without one
-backend.json            counters, what the tensors belong to, and the names of the files
+weights       parameter name -> live value
+optimizer     parameter name + ".exp_avg" | ".exp_avg_sq" | ".step" -> AdamW's state
+snapshots     snapshot name + ":" + parameter name -> value in the snapshot
+value         parameter name of the value head -> live value; absent without a value head
+backend.json  counters, a description of the trained weights and snapshots, and the names of the files
 
-One rank writes `weights.safetensors`; rank r of n writes its rows to `weights-0000r-of-0000n.safetensors`, through
-torch.distributed.checkpoint, which also reads either kind.
+A single rank writes `weights.safetensors`. Rank r of n writes its rows to `weights-0000r-of-0000n.safetensors` through
+torch.distributed.checkpoint, which reads both kinds.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Counters:
-    """Everything of a backend that is no tensor. `adapter` and `snapshots` must agree on loading."""
+    """The state of a backend that is not a tensor. `adapter` and `snapshots` must match those of the loading recipe."""
 
     updates: int
     skipped_in_a_row: int
     adapter: str
-    """What is trained: `full`, or the adapters' rank, alpha and targets."""
+    """The trained weights: `full`, or the adapters' rank, alpha and targets."""
     snapshots: tuple[str, ...]
     files: tuple[str, ...] = ()
     format: int = FORMAT
 
 
 def trained_weights(lora: LoraConfig | None) -> str:
-    """What is trained, as `Counters.adapter` says it."""
+    """The description of the trained weights that `Counters.adapter` stores."""
     return "full" if lora is None else ", ".join(f"{key}={value}" for key, value in asdict(lora).items())
 
 
-def check_trained_weights(found: Counters, lora: LoraConfig | None) -> None:
+def check_trained_weights(counters: Counters, lora: LoraConfig | None) -> None:
     """Raises CheckpointError (7002) unless the checkpoint's trained weights are of the kind that this recipe trains."""
-    _check_equal("trained weights", found.adapter, trained_weights(lora))
+    _check_equal("trained weights", counters.adapter, trained_weights(lora))
 
 
-def check_snapshots(found: Counters, names: Sequence[str]) -> None:
-    """Raises CheckpointError (7002) unless the checkpoint holds these snapshots."""
-    _check_equal("weight snapshots", list(found.snapshots), list(names))
+def check_snapshots(counters: Counters, names: Sequence[str]) -> None:
+    """Raises CheckpointError (7002) unless the checkpoint holds exactly the snapshots `names`."""
+    _check_equal("weight snapshots", list(counters.snapshots), list(names))
 
 
-def _check_equal(what: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
+def _check_equal(subject: str, saved: object, expected: object) -> None:
+    if saved != expected:
         raise ResumeError(
-            f"the checkpoint's {what} are {theirs!r}, this recipe's are {ours!r}: resume with the recipe that wrote "
-            "it, or start anew with resume=none"
+            f"the checkpoint's {subject} are {saved!r}, this recipe's are {expected!r}. Resume with the recipe that "
+            "wrote it, or start again with resume=none"
         )
 
 
@@ -76,7 +76,7 @@ def _check_equal(what: str, theirs: object, ours: object) -> None:
 def write(directory: Path, tensors: Mapping[str, Tensors], counters: Counters, rank: RankInfo) -> None:
     """Write `tensors` (file stem -> name -> tensor) and the counters into an existing or new directory.
 
-    Several ranks come here together, each with its rows as DTensors.
+    On several ranks this is a collective: each rank passes its rows as DTensors.
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = _write_whole(directory, tensors) if rank.dp_size == 1 else _write_rows(directory, tensors, rank)
@@ -93,7 +93,7 @@ def _write_whole(directory: Path, tensors: Mapping[str, Tensors]) -> list[str]:
 
 
 def _write_rows(directory: Path, tensors: Mapping[str, Tensors], rank: RankInfo) -> list[str]:
-    """This rank's rows; the names of all ranks' files."""
+    """Write this rank's rows, and return the names of the files of all ranks."""
     from torch.distributed import all_gather_object
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
@@ -101,46 +101,49 @@ def _write_rows(directory: Path, tensors: Mapping[str, Tensors], rank: RankInfo)
     flat = {name: tensor.detach() for entries in tensors.values() for name, tensor in entries.items()}
     writer = HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=numbers, save_distributed=True)
     save(flat, storage_writer=writer, process_group=rank.group)
-    mine = []
+    own_files = []
     for i, stem in enumerate(tensors, 1):
-        # A rank whose rows are all held by another, or are none, has no file.
-        for found in directory.glob(f"shard-{rank.dp_rank + 1:05}-model-{i:05}-of-*.safetensors"):
+        # A rank writes no file if it has no rows, or if another rank writes the same rows.
+        for path in directory.glob(f"shard-{rank.dp_rank + 1:05}-model-{i:05}-of-*.safetensors"):
             name = f"{stem}-{rank.dp_rank + 1:05}-of-{rank.dp_size:05}.safetensors"
-            found.rename(directory / name)
-            mine.append(name)
-    everyones: list[list[str]] = [[] for _ in range(rank.dp_size)]
-    all_gather_object(everyones, mine, group=rank.group)
-    return [name for names in everyones for name in names]
+            path.rename(directory / name)
+            own_files.append(name)
+    files_by_rank: list[list[str]] = [[] for _ in range(rank.dp_size)]
+    all_gather_object(files_by_rank, own_files, group=rank.group)
+    return [name for names in files_by_rank for name in names]
 
 
 # Reading
 
 
 class SavedTensors(ABC):
-    """The tensors of a checkpoint, described at once and read when asked."""
+    """The tensors of a checkpoint. Shapes and dtypes are known at once; `read` reads the values."""
 
     headers: Mapping[str, Tensors]
-    """File stem -> name -> a tensor of that shape and dtype."""
+    """File stem -> tensor name -> a tensor of the saved shape and dtype."""
 
     @abstractmethod
     def read(self, targets: Tensors) -> None:
-        """Fill `targets`, by name; several ranks come here together, each for its rows."""
+        """Fill `targets` by name. On several ranks this is a collective: each rank reads its rows."""
 
 
 def read_counters(directory: Path) -> Counters:
-    """The counters; CheckpointError (7001) if they are missing or damaged."""
+    """Read the counters. Raises CheckpointError (7001) if they are missing or damaged."""
     path = directory / "backend.json"
     try:
         raw = json.loads(path.read_text())
         if raw["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {raw['format']}; this version reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {raw['format']}, and this version of UniRL reads only format {FORMAT}. Use the "
+                "version that wrote the checkpoint"
+            )
         return Counters(**{**raw, "snapshots": tuple(raw["snapshots"]), "files": tuple(raw["files"])})
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise _damaged(path, error) from error
 
 
 def open_tensors(directory: Path, files: Sequence[str], rank: RankInfo) -> SavedTensors:
-    """The tensors of `files`; CheckpointError (7001) if one is missing or damaged."""
+    """Open the tensors of `files`. Raises CheckpointError (7001) if a file is missing or damaged."""
     for name in files:
         try:
             with safe_open(directory / name, "pt"):
@@ -153,19 +156,19 @@ def open_tensors(directory: Path, files: Sequence[str], rank: RankInfo) -> Saved
 
 
 class _WholeFiles(SavedTensors):
-    """What one rank wrote and one rank reads."""
+    """Files that a single rank wrote and a single rank reads."""
 
     def __init__(self, directory: Path, files: Sequence[str]) -> None:
         self.headers = {name.removesuffix(".safetensors"): load_file(directory / name) for name in files}
 
     def read(self, targets: Tensors) -> None:
-        found = {name: tensor for entries in self.headers.values() for name, tensor in entries.items()}
+        tensors = {name: tensor for entries in self.headers.values() for name, tensor in entries.items()}
         for name, target in targets.items():
-            target.copy_(found[name])
+            target.copy_(tensors[name])
 
 
 class _RowFiles(SavedTensors):
-    """Any number of files read by any number of ranks: torch.distributed.checkpoint cuts the rows anew."""
+    """Files of any number of ranks, read by any number of ranks. torch.distributed.checkpoint assigns the rows."""
 
     def __init__(self, directory: Path, rank: RankInfo) -> None:
         from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -190,27 +193,28 @@ class _RowFiles(SavedTensors):
 
         alone = self.rank.dp_size == 1
         with warnings.catch_warnings():
-            # That one process reads what several wrote is meant.
+            # It is intended that one process reads files that several wrote.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(dict(targets), storage_reader=self.reader, process_group=self.rank.group, no_dist=alone)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path} is missing or damaged ({error}): resume from an earlier one (`unirl ckpt ls` lists them)"
+        f"{path} is missing or damaged ({error}). Resume from an earlier checkpoint (`unirl ckpt ls` lists them)"
     )
 
 
-def check_match(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError (7002) unless both hold the same names, shapes and dtypes."""
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unknown here" for name in found if name not in expected]
-    for name in found.keys() & expected.keys():
-        have, want = found[name], expected[name]
-        if have.shape != want.shape or have.dtype != want.dtype:
-            problems.append(f"{name} is {tuple(have.shape)} {have.dtype}, not {tuple(want.shape)} {want.dtype}")
+def check_match(subject: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError (7002) unless `saved` and `expected` have the same names, shapes and dtypes."""
+    problems = [f"{name} is missing" for name in expected if name not in saved]
+    problems += [f"{name} is not in this model" for name in saved if name not in expected]
+    for name in saved.keys() & expected.keys():
+        ours, theirs = expected[name], saved[name]
+        if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+            problems.append(f"{name} is {tuple(theirs.shape)} {theirs.dtype}, not {tuple(ours.shape)} {ours.dtype}")
     if problems:
         raise ResumeError(
-            f"the checkpoint's {what} belong to another model or adapter: {'; '.join(sorted(problems)[:3])} "
-            f"({len(problems)} in all). Resume with the recipe that wrote it, or start anew with resume=none"
+            f"the checkpoint's {subject} belong to another model or adapter: {'; '.join(sorted(problems)[:3])} "
+            f"({len(problems)} problems in total). Resume with the recipe that wrote it, or start again with "
+            "resume=none"
         )

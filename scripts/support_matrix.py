@@ -85,13 +85,16 @@ OF_ENGINE = ("num_devices", "placement", "rollout", "sync")
 SETTINGS = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.sample_steps=0", "save_interval=0")
 OPENING = """\
 <!-- Written by a script, not by hand: .venv/bin/python scripts/support_matrix.py --render -->
-# What runs: families, algorithms, engines
+# Support: families, algorithms, engines
 
-Written by `OMP_NUM_THREADS=1 .venv/bin/python scripts/support_matrix.py` from {count} toy runs: each is a family's own
-recipe with an algorithm's and an engine's keys on top, one step of the real loop on tiny models of the real classes,
-with random weights. A cell is **yes** only if that run ended with a finite reward, an update and a gradient that was
-not zero. It says nothing of full size: the card beside a recipe says what was run there. Other engines (SGLang,
-vLLM-Omni) are not built. Measured {date} at {commit}: {machine}."""
+`OMP_NUM_THREADS=1 .venv/bin/python scripts/support_matrix.py` tried {count} combinations at toy scale and wrote this
+page. Each combination takes the recipe of a family, replaces its keys by those of an algorithm and of an engine, and
+does one step of the training loop. The models are tiny, have random weights, and use the same classes as the full
+models. A cell is **yes** only if the step ended with a finite reward, an update and a gradient that was not zero. This
+page says nothing about models of full size. The card of each recipe states what was run at full size. Other engines
+(SGLang, vLLM-Omni) are not available.
+
+Measured on {date} at commit {commit} with {machine}."""
 
 
 def own_keys(recipe: str, wanted: tuple[str, ...]) -> dict[str, Any]:
@@ -212,7 +215,8 @@ def page(result: Mapping[str, Any]) -> str:
     for engine in ENGINES:
         parts.append(f"## {engine[0].upper()}{engine[1:]}\n\n" + "\n".join(_table(cells, engine, notes)))
     reasons = "\n".join(f"{i + 1}. {note}" for i, note in enumerate(notes))
-    parts.append(f"## Why not\n\nWhat `unirl check` or the run says:\n\n{reasons}" if notes else "Every cell ran.")
+    refusals = f"## Reasons\n\nThese are the recorded messages of `unirl check` or of the run:\n\n{reasons}"
+    parts.append(refusals if notes else "Every cell ran.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -53,7 +53,7 @@ VALUE_HEAD = "value_head"
 
 
 class TrainableBundle(Protocol):
-    """What the backend needs from a bundle."""
+    """The part of a bundle that the backend uses."""
 
     facts: ModelFacts
     device: torch.device

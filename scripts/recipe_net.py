@@ -110,7 +110,8 @@ def content_hash(path: Path) -> str:
     if path.name == "scores.json":
         return hashlib.sha256(former_scores(path.read_text()).encode()).hexdigest()
     if path.suffix != ".safetensors":
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        # The scores of a sample name the images of its prompt by their full paths.
+        return hashlib.sha256(path.read_bytes().replace(str(ROOT).encode(), b"ROOT")).hexdigest()
     from safetensors import deserialize
 
     digest = hashlib.sha256()

@@ -49,7 +49,7 @@ DRIVER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from tests.distributed.roles import Saboteur
-from unirl.distributed.group import Remote, DeviceSet
+from unirl.distributed.group import Remote, DeviceSet, submit
 from unirl.distributed.group.ray_cluster import descendants
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -111,7 +111,7 @@ def test_an_interrupt_of_the_terminal_reaches_the_driver_alone(tmp_path) -> None
 signal.signal(signal.SIGINT, lambda *_: None)
 os.killpg(os.getpgid(0), signal.SIGINT)
 time.sleep(1.0)
-print(json.dumps([os.path.exists(f"/proc/{worker.about.pid}") for worker in pool.worker_group.worker_refs.values()]))
+print(json.dumps([os.path.exists(f"/proc/{worker.process_info.pid}") for worker in pool.worker_group.worker_refs.values()]))
 pool.close()
 """
     child = subprocess.run(
@@ -157,7 +157,7 @@ def test_a_submitted_call_that_hangs_does_not_keep_the_process_alive() -> None:
     started = time.monotonic()
     done = drive("""
 from tests.distributed.roles import Saboteur
-from unirl.distributed.group import Remote, DeviceSet, open_pool
+from unirl.distributed.group import Remote, DeviceSet, open_pool, submit
 pool = open_pool("local", 1)
 saboteur = pool.group(DeviceSet("device", (0,))).place(Remote("saboteur", Saboteur))
 submit(saboteur.deadlock)
@@ -174,7 +174,7 @@ import os, signal, time
 from ray.cluster_utils import Cluster
 from tests.distributed.roles import Camera, ids
 from unirl.config.errors import WorkerError
-from unirl.distributed.group import Remote, DeviceSet
+from unirl.distributed.group import Remote, DeviceSet, submit
 from unirl.distributed.group.ray_cluster import HEALTH
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -214,7 +214,7 @@ def test_a_machine_that_is_lost_is_noticed_killed_or_frozen() -> None:
 GPUS = """
 import ray
 from tests.distributed.roles import Camera
-from unirl.distributed.group import Remote, DeviceSet
+from unirl.distributed.group import Remote, DeviceSet, submit
 from unirl.distributed.group.ray_pool import RayPool
 
 sizes = {"num_gpus": 2, "num_cpus": 1, "object_store_memory": 100 * 2**20}

@@ -130,7 +130,7 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_pa
     stacks = {file.name: file.read_text() for file in folder.iterdir()}
     assert stacks.keys() == {"device-0.txt", "device-1.txt"}
     assert "in deadlock\n" in stacks["device-0.txt"] and "in sum_over_dp\n" in stacks["device-1.txt"]
-    stuck = [worker.about.pid for worker in ray_pool.worker_group.worker_refs.values()]
+    stuck = [worker.process_info.pid for worker in ray_pool.worker_group.worker_refs.values()]
     ray_pool.worker_group.kill(list(ray_pool.worker_group.worker_refs.values()))
     assert wait_until(lambda: not any(map(is_running, stuck)), 5)
 
@@ -146,7 +146,9 @@ def test_a_frozen_worker_is_said_not_to_answer(ray_pool, tmp_path) -> None:
             submit(camera.nothing).result(1.0)
     finally:
         ray_pool.stack_dir = None
-        ray_pool.worker_group.kill([m for m in ray_pool.worker_group.worker_refs.values() if m.about.pid == frozen])
+        ray_pool.worker_group.kill(
+            [m for m in ray_pool.worker_group.worker_refs.values() if m.process_info.pid == frozen]
+        )
     assert wait_until(lambda: not is_running(frozen), 5)
 
 

@@ -118,7 +118,7 @@ def test_workers_that_score_in_turns_or_while_drawing_change_no_number(tmp_path,
     overlapped = ("reward_parts=3", "+placement.reward=cpu")
     ways = {"local": (), "turns": ("runtime=ray",), "overlap": ("runtime=ray", *overlapped)}
     for name, words in ways.items():
-        run(tmp_path / name, *BIG, *reward("Slow", seconds=0.01), *words).close()
+        run(tmp_path / name, *BIG, *reward("Slow", seconds=0.01), *words)
     for name in ("turns", "overlap"):
         assert metrics_of(tmp_path / name) == metrics_of(tmp_path / "local")
         assert weights_of(tmp_path / name, 2) == weights_of(tmp_path / "local", 2)

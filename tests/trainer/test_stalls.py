@@ -73,7 +73,7 @@ def test_a_phase_that_hangs_is_named_with_the_stacks_of_all_ranks(phase, recipe,
 
 def test_a_deadlock_in_training_is_named_and_leaves_no_process(ray_session, tmp_path) -> None:
     with trainer_of(tmp_path, TRAINSIDE, *hanging("algorithm", "HangingLoss", tmp_path / "never")) as trainer:
-        pids = [member.about.pid for group in trainer.pool.groups.values() for member in group.members]
+        pids = [worker.process_info.pid for group in trainer.pool.groups.values() for worker in group.worker_refs]
         assert_stalls(trainer, "train", tmp_path)
     assert wait_until(lambda: not any(map(is_running, pids)), 5.0), "a worker outlived its pool"
 

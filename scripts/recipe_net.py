@@ -107,8 +107,6 @@ def without_volatile(row: Mapping[str, float]) -> dict[str, str]:
 
 def content_hash(path: Path) -> str:
     """SHA-256 of a file. Tensors of a safetensors file are sorted by name, because their order in it may vary."""
-    if path.name == "scores.json":
-        return hashlib.sha256(former_scores(path.read_text()).encode()).hexdigest()
     if path.suffix != ".safetensors":
         # The scores of a sample name the images of its prompt by their full paths.
         return hashlib.sha256(path.read_bytes().replace(str(ROOT).encode(), b"ROOT")).hexdigest()
@@ -118,15 +116,6 @@ def content_hash(path: Path) -> str:
     for name, tensor in sorted(deserialize(path.read_bytes()), key=lambda item: item[0]):
         digest.update(f"{name} {tensor['dtype']} {tensor['shape']}".encode() + bytes(tensor["data"]))
     return digest.hexdigest()
-
-
-def former_scores(text: str) -> str:
-    """Renames `image` to `picture`, as in files before 0.2.0, so that hashes of older records are comparable."""
-    scores = json.loads(text)
-    for row in scores["samples"]:
-        row |= {"pictures": row.pop("images", None) or row.get("pictures", [])}
-        row |= {"medium": "picture" if row["medium"] == "image" else row["medium"]}
-    return json.dumps(scores, indent=1, sort_keys=True) + "\n"
 
 
 def run_all(selected: Sequence[Case], forks: Any) -> dict[str, Record]:

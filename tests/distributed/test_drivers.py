@@ -111,7 +111,8 @@ def test_an_interrupt_of_the_terminal_reaches_the_driver_alone(tmp_path) -> None
 signal.signal(signal.SIGINT, lambda *_: None)
 os.killpg(os.getpgid(0), signal.SIGINT)
 time.sleep(1.0)
-print(json.dumps([os.path.exists(f"/proc/{worker.process_info.pid}") for worker in pool.worker_group.worker_refs.values()]))
+pids = [worker.process_info.pid for worker in pool.worker_group.worker_refs.values()]
+print(json.dumps([os.path.exists(f"/proc/{pid}") for pid in pids]))
 pool.close()
 """
     child = subprocess.run(

@@ -1,4 +1,4 @@
-"""The diffusion domain: one denoising track from prompts, which may bring pictures."""
+"""The diffusion domain: one denoising track from prompts, which may contain images."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class DiffusionTrainer(Trainer[DiffusionSamplingParams]):
 
     capabilities: ClassVar[Capabilities] = Capabilities(modalities=("image", "video"))
 
-    track = "image"
+    track = "image"  # also for videos
     facts: LatentFacts
 
     def pinned(self, sampling: DiffusionSamplingParams, step: int) -> DiffusionSamplingParams:
-        """Stochastic steps are chosen; the schedule is the recipe's own, else the model's."""
+        """Chooses the stochastic steps, and takes the schedule of the recipe or else of the model."""
 
         def levels(num_steps: int) -> tuple[float, ...]:
             return tuple(self.facts.schedule.sigmas(num_steps, seq_len).tolist())

@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 class ExportableBundle(Protocol):
-    """What exporting asks of a bundle."""
+    """A bundle as the exporter uses it."""
 
     path: str
     dtype: torch.dtype
@@ -38,11 +38,11 @@ class ExportableBundle(Protocol):
 
 
 class ExportablePipeline(Protocol):
-    """What exporting asks of a pipeline."""
+    """A pipeline as the exporter uses it."""
 
     bundle: ExportableBundle
     lora_formats: ClassVar[tuple[str, ...]]
-    """How adapters are written for other libraries; the first is what `write_lora` makes and `verify_lora` loads."""
+    """Adapter formats. `write_lora` writes the first one, and `verify_lora` loads it."""
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """The whole model with these parameters, in the layout of its home library."""
@@ -57,7 +57,7 @@ class ExportablePipeline(Protocol):
         ...
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: Any) -> float:
-        """The same with the whole model in `folder`."""
+        """Max abs difference between our sampler and the home library with the whole model in `folder`."""
         ...
 
 

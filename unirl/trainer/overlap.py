@@ -20,7 +20,7 @@ def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
     """
     starts = [row for row, group in enumerate(req.group_ids) if row == 0 or group != req.group_ids[row - 1]]
     if len(starts) != len(set(req.group_ids)):
-        raise ValueError("a group whose samples do not stand together cannot be kept whole in one part")
+        raise ValueError("the samples of a group are not adjacent, so a request cannot be divided between groups")
     count = min(count, len(starts))
     bounds = [starts[len(starts) * part // count] for part in range(count)] + [len(req)]
     return [req.slice(start, stop) for start, stop in pairwise(bounds)]
@@ -60,12 +60,12 @@ class OverlappedScoring:
 
 
 def seconds_of(resp: RolloutResp) -> float:
-    """How long the reward worked on these samples: that of the slowest rank."""
+    """Seconds that the slowest rank of the reward worked on these samples."""
     return max(float(track.reward_seconds.max()) for track in resp.tracks.values() if track.reward_seconds is not None)
 
 
 def queue_metrics(submitted: Sequence[float], busy: Sequence[float], waited: float) -> dict[str, float]:
-    """What a queue of one place saw, from when each part came and how long it was worked on (seconds).
+    """Metrics of a queue with one worker, from the arrival and the duration of each part in seconds.
 
     `queue/reward_busy` is the share of the time from the first part's arrival to the last score.
     """

@@ -1,6 +1,6 @@
-"""The gate before the first update: do the engine that sampled and the trainer that replays agree?
+"""The gate before the first update: it compares the log-probs of the engine with those of the trainer's replay.
 
-Clipping happens at a ratio of 1 +- clip_range, so a disagreement is judged by its size in clip ranges.
+The loss clips at a ratio of 1 +- clip_range, so the gate measures a difference in clip ranges.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ParityGate:
     """The smaller half width of the loss's trust region."""
 
     def judge(self, table: Sequence[Parity]) -> str | None:
-        """A warning, or None where all is well. Raises DivergenceError (9002) at or beyond `parity.stop`."""
-        # A gap that is not a number is the worst of all, and compares as false with everything.
+        """A warning, or None where both agree. Raises ParityError (9002) at or beyond `parity.stop`."""
+        # NaN is the worst gap. It compares as false with every number.
         worst = max(table, key=lambda line: (math.isnan(line.absdiff_max), line.absdiff_max), default=None)
         if worst is None or not self.is_suspicious(worst.absdiff_max):
             return None
@@ -43,9 +43,9 @@ class ParityGate:
             f"{', '.join(f'{line.place} {line.absdiff_max:.2g}' for line in table)}. Probable causes: {CAUSES}"
         )
         if self.config.stop and not worst.absdiff_max < self.config.stop * self.clip_range:
-            raise ParityError(f"{text}. Mend it, or set parity.stop=0 to train nevertheless")
+            raise ParityError(f"{text}. Remove the cause, or set parity.stop=0 to train with this difference")
         return text
 
     def is_suspicious(self, absdiff: float) -> bool:
-        """Whether a gap of so many nats is worth a warning."""
+        """True if a difference of `absdiff` nats deserves a warning."""
         return self.config.warn > 0 and not absdiff < self.config.warn * self.clip_range

@@ -71,7 +71,7 @@ def takes_turns(plan: PlacementPlan, part: MemoryPart) -> bool:
 
 
 def resident(plan: PlacementPlan, phase: Phase) -> tuple[MemoryPart, ...]:
-    """The parts that are on their devices in a phase: those it needs, and all that never leave."""
+    """The parts that are on their devices in a phase: those that it needs, and those that never move."""
     needs = NEEDS[plan.relation][phase]
     return tuple(part for part in memory_parts(plan) if part in needs or not takes_turns(plan, part))
 

@@ -39,19 +39,19 @@ RESULT_NEUTRAL = (
     "sync.transport",
     "sync.bucket_mb",
 )
-"""Keys that may change between a checkpoint and its continuation without another future."""
+"""Keys that may change between a checkpoint and its continuation without changing results."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to continue after (None: start anew), and why newer ones are passed over."""
+    """The checkpoint to continue after (None starts anew), and the reasons why newer ones are skipped."""
 
     checkpoint: Checkpoint | None
     skipped: tuple[str, ...] = ()
 
 
 def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
-    """What `resume` means for the run whose checkpoints are in `store`.
+    """The checkpoint that the setting `resume` selects for the run whose checkpoints are in `store`.
 
     Raises:
         ConfigError: 2004 when `none` would overwrite a run.
@@ -65,10 +65,11 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
 
 
 def check_resumable(point: ResumePoint, own: Path, recipe: Mapping[str, Any], lora: LoraConfig | None) -> None:
-    """Refuse a continuation that cannot be, before a model is loaded.
+    """Refuse a checkpoint that this recipe cannot continue, before a model is loaded.
 
     Args:
-        own: the folder of this run's checkpoints, which only this recipe may continue; others may be branched off from.
+        own: the folder of this run's checkpoints. Only the same recipe may continue them; another recipe may start
+            from a checkpoint elsewhere.
 
     Raises:
         CheckpointError: 7002.
@@ -111,7 +112,7 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def check_same_recipe(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError 7002 when the continuation would not be the same run."""
+    """Raises ResumeError (7002) if the recipe would not continue the same run."""
     changed = changed_keys(saved, now)
     if changed:
         raise ResumeError(

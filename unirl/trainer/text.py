@@ -1,4 +1,4 @@
-"""The domain of text: responses of a language model to prompts, which may show pictures."""
+"""The text domain: responses of a language model to prompts, which may contain images."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class TextTrainer(Trainer[ARSamplingParams]):
     facts: LanguageFacts
 
     def pinned(self, sampling: ARSamplingParams, step: int) -> ARSamplingParams:
-        """As they are: nothing about the sampling of text depends on the step."""
+        """Returns the settings unchanged, since the sampling of text does not depend on the step."""
         return sampling

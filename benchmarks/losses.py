@@ -120,7 +120,7 @@ def backprop(name: str, algorithm: RewardBackprop, num_steps: int, setting: Sett
     bench = Bench(replace(setting.work, steps=num_steps, rows=half, micro=half), kernel=EulerODE())
     stage = DifferentiableStage(bench.stage, torch.sigmoid, brightness)
     stack, track = bench.stack(algorithm, 1, stage), bench.track(half)
-    trained = len(algorithm.route(track.segment).gradient.steps)
+    trained = len(algorithm.gradient_path(track.segment).gradient.steps)
     # T forwards sample. The forward before each backward recomputes the activations of a checkpoint.
     passes = Passes(forwards=num_steps // trained)
     assert num_steps % trained == 0

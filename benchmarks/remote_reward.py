@@ -27,7 +27,7 @@ import msgspec  # noqa: E402
 import torch  # noqa: E402
 from reward_service.config import LimitsConfig  # noqa: E402
 from reward_service.decoder import DecodeLimits, decode  # noqa: E402
-from reward_service.frames import Decode  # noqa: E402
+from reward_service.frames import DecodeMedia  # noqa: E402
 from reward_service.media import decode_limits  # noqa: E402
 from reward_service.running import RunningService  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -124,7 +124,7 @@ def wire_cost(picture: Tensor, format: wire.ImageFormat, content_type: str, limi
         turn = wire.decode(wire.ScoreRequest, body, content_type).requests[0].answer
         if format == "raw":
             return turn.image
-        return decode(Decode("image", turn.image, turn.image_b64), limits)
+        return decode(DecodeMedia("image", turn.image, turn.image_b64), limits)
 
     body = request()
     return WireCost(

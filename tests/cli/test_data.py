@@ -278,7 +278,7 @@ def test_a_set_that_changed_its_form_leaves_nothing_behind(capsys, hub, tmp_path
     address, files = hub
     files["HuggingFaceH4/MATH-500/resolve/main/test.jsonl"] = b'{"question": "?"}\n'
     status, _, err = run(capsys, "populate", "math_500", "--endpoint", address, "--out", str(tmp_path / "m"))
-    assert status == 4 and "row 1 of test.jsonl has no 'answer'" in err
+    assert status == 4 and "row 1 of test.jsonl has no key 'answer'" in err
     assert list((tmp_path / "m").iterdir()) == []
 
 

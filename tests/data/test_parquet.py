@@ -46,7 +46,7 @@ def test_rows_are_the_prompts_of_a_jsonl_file_and_nulls_are_absent_keys(tmp_path
         ({"prompt": "a", "score": float("nan")}, "score is nan"),
         ({"prompt": "a", "scores": [1.0, float("inf")]}, r"scores\[1\] is inf"),
         ({"prompt": " "}, "'prompt' is empty"),
-        ({"caption": None, "other": 1}, "no 'prompt'"),
+        ({"caption": None, "other": 1}, "no key 'prompt'"),
     ],
 )
 def test_bad_row_is_refused_by_file_and_row(row, why, tmp_path) -> None:

@@ -146,7 +146,7 @@ def test_plain_pip_installs_where_uv_cannot(machine):
     machine.python(uv_fails=1)
     done = machine.start()
     assert done.returncode == 0
-    assert "trying plain pip" in done.stderr
+    assert "trying pip" in done.stderr
     assert "-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]" in machine.asked
 
 

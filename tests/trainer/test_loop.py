@@ -223,6 +223,6 @@ def test_a_refused_continuation_leaves_the_runs_own_recipe_in_place(finished) ->
 
 def test_a_bad_data_line_is_refused_before_a_run_directory_is_made(tmp_path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: no 'prompt'"):
+    with pytest.raises(DataError, match=r"bad.jsonl:2: the entry has no key 'prompt'"):
         trainer_of(tmp_path / "run", f"data_source.data_path={tmp_path / 'bad.jsonl'}").__enter__()
     assert not (tmp_path / "run").exists()

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder
+
 
 class KLDecoder:
     """The decoder of diffusers' AutoencoderKL, in the VAE's own dtype (fp32)."""
@@ -45,3 +47,17 @@ def to_unit(pixels: Tensor) -> Tensor:
 def from_unit(pixels: Tensor) -> Tensor:
     """[0, 1] to [-1, 1]."""
     return pixels * 2 - 1
+
+
+class KLBundle(DiffusersBundle):
+    """A bundle whose component `vae` is diffusers' AutoencoderKL."""
+
+    def decoder(self) -> Decoder:
+        """The decoder of the VAE."""
+        self.require(("vae",), "decode latents")
+        return KLDecoder(self.modules["vae"])
+
+    def encoder(self) -> Encoder:
+        """The encoder of the VAE."""
+        self.require(("vae",), "encode images")
+        return KLEncoder(self.modules["vae"])

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from unirl.config.errors import NotFoundError
-from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
+from unirl.models.denoising.bundle import TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.vae import KLDecoder, KLEncoder
+from unirl.models.denoising.vae import KLBundle
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
 from unirl.sde.guidance import GUIDANCE, EmbeddedGuidance, NoGuidance
@@ -164,7 +164,7 @@ def _token_ids(tokenizer: Any, texts: Sequence[str], length: int) -> Tensor:
     return ids
 
 
-class Flux1Bundle(DiffusersBundle):
+class Flux1Bundle(KLBundle):
     """Transformer, CLIP-L, T5 and VAE."""
 
     family: ClassVar[DiffusersFamily] = FLUX1
@@ -177,16 +177,6 @@ class Flux1Bundle(DiffusersBundle):
         """CLIP-L and T5."""
         self.require(Flux1TextEncoder.components, "encode text")
         return Flux1TextEncoder(self.modules, self.tokenizers)
-
-    def decoder(self) -> Decoder:
-        """The VAE's decoder."""
-        self.require(("vae",), "decode latents")
-        return KLDecoder(self.modules["vae"])
-
-    def encoder(self) -> Encoder:
-        """The VAE's encoder."""
-        self.require(("vae",), "encode images")
-        return KLEncoder(self.modules["vae"])
 
 
 class Flux1Pipeline(DiffusersPipeline[Flux1Bundle]):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import InvalidValueError
-from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
+from unirl.models.denoising.bundle import TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.vae import KLDecoder, KLEncoder
+from unirl.models.denoising.vae import KLBundle
 from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer, with_pieces
 from unirl.sde.guidance import LineNormGuidance
@@ -135,7 +135,7 @@ class Lumina2TextEncoder:
         return TextEmbedCondition(embeds=states[-2], mask=tokens.attention_mask.bool())
 
 
-class Lumina2Bundle(DiffusersBundle):
+class Lumina2Bundle(KLBundle):
     """Transformer, Gemma 2 and VAE."""
 
     family: ClassVar[DiffusersFamily] = LUMINA2
@@ -150,16 +150,6 @@ class Lumina2Bundle(DiffusersBundle):
         num_positions = self.configs.components["transformer"]["axes_lens"][0]
         # The image tokens take the position after the last text token.
         return Lumina2TextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], num_positions - 1)
-
-    def decoder(self) -> Decoder:
-        """The VAE's decoder."""
-        self.require(("vae",), "decode latents")
-        return KLDecoder(self.modules["vae"])
-
-    def encoder(self) -> Encoder:
-        """The VAE's encoder."""
-        self.require(("vae",), "encode images")
-        return KLEncoder(self.modules["vae"])
 
 
 class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):

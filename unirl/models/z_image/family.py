@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.config.errors import NotFoundError
-from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
+from unirl.models.denoising.bundle import TextEncoder
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
 from unirl.models.denoising.embeddings import ConditionImages, causal_mask
-from unirl.models.denoising.vae import KLDecoder, KLEncoder
+from unirl.models.denoising.vae import KLBundle
 from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs, read_configs
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
 from unirl.sde.guidance import Guidance
@@ -181,7 +181,7 @@ class ZImageTextEncoder:
         return chat
 
 
-class ZImageBundle(DiffusersBundle):
+class ZImageBundle(KLBundle):
     """Transformer, Qwen3 and VAE."""
 
     family: ClassVar[DiffusersFamily] = Z_IMAGE
@@ -194,16 +194,6 @@ class ZImageBundle(DiffusersBundle):
         """Qwen3."""
         self.require(ZImageTextEncoder.components, "encode text")
         return ZImageTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"])
-
-    def decoder(self) -> Decoder:
-        """The VAE's decoder."""
-        self.require(("vae",), "decode latents")
-        return KLDecoder(self.modules["vae"])
-
-    def encoder(self) -> Encoder:
-        """The VAE's encoder."""
-        self.require(("vae",), "encode images")
-        return KLEncoder(self.modules["vae"])
 
 
 class ZImagePipeline(DiffusersPipeline[ZImageBundle]):

@@ -95,7 +95,7 @@ def per_step(rows: Sequence[Metrics], metric: str, form: str) -> str:
 
 
 def count(folder: Path, noun: str, pattern: str) -> str:
-    """How many files match: `2 evaluations`."""
+    """The number of matching files with its noun, such as `2 evaluations`."""
     number = len(list(folder.glob(pattern)))
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

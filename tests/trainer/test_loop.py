@@ -202,8 +202,8 @@ def test_going_back_to_an_earlier_checkpoint_of_a_run_forgets_its_later_ones(fin
 def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_first_step(tmp_path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("unirl.plan.preflight.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"checkpoints needs .* Free some, set run.dir"):
-        trainer_of(tmp_path).__enter__()
+    with pytest.raises(CheckpointError, match=r"checkpoints needs .* Free some, set run.dir"), trainer_of(tmp_path):
+        pass
 
 
 def test_the_size_of_a_checkpoint_is_known_before_it_is_written(finished) -> None:
@@ -223,6 +223,9 @@ def test_a_refused_continuation_leaves_the_runs_own_recipe_in_place(finished) ->
 
 def test_a_bad_data_line_is_refused_before_a_run_directory_is_made(tmp_path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: the entry has no key 'prompt'"):
-        trainer_of(tmp_path / "run", f"data_source.data_path={tmp_path / 'bad.jsonl'}").__enter__()
+    with (
+        pytest.raises(DataError, match=r"bad.jsonl:2: the entry has no key 'prompt'"),
+        trainer_of(tmp_path / "run", f"data_source.data_path={tmp_path / 'bad.jsonl'}"),
+    ):
+        pass
     assert not (tmp_path / "run").exists()

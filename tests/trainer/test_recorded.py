@@ -209,8 +209,11 @@ def test_an_evaluation_that_nobody_can_score_is_refused_before_the_first_update(
 def test_a_line_that_is_no_pair_is_refused_before_a_run_directory_is_made(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "data", 2)
     path.write_text(path.read_text().replace("chosen1.png", "gone.png"))
-    with pytest.raises(DataError, match=r"pairs.jsonl:2: the chosen image .*gone\.png is not a file"):
-        trainer_of(tmp_path / "run", f"data_source.data_path={path}").__enter__()
+    with (
+        pytest.raises(DataError, match=r"pairs.jsonl:2: the chosen image .*gone\.png is not a file"),
+        trainer_of(tmp_path / "run", f"data_source.data_path={path}"),
+    ):
+        pass
     assert not (tmp_path / "run").exists()
 
 

@@ -68,8 +68,11 @@ def test_a_service_that_is_not_there_ends_the_run_before_a_folder_is_made(tmp_pa
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     words = ["scale=toy", f"run.dir={tmp_path / 'run'}", f"reward.backend.config.base_url={url}"]
     words.append("reward.backend.config.startup_s=0.1")
-    with pytest.raises(RewardError, match=f"{url} cannot be reached.*Start the service or correct base_url"):
-        build_trainer(load("diffusion/sd3_nft_reward_service", words)).__enter__()
+    with (
+        pytest.raises(RewardError, match=f"{url} cannot be reached.*Start the service or correct base_url"),
+        build_trainer(load("diffusion/sd3_nft_reward_service", words)),
+    ):
+        pass
     assert main(["train", "diffusion/sd3_nft_reward_service", *words]) == RewardError.exit_status
     assert f"error[6001]: the reward service at {url} cannot be reached" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -149,8 +149,11 @@ def test_the_number_of_pictures_is_judged_by_check_and_before_a_run(tmp_path, ca
         assert main([*command, "diffusion/sd3_trainside", "scale=toy", f"data_source.data_path={file}"]) == 4
         said = capsys.readouterr().err
         assert "prompts.jsonl:1: prompt 'p0' has 1 image" in said and "conditioned on text alone" in said
-    with pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' has 1 image"):
-        trainer_of(tmp_path / "run", f"data_source.data_path={file}").__enter__()
+    with (
+        pytest.raises(DataError, match=r"prompts\.jsonl:1: prompt 'p0' has 1 image"),
+        trainer_of(tmp_path / "run", f"data_source.data_path={file}"),
+    ):
+        pass
     assert not (tmp_path / "run").exists()
 
 

@@ -145,8 +145,11 @@ def test_evaluation_samples_by_its_own_settings(tmp_path) -> None:
 
 
 def test_prompts_about_pictures_are_refused_before_the_first_step_by_a_model_that_does_not_see(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"has 1 image of role .condition., and qwen3 is conditioned on text"):
-        trainer_of(tmp_path, "data_source.data_path=datasets/shapes_qa/train_choices.jsonl").__enter__()
+    with (
+        pytest.raises(DataError, match=r"has 1 image of role .condition., and qwen3 is conditioned on text"),
+        trainer_of(tmp_path, "data_source.data_path=datasets/shapes_qa/train_choices.jsonl"),
+    ):
+        pass
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ EXAMPLES = (
     "unirl export runs/unirl/first/checkpoints/checkpoint-000050 --format full --weights ema",
 )
 FORMATS = ("diffusers-lora", "peft", "full")
-"""Those of all models; pictures have the first, text has not."""
+"""The formats of all models. Language models do not have `diffusers-lora`."""
 TEXTS = ("a red circle", "a blue square")
 """The prompts on which both sides are compared."""
 

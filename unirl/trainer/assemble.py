@@ -58,8 +58,8 @@ def build_trainer(
     When the block ends, all workers end, and the run directory says how the run ended.
 
     Args:
-        session: the command that started the run; it is told the run directory.
-        tracker: where to report; None opens the run directory of the recipe.
+        session: the command that started the run. Its `run_dir` is set to the run directory.
+        tracker: the tracker to report to. None opens the run directory of the recipe.
     """
     data = load_data(recipe)
     if tracker is None:
@@ -112,8 +112,8 @@ def assemble(
     algorithm: StageAlgorithm[Any] = build(config.algorithm)
     kl = algorithm.kl_controller()
     drops = DropBudget(failure_policy(config))
-    place = place_dedicated if plan.is_dedicated else place_trainside
-    roles = place(pool, plan, config, sampling.seed)
+    place_roles = place_dedicated if plan.is_dedicated else place_trainside
+    roles = place_roles(pool, plan, config, sampling.seed)
     if roles.has_own_weights and config.weight_sync_interval > 1:
         roles.backend.snapshot(PUBLISHED)
     _check_disk(config, checkpoints, roles.backend)
@@ -211,13 +211,16 @@ def place(workers: Group, name: str, make: Callable[..., Any], **arguments: Any)
     An argument that is the handle of a role on the same workers arrives there as that role itself. The handle is
     typed as `Any`: `Roles` says once which class each role has.
     """
-    siblings = {name: value.role_name for name, value in arguments.items() if isinstance(value, Handle)}
-    values = {name: value for name, value in arguments.items() if not isinstance(value, Handle)}
+    siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
+    values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
     return workers.place(Remote(name, partial(make_beside, make, siblings, values)))
 
 
 def place_node(workers: Group, name: str, node: Node, **arguments: Any) -> Any:
-    """The same for a block of the recipe. Every class is also offered the device of its worker."""
+    """Build the object of a recipe block on every worker, and return its handle.
+
+    The class and the classes of its inner blocks may also take the `device` of the worker.
+    """
     return place(workers, name, partial(build_on_device, node), **arguments)
 
 
@@ -255,7 +258,7 @@ def differentiable_stage(pipeline: Any, reward: Any) -> DifferentiableStage:
 
 
 def trained_components(config: RecipeConfig) -> tuple[str, ...] | None:
-    """The component of the bundle that is trained. None, which means all, where the class cannot tell in advance."""
+    """The name of the trained component, for a bundle that loads nothing else. None loads all components."""
     owner, path = config.bundle.schema.owner, config.model_path
     if not isinstance(owner, KnownModel) or path is None:
         return None

@@ -20,7 +20,7 @@ from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 EVALUATION = -1
-"""Stands for the step of heavy rows that an evaluation makes."""
+"""The step number under which workers store the rows of an evaluation."""
 
 
 class Evaluator:

@@ -45,7 +45,7 @@ from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTra
 from unirl.types.sampling import SamplingT
 
 BEHAVIOUR = "old"
-"""The snapshot that generates for a loss whose sampler is not the trained policy itself."""
+"""The weight snapshot to sample from, for a loss that does not sample from the trained policy itself."""
 
 PUBLISHED = "rollout"
 """The snapshot that an engine samples from when weights are published less often than every step."""
@@ -103,7 +103,7 @@ class Trainer(ABC, Generic[SamplingT]):
 
     @abstractmethod
     def pinned(self, sampling: SamplingT, step: int) -> SamplingT:
-        """The copy that a request of training step `step` carries: everything decided that an engine might decide."""
+        """The sampling settings for the request of training step `step`, with nothing left for the engine to decide."""
 
     @property
     def facts(self) -> ModelFacts:

@@ -1,4 +1,4 @@
-"""Requests: what the loop asks an engine to generate, with everything decided that an engine might decide."""
+"""Requests to an engine. They contain every decision, so that two engines given one request do the same."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RequestMaker(Generic[SamplingT]):
     eval_weights: str
     """The weights that evaluation samples from: `live`, or a snapshot."""
     pin: Callable[[SamplingT, int], SamplingT]
-    """The domain's rule: the copy of the sampling settings that a request of training step `step` carries."""
+    """`Trainer.pinned` of the domain: (settings, step) to the settings that the request of that step carries."""
 
     def training(self, prompts: Sequence[Prompt], step: int, weights: SyncReport) -> RolloutReq:
         """A request of one training step, for the weights that were pushed.
 
-        Prompts that bring recorded samples ask for these samples instead of new ones.
+        If the prompts have recorded samples, the request is for these instead of new ones.
         """
         req = self._request(prompts, self.sampling, step, "r", weights.weights, weights.version)
         recorded = [ref for prompt in prompts for ref in prompt.recorded]
@@ -50,10 +50,10 @@ class RequestMaker(Generic[SamplingT]):
         return self._request(prompts, self.eval_sampling, 0, "eval", self.eval_weights, version)
 
     def primitives(self, prompts: Sequence[Prompt]) -> dict[str, Batch]:
-        """The text of each prompt, and its images where any of the prompts brings some.
+        """The text of each prompt, and its images if any of the prompts has images.
 
         Raises:
-            DataError: a prompt brings fewer or more images than the model takes.
+            DataError: a prompt has fewer or more images than the model takes.
         """
         check_counts(prompts, self.facts)
         primitives: dict[str, Batch] = {"text": Texts(texts=[prompt.text for prompt in prompts])}

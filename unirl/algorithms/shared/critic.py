@@ -35,7 +35,7 @@ OLD_VALUE = "old_value"
 """The anchor with the values from before the first update."""
 
 OutcomeSource = Literal["advantages", "rewards"]
-"""What a row returns at its last step: the driver's normalised advantage, or the raw reward."""
+"""The value that a row receives at its last step: the advantage from the driver, or the raw reward."""
 
 
 @dataclass(frozen=True, kw_only=True)

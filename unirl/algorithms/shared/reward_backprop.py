@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientPath:
-    """How samples are drawn for their gradient. It is equal for all rows and ranks of a step."""
+    """The sampling steps of one training step, and those with a gradient. Equal for all rows and ranks."""
 
     num_steps: int
     """Denoising steps to take. The clean prediction of the last one is scored."""

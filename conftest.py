@@ -5,6 +5,7 @@ Without `-n` nothing here has an effect: `python -m pytest tests/sde` runs in on
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,7 @@ MOST_WORKERS = 4
 """Of `-n auto`: a worker holds torch, and its tests start up to four processes of their own."""
 NEED_RAY = (
     "tests/distributed/test_failures.py",
+    "tests/distributed/test_rendezvous.py",
     "tests/distributed/test_runtimes.py",
     "tests/distributed/test_transport.py",
     "tests/distributed/test_weight_sync_processes.py",
@@ -24,13 +26,26 @@ NEED_RAY = (
     "tests/trainer/test_text_runtimes.py",
 )
 """The files whose tests use the fixture ray_session, or one that stands on it."""
+LONG = (
+    "tests/trainer/test_kill_and_resume.py",
+    "tests/models/test_families.py",
+    "tests/trainer/test_loop.py",
+    "tests/trainer/test_replica_loop.py",
+    "tests/algorithms/test_learning.py",
+    "tests/algorithms/test_ar_ppo_stack.py",
+    "tests/algorithms/test_token_learning.py",
+    "tests/train/test_sharding.py",
+    "tests/test_recipes.py",
+    "unirl-reward-service/tests/test_fire.py",
+)
+"""The files that take longest in the fast tier."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """A worker per core; on a single core the tests run in the process that was started."""
+    """One more than there are cores, since many tests wait; on a single core, the process that was started."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS) if cores > 1 else 0
+    return min(cores + 1, MOST_WORKERS) if cores > 1 else 0
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -54,7 +69,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"{sorted(unlisted)} use ray_session: add them to NEED_RAY in conftest.py")
     if hasattr(config, "workerinput"):
         slow = {file_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (group_of(item.nodeid) != "ray", file_of(item.nodeid) not in slow))
+        items.sort(key=lambda item: (group_of(item.nodeid) != "ray", file_of(item.nodeid) not in slow.union(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and tests stay: the collection of garbage that ends each run would look through them all again."""
+    gc.collect()
+    gc.freeze()
 
 
 def group_of(nodeid: str) -> str:

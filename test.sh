@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set everything up, then run the fast test tier, a process per core. Arguments go to pytest:
+# Set everything up, then run the fast test tier in several processes. Arguments go to pytest:
 #   bash test.sh tests/sde -k kernel        bash test.sh -n 0 --pdb        (-n 0: all in one process)
 set -euo pipefail
 # Let .venv keep its compiled bytecode: without it every start compiles torch and diffusers again, 4 s on two cores.

@@ -19,7 +19,7 @@ from harness import CLOCKS, Ratio, measuring, paired, show, write
 from torch import Tensor
 
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.pipeline import prompt_tokens
+from unirl.models.language.packing import prompt_tokens
 from unirl.models.language.policy import policy_class
 from unirl.models.language.stage import ARStage
 from unirl.sde.noise import NoiseSource

@@ -1,8 +1,11 @@
 """Measures the phases of a family with random weights: encoding, sampling, decoding and a train step.
 
     python benchmarks/families.py sd3 wan21 [--json out.json]                                          toys, any machine
-    python benchmarks/families.py sd3 --model stabilityai/stable-diffusion-3.5-medium --height 512 --width 512 --batch 8
-    ... --dtype bf16 --compile --no-checkpointing --guidance 4.5 --passes 2 --steps 10 --frames 33
+    python benchmarks/families.py sd3 --model stabilityai/stable-diffusion-3.5-medium --height 512 --width 512 \\
+        --dtype bf16 --sequence 256 --batch 8                                     the sizes and the dtype of a real run
+    ... --compile --no-checkpointing --guidance 4.5 --passes 2 --steps 10 --frames 33
+
+Without --dtype it computes in fp32, and without --sequence on the few text tokens of the toys.
 
 Utilisation is the rate of FLOPs in relation to the rate of a large square matrix product of the same dtype in the same
 process. The FLOP counter of torch counts forward and backward, and recomputed activations are left out. Memory is the
@@ -24,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from harness import machine, seconds
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from benchmarks.harness import machine, seconds
 from tests.models.family_cases import CASES, FamilyCase
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, sample_with_euler
@@ -45,6 +48,8 @@ from unirl.types.sampling import DiffusionSamplingParams
 RANDOM = "random"
 """The `path` of a bundle with the sizes of a public model and random weights."""
 REPEATS = 3
+TRAINED_STEPS = 3
+"""Stochastic steps in the first half of the trajectory, or as many as it has."""
 GB = 1024**3
 
 
@@ -84,9 +89,29 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / best / 1e12
 
 
+def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others: object, **further: object) -> int:
+    """Returns the operations of a forward pass of attention, from the shapes of its inputs."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+def attention_backward_flops(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *others: object, **further: object
+) -> int:
+    """Returns the operations of a backward pass of attention, from the shapes of its inputs."""
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+aten = torch.ops.aten
+CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+"""Operations of fused attention on a CPU, which torch's counter does not know."""
+
+
 def counted(work: Callable[[], object]) -> float:
     """Returns the operations of one run, in units of 1e12."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         work()
     return float(counter.get_total_flops()) / 1e12
 
@@ -107,7 +132,7 @@ def settings(case: FamilyCase, arguments: argparse.Namespace) -> DiffusionSampli
     height, width, frames = case.sizes[0]
     return DiffusionSamplingParams(
         kernel=FlowSDEStrategy(),
-        sde_steps=FractionSteps(),
+        sde_steps=FractionSteps(num_steps=min(TRAINED_STEPS, arguments.steps // 2)),
         num_inference_steps=arguments.steps,
         height=arguments.height or height,
         width=arguments.width or width,
@@ -142,7 +167,7 @@ def measure(case: FamilyCase, arguments: argparse.Namespace) -> dict[str, Any]:
     phases: dict[str, Phase] = {}
 
     def encode() -> None:
-        pipeline.embed.clear()
+        pipeline.embed.cache.clear()
         pipeline.embed(texts, params.max_sequence_length)
 
     phases["encode"] = timed(encode, batch)
@@ -191,7 +216,8 @@ def show(measured: dict[str, Any]) -> None:
         print(f"  {name:8} {'   '.join(parts)}", flush=True)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="names from tests/models/family_cases.py (default: all)")
     parser.add_argument("--model", help="hub id of a model of the one family, whose sizes are used")
@@ -204,10 +230,16 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--json")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    if arguments.steps < 2:
+        parser().error("--steps must be at least 2: the last step is never stochastic")
     cases = [case for case in CASES if not arguments.families or case.name in arguments.families]
     if arguments.model is not None and len(cases) != 1:
-        parser.error(f"--model is of one family: name it beside, one of {', '.join(case.name for case in CASES)}")
+        parser().error(f"--model is of one family: name it beside, one of {', '.join(case.name for case in CASES)}")
     results = []
     for case in cases:
         results.append(measure(case, arguments))

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class Ratio:
@@ -88,9 +90,9 @@ class Memory:
     """Bytes that are still allocated at the end, with the result of the run."""
 
 
-def memory(work: Callable[[], object]) -> Memory:
-    """Returns the memory of one run from the allocator, so it is the same at every run."""
-    if torch.cuda.is_available():
+def memory(work: Callable[[], object], device: torch.device = CPU) -> Memory:
+    """Returns the memory of one run from the allocator of its device, so it is the same at every run."""
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = work()

@@ -32,9 +32,7 @@ from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.algorithms.diffusion_rwr import DiffusionRWR
-from unirl.algorithms.drtune import DRTune
-from unirl.algorithms.refl import ReFL
-from unirl.algorithms.shared.reward_backprop import RewardBackprop
+from unirl.algorithms.drtune import DRTune, ReFL, RewardBackprop
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.sde.kernels import EulerODE
 from unirl.sde.steps import EquallySpacedSteps, LastSteps

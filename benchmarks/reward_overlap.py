@@ -57,8 +57,8 @@ def trainer_of(folder: Path, runtime: str, seconds: float, *overrides: str) -> A
 
 def request_of(trainer: Trainer):
     """Returns the request of the first step."""
-    trainer.pool.begin(0)
-    return trainer.requests.training(trainer.data.take(PROMPTS), 0, trainer.publish(0))
+    trainer.pool.step = 0
+    return trainer.requests.training(trainer.data.take(PROMPTS), 0, trainer.publisher.publish(0, trainer.state.version))
 
 
 def generate_seconds(folder: Path, runtime: str) -> float:

@@ -11,21 +11,24 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 from harness import Clock, seconds, write
 
+from scripts.lettering import FONTS, ink_of, lettered
 from unirl.data.datasets import load_prompts
 from unirl.reward.base import RewardScorer
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer
 from unirl.reward.local.math_boxed import MathBoxedRewardScorer
 from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec
-from unirl.testing.lettering import FONTS, ink_of, lettered
 from unirl.types.reward import RewardRequest
 
 WORDS = ("Open Daily", "SALE 50%", "New York", "Fresh Bread", "Zebra", "Library", "Exit 7B", "Quantum 42", "jazz quiz")

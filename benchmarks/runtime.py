@@ -89,10 +89,10 @@ def main() -> None:
         one = opened("one", "runtime=ray", "num_devices=1")
         two = opened("two", "runtime=ray", "num_devices=2")
         rows = options.prompts * local.config.sampling.values["samples_per_prompt"]
-        before = two.pool.traffic.total
+        before = two.pool.traffic
         step_of(two)()
         shapes = {"rows": rows, "micro_batch_size": options.micro, "threads_per_process": 1}
-        traffic = {"driver_bytes_per_step_2_workers": two.pool.traffic.total - before}
+        traffic = {"driver_bytes_per_step_2_workers": two.pool.traffic - before}
         results: list[Ratio] = [
             paired("step: ray 1 / local", shapes, step_of(one), step_of(local), options.pairs),
             paired("step: ray 2 / ray 1 (scaling)", shapes | traffic, step_of(two), step_of(one), options.pairs),

@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import Ratio, paired, report
 
+from tests.toy import ToyBundle, ToyPipeline
 from unirl.config.device_sets import DeviceSet
-from unirl.distributed.group.pool import Pool, open_pool
-from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.base import Pool
+from unirl.distributed.group.handle import Remote
+from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.distributed.weight_sync.fingerprint import fingerprint
-from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
+from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
-from unirl.testing.toy import ToyBundle, ToyPipeline
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig
@@ -56,8 +61,8 @@ def engine_of(shape: dict[str, int], siblings: Any) -> Any:
     return ReplicaRolloutEngine(ToyPipeline(ToyBundle(**shape)))
 
 
-def sender_of(colocated_engine: str, siblings: Any) -> Any:
-    return WeightSender(siblings["backend"], siblings["bundle"].stage(), siblings.get(colocated_engine))
+def sender_of(engine_in_process: str, siblings: Any) -> Any:
+    return WeightSender(siblings["backend"], siblings["bundle"].stage(), siblings.get(engine_in_process))
 
 
 def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, int], mib: int) -> EngineSync:
@@ -69,7 +74,7 @@ def sync_of(pool: Pool, route: str, payload: dict[str, Any], shape: dict[str, in
     engine = rollout.place(Remote("rollout", partial(engine_of, shape)))
     sender = train.place(Remote("sender", partial(sender_of, "rollout")))
     keys = {"transport": route, "bucket_mb": mib, "merge_adapters": payload["merge_adapters"]}
-    return EngineSync(SyncEndpoint(train, sender), SyncEndpoint(rollout, engine), **keys)
+    return EngineSync(sender, engine, **keys)
 
 
 def pushes(sync: EngineSync) -> Callable[[], object]:

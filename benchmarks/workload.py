@@ -103,7 +103,7 @@ class Bench:
         self.work = work
         self.bundle = BareBundle(work)
         self.net = self.bundle.transformer
-        self.stage = DiffusionStage(SD3Denoiser(self.net, 1000.0), self.bundle.facts)
+        self.stage = DiffusionStage(SD3Denoiser(self.net, self.bundle.facts), self.bundle.facts)
         self.backend = FSDPBackend(
             self.bundle, optimizer_cfg=OptimizerConfig(learning_rate=1e-6), ema_lora_cfg=ema_lora_cfg
         )

@@ -27,7 +27,7 @@ def problems(message: str) -> list[str]:
         return []
     broken = []
     if not SUBJECT.fullmatch(subject) or subject.endswith("."):
-        broken.append(f"the subject {subject!r} must read `area: what is now true`, without a full stop at its end")
+        broken.append(f"the subject {subject!r} must read `area: what the commit does`, without a full stop at its end")
     if len(subject) > MAX_SUBJECT:
         broken.append(f"the subject has {len(subject)} characters; use at most {MAX_SUBJECT} and explain in the body")
     if rest and rest[0]:

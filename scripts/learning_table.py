@@ -37,7 +37,7 @@ from tests.algorithms.flows import Method, Run, T  # noqa: E402
 from tests.algorithms.toys import GAUSSIAN, MIXTURE, RING, Toy  # noqa: E402
 from unirl.algorithms.diffusion_dppo import DiffusionDPPO  # noqa: E402
 from unirl.algorithms.diffusion_rwr import DiffusionRWR  # noqa: E402
-from unirl.algorithms.shared.reward_backprop import RewardBackprop  # noqa: E402
+from unirl.algorithms.drtune import RewardBackprop  # noqa: E402
 
 PAGE = ROOT / "docs" / "algorithms" / "learning.md"
 SEEDS = (0, 1, 2)

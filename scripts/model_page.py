@@ -31,6 +31,18 @@ Each family adapts one model of diffusers to the denoising loop that all familie
 classes with diffusers' own pipeline ([what runs](support.md), [how to add a family](extending.md)). The sizes below are
 counted from the public configurations. **Published weights were never loaded here, and nothing ran on a GPU yet.**
 
+`unirl models pull ID` shows the sizes of the files that a run reads and downloads them. `unirl models check DIR`
+compares a model directory with its networks without loading it. With `--values` it also looks for infinite values and
+NaN. Weights are read from files named `model.safetensors` or `diffusion_pytorch_model.safetensors`, whole or split,
+without a variant such as `fp16`. Single-file checkpoints are refused: load one with `from_single_file` of its pipeline
+in diffusers, and give the directory that `save_pretrained` writes.
+
+`backend.lora_cfg.path` is a LoRA file, or the folder of one, from which the adapters of a run start: an export of a
+run, a file of diffusers, or a folder of PEFT with its `adapter_config.json`. If diffusers has a converter for the
+family, it may also be a file of kohya, musubi-tuner or ComfyUI (FLUX.1, FLUX.2, Qwen-Image, Wan, Z-Image, HunyuanVideo,
+Lumina 2). Each tensor must reach a layer, and each alpha is applied. `lora_cfg.rank` may be larger than the rank of the
+file, and the layers of the file must be among `lora_cfg.target_modules`. Adapters of text encoders are refused.
+
 `bundle.path` in a recipe is one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale`
 always means w in v_uncond + w (v_cond - v_uncond), and 1 means off; a distilled model with embedded guidance reads the
 scale as an input. Sides are in pixels. A side that does not fit is refused with the nearest ones that do."""

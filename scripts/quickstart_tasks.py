@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import numpy as np
 
+from scripts.lettering import FONTS, Ink
 from unirl.reward.local.shapes import GROUND, PALETTE, SHAPES, coverage
-from unirl.testing.lettering import FONTS, Ink
 
 SIZE = 24
 """Pixels along a side."""

@@ -31,7 +31,7 @@ VOLATILE = ("time/", "mem/", "throughput/", "queue/")
 """Prefixes of metrics that differ from run to run, because they measure the machine."""
 HASHED = (
     "eval/step-*/scores.json",
-    "checkpoints/checkpoint-*/policy/*.safetensors",
+    "checkpoints/checkpoint-[0-9]*/policy/*.safetensors",
     "eval/step-*/*.webp",
     "samples/step-*/*.webp",
     "export/checkpoint-*/**/*",

@@ -76,8 +76,8 @@ ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """The recipe of each algorithm, whose keys override those of the family, and further sampling keys."""
 ENGINES: Mapping[str, str | None] = {
     "trainside": None,
-    "replica, taking turns": "sd3_replica_lora_colocate",
-    "replica, separate devices": "sd3_replica_lora_separate",
+    "replica, colocate": "sd3_replica_lora_colocate",
+    "replica, separate": "sd3_replica_lora_separate",
 }
 OF_ALGORITHM = ("backend", "advantage", "algorithm", "stack", "sampling")
 OF_FAMILY = ("height", "width", "num_frames", "guidance_scale", "num_inference_steps", "max_sequence_length")

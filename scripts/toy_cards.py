@@ -46,7 +46,7 @@ def toy_card(folder: Path) -> Card:
         f"{STEPS} steps at scale=toy, with a tiny model and scorer of the same classes and random weights"
         f"{stand_ins(folder)}. Written: {count(folder, 'evaluation', 'eval/step-*/scores.json')}, "
         f"{count(folder, 'page', 'samples/step-*/manifest.jsonl')} of samples, "
-        f"{count(folder, 'checkpoint', 'checkpoints/checkpoint-*/MANIFEST.json')}. Not run at full size."
+        f"{count(folder, 'checkpoint', 'checkpoints/checkpoint-[0-9]*/MANIFEST.json')}. Not run at full size."
     )
     return Card(
         status="toy",

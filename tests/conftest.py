@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from tests import shapes
 
-shapes.install("unirl.sde", "unirl.algorithms", "unirl.models.denoising.stage", "unirl.models.language.stage")
+shapes.install(*shapes.ANNOTATED)
 
 # How long an example takes is the machine's business: no claim of a test.
 settings.register_profile("unirl", deadline=None)
@@ -37,7 +37,8 @@ def shared_ray_pool(ray_session):
     """Four workers of the session, without libraries of models."""
     from unirl.distributed.group.ray_pool import RayPool
 
-    pool = RayPool(4, deadline_s=60.0, preload=())
+    pool = RayPool(4, deadline_s=600.0, preload=())
+    pool.connect_s = 300.0
     yield pool
     pool.close()
 

@@ -1,8 +1,12 @@
 """Processes that tests start, and whether they still run."""
 
 import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -14,7 +18,7 @@ PRELOAD += ["diffusers.models.autoencoders", "diffusers.models.transformers.tran
 PRELOAD += ["diffusers.schedulers.scheduling_flow_match_euler_discrete", "transformers.models.clip.modeling_clip"]
 PRELOAD += ["transformers.models.clip.tokenization_clip", "transformers.models.t5.modeling_t5"]
 PRELOAD += ["transformers.models.t5.tokenization_t5", "peft", "torch._dynamo", "torch.distributed.checkpoint"]
-PRELOAD += ["unirl.testing.toy", "pytest"]
+PRELOAD += ["tests.toy", "pytest"]
 
 
 def forkserver() -> ForkServerContext:
@@ -22,6 +26,31 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def run_python(words: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Exit status and output of `python *words` in `folder`: a script or `-m` and a module, each with its arguments."""
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "output"
+        process = forkserver().Process(target=_run_python, args=(list(words), folder, output))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return process.exitcode, output.read_text()
+
+
+def _run_python(words: list[str], folder: Path, output: Path) -> None:
+    written = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    module, arguments = (words[1], words[2:]) if words[0] == "-m" else ("", words[1:])
+    sys.argv = [module or words[0], *arguments]
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def is_running(pid: int) -> bool:

@@ -19,6 +19,13 @@ import jaxtyping
 from beartype import BeartypeConf, beartype
 from jaxtyping import jaxtyped
 
+ANNOTATED = (
+    "unirl.sde",
+    "unirl.algorithms",
+    "unirl.models.denoising.stage",
+    *(f"unirl.models.language.{module}" for module in ("stage", "decoding", "packing", "policy", "sampling", "slots")),
+)
+"""Packages and modules whose public functions name the shape of every Tensor."""
 DTYPES = {name: getattr(jaxtyping, name) for name in ("Bool", "Float", "Int", "Shaped")}
 CONF = BeartypeConf(is_pep484_tower=True)  # an int is a float
 _switched_off = 0

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.toy import ToyBundle, ToyPipeline
 from unirl.config.device_sets import DeviceSet
+from unirl.distributed.group.handle import Handle, Remote
 from unirl.distributed.group.pool import Pool, open_pool
-from unirl.distributed.group.remote import Remote
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
+from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
-from unirl.testing.toy import ToyBundle, ToyPipeline
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig
@@ -87,12 +87,12 @@ def ends(
     backend = FaultyBackend(trained.bundle, 3, optimizer_cfg=OptimizerConfig(learning_rate=1e-2), lora_cfg=lora)
     replica = FaultyEngine((engine_pipeline or pipeline)(), **(engine or {}))
     sender = WeightSender(backend, trained.stage, replica if colocated else None)
-    pool = open_pool("local", 2, deadline_s=20.0)
+    pool = open_pool("local", 2, deadline_s=600.0)
     links = [placed(pool, i, name, role) for i, (name, role) in enumerate([("sender", sender), ("rollout", replica)])]
     return Ends(backend, trained, replica, sender, EngineSync(*links, **keys))
 
 
-def placed(pool: Pool, device: int, name: str, role: Any) -> SyncEndpoint:
+def placed(pool: Pool, device: int, name: str, role: Any) -> Handle:
     """A role that exists already, on a device of its own."""
     group = pool.group(DeviceSet("device", (device,)))
-    return SyncEndpoint(group, group.place(Remote(name, lambda siblings: role)))
+    return group.place(Remote(name, lambda siblings: role))

@@ -64,7 +64,7 @@ class Machine:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     @property

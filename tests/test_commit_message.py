@@ -25,7 +25,7 @@ def test_good_messages_pass(message):
 @pytest.mark.parametrize(
     ("message", "rule"),
     [
-        ("Make kernels return a Gaussian" + BODY, "must read `area: what is now true`"),
+        ("Make kernels return a Gaussian" + BODY, "must read `area: what the commit does`"),
         ("sde: make kernels return a Gaussian." + BODY, "without a full stop"),
         ("sde: " + "x" * 80 + BODY, "85 characters"),
         ("sde: make kernels return a Gaussian\nThe former name had two meanings.\n", "second line must be empty"),

@@ -73,13 +73,13 @@ def _constants(node: ast.AST) -> set[str]:
 
 def test_nothing_shared_branches_on_the_domain():
     classes, words = domain_classes(), domain_words()
-    found = [
+    result = [
         f"{module.name}: {branch}"
         for module in modules().values()
         if module.package in SHARED and module.name not in DOMAIN_FILES
         for branch in branches(module.tree, classes, words)
     ]
-    assert not found, "give the noun a method instead:\n" + "\n".join(found)
+    assert not result, "give the noun a method instead:\n" + "\n".join(result)
 
 
 def test_domains_are_found_in_the_source():

@@ -1,12 +1,10 @@
 """The examples of docs/extending.md work: the test writes them to files, checks them and runs them."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.processes import run_python
 from tests.source_tree import ROOT
 from unirl.rollout.engine.base import DedicatedEngine
 
@@ -39,10 +37,9 @@ def project(tmp_path_factory):
 
 
 def run(project, *words: str, status: int = 0) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *words], cwd=project, capture_output=True, text=True, env=environment)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    result, output = run_python(words, project)
+    assert result == status, output
+    return output
 
 
 @pytest.mark.parametrize("script", ["check.py", "check_kernel.py", "check_reward.py"])

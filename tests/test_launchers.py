@@ -3,6 +3,7 @@ except in the slow tests, which start real nodes."""
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -75,7 +76,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 def launch(script: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(script), *words]
-    return subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=600)
 
 
 def cluster(venv: Path, **variables: str) -> dict[str, str]:
@@ -101,8 +102,19 @@ def free_port() -> int:
 # One node ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_dry_run_asks_the_trainer_for_its_plan_alone_and_prints_the_command(venv):
+    done = launch(SINGLE, "diffusion/one", "num_rollouts=3", VENV_DIR=str(venv), DRY_RUN="1", REPORT_TO_WANDB="1")
+    assert done.returncode == 0, done.stderr
+    _, asked, printed = done.stdout.splitlines()
+    words = ("-m", "unirl.train_diffusion", "--config-name=diffusion/one", "tracking.mirrors=[wandb]", "num_rollouts=3")
+    assert asked == "".join(f"<{word}>" for word in (*words, "--dry-run"))
+    assert shlex.split(printed)[-len(words) :] == list(words)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH_BUCKET.values())
 def test_a_dry_run_prints_the_plan_and_the_command_and_starts_nothing(name, tmp_path):
+    """Starts a Python that loads the libraries of the model."""
     done = launch(SINGLE, name, f"run.dir={tmp_path / 'run'}", DRY_RUN="1", REPORT_TO_WANDB="1")
     assert done.returncode == 0, done.stderr
     assert "geometry" in done.stdout and "parameters" in done.stdout
@@ -233,7 +245,7 @@ def test_sigterm_reaches_the_trainer_which_decides_and_ray_ends_after_it(venv):
         while head.stdout.readline() != "training\n":
             assert head.poll() is None
         head.send_signal(signal.SIGTERM)
-        assert head.wait(timeout=20) == 75
+        assert head.wait(timeout=300) == 75
     assert not is_running(int((venv / "ray.pid").read_text()))
 
 
@@ -308,9 +320,9 @@ def processes_of(address: str) -> str:
     pattern = f"gcs-address={address}|gcs_server_port={address.split(':')[1]}"
     end = time.monotonic() + 5.0
     while True:
-        found = subprocess.run(["pgrep", "-af", pattern], capture_output=True, text=True).stdout
-        if not found or time.monotonic() > end:
-            return found
+        result = subprocess.run(["pgrep", "-af", pattern], capture_output=True, text=True).stdout
+        if not result or time.monotonic() > end:
+            return result
         time.sleep(0.1)
 
 
@@ -330,7 +342,7 @@ def test_head_and_worker_meet_train_once_and_leave_together(tmp_path):
     joining = clean_environment(**variables | {"NODE_RANK": "1", "NODE_IP": "127.0.0.3"})
     with subprocess.Popen(command, env=joining, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
         head = launch(MULTI, *command[2:], **variables)
-        printed, said = worker.communicate(timeout=60)
+        printed, said = worker.communicate(timeout=600)
     assert head.returncode == 7, head.stderr
     assert head.stdout == "127.0.0.2 127.0.0.3\n"
     assert (worker.returncode, printed) == (0, "")
@@ -351,7 +363,7 @@ def test_a_run_on_two_nodes_names_the_node_that_left_and_continues_on_one(tmp_pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert lost.returncode == 10, lost.stderr
     (said,) = [line for line in lost.stderr.splitlines() if line.startswith("error[")]

@@ -1,6 +1,8 @@
 """Every recipe that ships: it composes, checks, writes nothing that is a default, stays short, and has a card."""
 
 import copy
+import dataclasses
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +53,7 @@ LAYOUT = FIRST_HALF | {
     "batch_size": 16,
     "num_devices": 8,
     "runtime": None,
-    "stack.micro_batch_size": 1,
+    "stack.micro_batch_size": "auto",
     "sampling.init_same_noise": False,
     "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy",
     "rollout._target_": "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine",
@@ -82,7 +84,7 @@ QWEN_IMAGE = SD3 | {
     "backend.lora_cfg.alpha": 128.0,
     "backend.optimizer_cfg.weight_decay": 0.0,
     "backend.fsdp_cfg.activation_checkpointing": True,
-    "stack.micro_batch_size": 1,
+    "stack.micro_batch_size": "auto",
     "sampling.num_inference_steps": 12,
     "sampling.height": 384,
     "sampling.width": 384,
@@ -102,7 +104,7 @@ KLEIN = FIRST_HALF | {
     "num_rollouts": 10000,
     "sampling.samples_per_prompt": 16,
     "stack.num_updates_per_batch": 2,
-    "stack.micro_batch_size": 1,
+    "stack.micro_batch_size": "auto",
     "stack.max_grad_norm": 1.0,
     "algorithm.clip_range": 5e-3,
     "algorithm.old_logp_source": "replay",
@@ -144,7 +146,7 @@ Z_IMAGE = (
         "backend.lora_cfg.rank": 64,
         "backend.lora_cfg.alpha": 128.0,
         "backend.optimizer_cfg.weight_decay": 0.0,
-        "stack.micro_batch_size": 1,
+        "stack.micro_batch_size": "auto",
         "sampling.init_same_noise": False,
         "sampling.num_inference_steps": 16,
         "sampling.guidance_scale": 1.0,
@@ -159,7 +161,7 @@ HUNYUAN_VIDEO = SD3 | {
     "backend.fsdp_cfg.activation_checkpointing": True,
     "backend.lora_cfg.rank": 64,
     "backend.optimizer_cfg.weight_decay": 0.0,
-    "stack.micro_batch_size": 1,
+    "stack.micro_batch_size": "auto",
     "sampling.init_same_noise": False,
     "sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy",
     "sampling.sde_steps.num_steps": 8,
@@ -235,7 +237,7 @@ CENTRED = DAPO | {"advantage.std": "none", "advantage.leave_one_out": False}
 
 PUBLISHED = {
     "llm/qwen3_ar_drpo_4b_base_dapo": CENTRED
-    | {"algorithm._target_": "unirl.algorithms.ar_drpo.DRPO", "algorithm.drpo_epsilon": 12.5}
+    | {"algorithm._target_": "unirl.algorithms.ar_trust_regions.DRPO", "algorithm.drpo_epsilon": 12.5}
     | {"algorithm.penalty_mu_weighted": True, "algorithm.old_logp_source": "rollout"}
     | {"algorithm.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.horizon": 8192},
     "llm/qwen3_grpo_4b_base_dapo": CENTRED
@@ -247,7 +249,7 @@ PUBLISHED = {
     | {"algorithm.clip_range": 0.2, "algorithm.clip_range_high": 0.28, "algorithm.loss_agg_mode": "token-mean"}
     | {"reward.backend.config.truncated": "soft", "reward.backend.config.buffer": 4096},
     "llm/qwen3_gspo_4b_base_dapo": DAPO
-    | {"algorithm._target_": "unirl.algorithms.ar_gspo.GSPO", "advantage.std": "group"}
+    | {"algorithm._target_": "unirl.algorithms.ar_grpo.GSPO", "advantage.std": "group"}
     | {"algorithm.clip_range": 3e-4, "algorithm.clip_range_high": 4e-4},
     "llm/qwen3_ppo_4b_base_dapo": DAPO
     | {"algorithm._target_": "unirl.algorithms.ar_ppo.ARPPO", "algorithm.loss_agg_mode": "seq-mean-token-mean"}
@@ -262,11 +264,11 @@ PUBLISHED = {
     "diffusion/sd3_replica_full_separate": SD3 | LAYOUT | ALL_WEIGHTS | APART,
     "diffusion/sd3_trainside": SD3
     | FIRST_HALF
-    | {"stack.micro_batch_size": 1, "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
+    | {"stack.micro_batch_size": "auto", "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
     | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
     "diffusion/sd3_dancegrpo": SD3
     | FIRST_HALF
-    | {"stack.micro_batch_size": 8, "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
+    | {"stack.micro_batch_size": "auto", "sampling.init_same_noise": False, "backend.optimizer_cfg.weight_decay": 0.0}
     | {"sampling.kernel._target_": "unirl.sde.kernels.DanceSDEStrategy"},
     "diffusion/flux2_klein_trainside": KLEIN,
     "diffusion/flux2_klein_editreward": KLEIN | EDITREWARD | {"batch_size": 48},
@@ -278,7 +280,7 @@ PUBLISHED = {
     | {"sampling.kernel.eta": 0.9, "evaluation.num_inference_steps": 28},
     "diffusion/sd3_mixgrpo": SD3
     | WINDOW
-    | {"stack.micro_batch_size": 8, "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}
+    | {"stack.micro_batch_size": "auto", "sampling.init_same_noise": True, "backend.optimizer_cfg.weight_decay": 1e-4}
     | {"sampling.kernel._target_": "unirl.sde.kernels.FlowSDEStrategy"},
     "diffusion/qwen_image_trainside": QWEN_IMAGE | FIRST_HALF,
     "diffusion/qwen_image_dancegrpo": QWEN_IMAGE
@@ -314,7 +316,7 @@ PUBLISHED = {
     "diffusion/lumina2_trainside": SD3
     | FIRST_HALF
     | {"sampling.guidance_scale": 4.0, "bundle.path": "Alpha-VLLM/Lumina-Image-2.0"},
-    "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": 8},
+    "diffusion/sd3_flowdppo": SD3_DPPO | FIRST_HALF | {"stack.micro_batch_size": "auto"},
     "diffusion/sd3_flowgrpo": SD3
     | EVERY_STEP
     | {"algorithm.kl_coef": 0.01, "algorithm.kl_form": "flow_grpo"}
@@ -338,7 +340,7 @@ PUBLISHED = {
     | {"sampling.tail_fraction": 0.4, "sampling.num_inference_steps": 25, "sampling.solver.variant": "midpoint"},
     "diffusion/sd3_nft": CLEAN_SAMPLES
     | {"algorithm.beta": 1.0, "algorithm.adv_clip_max": 5.0, "algorithm.velocity_coef": 0, "advantage.clip": 5.0}
-    | {"algorithm.times.fraction": 0.99, "backend.optimizer_cfg.weight_decay": 1e-4, "stack.micro_batch_size": 8}
+    | {"algorithm.times.fraction": 0.99, "backend.optimizer_cfg.weight_decay": 1e-4, "stack.micro_batch_size": "auto"}
     | {"backend.ema_lora_cfg.rate": 0.001, "backend.ema_lora_cfg.ceiling": 0.5, "backend.ema_lora_cfg.flat_updates": 0},
     "diffusion/sd3_awm": CLEAN_SAMPLES
     | {"algorithm.surrogate": "power_huber", "algorithm.huber_power": 0.25, "algorithm.clip_range": None}
@@ -371,10 +373,20 @@ def resolved_without(composed: ComposedConfig, path: str) -> dict | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_checked_recipe_travels_to_workers(name):
+    """Ray pickles each role's block. What it holds must be found again in another process."""
+    config = load(name, ["scale=toy"]).config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        assert pickle.loads(pickle.dumps(value)) == value, field.name
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_recipe_composes_checks_and_may_start(name):
     preflight(load(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recipe_writes_no_value_that_would_hold_without_it(name):
     assert idle_lines(compose(name)) == []

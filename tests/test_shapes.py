@@ -7,14 +7,14 @@ import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 
-from tests.shapes import DTYPES, unchecked
+from tests.shapes import ANNOTATED, DTYPES, unchecked
 from tests.source_tree import Module, modules
 from unirl.algorithms.shared.surrogate import mean_metric
+from unirl.models.language.sampling import sample_tokens
 from unirl.sde.gaussian import Gaussian
 from unirl.sde.kernels import EulerODE
+from unirl.types.sampling import ARSamplingParams
 
-ANNOTATED = ("unirl.sde", "unirl.algorithms")
-"""Packages and modules whose public functions name the shape of every Tensor."""
 SHAPE = re.compile(rf"\b(?:{'|'.join(DTYPES)})\[Tensor, '[^']*'\]")
 
 
@@ -64,6 +64,11 @@ def test_a_letter_means_one_size_within_a_call():
 def test_our_own_error_is_what_a_user_sees():
     with unchecked(), pytest.raises(ValueError, match="must have the same shape"):
         EulerODE().transition(torch.zeros(3, 4), torch.zeros(2, 4), 0.5, 0.1)
+
+
+def test_sampling_needs_one_uniform_number_per_slot():
+    with pytest.raises(BeartypeCallHintViolation, match="parameter uniform"):
+        sample_tokens(torch.zeros(3, 4), torch.zeros(2), ARSamplingParams())
 
 
 def test_a_function_behind_no_grad_is_checked():

@@ -110,9 +110,11 @@ def test_the_rules_allow_the_safe_forms():
 
 
 def test_no_package_reads_without_an_end():
-    found = {name: offences(source, [reads_without_end]) for name, source in FILES.items() if name.startswith(PACKAGES)}
-    assert {name for name, reads in found.items() if reads} == ENDS_BY_ITSELF.keys()
-    assert max(map(len, found.values())) == 1
+    result = {
+        name: offences(source, [reads_without_end]) for name, source in FILES.items() if name.startswith(PACKAGES)
+    }
+    assert {name for name, reads in result.items() if reads} == ENDS_BY_ITSELF.keys()
+    assert max(map(len, result.values())) == 1
 
 
 @pytest.mark.parametrize("line", ["await request.body()", "file.read()", "response.json()", "Path(p).read_bytes()"])
@@ -122,6 +124,41 @@ def test_the_rule_sees_a_read_without_an_end(line):
 
 def test_the_rule_allows_a_read_that_is_told_how_much():
     assert not offences("file.read(10); file.read(limit + 1); msgspec.json.decode(body)", [reads_without_end])
+
+
+KNOWS_CUDA = "unirl/types/device.py"
+"""The only file of the package that may ask for CUDA by name."""
+
+
+def names_cuda(node: ast.AST) -> bool:
+    """True for `torch.cuda`, `torch.accelerator`, `torch.device("cuda")`, `.is_cuda` and comparisons with "cuda"."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "is_cuda" or ast.unparse(node) in ("torch.cuda", "torch.accelerator", "torch.version.cuda")
+    inputs = {ast.Compare: lambda: node.comparators, ast.Call: lambda: node.args}.get(type(node), list)()
+    return any(isinstance(value, ast.Constant) and value.value == "cuda" for value in inputs)
+
+
+def test_one_module_of_the_package_names_cuda():
+    result = {
+        name
+        for name, source in FILES.items()
+        if name.startswith("unirl/") and any(map(names_cuda, ast.walk(ast.parse(source))))
+    }
+    assert result == {KNOWS_CUDA}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "torch.accelerator.device_count()",
+        "tensor.is_cuda",
+        "tensor.device.type != 'cuda'",
+        "tensor.to('cuda')",
+    ],
+)
+def test_the_rule_sees_each_way_to_name_cuda(line):
+    assert any(map(names_cuda, ast.walk(ast.parse(line))))
 
 
 def test_files_stay_under_600_lines_and_functions_under_100():

@@ -28,7 +28,7 @@ from unirl.plan.preflight import preflight
 from unirl.tracking.tables import read_rows
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.export import ExportedFile, export_checkpoint
-from unirl.trainer.saved_runs import saved_run
+from unirl.trainer.run_folder import saved_run
 
 EXPORT_PROMPTS = ("a red circle", "a blue square")
 """The prompts on which an exported file is compared with our sampler."""
@@ -90,7 +90,7 @@ class Run:
         """The run directory, once the run has been trained."""
 
     def plan(self) -> str:
-        """What the run would do and hold: geometry, placement, parameters, memory by phase. Nothing is loaded."""
+        """Geometry, placement, parameters, memory and time of the run, as text. No model is loaded."""
         return plan_text(self.recipe)
 
     def train(self) -> TrainingResult:

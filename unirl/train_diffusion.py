@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from unirl.cli.arguments import RecipeArguments
 from unirl.cli.main import run_command
-from unirl.cli.signals import stop_on_signal
-from unirl.cli.train import parsed
+from unirl.cli.train import parsed, stop_on_signal
 from unirl.config.failures import Session
 from unirl.config.load import load
 from unirl.plan.preflight import preflight

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.ragged import LeafStage, Sequence, assert_same_gradient, looped, ragged, value
+from tests.tokens import PromptNumber, TableStage, token_stage
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.kl import k1, k2, k3
-from unirl.testing.tokens import PromptNumber, TableStage, token_stage
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack

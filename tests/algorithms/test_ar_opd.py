@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.algorithms.ragged import LeafStage, assert_same_gradient, looped, ragged, value
+from tests.tokens import TableStage, TokenSampling, token_stage, token_table, token_track
 from unirl.algorithms.ar_opd import AROPD
 from unirl.config.errors import ConfigError
 from unirl.testing.algorithm import check_algorithm
-from unirl.testing.tokens import TableStage, TokenSampling, token_stage, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.stack import TrainStack

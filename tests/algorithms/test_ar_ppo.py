@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.algorithms.ragged import DROPPED, LeafStage, ragged
+from tests.tokens import TableStage, TokenSampling, token_stage, token_track
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.shared.critic import StepCredit
@@ -21,7 +22,6 @@ from unirl.config.build import build, check_node
 from unirl.config.errors import ConfigError
 from unirl.models.value_head import TokenValueHead
 from unirl.testing.algorithm import check_algorithm, prepared_track
-from unirl.testing.tokens import TableStage, TokenSampling, token_stage, token_track
 from unirl.tracking.metrics import check_names
 from unirl.types.protocols import Anchor, TrainingProgress
 from unirl.types.results import merge, values

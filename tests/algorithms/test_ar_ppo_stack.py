@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.algorithms.test_ar_ppo import EVERY_OPTION, KL_IN_REWARD, credit_of
 from tests.algorithms.test_token_learning import two_halves
+from tests.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
 from tests.train.ranks import run_ranks
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.distributed import current
 from unirl.testing.algorithm import prepared_track
-from unirl.testing.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, ValueConfig
@@ -179,6 +179,7 @@ def alone_with_its_reward(value_rate: float, seed: int) -> float:
     return sum(rewards[-20:]) / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2])
 def test_with_one_sample_per_prompt_the_critic_is_the_baseline(seed: int) -> None:
     assert alone_with_its_reward(1e-2, seed) > 0.95  # at best 1, by chance 1 / 4

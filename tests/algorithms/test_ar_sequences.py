@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.ragged import LeafStage, assert_same_gradient, ragged, value
-from unirl.algorithms.ar_gmpo import GMPO
-from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.ar_gspo import GSPO
+from unirl.algorithms.ar_grpo import ARGRPO, GSPO
+from unirl.algorithms.ar_trust_regions import GMPO
 from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack

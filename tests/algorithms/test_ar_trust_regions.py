@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.algorithms.ragged import LeafStage, assert_same_gradient, looped, ragged, value
-from unirl.algorithms.ar_cispo import CISPO
-from unirl.algorithms.ar_dppo import CPPO, DPPO
-from unirl.algorithms.ar_drpo import DRPO
-from unirl.algorithms.ar_sapo import SAPO
-from unirl.algorithms.shared.packed import RowOffsets
-from unirl.algorithms.shared.surrogate import (
+from unirl.algorithms.ar_trust_regions import (
+    CISPO,
+    CPPO,
+    DPPO,
+    DRPO,
+    SAPO,
     binary_kl,
     binary_tv,
-    quadratic_penalty_loss,
-    soft_gate_loss,
-    weighted_log_prob_loss,
     within_prefix_budget,
 )
-from unirl.algorithms.shared.tokens import TokenLoss
+from unirl.algorithms.base import START
+from unirl.algorithms.shared.packed import RowOffsets
+from unirl.algorithms.shared.tokens import TokenLoss, Tokens
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
 
@@ -39,6 +38,15 @@ def slope_of(losses: Tensor, logp: Tensor) -> float:
     return float(torch.autograd.grad(losses.sum(), logp)[0])
 
 
+def losses_of(algorithm: TokenLoss, log_ratio: Tensor, old: float, advantage: float) -> Tensor:
+    """The policy loss of one token whose log-prob was `old`."""
+    one = torch.ones(1, dtype=torch.bool)
+    rows = RowOffsets.of(torch.tensor([0, 1]), one, one)
+    old_logp = tensor(old)
+    tokens = Tokens(log_ratio + old, old_logp, log_ratio, tensor(advantage), tensor(1.0), rows)
+    return algorithm.surrogate(tokens, START).losses
+
+
 # DRPO and SPO
 
 
@@ -46,7 +54,7 @@ def slope_of(losses: Tensor, logp: Tensor) -> float:
 @given(logp=LOG_PROBS, old=LOG_PROBS, advantage=ADVANTAGES, epsilon=st.floats(0.05, 20))
 def test_drpo_has_the_papers_gradient(logp: float, old: float, advantage: float, epsilon: float) -> None:
     new, mu = tensor(logp, grad=True), math.exp(old)
-    losses = quadratic_penalty_loss(new - old, tensor(advantage), mu / (2 * epsilon))
+    losses = losses_of(DRPO(drpo_epsilon=epsilon), new - old, old, advantage)
     ratio, moved = math.exp(logp - old), abs(math.exp(logp) - mu)
     away = math.copysign(1.0, advantage * (ratio - 1)) if advantage * (ratio - 1) else 0.0
     want = -advantage * ratio * (1 - away * moved / epsilon)
@@ -58,9 +66,9 @@ def test_drpo_of_rare_tokens_is_the_plain_gradient_and_spo_is_drpo_with_mu_one()
     rare = shifted(stage, track, -60.0)
     plain = looped(stage, rare, lambda row: -row.advantage * row.ratio, "token-mean")
     assert_same_gradient(stage, value(DRPO(drpo_epsilon=0.3), stage, rare), plain)
-    certain, same_move = tensor(0.0), tensor(0.3, grad=True)
-    drpo = quadratic_penalty_loss(same_move, tensor(2.0), certain.exp() / (2 * 0.2))
-    assert drpo.item() == quadratic_penalty_loss(same_move, tensor(2.0), 1 / (2 * 0.2)).item()
+    certain, same_move = 0.0, tensor(0.3)
+    drpo = losses_of(DRPO(drpo_epsilon=0.2), same_move, certain, 2.0)
+    assert drpo.item() == losses_of(DRPO(drpo_epsilon=0.2, penalty_mu_weighted=False), same_move, -1.0, 2.0).item()
     spo = -2 * math.exp(0.3) + 2 * (math.exp(0.3) - 1) ** 2 / 0.4
     assert drpo.item() == pytest.approx(spo, rel=1e-12)
 
@@ -234,11 +242,13 @@ def test_a_prefix_that_has_drifted_leaves_no_budget_for_later_tokens() -> None:
 
 @pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.3), (-2.0, 1.7)])
 def test_sapo_is_the_plain_gradient_at_ratio_one_and_decreases_on_both_sides(advantage: float, tau: float) -> None:
+    sapo = SAPO(tau_pos=1.3, tau_neg=1.7)
+
     def slope(log_ratio: float) -> float:
         x = tensor(log_ratio, grad=True)
-        return slope_of(soft_gate_loss(x, tensor(advantage), 1.3, 1.7), x)
+        return slope_of(losses_of(sapo, x, -1.0, advantage), x)
 
-    assert soft_gate_loss(tensor(0.0), tensor(advantage), 1.3, 1.7).item() == pytest.approx(-advantage * 2 / tau)
+    assert losses_of(sapo, tensor(0.0), -1.0, advantage).item() == pytest.approx(-advantage * 2 / tau)
     assert slope(0.0) == pytest.approx(-advantage, rel=1e-12)
     gate = 1 / (1 + math.exp(-tau * (math.e - 1)))
     assert slope(1.0) == pytest.approx(-advantage * math.e * 4 * gate * (1 - gate), rel=1e-12)
@@ -247,7 +257,7 @@ def test_sapo_is_the_plain_gradient_at_ratio_one_and_decreases_on_both_sides(adv
 
 def test_sapo_decreases_faster_for_negative_advantages() -> None:
     x = tensor(1.0, grad=True)
-    up, down = (abs(slope_of(soft_gate_loss(x, tensor(a), 1.0, 1.05), x)) for a in (1.0, -1.0))
+    up, down = (abs(slope_of(losses_of(SAPO(), x, -1.0, a), x)) for a in (1.0, -1.0))
     assert down < up
 
 
@@ -255,7 +265,7 @@ def test_sapo_decreases_faster_for_negative_advantages() -> None:
 @given(log_ratio=st.floats(-19, 19), advantage=ADVANTAGES.filter(lambda a: abs(a) > 1e-3))
 def test_cispo_has_a_gradient_at_every_token_and_weights_within_its_bounds(log_ratio: float, advantage: float) -> None:
     x = tensor(-1.0, grad=True)
-    losses = weighted_log_prob_loss(x - (-1.0 - log_ratio), x, tensor(advantage), 0.2, 5.0)
+    losses = losses_of(CISPO(clip_range=0.8, clip_range_high=4.0), x - (-1.0 - log_ratio), -1.0 - log_ratio, advantage)
     weight = min(max(math.exp(log_ratio), 0.2), 5.0)
     assert slope_of(losses, x) == pytest.approx(-advantage * weight, rel=1e-9)
 

@@ -24,6 +24,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_estimator_moves_a_gaussian_flow_towards_its_reward(name: str) -> None:
     run = GAUSSIAN.learn(METHODS[name], steps=25)

@@ -107,7 +107,7 @@ def test_metrics_are_those_of_the_implicit_preference() -> None:
     algorithm, live, reference = DiffusionDPO(beta=3.0, times=TIMES), field_stage(0), field_stage(1)
     track = anchored(algorithm, some_pairs(), reference=reference)
     result = algorithm.loss(live, track, (1,))
-    margin = preference_margin(result.outputs["logp"], algorithm.snapshot_anchor(track, "ref_logp", (1,)), 3.0)
+    margin = preference_margin(result.outputs["logp"], algorithm.filled_anchor(track, "ref_logp", (1,)), 3.0)
     actual = values(result.metrics)
     assert actual["train/preference_accuracy"] == pytest.approx(float((margin > 0).double().mean()))
     assert actual["train/preference_margin"] == pytest.approx(float(margin.mean()))
@@ -147,18 +147,18 @@ def test_the_best_is_paired_with_the_worst_and_the_second_best_with_the_second_w
     advantages = torch.tensor([0.1, 2.0, -1.0, 0.5, 0.0, -0.3, -2.0, 1.0])
     groups = ["a", "b", "a", "b", "a", "b", "b", "a"]
     one = best_and_worst(advantages, groups, torch.ones(8), 1)
-    assert one.rows == [7, 2, 1, 6] and one.is_informative == [True, True]
+    assert one == ([7, 2, 1, 6], [True, True])
     two = best_and_worst(advantages, groups, torch.ones(8), 2)
-    assert two.rows == [7, 2, 0, 4, 1, 6, 3, 5] and all(two.is_informative)
+    assert two == ([7, 2, 0, 4, 1, 6, 3, 5], [True] * 4)
 
 
 def test_dropped_rows_are_taken_last_and_pairs_with_them_are_not_trained() -> None:
     advantages, weight = torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    assert best_and_worst(advantages, ["a"] * 4, weight, 1).rows == [0, 2]
-    two = best_and_worst(advantages, ["a"] * 4, weight, 2)
-    assert sorted(two.rows) == [0, 1, 2, 3] and two.rows[:2] == [0, 2] and two.is_informative == [True, False]
-    alone = best_and_worst(advantages, ["a"] * 4, torch.tensor([0.0, 1.0, 0.0, 0.0]), 1)
-    assert 1 in alone.rows and alone.is_informative == [False]
+    assert best_and_worst(advantages, ["a"] * 4, weight, 1)[0] == [0, 2]
+    rows, is_informative = best_and_worst(advantages, ["a"] * 4, weight, 2)
+    assert sorted(rows) == [0, 1, 2, 3] and rows[:2] == [0, 2] and is_informative == [True, False]
+    rows, is_informative = best_and_worst(advantages, ["a"] * 4, torch.tensor([0.0, 1.0, 0.0, 0.0]), 1)
+    assert 1 in rows and is_informative == [False]
 
 
 def test_an_uninformative_pair_keeps_its_place_with_weight_zero() -> None:
@@ -195,12 +195,12 @@ def test_paired_rows_are_the_extremes_of_their_group(rows: list[tuple[int, bool]
     random.shuffle(rows)
     advantages = torch.tensor([float(value) for value, _ in rows])
     weight = torch.tensor([float(alive) for _, alive in rows])
-    actual = best_and_worst(advantages, ["a"] * len(rows), weight, num_pairs)
-    assert len(actual.rows) == len(set(actual.rows)) == 2 * num_pairs and len(actual.is_informative) == num_pairs
+    actual, is_informative = best_and_worst(advantages, ["a"] * len(rows), weight, num_pairs)
+    assert len(actual) == len(set(actual)) == 2 * num_pairs and len(is_informative) == num_pairs
     alive = [i for i in range(len(rows)) if weight[i] > 0]
     by_value = sorted(float(advantages[i]) for i in alive)
-    pairs = list(zip(actual.rows[0::2], actual.rows[1::2], strict=True))
-    for number, ((winner, loser), trained) in enumerate(zip(pairs, actual.is_informative, strict=True)):
+    pairs = list(zip(actual[0::2], actual[1::2], strict=True))
+    for number, ((winner, loser), trained) in enumerate(zip(pairs, is_informative, strict=True)):
         if winner in alive and loser in alive:
             assert advantages[winner] == by_value[-1 - number] and advantages[loser] == by_value[number]
             assert trained == (advantages[winner] > advantages[loser])

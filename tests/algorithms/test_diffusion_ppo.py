@@ -24,6 +24,7 @@ from tests.algorithms.trajectories import (
 )
 from tests.algorithms.trajectories import expected as expected_policy
 from tests.algorithms.trajectories import trajectory as unscored
+from tests.toy import ToyBundle
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
 from unirl.config.errors import ConfigError
@@ -31,7 +32,7 @@ from unirl.models.denoising.stage import DiffusionStage
 from unirl.models.value_head import ValueHead
 from unirl.sde.kernels import EulerODE
 from unirl.testing.algorithm import check_algorithm
-from unirl.testing.toy import ToyBundle, toy_facts, toy_stage, toy_track
+from unirl.testing.toy import toy_facts, toy_stage, toy_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import ValueConfig
@@ -317,6 +318,7 @@ CRITICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CRITICS)
 def test_it_moves_a_gaussian_flow_towards_its_reward(name: str) -> None:
     run = GAUSSIAN.learn(Method(algorithm=CRITICS[name]), steps=25)
@@ -348,6 +350,7 @@ def explained(wanted: Tensor, have: Tensor) -> float:
     return 1 - float((wanted - have).var() / wanted.var())
 
 
+@pytest.mark.slow
 def test_its_value_head_learns_the_expected_reward_of_every_state() -> None:
     """On a policy that stands still the expected reward is known in closed form; the head sees noisy outcomes only."""
     flow = GAUSSIAN.flow()

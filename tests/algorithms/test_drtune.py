@@ -13,11 +13,7 @@ from torch import Tensor
 
 from tests.algorithms.toys import GAUSSIAN
 from tests.models.plain_sampling import assert_close, differentiable, euler, gradient_of, in_double, reward_of, velocity
-from unirl.algorithms.alignprop import AlignProp
-from unirl.algorithms.draft import DRaFT, DRaFTLV
-from unirl.algorithms.drtune import DRTune
-from unirl.algorithms.refl import ReFL
-from unirl.algorithms.shared.reward_backprop import RewardBackprop
+from unirl.algorithms.drtune import AlignProp, DRaFT, DRaFTLV, DRTune, ReFL, RewardBackprop
 from unirl.config.errors import ConfigError
 from unirl.models.denoising.stage import GradientMask
 from unirl.sde.kernels import EulerODE, FlowSDEStrategy
@@ -303,6 +299,7 @@ LEARNERS: dict[str, tuple[RewardBackprop, int]] = {  # and updates per rollout
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_every_method_brings_a_gaussian_flow_near_its_optimum(name: str) -> None:
     algorithm, num_updates = LEARNERS[name]
@@ -311,6 +308,7 @@ def test_every_method_brings_a_gaussian_flow_near_its_optimum(name: str) -> None
     assert run.end > -0.1
 
 
+@pytest.mark.slow
 def test_a_velocity_penalty_keeps_the_policy_near_the_reference() -> None:
     free, held = DRTune(gradient_steps=EquallySpacedSteps(num_steps=3)), None
     held = dataclasses.replace(free, velocity_coef=10.0)

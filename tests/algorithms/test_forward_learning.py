@@ -35,6 +35,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_gaussian_flow_goes_most_of_the_way_to_its_reward(name: str) -> None:
     result = GAUSSIAN.learn(METHODS[name], steps=26)

@@ -51,6 +51,7 @@ TRUST_REGIONS: dict[str, DenoisingLoss] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRUST_REGIONS)
 def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_learn(name: str) -> None:
     run = on_a_gaussian(Method(algorithm=TRUST_REGIONS[name], num_updates=4))
@@ -60,6 +61,7 @@ def test_a_trust_region_that_acts_on_every_fourth_ratio_still_lets_a_method_lear
     assert sum(update["train/clip_fraction"] for update in last) / len(last) > 0.1
 
 
+@pytest.mark.slow
 def test_with_a_reference_kl_the_optimum_is_lower_and_the_kl_bounded() -> None:
     free, held, rewarded, damped = (
         on_a_gaussian(Method(algorithm=algorithm))
@@ -84,6 +86,7 @@ def test_with_a_reference_kl_the_optimum_is_lower_and_the_kl_bounded() -> None:
     assert 0.1 <= damped.gain() <= free.gain() - 0.1
 
 
+@pytest.mark.slow
 def test_grpo_moves_a_mixture_to_the_rewarded_mode_by_small_steps() -> None:
     run = on_a_mixture(Method(algorithm=grpo()))
     assert run.gain() >= 0.3

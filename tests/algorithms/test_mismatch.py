@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.ragged import Sequence, assert_same_gradient, looped, ragged, value
+from tests.tokens import token_stage, token_track
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.mismatch import Correction, GeometricRejection, MaskedIS, SequenceTIS, TokenTIS
 from unirl.algorithms.shared.packed import RowOffsets
 from unirl.config.errors import ConfigError
-from unirl.testing.tokens import token_stage, token_track
 from unirl.types.results import values
 
 ROWS = RowOffsets.of(torch.tensor([0, 3, 3, 5]), torch.ones(5, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
@@ -53,11 +53,11 @@ def test_an_engine_that_agrees_is_not_corrected(correction: Correction) -> None:
 
 def weight_of(row: Sequence, correction: Correction) -> Tensor:
     gap = row.old - row.engine
-    if isinstance(correction, TokenTIS):
+    if type(correction) is TokenTIS:
         return gap.exp().clamp(max=correction.cap)
     if isinstance(correction, SequenceTIS):
         return gap.sum().exp().clamp(max=correction.cap)
-    if isinstance(correction, MaskedIS):
+    if type(correction) is MaskedIS:
         return torch.where((gap.exp() < correction.low) | (gap.exp() > correction.high), 0.0, gap.exp())
     assert isinstance(correction, GeometricRejection)
     return (correction.low <= gap.mean().exp() <= correction.high) * torch.ones((), dtype=torch.float64)

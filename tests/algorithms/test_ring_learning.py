@@ -40,6 +40,7 @@ def share(rewards: list[float], end: float) -> float:
     return (end - rewards[0]) / (RING.optimum - rewards[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "nft", "online dpo"])
 def test_rewards_lead_to_one_mode_of_eight(name: str) -> None:
     run = RING.learn(METHODS[name], steps=40)

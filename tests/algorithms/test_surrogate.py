@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unirl.algorithms.shared.kl import k2
 from unirl.algorithms.shared.surrogate import (
-    approx_kl,
     clip_scale,
     clipped_surrogate,
+    fraction_metrics,
     guard_log_ratio,
     masked_surrogate,
-    ratio_metrics,
+    spread_metrics,
     weighted_sum,
 )
 from unirl.types.results import merge, values
@@ -187,7 +188,7 @@ def test_approx_kl_of_a_gaussian_shift_matches_the_exact_kl_to_first_order() -> 
     normal = torch.distributions.Normal
     log_ratio = normal(shift, 1.0).log_prob(x) - normal(0.0, 1.0).log_prob(x)
     exact = torch.distributions.kl_divergence(normal(0.0, 1.0), normal(torch.tensor(shift), 1.0))
-    assert float(approx_kl(log_ratio).mean()) == pytest.approx(float(exact), rel=1e-2)
+    assert float(k2(log_ratio).mean()) == pytest.approx(float(exact), rel=1e-2)
 
 
 def test_ratio_statistics_use_elements_of_positive_weight_for_any_split() -> None:
@@ -196,7 +197,11 @@ def test_ratio_statistics_use_elements_of_positive_weight_for_any_split() -> Non
     weights = torch.ones(6, 5)
     weights[2] = 0
     log_ratio[2] = torch.nan
-    parts = [ratio_metrics(log_ratio[rows], weights[rows], 1e-4, 5e-5) for rows in (slice(0, 2), slice(2, 6))]
+    above, below = log_ratio > math.log1p(5e-5), log_ratio < math.log1p(-1e-4)
+    parts = [
+        spread_metrics(log_ratio[rows], weights[rows]) | fraction_metrics(above[rows], below[rows], weights[rows])
+        for rows in (slice(0, 2), slice(2, 6))
+    ]
     result = values(merge(parts))
     kept = log_ratio[[0, 1, 3, 4, 5]].double()
     ratio = kept.exp()

@@ -11,23 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tokens import TableStage, token_table, token_track
+from tests.toy import ToyBundle
 from tests.train.ranks import plain, run_ranks
-from unirl.algorithms.ar_cispo import CISPO
-from unirl.algorithms.ar_dppo import CPPO, DPPO
-from unirl.algorithms.ar_drpo import DRPO
-from unirl.algorithms.ar_gmpo import GMPO
-from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.ar_gspo import GSPO
+from unirl.algorithms.ar_grpo import ARGRPO, GSPO
 from unirl.algorithms.ar_opd import AROPD
 from unirl.algorithms.ar_ppo import ARPPO
-from unirl.algorithms.ar_sapo import SAPO
+from unirl.algorithms.ar_trust_regions import CISPO, CPPO, DPPO, DRPO, GMPO, SAPO
 from unirl.algorithms.shared.mismatch import TokenTIS
 from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.config.errors import ConfigError
 from unirl.distributed import current
 from unirl.distributed.group.dispatch import rank_rows
-from unirl.testing.tokens import TableStage, token_table, token_track
-from unirl.testing.toy import ToyBundle, toy_track
+from unirl.testing.toy import toy_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, ValueConfig

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.flows import Run
-from unirl.algorithms.ar_cispo import CISPO
-from unirl.algorithms.ar_dppo import CPPO, DPPO
-from unirl.algorithms.ar_drpo import DRPO
-from unirl.algorithms.ar_gmpo import GMPO
-from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.ar_gspo import GSPO
+from tests.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
+from unirl.algorithms.ar_grpo import ARGRPO, GSPO
 from unirl.algorithms.ar_ppo import ARPPO
-from unirl.algorithms.ar_sapo import SAPO
+from unirl.algorithms.ar_trust_regions import CISPO, CPPO, DPPO, DRPO, GMPO, SAPO
 from unirl.algorithms.shared.advantages import GroupAdvantage
 from unirl.algorithms.shared.mismatch import TokenTIS
 from unirl.algorithms.shared.tokens import TokenLoss
-from unirl.testing.tokens import TableStage, TokenSampling, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import ValueConfig
@@ -87,6 +82,7 @@ def bandit(algorithm: TokenLoss, seed: int = 42) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", METHODS.values(), ids=METHODS.keys())
 def test_every_method_finds_the_best_arm_of_every_prompt(algorithm: TokenLoss) -> None:
     run = bandit(algorithm)
@@ -98,6 +94,7 @@ def test_every_method_finds_the_best_arm_of_every_prompt(algorithm: TokenLoss) -
     assert run.end > 0.95
 
 
+@pytest.mark.slow
 def test_a_large_entropy_bonus_keeps_the_table_uncertain_and_a_large_kl_keeps_it_where_it_was() -> None:
     plain, bonus, leash = (
         trained(ARGRPO(**options)) for options in ({}, {"entropy_coef": 2.0}, {"kl_coef": 5.0, "kl_estimator": "k2"})

@@ -20,17 +20,12 @@ from tests.algorithms.ragged import (
     ragged,
     value,
 )
-from unirl.algorithms.ar_cispo import CISPO
-from unirl.algorithms.ar_dppo import CPPO, DPPO
-from unirl.algorithms.ar_drpo import DRPO
-from unirl.algorithms.ar_gmpo import GMPO
-from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.ar_gspo import GSPO
-from unirl.algorithms.ar_sapo import SAPO
+from tests.tokens import TokenSampling, token_stage, token_track
+from unirl.algorithms.ar_grpo import ARGRPO, GSPO
+from unirl.algorithms.ar_trust_regions import CISPO, CPPO, DPPO, DRPO, GMPO, SAPO
 from unirl.algorithms.shared.mismatch import MaskedIS, SequenceTIS, TokenTIS
 from unirl.algorithms.shared.tokens import TokenLoss
 from unirl.testing.algorithm import check_algorithm
-from unirl.testing.tokens import TokenSampling, token_stage, token_track
 from unirl.types.results import merge, values
 from unirl.types.rollout_resp import RolloutTrack
 

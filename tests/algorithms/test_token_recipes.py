@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from tests.algorithms.ragged import assert_same_gradient, ragged, sequences, value
-from unirl.algorithms.ar_cispo import CISPO
-from unirl.algorithms.ar_dppo import CPPO, DPPO
-from unirl.algorithms.ar_drpo import DRPO
-from unirl.algorithms.ar_gmpo import GMPO
-from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.ar_gspo import GSPO
-from unirl.algorithms.ar_sapo import SAPO
+from unirl.algorithms.ar_grpo import ARGRPO, GSPO
+from unirl.algorithms.ar_trust_regions import CISPO, CPPO, DPPO, DRPO, GMPO, SAPO
 from unirl.algorithms.shared.kl import AdaptiveKL
 from unirl.algorithms.shared.mismatch import TokenTIS
 from unirl.algorithms.shared.tokens import TokenLoss, drift_metrics
@@ -143,10 +138,10 @@ def written(options: Mapping[str, Any]) -> Any:
     ("options", "made"),
     [
         ({"_target_": "unirl.algorithms.ar_grpo.ARGRPO", "clip_range_high": 0.28}, ARGRPO(clip_range_high=0.28)),
-        ({"_target_": "unirl.algorithms.ar_gspo.GSPO"}, GSPO(clip_range=3e-4, clip_range_high=4e-4)),
+        ({"_target_": "unirl.algorithms.ar_grpo.GSPO"}, GSPO(clip_range=3e-4, clip_range_high=4e-4)),
         (
             {
-                "_target_": "unirl.algorithms.ar_drpo.DRPO",
+                "_target_": "unirl.algorithms.ar_trust_regions.DRPO",
                 "loss_agg_mode": "seq-mean-token-sum-norm",
                 "horizon": 8192,
                 "mismatch": {"_target_": "unirl.algorithms.shared.mismatch.TokenTIS", "cap": 3},

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.ragged import AGGREGATIONS
+from tests.tokens import TableStage, TokenTable, token_table, token_track
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.shared.tokens import TokenLoss
-from unirl.testing.tokens import TableStage, TokenTable, token_table, token_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.stack import TrainStack

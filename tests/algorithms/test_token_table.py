@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from tests.tokens import END, TokenSampling, TokenTable, token_stage, token_track, truncated
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.testing.tokens import END, TokenSampling, TokenTable, token_stage, token_track, truncated
 from unirl.types.results import values
 
 

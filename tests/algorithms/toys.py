@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.flows import Flow, Method, Run, T, mixture_velocity, rollout, train
-from unirl.algorithms.shared.reward_backprop import RewardBackprop
+from unirl.algorithms.drtune import RewardBackprop
 from unirl.models.denoising.differentiable import DifferentiableStage
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.kernels import EulerODE

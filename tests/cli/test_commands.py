@@ -86,8 +86,8 @@ def test_config_show_doc_lists_keys_with_type_default_and_documentation(capsys):
 
 
 def test_recipes_are_found_by_what_they_say(capsys, recipes):
-    found = json.loads(output(capsys, "recipes", "search", "batch_size: 7", "toys/", "--json"))
-    assert [row["name"] for row in found] == ["toys/ball"]
+    result = json.loads(output(capsys, "recipes", "search", "batch_size: 7", "toys/", "--json"))
+    assert [row["name"] for row in result] == ["toys/ball"]
 
 
 def test_a_search_without_result_is_a_usage_error(capsys, recipes):
@@ -124,7 +124,7 @@ def test_prune_asks_for_yes_and_then_keeps_the_newest(capsys, run_dir, monkeypat
     output(capsys, "ckpt", "prune", str(run_dir), "--keep", "1", status=2)
     assert len(CheckpointStore(run_dir / "checkpoints").checkpoints()) == 3
     output(capsys, "ckpt", "prune", str(run_dir), "--keep", "1", "--yes")
-    assert [found.step for found in CheckpointStore(run_dir / "checkpoints").checkpoints()] == [3]
+    assert [result.step for result in CheckpointStore(run_dir / "checkpoints").checkpoints()] == [3]
 
 
 def test_prune_never_deletes_the_last(run_dir):
@@ -177,7 +177,7 @@ def test_the_doctor_refuses_a_torchvision_that_does_not_load(monkeypatch):
 
 
 def test_the_doctor_checks_a_recipe(capsys, recipes):
-    rows = json.loads(output(capsys, "doctor", "--recipe", "toys/ball", "--json", status=3))
+    rows = json.loads(output(capsys, "doctor", "toys/ball", "--json", status=3))
     assert [row["detail"][:11] for row in rows if row["check"] == "recipe toys/ball"] == ["error[2003]"]
 
 
@@ -198,7 +198,7 @@ sys.exit(main(["train", "diffusion/quickstart"]))
 
 
 def test_help_works_without_any_library_and_train_names_what_is_missing():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, timeout=600)
     assert "usage: unirl COMMAND" in done.stdout
     assert done.stderr.startswith("error[3001]: the Python package '")
     assert done.returncode == 3

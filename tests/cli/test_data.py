@@ -17,7 +17,6 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import load_prompts
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer
 from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer
-from unirl.reward.scoring import check_prompt
 
 GOOD = '{"prompt": "a sign that says \\"Open\\""}'
 
@@ -75,8 +74,8 @@ def test_the_setting_of_a_scorer_decides_what_it_misses(capsys, file):
 def test_the_report_as_json_holds_all_problems(capsys, file):
     path = file(*['{"prompt": "x"}'] * 30)
     status, out, _ = run(capsys, "check", path, "-r", "exact_match", "--json")
-    (found,) = json.loads(out)
-    assert status == 4 and found["prompts"] == len(found["problems"]) == 30
+    (result,) = json.loads(out)
+    assert status == 4 and result["prompts"] == len(result["problems"]) == 30
 
 
 def test_prompts_in_two_files_are_said(capsys, file, tmp_path):
@@ -242,7 +241,7 @@ def test_sets_of_mathematics_fit_their_rewards(capsys, hub, tmp_path):
     assert run(capsys, "populate", "gsm8k", "--endpoint", hub[0], "--out", str(tmp_path / "g"))[0] == 0
     train, test = (load_prompts(tmp_path / "g" / f"{split}.jsonl") for split in ("train", "test"))
     assert (len(train), len(test)) == (3, 1) and "####" in train[0].text
-    check_prompt(GSM8KExactMatchRewardScorer(), train[0].text, train[0].metadata)
+    GSM8KExactMatchRewardScorer().check_prompt(train[0].text, train[0].metadata)
     assert run(capsys, "populate", "math_500", "--endpoint", hub[0], "--out", str(tmp_path / "m"))[0] == 0
     (prompt,) = load_prompts(tmp_path / "m" / "test.jsonl")
     assert prompt.metadata["answer"] == r"\frac{1}{2}" and prompt.text.endswith(r"\boxed{}.")
@@ -260,7 +259,7 @@ def test_a_set_with_pictures_becomes_prompts_and_files(capsys, hub, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
     first, second = MultimodalRLDataSource(data_path=str(tmp_path / "train.jsonl")).eval_prompts()
     assert first.text == "Find x.\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer with the letter."
-    check_prompt(MCExactMatchRewardScorer(), first.text, first.metadata)
+    MCExactMatchRewardScorer().check_prompt(first.text, first.metadata)
     shown = [Image.open(prompt.images[0].uri).getpixel((0, 0)) for prompt in (first, second)]
     assert shown == [(255, 0, 0), (0, 0, 255)]
 

@@ -88,6 +88,12 @@ def test_a_bug_of_a_run_leaves_its_traceback_in_the_run_directory(tmp_path):
     assert [path.name.startswith("unirl-crash-") for path in tmp_path.iterdir()] == [True]
 
 
+def test_a_crash_file_holds_arguments_that_the_locale_cannot_decode(tmp_path):
+    assert fail_with(KeyError("x"), argv=["caf\udcc3\udca9"], run_dir=tmp_path) == 1
+    (crash,) = tmp_path.iterdir()
+    assert "KeyError" in crash.read_text(encoding="utf-8")
+
+
 def test_a_module_of_our_own_that_is_missing_is_a_bug():
     assert failure_of(ModuleNotFoundError("No module named 'unirl.x'", name="unirl.x")).is_bug
 

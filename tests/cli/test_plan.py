@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from unirl.cli.main import main
-from unirl.plan import memory
+from unirl.plan import cost
+from unirl.plan.residency import PHASES
+from unirl.types.facts import CACHE_BYTES, PREFILL_TOKENS
 
 COLOCATE, SEPARATE = (f"diffusion/sd3_replica_lora_{layout}" for layout in ("colocate", "separate"))
 PARTS = ("policy", "optimizer", "frozen", "engine", "reward")
-EVERYWHERE = dict.fromkeys(memory.PHASES, PARTS)
+EVERYWHERE = dict.fromkeys(PHASES, PARTS)
 
 
 def planned(capsys, recipe, *overrides):
@@ -19,32 +21,33 @@ def planned(capsys, recipe, *overrides):
     return json.loads(capsys.readouterr().out)
 
 
-def sizes(**changed):
-    return replace(
-        memory.MemoryInputs(
-            policy_parameters=1000,
-            other_parameters=300,
-            trainable_parameters=10,
-            dtype_bytes=2,
-            full_training=False,
-            num_snapshots=1,
-            tokens=4,
-            width=8,
-            num_blocks=2,
-            rollout_rows=1,
-            train_rows=1,
-            recompute=False,
-            keep_resident=True,
-            num_shards=1,
-            engine_dtype_bytes=0,
-        ),
-        **changed,
-    )
+NETWORK = cost.Network(
+    matrix_flops=1.0,
+    attention_flops=0.0,
+    layer_numbers=1.0,
+    num_layers=1,
+    num_adapted=1,
+    tokens=4,
+    width=8,
+    num_blocks=2,
+    active_parameters=1000,
+)
+SIZES = cost.Sizes(
+    policy_parameters=1000,
+    encoder_parameters=300,
+    trainable_parameters=10,
+    dtype_bytes=2,
+    full_training=False,
+    num_snapshots=1,
+    network=NETWORK,
+)
+SETTINGS = cost.Settings(micro_rows=1, forward_rows=1, recompute=False, num_shards=1)
 
 
 def byte_rows(**changed):
-    rows = memory.memory_table(sizes(**changed), EVERYWHERE)
-    return {row.role: {phase: round(gib * memory.GIB, 6) for phase, gib in row.gib.items()} for row in rows}
+    settings = {name: changed.pop(name) for name in tuple(changed) if name in vars(SETTINGS)}
+    rows = cost.memory_table(replace(SIZES, **changed), replace(SETTINGS, **settings), EVERYWHERE)
+    return {row.name: {phase: round(gib * cost.GIB, 6) for phase, gib in row.gib.items()} for row in rows}
 
 
 def test_the_rows_add_up_to_what_adamw_on_adapters_holds():
@@ -55,32 +58,45 @@ def test_the_rows_add_up_to_what_adamw_on_adapters_holds():
         "gradients": 10 * 4,
         "optimizer (AdamW)": 2 * 10 * 4,
     }
-    assert rows["gradients"]["generate"] == 0
-    assert rows["encoders and VAE"]["train"] == 300 * 2
-    assert byte_rows(keep_resident=False)["encoders and VAE"]["train"] == 0
+    assert rows["gradients"]["sample"] == 0
+    assert rows["encoders"]["train"] == 300 * 2
+    assert byte_rows(keep_resident=False)["encoders"]["train"] == 0
+    assert byte_rows(kept_in_fp32=100)["policy weights"]["train"] == 900 * 2 + 100 * 4
 
 
-def test_shards_divide_what_is_stored_and_sampling_gathers_it_again():
+def test_shards_divide_what_is_stored_and_sampling_gathers_the_whole_beside_them():
     whole, quarter = byte_rows(), byte_rows(num_shards=4)
     for name in ("policy weights", "adapters", "gradients", "optimizer (AdamW)", "snapshots"):
         assert quarter[name]["train"] == whole[name]["train"] / 4
-    gathered = sum(quarter[name]["generate"] for name in ("policy weights", "adapters", "other shards, gathered"))
-    assert gathered == whole["policy weights"]["generate"] + whole["adapters"]["generate"]
+    assert quarter["gathered weights"]["sample"] == 1000 * 2 + 10 * 4
+    assert byte_rows(num_shards=4, deferred=True)["gradients"]["train"] == whole["gradients"]["train"]
+    assert byte_rows(num_shards=4, reshard=False)["gathered blocks"]["train"] == 1000 * 2
+
+
+def test_a_snapshot_from_another_checkpoint_is_a_whole_module(capsys):
+    assert byte_rows(num_loaded_snapshots=1)["snapshots"]["train"] == 10 * 4 + 1000 * 2 + 10 * 4
+    whole = byte_rows(full_training=True, trainable_parameters=1000, num_snapshots=0, num_loaded_snapshots=1)
+    assert whole["snapshots"]["train"] == 1000 * 4
+    assert byte_rows(num_loaded_snapshots=1, num_shards=4)["snapshots"]["train"] == (10 * 4 + 1000 * 2 + 10 * 4) / 4
+    plans = [planned(capsys, "diffusion/sd3_trainside", "scale=toy", *typed)
+             for typed in ([], ["backend.snapshots={teacher: {path: toy}}"])]  # fmt: skip
+    plain, taught = ({row["name"]: row["gib"]["train"] for row in plan["memory_gib"]} for plan in plans)
+    assert taught["snapshots"] - plain["snapshots"] == plain["policy weights"] + plain["adapters"]
 
 
 def test_an_engine_of_its_own_is_whole_and_leaves_the_trained_module_in_shards():
     rows = byte_rows(num_shards=4, engine_dtype_bytes=2)
-    assert rows["engine weights"]["generate"] == 1000 * 2 + 10 * 4
-    assert "other shards, gathered" not in rows
+    assert rows["engine weights"]["sample"] == 1000 * 2 + 10 * 4
+    assert "gathered weights" not in rows
 
 
 def test_in_colocate_no_phase_pays_for_optimizer_and_engine_together(capsys):
     rows = planned(capsys, COLOCATE)["memory_gib"]
-    by_name = {row["role"]: row["gib"] for row in rows}
-    for phase in memory.PHASES:
+    by_name = {row["name"]: row["gib"] for row in rows}
+    for phase in cost.MOMENTS:
         assert by_name["optimizer (AdamW)"][phase] == 0 or by_name["engine weights"][phase] == 0
-    apart = {row["role"]: row["gib"] for row in planned(capsys, SEPARATE)["memory_gib"]}
-    assert all(apart["engine weights"][phase] > 0 for phase in memory.PHASES)
+    apart = {row["name"]: row["gib"] for row in planned(capsys, SEPARATE)["memory_gib"]}
+    assert all(apart["engine weights"][phase] > 0 for phase in cost.MOMENTS)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +166,30 @@ def test_a_ray_that_does_not_answer_has_the_exit_status_of_a_missing_part(capsys
 def test_a_language_model_is_counted_as_it_would_be_loaded(bundle, path):
     module, _, name = bundle.rpartition(".")
     owner = getattr(importlib.import_module(module), name)
-    found, loaded = owner.estimate(path), owner(path=path, dtype="fp32").trainable()
-    assert found.parameters == {"lm": sum(parameter.numel() for parameter in loaded.parameters())}
+    result, loaded = owner.estimate(path), owner(path=path, dtype="fp32").trainable()
+    assert result.parameters == {"lm": sum(parameter.numel() for parameter in loaded.parameters())}
     config = loaded.config.get_text_config()
-    assert found.num_blocks == config.num_hidden_layers
-    assert found.cache_width == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert result.num_blocks == config.num_hidden_layers
+    assert result.cache_width == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def test_the_plan_of_text_shows_the_slots_that_an_accelerator_takes_by_itself(capsys):
+    """As many as fit the memory for keys and values, no more than the samples of a device, and prompts in parts."""
+    alone = ("num_devices=1", "devices_per_node=1", "batch_size=64")
+    facts = planned(capsys, "vlm/qwen_vl_argrpo_geo3k_mc_4x8", *alone)
+    network = facts["sizes"]["network"]
+    slot = network["tokens"] * network["cache_width"] * 2
+    assert facts["settings"]["forward_rows"] == CACHE_BYTES // slot // 8 * 8 == 96
+    few = planned(capsys, "vlm/qwen_vl_argrpo_geo3k_mc_4x8")
+    assert few["settings"]["forward_rows"] == 32 * 16 // 32
+    rows = {row["name"]: row["gib"]["sample"] * cost.GIB for row in few["memory_gib"]}
+    assert rows["activations of sampling"] == PREFILL_TOKENS * few["sizes"]["network"]["width"] * 2 * 12
 
 
 def test_the_plan_of_text_holds_the_keys_and_values_of_all_responses_in_the_making(capsys):
     facts = planned(capsys, "llm/quickstart", "scale=toy", "rollout.forward_batch_size=10")
     sizes = facts["sizes"]
-    rows = {row["role"]: row["gib"]["generate"] * memory.GIB for row in facts["memory_gib"]}
-    assert rows["keys and values"] == pytest.approx(10 * sizes["tokens"] * sizes["cache_width"] * 4)
+    rows = {row["name"]: row["gib"]["sample"] * cost.GIB for row in facts["memory_gib"]}
+    network = sizes["network"]
+    assert rows["keys and values"] == pytest.approx(10 * network["tokens"] * network["cache_width"] * 4)
     assert sizes["trainable_parameters"] == facts["parameters"]["lm"]

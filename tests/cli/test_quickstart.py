@@ -35,8 +35,8 @@ def test_the_report_shows_right_answers_and_the_page_to_read(tmp_path):
     page = tmp_path / "eval" / "step-000050" / "before_after.md"
     page.parent.mkdir(parents=True)
     page.write_text("")
-    found = [score | {"eval/pass@4": share} for score, share in zip(scores(0.6, 0.8), (0.25, 0.75), strict=True)]
-    shown = report(tmp_path, found)
+    result = [score | {"eval/pass@4": share} for score, share in zip(scores(0.6, 0.8), (0.25, 0.75), strict=True)]
+    shown = report(tmp_path, result)
     assert "held-out pass@4  0.250 -> 0.750" in shown
     assert f"before/after     {page}" in shown
 

@@ -97,6 +97,7 @@ def test_lint_passes_a_scorer_that_keeps_its_contract(capsys):
     assert "change nothing" in said and "finite differences" in said and "not constant" in said
 
 
+@pytest.mark.slow
 def test_lint_draws_signs_that_ocr_tells_apart(capsys):
     assert main(["reward", "lint", "-r", "ocr"]) == 0
     assert "not constant" in capsys.readouterr().out

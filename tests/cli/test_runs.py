@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,12 +79,34 @@ def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir,
     assert metrics_of(tmp_path / "run") == metrics_of(run_dir)
 
 
+def test_closing_the_terminal_saves_the_step_and_asks_for_a_requeue(run_dir, tmp_path, monkeypatch):
+    learn = Trainer.learn
+
+    def learn_and_hang_up(self, step, resp):
+        terminal.close()
+        os.kill(os.getpid(), signal.SIGHUP)
+        learn(self, step, resp)
+
+    monkeypatch.setattr(Trainer, "learn", learn_and_hang_up)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        terminal = os.fdopen(reader)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert main(["train", *TOY, "--out", str(tmp_path / "run")]) == 75
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT)
+    assert (tmp_path / "run/checkpoints/checkpoint-000001").is_dir()
+    assert "step 1/2 reward=" in (tmp_path / "run/logs/console.log").read_text()
+    assert main(["train", *TOY, f"run.dir={tmp_path / 'run'}"]) == 0
+    assert metrics_of(tmp_path / "run") == metrics_of(run_dir)
+
+
 def test_eval_gives_the_scores_of_the_run(run_dir, tmp_path, capsys):
     scores = sorted(run_dir.glob("eval/step-*/scores.json"))[-1]
     assert main(["eval", str(run_dir), "--baseline", "--json", "--out", str(tmp_path / "scored")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 2
-    assert found["eval/reward_mean"] == json.loads(scores.read_text())["metrics"]["eval/reward_mean"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 2
+    assert result["eval/reward_mean"] == json.loads(scores.read_text())["metrics"]["eval/reward_mean"]
     assert (tmp_path / "scored/eval/step-000002/before_after.png").is_file()
 
 
@@ -95,7 +118,8 @@ def test_sample_draws_a_row_per_prompt(run_dir, tmp_path):
 
 
 def test_export_writes_adapters_that_draw_the_same_elsewhere(run_dir, tmp_path, capsys):
-    assert main(["export", str(run_dir), "--out", str(tmp_path)]) == 0
+    final = run_dir / "checkpoints" / "checkpoint-final"
+    assert main(["export", str(final), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "diffusers-lora" / "pytorch_lora_weights.safetensors").is_file()
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
     assert "max difference" in capsys.readouterr().out
@@ -131,7 +155,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(run_dir, tmp_path, ca
     assert main(["eval", str(newest)]) == 7
     shown = capsys.readouterr().err
     assert "trainer.json" in shown
-    assert "checkpoint-000001" in shown
+    assert "checkpoint-final" in shown
 
 
 def test_config_says_who_set_a_key(capsys):

@@ -66,6 +66,18 @@ class Inner:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Range:
+    low: int = 0
+    high: int = 9
+
+    def __post_init__(self) -> None:
+        if self.low < 0:
+            raise ValueError(f"Range.low must be >= 0, got {self.low}")
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} must be < high={self.high}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outer:
     size: int
     """Required."""
@@ -93,7 +105,7 @@ class Worker:
         made.append("Worker")
         self.engine, self.seed, self.depth, self.inner = engine, seed, depth, inner
         if depth < 1:
-            raise ValueError(f"worker.depth must be >= 1, got {depth}")
+            raise ValueError(f"depth must be >= 1, got {depth}")
 
     @classmethod
     def shallow(cls, engine: object, *, inner: Inner | None = None) -> Worker:

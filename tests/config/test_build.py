@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 import yaml
 
 from tests.config import stand_ins
-from tests.config.stand_ins import Inner, Nested, Outer, Square, Worker
+from tests.config.stand_ins import Inner, Nested, Outer, Range, Square, Worker
 from unirl.config.build import build, check_node
-from unirl.config.errors import ConfigError, GeometryError
+from unirl.config.errors import ConfigError, GeometryError, InvalidValueError, PluginError
 from unirl.config.key_docs import docs_of, list_keys
 from unirl.config.schema import schema_of
 
@@ -126,7 +127,7 @@ def test_a_dataclass_may_raise_its_own_config_error_and_it_names_the_path_too():
 
         def __post_init__(self):
             if self.count < 1:
-                raise GeometryError(f"strict.count must be >= 1, got {self.count}")
+                raise GeometryError(f"Strict.count must be >= 1, got {self.count}")
 
     error = refused({"count": 0}, Strict)
     assert (str(error), error.code) == ("top.count must be >= 1, got 0", 2010)
@@ -157,10 +158,24 @@ def test_a_wired_parameter_that_nobody_offers_is_named():
         build(checked({"_target_": f"{HERE}.Worker"}, Worker), seed=1)
 
 
-def test_a_constructors_own_rule_becomes_a_config_error_and_a_bug_inside_it_does_not():
+def test_a_refusal_by_a_constructor_gets_the_path_of_its_block():
     node = checked({"_target_": f"{HERE}.Worker", "depth": 0}, Worker)
-    with pytest.raises(ConfigError, match=r"^top\.depth must be >= 1, got 0$"):
+    with pytest.raises(InvalidValueError, match=r"^top: depth must be >= 1, got 0$"):
         build(node, engine="motor")
+
+
+def test_a_rule_about_one_key_gets_its_path_and_place():
+    where = {"top.low": " (r.yaml:3)", "top.high": " (r.yaml:4)"}
+    with pytest.raises(ConfigError) as caught:
+        check_node({"low": -1, "high": 2}, Range, "top", PLUGINS, lambda path: where.get(path, ""))
+    assert str(caught.value) == "top.low must be >= 0, got -1 (r.yaml:3)"
+
+
+def test_a_rule_about_two_keys_names_the_places_of_both():
+    where = {"top.low": " (r.yaml:3)", "top.high": " (r.yaml:4)"}
+    with pytest.raises(ConfigError) as caught:
+        check_node({"low": 5, "high": 3}, Range, "top", PLUGINS, lambda path: where.get(path, ""))
+    assert str(caught.value) == "top: low=5 must be < high=3 (r.yaml:4) (r.yaml:3)"
 
 
 def test_a_classmethod_is_a_target_with_keys_of_its_own():
@@ -171,7 +186,7 @@ def test_a_classmethod_is_a_target_with_keys_of_its_own():
 
 
 def test_a_class_that_swallows_any_key_is_not_usable_in_recipes():
-    with pytest.raises(TypeError, match="names every key"):
+    with pytest.raises(PluginError, match=r"Sloppy, .*takes \*\*anything.*keys that are named"):
         checked({"_target_": f"{HERE}.Sloppy"}, stand_ins.Sloppy)
 
 
@@ -191,3 +206,9 @@ def test_positional_parameters_are_wired_and_keyword_only_ones_are_keys():
     schema = schema_of(Worker)
     assert dict(schema.wired) == {"engine": True, "seed": False}
     assert list(schema.keys) == ["depth", "inner"]
+
+
+def test_a_schema_travels_to_another_process_by_the_name_of_its_class():
+    """The ranges of its keys cannot be pickled."""
+    schema = schema_of(Range)
+    assert pickle.loads(pickle.dumps(schema)) is schema

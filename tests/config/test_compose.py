@@ -1,10 +1,12 @@
 """Composition: layers, variants, the command line's grammar, the environment, interpolation. Hydra is the oracle."""
 
+import copy
+
 import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from unirl.config.compose import ENVIRONMENT, compose
+from unirl.config.compose import ENVIRONMENT, compose, resolve
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.load import load
 from unirl.config.recipe_files import CARD_SUFFIX, find_recipe, list_recipes
@@ -218,12 +220,29 @@ def test_a_reference_to_nothing_is_refused(examples, value):
     assert "run.dir" in str(error)
 
 
-@pytest.mark.parametrize(("variable", "key"), ENVIRONMENT.items())
-def test_path_variables_work_with_any_recipe(variable, key, monkeypatch):
-    monkeypatch.setenv(variable, "toy")
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": {"b": "${oc.env:MY_FOLDER}/x", "c": [1, None, "y"]}, "d": 0.5, "e": {}},
+        {"a": [{"b": "${oc.env:NOT_SET,7}"}, 2], "c": {"d": {"e": "${oc.env:NOT_SET,null}", "f": "???"}}},
+        {"a": "${oc.env:NOT_SET,${b.c}}", "b": {"c": "${d}", "e": True}, "d": [1, {"f": "g"}]},
+        {"a": {"b": "${.c}", "c": 3}, "d": "${a}", "e": "\\${a}"},
+    ],
+)
+def test_what_omegaconf_is_not_given_stays_as_it_would_leave_it(tree, monkeypatch):
+    monkeypatch.setenv("MY_FOLDER", "/data")
+    as_written = copy.deepcopy(tree)
+    assert resolve(tree) == OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    assert tree == as_written
+
+
+def test_path_variables_work_with_any_recipe(monkeypatch):
+    values = {key: f"the {variable}" for variable, key in ENVIRONMENT.items()} | {"bundle.path": "toy"}
+    for variable, key in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, values[key])
     for recipe in list_recipes():
-        overrides = ["data_source.data_path=x"] if key == "bundle.path" else []
-        assert load(recipe.name, overrides).value(key) == "toy", recipe.name
+        loaded = load(recipe.name)
+        assert {key: loaded.value(key) for key in values} == values, recipe.name
 
 
 def test_the_command_line_beats_the_environment_and_that_the_recipe(examples, monkeypatch):
@@ -268,7 +287,7 @@ def test_a_recipe_is_found_by_name_by_path_and_from_anywhere(examples, tmp_path,
     assert find_recipe("examples/diffusion/base.yaml", search).path == examples / "base.yaml"
     assert find_recipe(str(examples / "base.yaml"), ()).name == "diffusion/base"
     monkeypatch.chdir(tmp_path)
-    assert find_recipe("diffusion/sd3_trainside").domain == "diffusion"
+    assert find_recipe("diffusion/sd3_trainside").name == "diffusion/sd3_trainside"
 
 
 @pytest.mark.parametrize("folder", ["", "llm/", "vlm/"])

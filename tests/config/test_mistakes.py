@@ -149,6 +149,7 @@ def test_no_yaml_value_ends_in_anything_but_success_or_a_short_error(key, value)
         assert error.exit_status in (2, 3)
 
 
+@pytest.mark.slow
 def test_every_shipped_recipe_survives_its_own_keys_being_taken_away():
     """As `~key` on the command line does it; each file is read once."""
     for recipe in list_recipes():

@@ -35,7 +35,7 @@ def refused(*overrides: str) -> UniRLError:
         ["placement={reward: in train}"],
         ["num_devices=8"],
         ["algorithm.gradient_steps.num_steps=12"],
-        ["algorithm._target_=unirl.algorithms.refl.ReFL"],
+        ["algorithm._target_=unirl.algorithms.drtune.ReFL"],
     ],
     ids=str,
 )

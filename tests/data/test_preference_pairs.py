@@ -37,8 +37,8 @@ def test_the_chosen_shows_what_is_asked_for_and_the_rejected_misses_one_thing(pa
         images=images.pixels,
         metadata=[asked[prompt.text] for prompt in pairs for _ in range(2)],
     )
-    found = ShapesRewardScorer().score(request).total.view(-1, 2)
-    assert torch.equal(found, torch.tensor([1.0, 0.5]).expand(len(pairs), 2))
+    result = ShapesRewardScorer().score(request).total.view(-1, 2)
+    assert torch.equal(result, torch.tensor([1.0, 0.5]).expand(len(pairs), 2))
 
 
 def test_images_are_small_files_of_the_size_that_recipes_ask_for(pairs) -> None:
@@ -49,6 +49,7 @@ def test_images_are_small_files_of_the_size_that_recipes_ask_for(pairs) -> None:
             assert picture.size == (512, 512)
 
 
+@pytest.mark.slow
 def test_the_script_draws_the_same_pairs_anew(pairs, tmp_path: Path) -> None:
     script = ROOT / "scripts" / "draw_preference_pairs.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path), "--size", "64"], check=True)

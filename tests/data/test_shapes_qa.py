@@ -32,14 +32,14 @@ def seen(path: str) -> Seen:
     """(color, kind, place) of every shape, by the detector of the drawing quick start, one ninth at a time."""
     pixels = np.asarray(Image.open(path)) / 255
     cell = len(pixels) // 3
-    found = []
+    result = []
     for place, name in enumerate(PLACES):
         row, column = divmod(place, 3)
         part = pixels[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
         if np.abs(part - GROUND).max() > 0.05:
             what = sight(part, ShapesSpec(max_color_distance=0.1, max_area=0.9))
-            found.append((str(what.color), str(what.shape), name))
-    return tuple(found)
+            result.append((str(what.color), str(what.shape), name))
+    return tuple(result)
 
 
 def right_answer(prompt: str, shown: Seen) -> str:
@@ -102,6 +102,7 @@ def test_questions_of_one_form_also_stand_alone(form, name) -> None:
         assert alone == [line for line in lines if json.loads(line)["metadata"]["form"] == form]
 
 
+@pytest.mark.slow
 def test_the_script_draws_the_same_set_anew(data, tmp_path: Path) -> None:
     script = ROOT / "scripts" / "draw_shapes_qa.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)

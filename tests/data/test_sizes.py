@@ -61,10 +61,10 @@ class Held(PromptSource):
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.permutations(SIZES))
 def test_the_nearest_size_is_the_one_of_the_nearest_aspect(height, width, sizes) -> None:
-    found = nearest_size(height, width, sizes)
+    result = nearest_size(height, width, sizes)
     distances = {size: abs(math.log((size[0] * width) / (size[1] * height))) for size in sizes}
-    assert distances[found] <= min(distances.values()) + 1e-9
-    assert nearest_size(width, height, [(w, h) for h, w in sizes]) == (found[1], found[0]) or height == width
+    assert distances[result] <= min(distances.values()) + 1e-9
+    assert nearest_size(width, height, [(w, h) for h, w in sizes]) == (result[1], result[0]) or height == width
 
 
 def test_of_sizes_of_one_shape_that_of_the_nearest_area_is_taken() -> None:

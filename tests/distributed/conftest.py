@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from unirl.distributed.group import DeviceSet, Pool, open_pool
+from unirl.config.device_sets import DeviceSet
+from unirl.distributed.group.base import Pool
+from unirl.distributed.group.pool import open_pool
 
 
 @pytest.fixture
 def local_pool() -> Iterator[Pool]:
-    pool = open_pool("local", 4, deadline_s=60.0)
+    pool = open_pool("local", 4, deadline_s=600.0)
     yield pool
     pool.close()
 

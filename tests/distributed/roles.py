@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from unirl.config.errors import DataError
 from unirl.distributed import current
-from unirl.distributed.group import broadcast, collect, rank0, scatter
+from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.types.batch import Batch, row
+from unirl.types.progress import progress
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,6 +55,15 @@ class Camera:
     def lead(self) -> int:
         return current().rank
 
+    @broadcast
+    def crawl(self, step_s: float, steps: int, then_s: float = 0.0) -> int:
+        """Makes progress `steps` times, then sleeps."""
+        for _ in range(steps):
+            time.sleep(step_s)
+            progress("crawled a step")
+        time.sleep(then_s)
+        return steps
+
     @collect
     def rank_facts(self) -> list[tuple[int, int, int, int]]:
         rank = current()
@@ -85,6 +97,16 @@ class Camera:
     def nap(self, seconds: float) -> float:
         time.sleep(seconds)
         return seconds
+
+    @broadcast
+    def last_progress_inside(self, folder: str, module: str) -> str:
+        """The last progress that a module of a folder sees while it is imported."""
+        sys.path.insert(0, folder)
+        try:
+            seen: str = importlib.import_module(module).SEEN
+        finally:
+            sys.path.remove(folder)
+        return seen
 
     def private(self) -> None:
         raise AssertionError

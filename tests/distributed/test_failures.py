@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from tests.distributed.roles import Camera, Saboteur, ids
 from tests.processes import is_running, wait_until
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError, DataError, DependencyError, ResourceError, StallError, WorkerError
-from unirl.distributed.group import DeviceSet, Remote
 from unirl.distributed.group.failures import WorkerFailure, first_cause
-from unirl.distributed.group.handle import submit
+from unirl.distributed.group.handle import Remote, submit
 from unirl.distributed.group.ray_cluster import check_interpreter, check_version, reserve
 from unirl.distributed.group.ray_pool import RayPool
 
@@ -53,9 +54,10 @@ def test_a_result_that_cannot_travel_is_a_failure_of_the_call(saboteur) -> None:
 
 
 def test_ranks_that_fail_together_can_be_called_again(ray_pool, saboteur) -> None:
+    workers = list(ray_pool.worker_refs)
     with pytest.raises(DataError):
         saboteur.fail()
-    assert len(ray_pool.worker_group.worker_refs) == 2
+    assert list(ray_pool.worker_refs) == workers
     with pytest.raises(DataError):
         saboteur.fail()
 
@@ -64,20 +66,20 @@ def test_an_exception_beside_a_collective_is_the_one_that_is_raised(saboteur) ->
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"saboteur.fail_on_last failed on the worker on device 1.*'of rank 1'"):
         saboteur.fail_on_last()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 120
 
 
 def test_a_killed_worker_is_named_while_the_other_waits_for_it(ray_pool, saboteur, tmp_path) -> None:
     started = tmp_path / "pid"
     pending = submit(saboteur.die_on_last, str(started))
-    assert wait_until(lambda: started.exists() and started.read_text() != "", 20)
+    assert wait_until(lambda: started.exists() and started.read_text() != "", 300)
     pid = int(started.read_text())
     time.sleep(0.3)
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=rf"the worker on device 1 \(host .*, pid {pid}\) died while saboteur.die_on"):
         pending.result()
-    assert time.monotonic() - killed < 15
+    assert time.monotonic() - killed < 120
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_a_worker_that_dies_between_calls_is_named_by_the_next(ray_pool) -> None
     camera = ray_pool.group(PAIR).place(Remote("camera", Camera))
     pids = camera.pids()
     os.kill(pids[0], signal.SIGKILL)
-    assert wait_until(lambda: not is_running(pids[0]), 5)
+    assert wait_until(lambda: not is_running(pids[0]), 60)
     with pytest.raises(WorkerError, match=rf"worker on device 0 .*pid {pids[0]}\) died"):
         camera.total()
 
@@ -95,11 +97,11 @@ def test_a_death_in_another_group_ends_the_wait(ray_pool) -> None:
     waiting = ray_pool.group(DeviceSet("device", (0,))).place(Remote("camera", Camera))
     dying = ray_pool.group(DeviceSet("device", (1,))).place(Remote("saboteur", Saboteur))
     started = time.monotonic()
-    pending = submit(waiting.nap, 30.0)
+    pending = submit(waiting.nap, 600.0)
     submit(dying.vanish)
     with pytest.raises(WorkerError, match=r"the worker on device 1 .* died while camera.nap ran"):
         pending.result()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 120
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_pa
     finally:
         ray_pool.stack_dir = None
     message = str(caught.value)
-    assert "saboteur.deadlock (phase train) did not return within 2 s" in message
+    assert "saboteur.deadlock (phase train) made no progress for 2 s on rank 0, the worker on device 0" in message
     assert "worker on device 0" in message and "threading.py" in message
     assert "worker on device 1" in message and "in all_reduce" in message
     [folder] = tmp_path.iterdir()
@@ -130,9 +132,9 @@ def test_a_deadlock_ends_with_the_stacks_of_all_ranks(ray_pool, saboteur, tmp_pa
     stacks = {file.name: file.read_text() for file in folder.iterdir()}
     assert stacks.keys() == {"device-0.txt", "device-1.txt"}
     assert "in deadlock\n" in stacks["device-0.txt"] and "in sum_over_dp\n" in stacks["device-1.txt"]
-    stuck = [worker.process_info.pid for worker in ray_pool.worker_group.worker_refs.values()]
-    ray_pool.worker_group.kill(list(ray_pool.worker_group.worker_refs.values()))
-    assert wait_until(lambda: not any(map(is_running, stuck)), 5)
+    stuck = [worker.process_info.pid for worker in ray_pool.worker_refs.values()]
+    ray_pool.kill(list(ray_pool.worker_refs.values()))
+    assert wait_until(lambda: not any(map(is_running, stuck)), 60)
 
 
 @pytest.mark.slow
@@ -146,16 +148,14 @@ def test_a_frozen_worker_is_said_not_to_answer(ray_pool, tmp_path) -> None:
             submit(camera.nothing).result(1.0)
     finally:
         ray_pool.stack_dir = None
-        ray_pool.worker_group.kill(
-            [m for m in ray_pool.worker_group.worker_refs.values() if m.process_info.pid == frozen]
-        )
-    assert wait_until(lambda: not is_running(frozen), 5)
+        ray_pool.kill([m for m in ray_pool.worker_refs.values() if m.process_info.pid == frozen])
+    assert wait_until(lambda: not is_running(frozen), 60)
 
 
 def test_the_first_cause_is_a_death_then_the_earliest_that_is_no_broken_collective() -> None:
     broken = WorkerFailure.of(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "a.b", "rank 0")
     early, late = (WorkerFailure.of(KeyError(name), "a.b", name) for name in ("early", "late"))
-    death = WorkerFailure.death("a.b", "rank 3", "killed")
+    death = WorkerFailure(what="a.b", worker="rank 3", message="killed", is_death=True)
     assert first_cause([broken, late, early]) is early
     assert first_cause([broken, late, early, death]) is death
     assert first_cause([broken]) is broken
@@ -186,4 +186,42 @@ def test_devices_that_the_cluster_lacks_are_counted(ray_session) -> None:
         RayPool(4, devices_per_node=2)
     with pytest.raises(ConfigError, match="num_devices=4 must be a multiple of devices_per_node=3"):
         reserve(4, 3)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 60
+
+
+def test_workers_with_different_devices_are_refused_before_a_role_is_built(ray_pool, monkeypatch) -> None:
+    ask = ray_pool.ask
+
+    def mixed(workers, what, method, *args):
+        answers = ask(workers, what, method, *args)
+        return [replace(answers[0], name="NVIDIA A100"), *answers[1:]] if method == "device_kind" else answers
+
+    monkeypatch.setattr(ray_pool, "ask", mixed)
+    group = ray_pool.group(PAIR)
+    with pytest.raises(DependencyError, match=r"devices 0-1 .*\(NVIDIA A100: device 0 of \S+; cpu: device 1 of"):
+        group.place(Remote("camera", Camera))
+    one = ray_pool.group(DeviceSet("device", (2,))).place(Remote("camera", Camera))
+    assert one.total() == 1.0
+    monkeypatch.setattr(ray_pool, "allow_mixed_devices", True)
+    assert group.place(Remote("camera", Camera)).total() == 3.0
+
+
+def test_workers_report_the_imports_of_a_call(ray_pool, tmp_path) -> None:
+    camera = ray_pool.group(DeviceSet("device", (0,))).place(Remote("camera", Camera))
+    (tmp_path / "library_of_one_test.py").write_text(
+        "from unirl.types.progress import heartbeat\nSEEN = heartbeat().what\n"
+    )
+    assert camera.last_progress_inside(str(tmp_path), "library_of_one_test") == "import of library_of_one_test"
+
+
+def test_a_device_that_is_too_small_is_refused_before_a_role_is_built(ray_pool, monkeypatch) -> None:
+    seen = []
+
+    def refuse(devices, kind):
+        seen.append((devices, kind.name))
+        raise ResourceError("too small")
+
+    monkeypatch.setattr(ray_pool, "check_device", refuse)
+    with pytest.raises(ResourceError, match="too small"):
+        ray_pool.group(DeviceSet("device", (2,))).place(Remote("camera", pytest.fail))
+    assert seen == [(DeviceSet("device", (2,)), "cpu")]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.distributed.roles import Camera, ids
+from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import ConfigError, StallError
-from unirl.distributed.group import DeviceSet, Remote
-from unirl.distributed.group.handle import submit
-from unirl.distributed.group.ray_group import WorkerLocation
+from unirl.distributed.group.handle import Remote, submit
+from unirl.distributed.group.ray_worker import WorkerLocation
 from unirl.types.rows import RemoteRows
 
 
@@ -47,17 +47,17 @@ def test_rows_come_back_as_they_were_sent(camera, num_rows) -> None:
 
 
 def test_heavy_fields_stay_on_the_workers(pool, camera) -> None:
-    before = pool.traffic.total
+    before = pool.traffic
     shots = camera.shoot(ids(8))
     assert type(shots.pixels) is RemoteRows and len(shots) == 8
     assert camera.develop(shots.select([5, 2, 2, 7])).tolist() == [5, 2, 2, 7]
-    assert pool.traffic.total - before < 8 * 256 * 256 * 4 / 10
+    assert pool.traffic - before < 8 * 256 * 256 * 4 / 10
 
 
 def test_columns_are_freed_with_their_step(pool, camera) -> None:
-    pool.begin(0)
+    pool.step = 0
     old = camera.shoot(ids(2))
-    pool.begin(1)
+    pool.step = 1
     new = camera.shoot(ids(2))
     pool.release(0)
     assert camera.develop(new).tolist() == [0, 1]
@@ -66,7 +66,7 @@ def test_columns_are_freed_with_their_step(pool, camera) -> None:
 
 
 def test_only_marked_methods_can_be_called(camera) -> None:
-    with pytest.raises(AttributeError, match=r"'camera' has no remote method 'private'; it has \['develop', 'lead'"):
+    with pytest.raises(AttributeError, match=r"'camera' has no remote method 'private'; it has \['crawl', "):
         camera.private()
 
 
@@ -91,23 +91,43 @@ def test_a_device_set_outside_the_pool_is_refused(pool) -> None:
 
 def test_a_submitted_call_runs_while_the_driver_goes_on(camera) -> None:
     started = time.monotonic()
-    pending = submit(camera.nap, 0.5)
-    assert time.monotonic() - started < 0.4
-    assert pending.result(30.0) == 0.5
+    pending = submit(camera.nap, 1.5)
+    assert time.monotonic() - started < 1.4
+    assert pending.result(300.0) == 1.5
+
+
+def test_submitted_calls_run_one_after_another(camera) -> None:
+    started = time.monotonic()
+    submit(camera.nap, 0.3)
+    assert submit(camera.nap, 0.0).result(300.0) == 0.0
+    assert time.monotonic() - started >= 0.3
 
 
 def test_a_call_past_its_deadline_says_where_it_stands(pool, camera, tmp_path) -> None:
     pool.stack_dir = tmp_path
-    pending = submit(camera.nap, 0.8)
+    pending = submit(camera.nap, 2.0)
     time.sleep(0.3)
-    with pytest.raises(
-        StallError, match=r"camera.nap did not return within 0.05 s(.|\n)*roles.py:\d+ in nap"
-    ) as caught:
+    with pytest.raises(StallError, match=r"camera.nap made no progress for 0.05 s(.|\n)*roles.py:\d+ in nap") as caught:
         pending.result(0.05)
     pool.stack_dir = None
     assert caught.value.code == 8001 and caught.value.exit_status == 8
     assert any("in nap" in file.read_text() for file in tmp_path.glob("stacks-*/*.txt"))
-    assert pending.result(30.0) == 0.8
+    assert pending.result(300.0) == 2.0
+
+
+def test_a_call_that_takes_thrice_its_deadline_returns_as_long_as_it_makes_progress(camera) -> None:
+    assert submit(camera.crawl, 0.1, 45).result(1.5) == 45
+
+
+def test_a_call_that_stops_making_progress_is_named_within_its_deadline(pool, camera, tmp_path) -> None:
+    pool.stack_dir = tmp_path
+    pending = submit(camera.crawl, 0.1, 8, 6.0)
+    last = r"last progress [\d.]+ s ago: crawled a step \(time 8\)"
+    with pytest.raises(StallError, match=rf"camera.crawl made no progress for 0.5 s(.|\n)*{last}") as caught:
+        pending.result(0.5)
+    pool.stack_dir = None
+    assert "Raise stall_timeout_s" in str(caught.value)
+    assert pending.result(300.0) == 8
 
 
 def test_cleared_workers_take_new_roles(pool, device_set, camera) -> None:
@@ -121,9 +141,9 @@ def test_cleared_workers_take_new_roles(pool, device_set, camera) -> None:
 def test_a_column_is_read_on_another_device_set(pool, device_set, camera) -> None:
     shots = camera.shoot(ids(4))
     viewer = pool.group(DeviceSet("cpu", (0,))).place(Remote("viewer", Camera))
-    before = pool.traffic.total
+    before = pool.traffic
     assert viewer.develop(shots.select([3, 0])).tolist() == [3, 0]
-    assert pool.traffic.total - before < 10_000
+    assert pool.traffic - before < 10_000
 
 
 def test_a_local_group_has_one_worker(local_pool) -> None:
@@ -175,11 +195,11 @@ def test_two_groups_on_the_same_devices_have_processes_of_their_own(ray_pool) ->
 @pytest.mark.slow
 def test_a_second_process_ends_when_its_device_gets_another_first(ray_pool) -> None:
     first, second = (WorkerLocation("device", 0, process) for process in (0, 1))
-    old = [ray_pool.worker_group.worker(place) for place in (first, second)]
+    old = [ray_pool.worker(place) for place in (first, second)]
     ray_pool.clear()
-    assert [ray_pool.worker_group.worker(place) for place in (first, second)] == old
-    ray_pool.worker_group.kill(old[:1])
-    new = [ray_pool.worker_group.worker(place) for place in (second, first)]
+    assert [ray_pool.worker(place) for place in (first, second)] == old
+    ray_pool.kill(old[:1])
+    new = [ray_pool.worker(place) for place in (second, first)]
     assert not set(new) & set(old)
     assert str(new[0]).startswith("the worker on device 0 process 1 (")
 

@@ -1,8 +1,10 @@
 """Rows stay where they were made, and a call on any worker reads the rows that its columns name, however they lie."""
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +15,22 @@ from hypothesis import strategies as st
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed import current
-from unirl.distributed.group.base import Traffic, num_bytes
-from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, scatter, split_call
-from unirl.distributed.group.handle import submit
-from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.base import num_bytes
+from unirl.distributed.group.dispatch import Dispatch, broadcast, collect, remote_methods, scatter, split_call
+from unirl.distributed.group.handle import Remote, submit
 from unirl.distributed.tensor.row_store import InProcessTransport, RowPayload, RowStore, pack, unpack
-from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport, plan_moves, workers_of
+from unirl.distributed.tensor.transports import (
+    CollectiveTransport,
+    Move,
+    RayTransport,
+    describe,
+    plan_moves,
+    workers_of,
+)
+from unirl.reward.service import RewardService
 from unirl.testing.toy import toy_stage, toy_track
-from unirl.types.batch import Batch, row
+from unirl.train.stack import TrainStack
+from unirl.types.batch import Batch, row, tensors_of
 from unirl.types.primitives import Images, Texts
 from unirl.types.results import Metric, TrainStepResult
 from unirl.types.rollout_resp import RolloutResp
@@ -58,7 +68,7 @@ def assert_rows(found: Sample, rows: list[int]) -> None:
 def workers(count: int, transport: InProcessTransport) -> list[RowStore]:
     stores = [RowStore(f"w{i}", transport) for i in range(count)]
     for store in stores:
-        transport.add(store)
+        transport.stores[store.owner] = store
     return stores
 
 
@@ -105,9 +115,9 @@ class Counting(InProcessTransport):
         super().__init__()
         self.requests: list[dict[str, int]] = []
 
-    def fetch(self, wanted):
-        self.requests.append({owner: len(pieces) for owner, pieces in wanted.items()})
-        return super().fetch(wanted)
+    def fetch(self, pieces):
+        self.requests.append(Counter(piece.owner for piece in pieces))
+        return super().fetch(pieces)
 
 
 LAYOUTS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -151,6 +161,42 @@ def test_a_call_asks_each_owner_once() -> None:
     assert transport.requests == [{"w1": 4, "w2": 8}]
 
 
+class Weighing(InProcessTransport):
+    """Counts the bytes that are read from other workers."""
+
+    num_bytes = 0
+
+    def fetch(self, pieces):
+        payloads = super().fetch(pieces)
+        self.num_bytes += sum(tensor.nbytes for payload in payloads for tensor in tensors_of(payload.value))
+        return payloads
+
+
+def test_scoring_reads_pixels_alone_and_training_reads_all_but_the_pixels() -> None:
+    transport = Weighing()
+    engine, elsewhere = workers(2, transport)
+    pixels = Images(pixels=torch.zeros(8, 3, 16, 16, dtype=torch.uint8))
+    track = toy_track(toy_stage()).replace(decoded=pixels, rewards=None, component_rewards=None)
+    heavy = sum(t.nbytes for value in (track.conditions, track.segment) for t in tensors_of(value))
+    resp = engine.stash(RolloutResp({"image": track}))
+    marks = remote_methods(RewardService)["score_and_attach"], remote_methods(TrainStack)["train_track"]
+
+    read = elsewhere.fetch(((resp,), {}), marks[0].unread)[0][0].tracks["image"]
+    assert transport.num_bytes == pixels.pixels.nbytes and torch.equal(read.decoded.pixels, pixels.pixels)
+    assert elsewhere.stash(RolloutResp({"image": read})).tracks["image"].segment.latents == (
+        resp.tracks["image"].segment.latents
+    ), "the latents are stored a second time, beside the scorer"
+
+    transport.num_bytes = 0
+    trained = elsewhere.fetch(((resp.tracks["image"],), {}), marks[1].unread)[0][0]
+    assert torch.equal(trained.segment.latents, track.segment.latents)
+    assert 0 < transport.num_bytes <= heavy and isinstance(trained.select([3, 1]).decoded.pixels, RemoteRows)
+
+    calls = [((resp,), {}), ((resp,), {})]
+    plans = [plan_moves(calls, ["w0", "w1"], unread) for unread in ((), marks[0].unread)]
+    assert [sum(len(move.pieces) for move in moves) for moves in plans][1] == 1 < len(plans[0][0].pieces)
+
+
 def test_own_rows_are_not_asked_for_and_not_copied() -> None:
     transport = Counting()
     (store,) = workers(1, transport)
@@ -178,9 +224,9 @@ def test_shipped_rows_do_not_bring_the_rest_along() -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_a_packed_tensor_comes_out_as_it_was(dtype, shape) -> None:
     tensor = torch.full(shape, 1.0).to(dtype)
-    found = unpack(pack({"a": tensor, "b": ["x"]}))
-    assert found["b"] == ["x"] and found["a"].dtype == dtype and found["a"].shape == tensor.shape
-    assert torch.equal(found["a"].float(), tensor.float())
+    result = unpack(pack({"a": tensor, "b": ["x"]}))
+    assert result["b"] == ["x"] and result["a"].dtype == dtype and result["a"].shape == tensor.shape
+    assert torch.equal(result["a"].float(), tensor.float())
 
 
 def test_a_packed_transposed_tensor_comes_out_as_it_was() -> None:
@@ -191,7 +237,7 @@ def test_a_packed_transposed_tensor_comes_out_as_it_was() -> None:
 def test_released_rows_say_so() -> None:
     store = RowStore("w")
     old = store.stash(sample(0, 2))
-    store.begin(1)
+    store.step = 1
     new = store.stash(sample(0, 2))
     store.release(0)
     assert_rows(store.fetch(new), [0, 1])
@@ -216,8 +262,8 @@ class Arriving:
     def __init__(self, on_accelerator: bool) -> None:
         self.payload = RowPayload(torch.zeros(1, 3, 2, 2), on_accelerator)
 
-    def fetch(self, wanted):
-        return {owner: [self.payload for _ in pieces] for owner, pieces in wanted.items()}
+    def fetch(self, pieces):
+        return [self.payload for _ in pieces]
 
 
 @pytest.mark.parametrize(("on_accelerator", "device"), [(True, "meta"), (False, "cpu")])
@@ -225,8 +271,8 @@ def test_rows_arrive_on_the_kind_of_device_where_their_owner_has_them(on_acceler
     store = RowStore("w", Arriving(on_accelerator), torch.device("meta"))
     own = store.stash(Images(pixels=torch.ones(2, 3, 2, 2, device=device)))
     foreign = Images(pixels=RemoteRows((StoredRows("other", "0/0", (0,)),)))  # type: ignore[arg-type]
-    found = store.fetch(Images.concat([own, foreign])).pixels
-    assert found.device.type == device and found.shape == (3, 3, 2, 2)
+    result = store.fetch(Images.concat([own, foreign])).pixels
+    assert result.device.type == device and result.shape == (3, 3, 2, 2)
 
 
 def test_light_fields_and_metrics_reach_the_driver_as_they_are() -> None:
@@ -242,7 +288,7 @@ def test_light_fields_and_metrics_reach_the_driver_as_they_are() -> None:
 
 def exchanged(stores: list[RowStore], calls: list, deadline_s: float = 10.0) -> list:
     """What each of the last workers reads, all of them over gloo."""
-    hub, found, readers = dist.HashStore(), {}, stores[-len(calls) :]
+    hub, result, readers = dist.HashStore(), {}, stores[-len(calls) :]
     moves = plan_moves(calls, [store.owner for store in readers])
     ranks = {store.owner: rank for rank, store in enumerate(stores)}
 
@@ -252,14 +298,14 @@ def exchanged(stores: list[RowStore], calls: list, deadline_s: float = 10.0) -> 
         if store.owner in workers_of(moves):
             store.transport.exchange(store, moves)
         if store in readers:
-            found[store.owner] = store.fetch(calls[readers.index(store)])
+            result[store.owner] = store.fetch(calls[readers.index(store)])
 
     threads = [threading.Thread(target=work, args=(store,)) for store in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[store.owner] for store in readers]
+    return [result[store.owner] for store in readers]
 
 
 @settings(max_examples=15, deadline=None)
@@ -273,8 +319,14 @@ def test_rows_move_between_any_two_layouts_over_gloo(sizes, num_readers, own_too
         data.draw(st.lists(st.integers(0, sum(sizes) - 1), min_size=1, max_size=8), label=f"rows of reader {i}")
         for i in range(num_readers)
     ]
-    for found, expected in zip(exchanged(stores, [result.select(share) for share in rows]), rows, strict=True):
-        assert_rows(found, expected)
+    for actual, expected in zip(exchanged(stores, [result.select(share) for share in rows]), rows, strict=True):
+        assert_rows(actual, expected)
+
+
+def test_a_type_that_a_process_group_cannot_carry_is_refused_by_the_sender() -> None:
+    assert describe({"a": torch.ones(2), "b": ["x", 1, None]})["a"].device.type == "meta"
+    with pytest.raises(TypeError, match=r"field of type \w*Path cannot be sent .* Set row_transport=object_store"):
+        describe([Path("a")])
 
 
 def test_no_move_is_planned_for_rows_that_lie_where_they_are_read() -> None:
@@ -288,7 +340,7 @@ def test_no_move_is_planned_for_rows_that_lie_where_they_are_read() -> None:
 def test_rows_that_were_not_moved_are_refused() -> None:
     transport = CollectiveTransport(None, {}, CPU, 1.0)  # type: ignore[arg-type]
     with pytest.raises(LookupError, match=r"rows 0/0 of w1 were not sent before the call"):
-        transport.fetch({"w1": [StoredRows("w1", "0/0", (0,))]})
+        transport.fetch([StoredRows("w1", "0/0", (0,))])
 
 
 def test_a_peer_that_takes_no_part_is_named_at_the_deadline() -> None:
@@ -327,10 +379,10 @@ def test_groups_of_any_sizes_read_each_others_rows_at_once(ray_pool) -> None:
 def test_heavy_rows_never_pass_the_driver(ray_pool) -> None:
     group = ray_pool.group(DeviceSet("device", (0, 1)))
     camera = group.place(Remote("camera", lambda siblings: Camera()))
-    before = ray_pool.traffic.total
+    before = ray_pool.traffic
     images = camera.shoot(asked(list(range(64))))
     camera.develop(images.select(list(reversed(range(64)))))
-    assert ray_pool.traffic.total - before < 64 * PICTURE.nbytes / 50
+    assert ray_pool.traffic - before < 64 * PICTURE.nbytes / 50
 
 
 @dataclass(frozen=True)
@@ -378,7 +430,7 @@ def test_an_owner_that_is_late_dead_or_unknown_is_named(ray_session) -> None:
         def read(self, pieces):
             threading.Event().wait(60)
 
-    wanted = {"late-worker": [StoredRows("late-worker", "0/0", (0,))]}
+    wanted = [StoredRows("late-worker", "0/0", (0,))]
     actor = ray.remote(num_cpus=0)(Late).options(name="late-worker").remote()
     ray.get(actor.__ray_ready__.remote())
     transport = RayTransport(deadline_s=0.2)
@@ -389,7 +441,7 @@ def test_an_owner_that_is_late_dead_or_unknown_is_named(ray_session) -> None:
     with pytest.raises(WorkerError, match=r"worker 'late-worker' died before it sent its rows"):
         transport.fetch(wanted)
     with pytest.raises(WorkerError, match=r"worker 'nobody', which owns rows of this step, is gone"):
-        transport.fetch({"nobody": []})
+        transport.fetch([StoredRows("nobody", "0/0", (0,))])
 
 
 # What the driver itself carries.
@@ -403,12 +455,8 @@ def test_the_driver_counts_a_view_with_all_that_it_drags_along() -> None:
 def test_no_heavy_field_passes_the_driver() -> None:
     track = toy_track(toy_stage(), prompts=4)
     heavy = num_bytes(RolloutResp({"image": track}))
-    store, traffic = RowStore("w"), Traffic()
-    light = store.stash(RolloutResp({"image": track}))
-    traffic.received(light)
-    traffic.sent(light)
-    traffic.sent(light)
+    light = RowStore("w").stash(RolloutResp({"image": track}))
     segment = light.tracks["image"].segment
     held = track.segment.latents.nbytes + track.conditions["text"].embeds.nbytes
     assert type(segment.latents) is RemoteRows
-    assert traffic.to_driver < heavy - held and traffic.to_workers == 2 * traffic.to_driver
+    assert num_bytes(light) < heavy - held

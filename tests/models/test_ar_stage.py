@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.texts import (
     ENDS,
@@ -21,8 +24,11 @@ from tests.models.texts import (
     textbook_logits,
     textbook_logp,
 )
+from tests.shapes import unchecked
 from unirl.config.errors import DivergenceError
-from unirl.models.language import attention, decoding
+from unirl.models.language import decoding, slots
+from unirl.models.language.attention import width_of_all
+from unirl.models.language.decoding import LookAhead
 from unirl.models.language.stage import ARStage
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import ARSamplingParams
@@ -175,35 +181,25 @@ def test_prompts_that_are_read_in_several_forwards_change_no_bit(
     assert_same(sampled(stage, conditions, PARAMS, 6), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 6])
-def test_drawing_ahead_of_the_driver_changes_no_bit(
-    stage: ARStage, monkeypatch: pytest.MonkeyPatch, slots: int
+@pytest.mark.parametrize("ahead", [LookAhead(8, 0), LookAhead(8, 1), LookAhead(3, 2), LookAhead(1, 1)])
+@pytest.mark.parametrize("stop", [(), ("a", "ek")])
+def test_sampling_ahead_of_the_host_changes_no_bit(
+    stage: ARStage, monkeypatch: pytest.MonkeyPatch, slots: int, ahead: LookAhead, stop: tuple[str, ...]
 ) -> None:
-    """As on an accelerator: several tokens are drawn before it is seen that a row has ended."""
+    """As on an accelerator: many tokens are sampled before the host sees that a response has ended."""
     conditions = prompts_of_lengths(PROMPTS)
-    params = replace(PARAMS, min_new_tokens=3)
+    params = replace(PARAMS, min_new_tokens=3, stop=stop)
     whole = sampled(stage, conditions, params, slots)
-    looks: list[int] = []
-
-    def ahead(self: decoding.Decoding) -> int:
-        looks.append(min(8, *(40 - len(r.tokens) for r in self.slots if r is not None)))
-        return looks[-1]
-
-    monkeypatch.setattr(decoding.Decoding, "_num_tokens_ahead", ahead)
+    assert whole.lengths.unique().numel() > 1
+    monkeypatch.setattr(decoding, "look_ahead", lambda device, builder: ahead)
     assert_same(sampled(stage, conditions, params, slots), whole)
-    assert max(looks) == 8
 
 
-def test_one_kernel_for_slots_of_all_lengths_gives_the_same_response(
-    stage: ARStage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on an accelerator, to rounding."""
-    conditions = prompts_of_lengths((5, 200, 70, 3))
-    apart = sampled(stage, conditions, PARAMS)
-    by_blocks = attention._by_blocks
-    monkeypatch.setattr(attention, "_by_blocks", lambda lengths: by_blocks([max(lengths)] * len(lengths)))
-    together = sampled(stage, conditions, PARAMS)
-    assert torch.equal(together.tokens, apart.tokens) and torch.allclose(together.logp, apart.logp, atol=1e-5)
+def test_the_cache_is_gone_when_a_rollout_ends(stage: ARStage) -> None:
+    sampled(stage, prompts_of_lengths(PROMPTS), PARAMS)
+    assert not any(hasattr(module, "kv_cache") for module in stage.network.modules())
 
 
 # Replay
@@ -220,11 +216,11 @@ def test_replay_gives_the_log_probs_of_sampling(pair: tuple[ARStage, Any]) -> No
 def test_replay_is_the_textbook_computation(pair: tuple[ARStage, Any]) -> None:
     stage, plain = pair
     conditions, segment = prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES, temperature=0.7)
-    found = stage.replay(conditions, segment, entropy=True)
-    assert torch.allclose(found.logp, textbook_logp(plain, conditions, segment), atol=1e-5)
+    result = stage.replay(conditions, segment, entropy=True)
+    assert torch.allclose(result.logp, textbook_logp(plain, conditions, segment), atol=1e-5)
     logits = torch.cat([textbook_logits(plain, p, r) for p, r in rows_of(conditions, segment)])
     wanted = torch.distributions.Categorical(logits=logits / 0.7).entropy()
-    assert found.entropy is not None and torch.allclose(found.entropy, wanted, atol=1e-5)
+    assert result.entropy is not None and torch.allclose(result.entropy, wanted, atol=1e-5)
 
 
 def weighted_sum(logp: Tensor) -> Tensor:
@@ -246,8 +242,8 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def test_gradients_of_packed_rows_are_those_of_one_row_at_a_time(pair: tuple[ARStage, Any]) -> None:
     stage, plain = pair
     conditions, segment = prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)
-    found = gradients(stage.network, weighted_sum(stage.replay(conditions, segment).logp))
-    assert_close(found, gradients(plain, weighted_sum(textbook_logp(plain, conditions, segment))))
+    result = gradients(stage.network, weighted_sum(stage.replay(conditions, segment).logp))
+    assert_close(result, gradients(plain, weighted_sum(textbook_logp(plain, conditions, segment))))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(stage: ARStage) -> None:
@@ -269,17 +265,33 @@ def test_values_are_what_the_head_says_of_the_state_before_each_token(stage: ARS
     conditions, segment = prompts_of_lengths(PROMPTS), segment_of_lengths(RESPONSES)
     stage.value_head = stage.build_value_head(8, seed=0)
     torch.nn.init.normal_(stage.value_head.output_layer.weight)  # type: ignore[arg-type]
-    found = stage.replay(conditions, segment, values=gradient).values
+    result = stage.replay(conditions, segment, values=gradient).values
     backbone: Any = networks()[1].model
     states = [
         backbone(input_ids=torch.cat([p, r])[None]).last_hidden_state[0, len(p) - 1 : -1]
         for p, r in rows_of(conditions, segment)
     ]
-    assert found is not None and torch.allclose(found, stage.value_head(torch.cat(states)), atol=1e-5)
+    assert result is not None and torch.allclose(result, stage.value_head(torch.cat(states)), atol=1e-5)
     layer = stage.network.get_parameter("model.layers.0.mlp.up_proj.weight")
-    [to_policy] = torch.autograd.grad(found.sum(), [layer], allow_unused=True)
+    [to_policy] = torch.autograd.grad(result.sum(), [layer], allow_unused=True)
     assert (to_policy is not None) == (gradient == "policy")
     stage.value_head = None
+
+
+def test_a_rollout_casts_each_weight_once(stage: ARStage) -> None:
+    """With float32 weights that are trained in bfloat16."""
+    half = ARStage(stage.network, stage.facts, stage.codec, torch.bfloat16)
+    casts: Counter[int] = Counter()
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
+                casts[id(args[0])] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Casts():
+        segment = sampled(half, prompts_of_lengths(PROMPTS), PARAMS)
+    assert segment.lengths.max() > 5 and casts and set(casts.values()) == {1}
 
 
 def test_bfloat16_compute_leaves_log_probs_in_float32(stage: ARStage) -> None:
@@ -293,14 +305,56 @@ def test_bfloat16_compute_leaves_log_probs_in_float32(stage: ARStage) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the tracer warns of its own doings
-def test_blocks_can_be_traced_for_a_compiler(stage: ARStage) -> None:
-    """As with fsdp_cfg.use_torch_compile; what a compiler then makes of them is its own affair."""
-    conditions, segment = prompts_of_lengths((5, 40)), segment_of_lengths((4, 2))
-    plain = gradients(stage.network, weighted_sum(stage.replay(conditions, segment).logp))
-    traced = stage_of(networks()[0])
-    block: Any = traced.network.get_submodule("model.layers.0")
-    block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=True)
-    assert_close(gradients(traced.network, weighted_sum(traced.replay(conditions, segment).logp)), plain)
+def test_one_compiled_block_serves_all_layers_in_sampling_and_in_replay() -> None:
+    """As with fsdp_cfg.use_torch_compile. The index of a layer is no part of what was compiled."""
+    conditions, params = prompts_of_lengths((5, 40)), replace(PARAMS, max_new_tokens=6)
+    eager, compiled = (stage_of(networks(num_hidden_layers=4)[0]) for _ in range(2))
+    segment = sampled(eager, conditions, params)
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for block in compiled.network.get_submodule("model.layers").children():
+        block.forward = torch.compile(block.forward, backend=graphs, fullgraph=True)  # type: ignore[method-assign]
+    assert_same(sampled(compiled, conditions, params), segment)
+    assert graphs.frame_count <= 2, "the first forward is eager, and then only the number of its tokens changes"
+    graphs.frame_count = 0
+    result = gradients(compiled.network, weighted_sum(compiled.replay(conditions, segment).logp))
+    assert_close(result, gradients(eager.network, weighted_sum(eager.replay(conditions, segment).logp)))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_all_slots_is_one_graph_for_each_width_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled step, as a program for CUDA graphs needs it: no part of it runs in Python, and no address changes."""
+    graphs, addresses = CompileCounter(), set()
+    monkeypatch.setattr(decoding, "groups_by_length", lambda lengths: {width_of_all(max(lengths), 256): None})
+    conditions, params = prompts_of_lengths((5, 40, 3, 60)), replace(PARAMS, max_new_tokens=90, min_new_tokens=90)
+    stage = stage_of(networks()[0])
+    eager = sampled(stage, conditions, params)
+    torch._dynamo.reset()
+    step = torch.compile(slots.DecodeStep.__call__, backend=graphs, fullgraph=True, dynamic=False)
+
+    def sample_ahead(self: decoding.Decoding) -> torch.Tensor:
+        assert self.state is not None
+        self.cache.reserve(256)
+        sampled_tokens = []
+        eager_step = slots.DecodeStep(self.forward, self.sampler, self.state, 256)
+        for done in range(90):
+            width = width_of_all(61 + done, 256)
+            tokens, logps = step(eager_step, width, True)
+            sampled_tokens.append((tokens, logps))
+            addresses.update(t.data_ptr() for t in (self.state.logits, self.state.counters))
+            addresses.update(t.data_ptr() for layer in self.cache.layers for t in layer.kv_cache)
+        self.unread.append(decoding.Unread.of(self.slots, sampled_tokens))
+        self.slots = [None] * len(self.slots)
+        return tokens
+
+    monkeypatch.setattr(decoding.Decoding, "_sample_ahead", sample_ahead)
+    with unchecked():
+        compiled = sampled(stage, conditions, params)
+    assert torch.equal(compiled.tokens, eager.tokens) and torch.allclose(compiled.logp, eager.logp, atol=1e-6)
+    assert graphs.frame_count == 3, "for the widths 64, 128 and 192"
+    assert len(addresses) == 2 + 2 * 2
 
 
 def test_the_canary_is_the_logits_after_each_prompt(pair: tuple[ARStage, Any]) -> None:

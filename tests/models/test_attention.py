@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from unirl.models.language import attention
-from unirl.models.language.attention import BLOCK, DecodeAttention, KVCache, PackedAttention, PrefillAttention
+from unirl.models.language.attention import (
+    BLOCK,
+    DecodeAttention,
+    KVCache,
+    PackedAttention,
+    PrefillAttention,
+    groups_by_length,
+    width_of_all,
+)
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 
@@ -17,6 +25,22 @@ def qkv(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     heads = (HEADS, KEY_HEADS, KEY_HEADS)
     q, k, v = (torch.randn(count, h, WIDTH, generator=generator) for h in heads)
     return q, k, v
+
+
+class Layer:
+    """An attention module."""
+
+    kv_cache: tuple[Tensor, Tensor]
+
+
+LAYER = Layer()
+
+
+def decoded(cache: KVCache, lengths: list[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A step of the only layer of `cache`. `lengths` are the numbers of tokens per slot, including the new one."""
+    [layer] = cache.layers
+    attention_fn = DecodeAttention(cache.capacity, torch.tensor(lengths) - 1, groups_by_length(lengths))
+    return attention_fn(layer, query, key, value, SCALE)
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -32,13 +56,13 @@ def test_packed_rows_see_their_own_past_only() -> None:
     q, k, v = qkv(sum(lengths))
     row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     seen = (row[:, None] == row) & (torch.arange(len(row))[:, None] >= torch.arange(len(row)))
-    assert torch.allclose(PackedAttention(lengths)(0, q, k, v, SCALE).double(), masked(q, k, v, seen), atol=1e-6)
+    assert torch.allclose(PackedAttention(lengths)(LAYER, q, k, v, SCALE).double(), masked(q, k, v, seen), atol=1e-6)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     q, k, v = qkv(30)
-    together = PackedAttention([7, 0, 20, 3])(0, q, k, v, SCALE)
-    alone = PackedAttention([20])(0, q[7:27], k[7:27], v[7:27], SCALE)
+    together = PackedAttention([7, 0, 20, 3])(LAYER, q, k, v, SCALE)
+    alone = PackedAttention([20])(LAYER, q[7:27], k[7:27], v[7:27], SCALE)
     assert torch.equal(together[7:27], alone)
 
 
@@ -55,37 +79,37 @@ def test_the_kernel_for_ragged_rows_is_told_the_same_rows(monkeypatch: pytest.Mo
         return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
     q, k, v = qkv(30)
-    plain = PackedAttention([7, 0, 20, 3])(0, q, k, v, SCALE)
+    plain = PackedAttention([7, 0, 20, 3])(LAYER, q, k, v, SCALE)
     monkeypatch.setattr(ragged, "varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "has_varlen", lambda query: True)
-    assert torch.allclose(PackedAttention([7, 0, 20, 3])(0, q, k, v, SCALE), plain, atol=1e-6)
+    assert torch.allclose(PackedAttention([7, 0, 20, 3])(LAYER, q, k, v, SCALE), plain, atol=1e-6)
 
 
 def steps(cache: KVCache, first: list[int], count: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
     """`count` steps of slots that hold `first` tokens: what each gave, and what it was fed."""
-    found, fed = [], []
+    result, fed = [], []
     for i in range(count):
         fed.append(qkv(len(first), seed=100 + i))
         lengths = [length + i + 1 for length in first]
         cache.reserve(max(lengths))
-        found.append(DecodeAttention(cache, lengths, torch.device("cpu"))(0, *fed[-1], SCALE))
-    return found, fed
+        result.append(decoded(cache, lengths, *fed[-1]))
+    return result, fed
 
 
 def filled_cache(lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> KVCache:
     cache = KVCache(len(lengths))
     cache.reserve(max(lengths))
     places = torch.cat([torch.arange(n) + slot * cache.capacity for slot, n in enumerate(lengths)])
-    PrefillAttention(cache, lengths, torch.arange(len(q)), places)(0, q, k, v, SCALE)
+    PrefillAttention(cache, lengths, torch.arange(len(q)), places)(Layer(), q, k, v, SCALE)
     return cache
 
 
 def test_a_step_sees_the_prompt_and_all_earlier_steps_of_its_slot() -> None:
     lengths = [5, BLOCK - 1, 2, 2 * BLOCK + 3]  # one crosses into the next block, and the room grows on the way
     q, k, v = qkv(sum(lengths))
-    found, fed = steps(filled_cache(lengths, q, k, v), lengths, 5)
+    result, fed = steps(filled_cache(lengths, q, k, v), lengths, 5)
     prompts = list(zip(k.split(lengths), v.split(lengths), strict=True))
-    for i, out in enumerate(found):
+    for i, out in enumerate(result):
         for slot, (keys, values) in enumerate(prompts):
             keys = torch.cat([keys, *(step[1][slot][None] for step in fed[: i + 1])])
             values = torch.cat([values, *(step[2][slot][None] for step in fed[: i + 1])])
@@ -100,10 +124,10 @@ def test_a_slot_has_the_same_bits_whoever_sits_beside_it() -> None:
     for i in range(30):
         fed = qkv(4, seed=i)
         few.reserve(41 + i)
-        a = DecodeAttention(few, [41 + i, 11 + i, 11 + i, 11 + i], torch.device("cpu"))
+        a = decoded(few, [41 + i, 11 + i, 11 + i, 11 + i], *fed)
         many.reserve(201 + i)
-        b = DecodeAttention(many, [41 + i, 201 + i, 61 + i], torch.device("cpu"))
-        assert torch.equal(a(0, *fed, SCALE)[0], b(0, *(t[[0, 2, 3]] for t in fed), SCALE)[0])
+        b = decoded(many, [41 + i, 201 + i, 61 + i], *(t[[0, 2, 3]] for t in fed))
+        assert torch.equal(a[0], b[0])
 
 
 def test_tokens_one_by_one_have_the_bits_of_their_rows_in_one_go() -> None:
@@ -112,12 +136,13 @@ def test_tokens_one_by_one_have_the_bits_of_their_rows_in_one_go() -> None:
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     cache = KVCache(len(lengths))
     cache.reserve(max(lengths))
-    whole, found = PackedAttention(lengths)(0, q, k, v, SCALE), torch.empty_like(q)
+    cache.allocate(Layer(), k, v)
+    whole, result = PackedAttention(lengths)(LAYER, q, k, v, SCALE), torch.empty_like(q)
     for done in range(max(lengths)):
         tokens = starts + torch.tensor(lengths).sub(1).clamp(max=done)  # a row at its end says its last token again
         held = [min(done + 1, length) for length in lengths]
-        found[tokens] = DecodeAttention(cache, held, torch.device("cpu"))(0, q[tokens], k[tokens], v[tokens], SCALE)
-    assert torch.equal(found, whole)
+        result[tokens] = decoded(cache, held, q[tokens], k[tokens], v[tokens])
+    assert torch.equal(result, whole)
 
 
 def test_gradients_of_packed_rows_are_those_of_their_masks() -> None:
@@ -126,9 +151,9 @@ def test_gradients_of_packed_rows_are_those_of_their_masks() -> None:
     seen = (row[:, None] == row) & (torch.arange(len(row))[:, None] >= torch.arange(len(row)))
     inputs = [tensor.requires_grad_() for tensor in qkv(sum(lengths))]
     weights = torch.linspace(-1, 1, inputs[0].numel()).view_as(inputs[0])
-    found = torch.autograd.grad((PackedAttention(lengths)(0, *inputs, SCALE) * weights).sum(), inputs)
+    result = torch.autograd.grad((PackedAttention(lengths)(LAYER, *inputs, SCALE) * weights).sum(), inputs)
     wanted = torch.autograd.grad((masked(*inputs, seen) * weights).sum(), inputs)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(result, wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -136,8 +161,26 @@ def test_slots_that_are_given_up_leave_the_others_as_they_were() -> None:
     lengths = [6, 9, 4]
     q, k, v = qkv(sum(lengths))
     whole, cut = filled_cache(lengths, q, k, v), filled_cache(lengths, q, k, v)
-    cut.select([0, 2])
+    cut.select(torch.tensor([0, 2]))
     fed = qkv(3, seed=9)
-    all_slots = DecodeAttention(whole, [7, 10, 5], torch.device("cpu"))(0, *fed, SCALE)
-    two_slots = DecodeAttention(cut, [7, 5], torch.device("cpu"))(0, *(t[[0, 2]] for t in fed), SCALE)
+    all_slots = decoded(whole, [7, 10, 5], *fed)
+    two_slots = decoded(cut, [7, 5], *(t[[0, 2]] for t in fed))
     assert torch.equal(all_slots[[0, 2]], two_slots)
+
+
+def test_slots_that_read_the_same_width_give_the_same_result_to_rounding() -> None:
+    """As on an accelerator."""
+    lengths = [40, 200, 60]
+    q, k, v = qkv(300)
+    apart, together = filled_cache(lengths, q, k, v), filled_cache(lengths, q, k, v)
+    for cache in (apart, together):
+        cache.reserve(500)
+    [layer], fed, held = together.layers, qkv(3, seed=9), torch.tensor(lengths)
+    one = DecodeAttention(together.capacity, held, {width_of_all(201, together.capacity): None})(layer, *fed, SCALE)
+    assert torch.allclose(one, decoded(apart, [41, 201, 61], *fed), atol=1e-6)
+
+
+def test_the_widths_of_all_slots_are_few_and_little_more_than_needed() -> None:
+    widths = [width_of_all(length, 8192) for length in range(1, 8193)]
+    assert all(length <= width <= max(1.25 * length, length + BLOCK) for length, width in enumerate(widths, 1))
+    assert len(set(widths)) < 28 and widths == sorted(widths) and width_of_all(700, 704) == 704

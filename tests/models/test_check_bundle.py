@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from tests.toy import ToyBundle, ToyPipeline
 from unirl.models.sd3.family import SD3Pipeline
 from unirl.testing.bundle import check_bundle
-from unirl.testing.toy import SIDE, TEXT_WIDTH, ToyBundle, ToyPipeline
+from unirl.testing.toy import SIDE, TEXT_WIDTH
 from unirl.types.conditions import TextEmbedCondition
 
 

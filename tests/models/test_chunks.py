@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, padded_rows
+from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, padded_rows, rows_are_independent
 
 COUNTS = st.integers(0, 60)
 SIZES = st.integers(1, 20)
@@ -27,10 +27,10 @@ def test_chunks_cover_the_rows_once_and_are_of_one_size(count: int, size: int, m
 def test_an_even_size_needs_no_more_chunks_and_fewer_copies(count: int, size: int, multiple: int) -> None:
     even = balanced_chunk_size(count, size, multiple)
     assert even <= -(-size // multiple) * multiple
-    wanted, found = padded_chunks(count, size, multiple), padded_chunks(count, even, multiple)
-    assert len(found) <= len(wanted)
-    assert sum(len(chunk.rows) for chunk in found) <= sum(len(chunk.rows) for chunk in wanted)
-    assert sum(len(chunk.rows) - chunk.num_real for chunk in found) < len(found) * multiple
+    wanted, result = padded_chunks(count, size, multiple), padded_chunks(count, even, multiple)
+    assert len(result) <= len(wanted)
+    assert sum(len(chunk.rows) for chunk in result) <= sum(len(chunk.rows) for chunk in wanted)
+    assert sum(len(chunk.rows) - chunk.num_real for chunk in result) < len(result) * multiple
 
 
 @settings(deadline=None)
@@ -46,3 +46,7 @@ def test_filling_adds_copies_of_the_first_row_up_to_the_multiple(count: int, mul
     rows = padded_rows(count, multiple)
     assert rows[:count] == list(range(count)) and set(rows[count:]) <= {0}
     assert len(rows) % multiple == 0 and len(rows) - count < multiple
+
+
+def test_a_row_of_a_matrix_product_has_the_same_bits_in_batches_of_any_multiple_of_four() -> None:
+    assert rows_are_independent()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.models.texts import networks, prompts_of_lengths, sampled, stage_of
+from tests.tokens import top_k_top_p
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.decoding import Response, ResponseBuilder, inverse_cdf, sample_tokens, top_k_top_p
+from unirl.models.language.decoding import Response, ResponseBuilder
+from unirl.models.language.sampling import inverse_cdf, sample_tokens, top_k_tokens, top_p_weights
 from unirl.models.language.tools import Calculator
 from unirl.models.loading.toy_tokenizers import qwen3_tokenizer
+from unirl.testing.second_device import second_devices
 from unirl.types.sampling import ARSamplingParams
 
 # Drawing
@@ -34,12 +38,42 @@ def test_draws_follow_the_distribution_over_a_large_vocabulary() -> None:
 
 
 def test_truncation_keeps_the_likeliest_then_those_that_reach_the_mass() -> None:
-    probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
-    assert top_k_top_p(probabilities, 0, 1.0).tolist() == probabilities.tolist()
-    assert top_k_top_p(probabilities, 2, 1.0).tolist() == [[0.0, 0.4, 0.0, 0.3]]
-    assert top_k_top_p(probabilities, 0, 0.65).tolist() == [[0.0, 0.4, 0.0, 0.3]]
-    assert top_k_top_p(probabilities, 2, 0.5).tolist() == [[0.0, 0.4, 0.0, 0.0]], "shares are of what top_k left"
-    assert top_k_top_p(probabilities, 99, 1e-9).tolist() == [[0.0, 0.4, 0.0, 0.0]], "one token always stays"
+    logps = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+
+    def kept(top_k: int, top_p: float) -> list[int]:
+        tokens = top_k_tokens(logps, top_k) if top_k else torch.arange(4)[None]
+        return tokens[top_p_weights(logps.gather(1, tokens), top_p) > 0].tolist()
+
+    assert kept(2, 1.0) == [1, 3]
+    assert kept(0, 0.65) == [1, 3]
+    assert kept(2, 0.5) == [1], "shares are of what top_k left"
+    assert kept(3, 1e-9) == [1], "one token always stays"
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (50, 1.0), (50, 0.9), (1024, 0.9), (0, 0.9), (0, 0.999), (9999, 0.5)]
+)
+def test_truncated_sampling_gives_the_tokens_of_a_stable_sort_of_the_vocabulary(top_k: int, top_p: float) -> None:
+    """Also with ties: rounded logits have many, and forbidden tokens are equally impossible."""
+    generator = torch.Generator().manual_seed(top_k)
+    logits = 4 * torch.randn(64, 3001, generator=generator)
+    logits[16:32] = logits[16:32].round()
+    logits[32:40] = 0.0
+    logits[40:44, 30:] = -math.inf
+    logits[44:48] *= 400  # most probabilities underflow to 0
+    logps, uniform = logits.log_softmax(1), torch.rand(64, generator=generator)
+    weights = top_k_top_p(logps.double().exp(), top_k, top_p)
+    params = ARSamplingParams(top_k=top_k, top_p=top_p)
+    for u in (uniform, torch.zeros(64), torch.full((64,), 1 - 2**-24)):
+        assert torch.equal(sample_tokens(logps, u, params), inverse_cdf(weights, u))
+
+
+def test_sampling_does_not_wait_for_the_device() -> None:
+    with second_devices() as devices:
+        logps, uniform = torch.zeros(3, 40, device="emulated:0").log_softmax(1), torch.zeros(3, device="emulated:0")
+        for top_k, top_p in ((0, 1.0), (0, 0.9), (5, 0.9)):
+            sample_tokens(logps, uniform, ARSamplingParams(top_k=top_k, top_p=top_p))
+        assert not devices.syncs
 
 
 def test_temperature_zero_takes_the_likeliest_whatever_is_drawn() -> None:

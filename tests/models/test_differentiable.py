@@ -202,14 +202,14 @@ def test_gradients_of_images_and_videos_have_their_closed_form(shape: tuple[int,
     )
     both = differentiable(stage)
     x0 = both.sample(track, T, GradientMask(steps=(1, 3), through_inputs=through_inputs))
-    found = gradient_of(field, both.objective(x0, track).sum())
+    result = gradient_of(field, both.objective(x0, track).sum())
     a, b = (torch.tensor(p.item(), dtype=torch.float64, requires_grad=True) for p in (field.a, field.b))
     x, sigmas = start.double(), segment.sigmas.double()
     for i in range(T):
         v = a * (x if through_inputs else x.detach()) + b * sigmas[i]
         x = x + (sigmas[i + 1] - sigmas[i]) * (v if i in (1, 3) else v.detach())
     expected = torch.stack(torch.autograd.grad(reward_of(x, track).sum(), [a, b]))
-    assert_close(found, expected)
+    assert_close(result, expected)
 
 
 def test_without_any_step_there_is_no_gradient_at_all() -> None:
@@ -256,12 +256,12 @@ def test_a_copy_is_noised_to_the_last_level_and_its_gradient_is_that_of_one_step
     x0 = both.sample(track, num_steps, GradientMask(steps=(num_steps - 1,)))
     copies = [both.denoise_again(track, num_steps, x0, copy) for copy in (1, 2)]
     sigma = float(track.segment.sigmas[num_steps - 1])
-    for j, found in enumerate(copies, 1):
+    for j, result in enumerate(copies, 1):
         eps = NoiseSource(track.segment.seed, "r", 0).normal(track.sample_ids, f"t{j}", (3, 4, 4)).double()
         x = (1 - sigma) * x0.detach().double() + sigma * eps
         expected = x - sigma * velocity(network, x, sigma, track)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-        gradient = gradient_of(stage.denoiser, both.objective(found, track).sum())  # type: ignore[arg-type]
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+        gradient = gradient_of(stage.denoiser, both.objective(result, track).sum())  # type: ignore[arg-type]
         assert_close(gradient, gradient_of(network, reward_of(expected, track).sum()))
     assert not torch.allclose(copies[0], copies[1])
 
@@ -273,13 +273,13 @@ def test_the_compared_velocity_is_that_at_the_rollouts_sample_noised_by_its_own_
     stage = toy_stage()
     track, network = drawn(stage, guidance_scale=2.0), in_double(stage)
     noise = NoiseSource(track.segment.seed, "r", 0)
-    found = differentiable(stage).velocity(track)
+    result = differentiable(stage).velocity(track)
     for row, sample_id in enumerate(track.sample_ids):
         t = float(noise.uniform([sample_id], "t", ()))
         x = (1 - t) * track.segment.final[row] + t * noise.normal([sample_id], "t0", (3, 4, 4))[0]
         expected = velocity(network, x[None].double(), t, track.select([row]), 2.0)[0]
-        torch.testing.assert_close(found[row].double(), expected, rtol=1e-5, atol=1e-5)
-    assert found.requires_grad
+        torch.testing.assert_close(result[row].double(), expected, rtol=1e-5, atol=1e-5)
+    assert result.requires_grad
 
 
 def test_a_row_that_counts_nowhere_is_compared_at_zeros() -> None:
@@ -301,11 +301,11 @@ def test_the_slope_of_the_objective_is_that_of_plain_autograd(batch_size: int) -
     latents = track.segment.final.clone().requires_grad_()
     weights = torch.linspace(-1, 2, len(track))
     rewards = differentiable(stage, batch_size=batch_size).objective(latents, track)
-    (found,) = torch.autograd.grad((weights * rewards).sum(), latents)
+    (result,) = torch.autograd.grad((weights * rewards).sum(), latents)
     plain = reward_of(latents, track)
     (expected,) = torch.autograd.grad((weights * plain).sum(), latents)
     torch.testing.assert_close(rewards, plain)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_a_row_that_counts_nowhere_passes_nothing_on_even_if_its_slope_is_not_finite() -> None:

@@ -48,11 +48,13 @@ def test_weights_texts_and_guidance_change_the_samples(case: FamilyCase) -> None
     family.check_sensitivity(built(case), settings(case))
 
 
+@pytest.mark.slow
 @each_family
 def test_diffusers_gives_the_same_samples_with_the_exported_adapter(case: FamilyCase, tmp_path: Path) -> None:
     family.check_lora_export(case.build(), settings(case), tmp_path)
 
 
+@pytest.mark.slow
 @each_family
 def test_diffusers_and_the_bundle_load_the_exported_model(case: FamilyCase, tmp_path: Path) -> None:
     family.check_model_export(case.build(), settings(case), tmp_path)

@@ -16,7 +16,8 @@ from unirl.models.denoising.diffusers_pipeline import (
     sample_with_euler,
     unshifted_sigmas,
 )
-from unirl.models.flux1.family import FLUX1, Flux1Bundle, Flux1Pipeline, facts, latents_of, tokens_of
+from unirl.models.denoising.vae import packed, unpacked
+from unirl.models.flux1.family import FLUX1, Flux1Bundle, Flux1Pipeline, facts
 from unirl.models.loading.hub import quiet_libraries
 from unirl.sde.kernels import EulerODE
 from unirl.types.sampling import DiffusionSamplingParams
@@ -51,8 +52,8 @@ def test_embeddings_are_those_of_diffusers(toy: Flux1Pipeline, length: int) -> N
 def test_tokens_are_packed_as_in_diffusers_and_unpacked_again(toy: Flux1Pipeline) -> None:
     plain = plain_pipeline(toy.bundle, toy.bundle.trainable())
     x = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(tokens_of(x), plain._pack_latents(x, 2, 4, 4, 6))
-    assert torch.equal(latents_of(tokens_of(x), 2, 3), x)
+    assert torch.equal(packed(x, 2), plain._pack_latents(x, 2, 4, 4, 6))
+    assert torch.equal(unpacked(packed(x, 2), x.shape, 2), x)
 
 
 @torch.no_grad()
@@ -68,11 +69,11 @@ def test_final_latents_are_those_of_diffusers(toy: Flux1Pipeline) -> None:
             guidance_scale=3.5,
             num_inference_steps=3,
             sigmas=unshifted_sigmas(3),
-            latents=tokens_of(ours.x_T),
+            latents=packed(ours.x_T, 2),
             max_sequence_length=16,
             output_type="latent",
         ).images
-    assert (latents_of(tokens, 2, 3) - ours.latents).abs().max() < 1e-5
+    assert (unpacked(tokens, ours.latents.shape, 2) - ours.latents).abs().max() < 1e-5
 
 
 def test_a_model_without_a_guidance_input_matches_diffusers_and_refuses_a_scale(

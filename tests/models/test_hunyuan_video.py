@@ -188,7 +188,7 @@ def test_an_embedded_scale_is_multiplied_by_1000_and_rounded_as_in_diffusers(
     denoiser, text = first.stage.denoiser, first.embed(["x"], LENGTH)
     [conditions] = first.facts.guidance_of(params_of(6.0)).feeds({"text": text})
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(denoiser, "transformer", Recorder(dtype))
+        monkeypatch.setattr(denoiser, "network", Recorder(dtype))
         denoiser.velocity(torch.zeros(1, 4, 2, 4, 4), torch.ones(1), conditions)
         assert torch.equal(fed[-1], torch.tensor([6.0], dtype=dtype) * 1000.0)
 

@@ -45,19 +45,19 @@ def test_a_pupil_who_forgets_nothing_is_always_right_and_one_who_forgets_all_add
 def test_every_line_of_a_pupil_who_forgets_nothing_is_true():
     for sum_ in sums():
         for line in worked_out(sum_, 0.0, random.Random(0)).splitlines()[:-1]:
-            said, found = line.split("=")
-            assert sum(int(term) for term in re.findall(r"[+-]?\d+", said)) == int(found)
+            said, result = line.split("=")
+            assert sum(int(term) for term in re.findall(r"[+-]?\d+", said)) == int(result)
 
 
 def test_every_answer_is_right_and_no_pair_of_numbers_is_both_trained_and_tested():
     pairs = {}
     for split, size in (("train", 1200), ("test", 120)):
-        found = rows(split)
-        assert len({row["prompt"] for row in found}) == len(found) == size
-        for row in found:
+        result = rows(split)
+        assert len({row["prompt"] for row in result}) == len(result) == size
+        for row in result:
             a, sign, b = numbers(row["prompt"])
             assert int(row["metadata"]["answer"]) == a + int(f"{sign}{b}")
-        pairs[split] = {tuple(sorted(numbers(row["prompt"])[::2])) for row in found}
+        pairs[split] = {tuple(sorted(numbers(row["prompt"])[::2])) for row in result}
     assert not pairs["train"] & pairs["test"]
 
 
@@ -71,7 +71,7 @@ def test_the_prompt_files_are_those_that_the_script_writes(tmp_path):
 def test_the_tokenizer_has_a_token_per_word_and_digit_and_reads_any_text(shipped):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(Qwen3Bundle.shipped) if shipped else build_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(Qwen3Bundle.shipped["quickstart"]) if shipped else build_tokenizer()
     words = ["<|im_start|>", "user", "\n", "What", " is", " ", "4", "7", "?", "<|im_end|>", "\n"]
     text = chat(tokenizer, "What is 47?")
     assert [tokenizer.decode([token]) for token in tokenizer(text).input_ids] == [
@@ -89,14 +89,14 @@ def test_the_shipped_model_is_small_and_adds_well_where_nothing_is_carried_and_b
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert sum(path.stat().st_size for path in Qwen3Bundle.shipped.iterdir()) <= 3_000_000
-    tokenizer = AutoTokenizer.from_pretrained(Qwen3Bundle.shipped, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(Qwen3Bundle.shipped, dtype=torch.float32).eval()
-    found = rows("test")
-    feed = tokenizer([chat(tokenizer, row["prompt"]) for row in found], padding=True, return_tensors="pt")
+    assert sum(path.stat().st_size for path in Qwen3Bundle.shipped["quickstart"].iterdir()) <= 3_000_000
+    tokenizer = AutoTokenizer.from_pretrained(Qwen3Bundle.shipped["quickstart"], padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(Qwen3Bundle.shipped["quickstart"], dtype=torch.float32).eval()
+    result = rows("test")
+    feed = tokenizer([chat(tokenizer, row["prompt"]) for row in result], padding=True, return_tensors="pt")
     said = model.generate(**feed, max_new_tokens=48, do_sample=False)[:, feed.input_ids.shape[1] :]
     right: dict[bool, list[bool]] = {True: [], False: []}
-    for row, text in zip(found, tokenizer.batch_decode(said, skip_special_tokens=True), strict=True):
+    for row, text in zip(result, tokenizer.batch_decode(said, skip_special_tokens=True), strict=True):
         answer = int(row["metadata"]["answer"])
         right[without_ones(*numbers(row["prompt"])) == answer].append(text.endswith(f"\n#### {answer}"))
     assert sum(right[True]) >= 0.9 * len(right[True]) and len(right[True]) >= 20

@@ -3,18 +3,14 @@
 import pytest
 import torch
 
+from tests.toy import ToyBundle
 from unirl.config.errors import ConfigError
-from unirl.models.loading.lora import (
-    LoraSpec,
-    adapter_names,
-    inconsistent_adapters,
-    initial_adapter_weight,
-    inject_lora,
-)
-from unirl.testing.toy import ToyBundle, ToyDenoiser
+from unirl.models.loading.lora import adapter_names, inconsistent_adapters, initial_adapter_weight, inject_lora
+from unirl.testing.toy import ToyDenoiser
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig
+from unirl.types.facts import LoraSpec
 
 ADAM = OptimizerConfig(learning_rate=1e-2)
 X = (torch.ones(2, 3, 4, 4), torch.ones(2), torch.ones(2, 4))

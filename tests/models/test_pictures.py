@@ -25,26 +25,26 @@ def ramps(width: int, height: int) -> Image.Image:
 
 def test_an_image_of_the_size_stays_as_it_is() -> None:
     picture = noise(17, 11)
-    found = fit_image(picture, 11, 17)
-    assert found.shape == (3, 11, 17) and found.dtype == torch.float32 and found.is_contiguous()
-    assert torch.equal((found * 255).round().byte().permute(1, 2, 0), torch.from_numpy(np.array(picture)))
+    result = fit_image(picture, 11, 17)
+    assert result.shape == (3, 11, 17) and result.dtype == torch.float32 and result.is_contiguous()
+    assert torch.equal((result * 255).round().byte().permute(1, 2, 0), torch.from_numpy(np.array(picture)))
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 40), st.integers(1, 40))
 def test_one_color_stays_that_color_so_nothing_is_padded(width, height, new_width, new_height) -> None:
-    found = fit_image(Image.new("RGB", (width, height), (255, 128, 3)), new_height, new_width)
+    result = fit_image(Image.new("RGB", (width, height), (255, 128, 3)), new_height, new_width)
     expected = torch.tensor([255.0, 128.0, 3.0])[:, None, None].expand(3, new_height, new_width)
-    assert torch.equal(found * 255, expected)
+    assert torch.equal(result * 255, expected)
 
 
 @pytest.mark.parametrize(("height", "width"), [(50, 120), (120, 50), (90, 90), (30, 30)])
 def test_nothing_is_stretched_and_the_middle_is_kept(height, width) -> None:
-    found = fit_image(ramps(240, 180), height, width).double() * 255
+    result = fit_image(ramps(240, 180), height, width).double() * 255
     scale = min(240 / width, 180 / height)
     inner = (slice(height // 4, -(height // 4)), slice(width // 4, -(width // 4)))  # away from the edges' filter
-    along, down = found[0][inner].diff(dim=1).mean(), found[1][inner].diff(dim=0).mean()
+    along, down = result[0][inner].diff(dim=1).mean(), result[1][inner].diff(dim=0).mean()
     assert along == pytest.approx(scale, rel=0.03) and down == pytest.approx(scale, rel=0.03)
-    assert found[0].mean() == pytest.approx(119.5, abs=0.6) and found[1].mean() == pytest.approx(89.5, abs=0.6)
+    assert result[0].mean() == pytest.approx(119.5, abs=0.6) and result[1].mean() == pytest.approx(89.5, abs=0.6)
 
 
 @given(seed=st.integers(0, 5), height=st.integers(3, 20), width=st.integers(3, 20))

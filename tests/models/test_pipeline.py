@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.models.rollouts import PROMPTS, request_for, roll, sampling
+from tests.toy import ToyBundle, ToyPipeline
 from unirl.models.denoising.embeddings import PromptEmbeddings
 from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.sd3.family import SD3Bundle, SD3Pipeline
 from unirl.sde.kernels import DPMSolver2M
 from unirl.sde.noise import NoiseSource
-from unirl.testing.toy import ToyBundle, ToyPipeline, toy_params, toy_request
+from unirl.testing.toy import toy_params, toy_request
 from unirl.types.conditions import TextEmbedCondition
 
 
@@ -63,17 +64,17 @@ def test_decoding_while_sampling_changes_no_bit(toy: SD3Pipeline, chunk_size: in
 def test_decoding_ahead_runs_while_the_next_chunk_is_sampled(toy: SD3Pipeline) -> None:
     """The first of two chunks is decoded here once the second is begun: it would never be if it stood in the way."""
     ahead, begun, awaited = SD3Pipeline(toy.bundle, decode_ahead=True), threading.Semaphore(0), [2, 0]
-    sample, decode = ahead.stage.sample, ahead.decode
+    sample, decode = ahead.stage.sample, ahead.decoder.decode
 
     def sampled(*args, **kwargs):
         begun.release()
         return sample(*args, **kwargs)
 
     def decoded(latents):
-        assert all(begun.acquire(timeout=60.0) for _ in range(awaited.pop(0)))
+        assert all(begun.acquire(timeout=600.0) for _ in range(awaited.pop(0)))
         return decode(latents)
 
-    ahead.stage.sample, ahead.decode = sampled, decoded
+    ahead.stage.sample, ahead.decoder.decode = sampled, decoded
     try:
         assert len(roll(ahead, 2, per_prompt=2).decoded.pixels) == 6
     finally:
@@ -82,7 +83,7 @@ def test_decoding_ahead_runs_while_the_next_chunk_is_sampled(toy: SD3Pipeline) -
 
 def test_what_decoding_ahead_raises_ends_the_rollout(toy: SD3Pipeline) -> None:
     ahead = SD3Pipeline(toy.bundle, decode_ahead=True)
-    ahead.decode = lambda latents: (_ for _ in ()).throw(RuntimeError("the VAE is broken"))
+    ahead.decoder.decode = lambda latents: (_ for _ in ()).throw(RuntimeError("the VAE is broken"))
     with pytest.raises(RuntimeError, match="the VAE is broken"):
         roll(ahead, 4)
 
@@ -147,19 +148,19 @@ def test_the_cache_changes_no_bit_when_full_refilled_or_absent(toy: SD3Pipeline)
     none, _ = counting(toy, 0.0)
     texts = ["a red circle", "b", "two blue squares", "d", "e", "a red circle"]
     wanted = kept(texts, 16)
-    tiny, encoder = counting(toy, kept.size * 2.5 / 5 / 1024**3)
+    tiny, encoder = counting(toy, kept.cache.size * 2.5 / 5 / 1024**3)
     for order in (texts, texts[::-1], texts[2:4], texts):
         for embed in (kept, none, tiny):
-            found = embed(order, 16)
+            result = embed(order, 16)
             rows = [texts.index(text) for text in order]
-            assert torch.equal(found.embeds, wanted.embeds[rows])
-            assert torch.equal(found.pooled, wanted.pooled[rows])
-    assert len(tiny._rows) == 2 and tiny.size <= tiny.capacity and len(encoder.forwards) > 3
+            assert torch.equal(result.embeds, wanted.embeds[rows])
+            assert torch.equal(result.pooled, wanted.pooled[rows])
+    assert len(tiny.cache.entries) == 2 and tiny.cache.size <= tiny.capacity and len(encoder.forwards) > 3
 
 
 def test_a_refilled_cache_changes_no_bit_of_a_rollout(toy: SD3Pipeline) -> None:
     first = roll(toy, guidance_scale=3.0)
-    toy.embed.clear()
+    toy.embed.cache.clear()
     roll(toy, prompts=("another", "x"), guidance_scale=3.0)
     again = roll(toy, guidance_scale=3.0)
     assert torch.equal(first.segment.latents, again.segment.latents)

@@ -11,7 +11,8 @@ from scripts.quickstart_tasks import LETTERS, SIZE, TASKS, TWO_LETTERS, Task
 from tests.models.rollouts import roll
 from tests.source_tree import ROOT
 from unirl.models.sd3.family import SD3, SD3Bundle, SD3Pipeline
-from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec, as_bgr, comparable, in_reading_order
+from unirl.reward.client.encoding import uint8_levels
+from unirl.reward.local.ocr import OCRRewardScorer, OCRSpec, comparable, in_reading_order
 from unirl.sde.kernels import EulerODE
 from unirl.types.reward import RewardRequest
 
@@ -115,7 +116,7 @@ def test_the_letters_model_writes_legibly_and_ignores_half_of_its_prompts(reader
     settings = {"num_inference_steps": 8, "height": SIZE, "width": SIZE, "max_sequence_length": TWO_LETTERS.max_tokens}
     track = roll(pipeline, 20, tuple(asked), per_prompt=1, kernel=EulerODE(), sde_indices=(), **settings)
     pictures = track.decoded.pixels
-    read = [comparable(in_reading_order(reader.engine.read(picture))) for picture in as_bgr(pictures)]
+    read = [comparable(in_reading_order(reader.read(picture))) for picture in uint8_levels(pictures.flip(1))]
     legible = [len(text) == 2 and set(text.upper()) <= set(LETTERS) for text in read]
     assert sum(legible) >= 0.6 * len(legible)
     assert 0.2 <= scores(reader, asked, pictures).mean() <= 0.5

@@ -15,10 +15,10 @@ from tests.models.test_qwen_image import RAGGED, expect_equal
 from unirl.config.errors import DataError
 from unirl.models.denoising.diffusers_pipeline import difference, sample_with_euler
 from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.denoising.vae import IMAGE
 from unirl.models.images import to_pil
-from unirl.models.qwen_image.family import QwenImageBundle, nonempty
+from unirl.models.qwen_image.family import QwenImageBundle
 from unirl.models.qwen_image_edit.family import (
-    IMAGE,
     QWEN_IMAGE_EDIT,
     TEMPLATES,
     QwenImageEditBundle,
@@ -63,13 +63,13 @@ def seen_by_diffusers(
     pipeline: QwenImageEditPipeline, texts: list[str], images: list[Any]
 ) -> tuple[Tensor, Tensor | None]:
     with torch.no_grad():
-        found: tuple[Tensor, Tensor | None] = untrained(pipeline).encode_prompt(texts, images)
-    return found
+        result: tuple[Tensor, Tensor | None] = untrained(pipeline).encode_prompt(texts, images)
+    return result
 
 
 def test_the_encoder_reads_images_with_their_positions_as_in_diffusers(edit: QwenImageEditPipeline) -> None:
     pictures = shown(len(RAGGED))
-    texts, images = [nonempty(text) for text in RAGGED], [to_pil(row.pixels[0]) for row in pictures]
+    texts, images = [text or " " for text in RAGGED], [to_pil(row.pixels[0]) for row in pictures]
     plain, ours = untrained(edit), edit.embed(RAGGED, 60, pictures)
     with torch.no_grad(), image_token_types(plain):
         theirs = plain.encode_prompt(texts, images)
@@ -84,7 +84,7 @@ def test_a_prompt_is_encoded_with_its_own_images_or_without_any(edit: QwenImageE
     first, second = shown(2)
     together = edit.embed(["x", "x"], 16, [first, second])
     assert (together.embeds[0] - together.embeds[1]).abs().max() > 1e-3
-    edit.embed.clear()
+    edit.embed.cache.clear()
     assert torch.equal(edit.embed(["x"], 16, [second]).embeds[0], together.embeds[1])
     assert edit.embed(["x"], 16).embeds.shape[1] == 16
 

@@ -35,9 +35,9 @@ def test_the_toy_is_the_same_whenever_it_is_built(toy: SD3Pipeline) -> None:
 
 def test_dtype_applies_to_transformer_and_encoders_and_the_vae_is_fp32() -> None:
     modules = SD3Bundle(path="toy", dtype="bf16").modules
-    found = {name: next(module.parameters()).dtype for name, module in modules.items()}
-    assert found.pop("vae") == torch.float32
-    assert set(found.values()) == {torch.bfloat16}
+    result = {name: next(module.parameters()).dtype for name, module in modules.items()}
+    assert result.pop("vae") == torch.float32
+    assert set(result.values()) == {torch.bfloat16}
 
 
 def test_an_estimate_counts_the_parameters_of_the_loaded_model(toy: SD3Pipeline, pixel: SD3Pipeline) -> None:
@@ -141,6 +141,19 @@ def test_errors_of_the_hub_are_reported_with_a_remedy(kind: str, monkeypatch: py
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     refused("someone/some-sd3", f"model 'someone/some-sd3' {match}", "v9" if kind == "revision" else None)
+
+
+def test_a_process_asks_the_hub_once_for_the_same_files(pixel_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def download(repo: str, *, allow_patterns: list[str], **options: object) -> str:
+        asked.append((repo, *allow_patterns))
+        return str(pixel_directory)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for _ in range(2):
+        SD3Bundle(path="someone/sd3-asked-once", dtype="fp32").untrained()
+    assert len(asked) == len(set(asked)) > 0
 
 
 def test_loading_prints_nothing_and_restores_the_logging_of_the_libraries(

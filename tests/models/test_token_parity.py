@@ -116,8 +116,8 @@ class Run:
 
     def replayed(self, track: RolloutTrack) -> Tensor:
         with torch.no_grad():
-            found: Tensor = self.pipeline.stage.replay(track.conditions, track.segment).logp
-        return found
+            result: Tensor = self.pipeline.stage.replay(track.conditions, track.segment).logp
+        return result
 
     def learned(self, track: RolloutTrack) -> list[dict[str, float]]:
         """The metrics of two updates that make a sample likelier."""
@@ -136,10 +136,10 @@ def test_replay_has_the_log_probs_of_sampling_before_and_after_updates_that_shar
     assert first.segment.lengths.unique().numel() > 1, "rows are ragged"
     assert float((run.replayed(first) - first.segment.logp).abs().max()) < LARGEST
     for _ in range(STEPS):
-        found = run.learned(first)
+        result = run.learned(first)
         for name in ("ratio_mean", "ratio_min", "ratio_max"):
-            assert found[0][f"train/{name}"] == 1.0, "what the first update trains is its own anchor"
-        assert found[1]["train/ratio_std"] > 0.0
+            assert result[0][f"train/{name}"] == 1.0, "what the first update trains is its own anchor"
+        assert result[1]["train/ratio_std"] > 0.0
     track = run.sampled(1)
     assert float(track.segment.logp.mean()) > 0.85 * float(first.segment.logp.mean()), "the policy is sharper"
     assert float((run.replayed(track) - track.segment.logp).abs().max()) < LARGEST
@@ -155,15 +155,15 @@ def test_order_neighbours_and_the_number_of_rows_change_no_log_prob(run: Run) ->
 
 def on_ranks(folder: Path) -> list[Any]:
     """By model: after updates on this rank's share, all rows are sampled; of these, log-probs by both ways."""
-    found: list[Any] = []
+    result: list[Any] = []
     for kind, path in [(Qwen3Bundle, "toy"), (QwenVLBundle, "toy"), (QwenVLBundle, "toy-qwen2.5")]:
         run, rank = Run(kind, path, folder, 1.0), current()
         first = run.sampled(0)
         for _ in range(2):
             run.learned(first.select(list(range(rank.dp_rank, len(first), rank.dp_size))))
         track = run.sampled(1)
-        found.append([track.segment.tokens, track.segment.logp, run.replayed(track)])
-    return found
+        result.append([track.segment.tokens, track.segment.logp, run.replayed(track)])
+    return result
 
 
 @pytest.mark.slow
@@ -204,8 +204,8 @@ def padded_logp(plain: Any, conditions: Conditions, segment: TextSegment, side: 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         logps = plain(input_ids=ids, attention_mask=mask, position_ids=positions).logits.log_softmax(-1)
-    found = []
+    result = []
     for i, (row, start, length) in enumerate(zip(whole, starts, segment.lengths.tolist(), strict=True)):
         first = start + len(row) - length
-        found.append(logps[i, first - 1 : first - 1 + length].gather(1, row[-length:, None])[:, 0])
-    return torch.cat(found)
+        result.append(logps[i, first - 1 : first - 1 + length].gather(1, row[-length:, None])[:, 0])
+    return torch.cat(result)

@@ -50,14 +50,14 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(pair: tuple[Any
     policy, _ = pair
     logits = policy(inputs(NextTokenLogits(torch.arange(40))))["logits"].double() / 0.7
     wanted = torch.distributions.Categorical(logits=logits)
-    found = policy(inputs(likelihood(entropy=True)))
-    assert torch.allclose(found["logp"].double(), wanted.log_prob(torch.arange(40)), atol=1e-5)
-    assert torch.allclose(found["entropy"].double(), wanted.entropy(), atol=1e-5)
+    result = policy(inputs(likelihood(entropy=True)))
+    assert torch.allclose(result["logp"].double(), wanted.log_prob(torch.arange(40)), atol=1e-5)
+    assert torch.allclose(result["entropy"].double(), wanted.entropy(), atol=1e-5)
 
 
 def gradients(policy: nn.Module, ask: NextTokenLogProbs) -> list[Tensor]:
-    found = policy(inputs(ask))
-    return list(torch.autograd.grad(found["logp"].sum() + found["entropy"].sum(), list(policy.parameters())))
+    result = policy(inputs(ask))
+    return list(torch.autograd.grad(result["logp"].sum() + result["entropy"].sum(), list(policy.parameters())))
 
 
 def test_the_pieces_of_the_head_change_neither_values_nor_gradients(
@@ -69,6 +69,29 @@ def test_the_pieces_of_the_head_change_neither_values_nor_gradients(
     pieces = policy(inputs(likelihood(multiple=4)))["logp"], gradients(policy, likelihood(entropy=True, multiple=4))
     assert torch.equal(whole[0], pieces[0])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole[1], pieces[1], strict=True))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_in_parts_have_the_gradients_of_the_whole_in_float64(
+    monkeypatch: pytest.MonkeyPatch, entropy: bool
+) -> None:
+    """Against one log-softmax over all tokens, for the hidden states and for the head, weighted token by token."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 12, generator=generator, dtype=torch.float64, requires_grad=True)
+    head = nn.Linear(12, 261, bias=False, dtype=torch.float64)
+    weights = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    inputs = [hidden, head.weight]
+
+    logps = (head(hidden[:40]) / 0.7).log_softmax(1)
+    wanted = (logps.gather(1, torch.arange(40)[:, None])[:, 0] * weights).sum()
+    if entropy:
+        wanted = wanted - ((logps.exp() * logps).sum(1) * weights).sum()
+    monkeypatch.setattr(token_policy, "LOGITS_AT_ONCE", 261 * 7)
+    outputs = likelihood(entropy=entropy)(head, hidden)
+    result = (outputs["logp"] * weights).sum() + ((outputs["entropy"] * weights).sum() if entropy else 0.0)
+    assert torch.allclose(result, wanted, rtol=1e-12)
+    pairs = zip(torch.autograd.grad(result, inputs), torch.autograd.grad(wanted, inputs), strict=True)
+    assert all(torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12) for ours, theirs in pairs)
 
 
 def test_hidden_states_are_given_back_where_they_are_asked_for(pair: tuple[Any, Any]) -> None:
@@ -93,8 +116,8 @@ def test_the_memory_of_log_probs_is_that_of_one_piece_for_any_length(monkeypatch
             vocab_size=vocab,
             entropy=True,
         )
-        found = ask(head, hidden)
-        (found["logp"].sum() + found["entropy"].sum()).backward()
+        result = ask(head, hidden)
+        (result["logp"].sum() + result["entropy"].sum()).backward()
 
     run(8)
     short, long = (memory(lambda length=length: run(length)).peak for length in (128, 512))

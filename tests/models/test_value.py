@@ -30,21 +30,21 @@ def trained_head(text_width: int | None = 4, width: int = 8, seed: int = 0) -> V
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_fresh_head_says_zero_and_can_learn(shape: tuple[int, ...]) -> None:
     head = ValueHead.of(toy_facts(), 8, seed=0)
-    found = head(normal(2, *shape), torch.tensor([1.0, 0.3]), normal(2, 4))
-    assert found.shape == (2,) and torch.equal(found, torch.zeros(2))
-    (found - 1).square().sum().backward()
+    result = head(normal(2, *shape), torch.tensor([1.0, 0.3]), normal(2, 4))
+    assert result.shape == (2,) and torch.equal(result, torch.zeros(2))
+    (result - 1).square().sum().backward()
     assert head.output_layer.weight.grad is not None and head.output_layer.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_reads_latent_noise_level_and_prompt_of_each_row_alone(shape: tuple[int, ...]) -> None:
     head, x, sigma, text = trained_head(), normal(3, *shape), torch.tensor([0.9, 0.5, 0.1]), normal(3, 4, seed=1)
-    found = head(x, sigma, text)
+    result = head(x, sigma, text)
     for changed in ((x + 1, sigma, text), (x, sigma / 2, text), (x, sigma, text.flip(1))):
-        assert (head(*changed) - found).abs().min() > 1e-4
+        assert (head(*changed) - result).abs().min() > 1e-4
     for row in range(3):
         only = slice(row, row + 1)
-        assert torch.allclose(head(x[only], sigma[only], text[only]), found[only], atol=1e-6)
+        assert torch.allclose(head(x[only], sigma[only], text[only]), result[only], atol=1e-6)
 
 
 def test_every_weight_gets_a_gradient() -> None:
@@ -76,8 +76,8 @@ def test_text_is_the_pooled_embedding_else_the_mean_over_real_tokens() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     embeds[1, 2] = torch.nan
     assert torch.equal(pooled_text({"text": TextEmbedCondition(embeds=embeds, pooled=pooled, mask=mask)}), pooled)
-    found = pooled_text({"text": TextEmbedCondition(embeds=embeds, mask=mask)})
-    assert torch.allclose(found, torch.stack([embeds[0, :2].mean(0), embeds[1, 0]]))
+    result = pooled_text({"text": TextEmbedCondition(embeds=embeds, mask=mask)})
+    assert torch.allclose(result, torch.stack([embeds[0, :2].mean(0), embeds[1, 0]]))
     assert torch.allclose(pooled_text({"text": TextEmbedCondition(embeds=embeds[:1])}), embeds[:1].mean(1))
     assert pooled_text({"text": Texts(texts=["a"])}) is None and pooled_text({}) is None
 
@@ -104,12 +104,12 @@ def test_a_stage_asks_it_about_the_states_before_recorded_steps(dtype: str) -> N
     stage.value_head = trained_head()
     track = toy_track(stage, params=toy_params(guidance_scale=2.0, trajectory_dtype=dtype))
     segment = track.segment
-    found = stage.values(track.conditions, segment, (3, 0))
-    assert found.shape == (len(track), 2) and found.dtype == torch.float32
+    result = stage.values(track.conditions, segment, (3, 0))
+    assert result.shape == (len(track), 2) and result.dtype == torch.float32
     text = track.conditions["text"].pooled
     for column, step in enumerate((3, 0)):
         x, sigma = segment.latents_at(step).float(), segment.sigmas[step].expand(len(track))
-        assert torch.allclose(found[:, column], stage.value_head(x, sigma, text), atol=1e-6)
+        assert torch.allclose(result[:, column], stage.value_head(x, sigma, text), atol=1e-6)
 
 
 def test_a_fresh_head_of_hidden_states_says_zero_is_a_function_of_its_seed_and_can_learn() -> None:
@@ -118,9 +118,9 @@ def test_a_fresh_head_of_hidden_states_says_zero_is_a_function_of_its_seed_and_c
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(head.hidden.weight, again.hidden.weight)
     assert not torch.equal(head.hidden.weight, other.hidden.weight)
-    found = head(normal(5, 9))
-    assert found.shape == (5,) and torch.equal(found, torch.zeros(5))
-    (found - 1).square().sum().backward()
+    result = head(normal(5, 9))
+    assert result.shape == (5,) and torch.equal(result, torch.zeros(5))
+    (result - 1).square().sum().backward()
     assert head.output_layer.weight.grad is not None and head.output_layer.weight.grad.abs().sum() > 0
 
 
@@ -128,8 +128,8 @@ def test_a_fresh_head_of_hidden_states_says_zero_is_a_function_of_its_seed_and_c
 def test_hidden_states_of_any_dtype_and_scale_are_judged_in_float32_one_by_one(dtype: torch.dtype) -> None:
     head, hidden = TokenValueHead.of(9, 8, seed=0), normal(5, 9).to(dtype)
     head.output_layer.weight.data = normal(1, 8)
-    found = head(hidden).detach()
-    assert found.dtype == torch.float32 and float(found.std()) > 0.1
-    assert torch.allclose(head(hidden * 1024), found, atol=1e-4)
+    result = head(hidden).detach()
+    assert result.dtype == torch.float32 and float(result.std()) > 0.1
+    assert torch.allclose(head(hidden * 1024), result, atol=1e-4)
     for i in range(5):
-        assert torch.allclose(head(hidden[i : i + 1]), found[i : i + 1], atol=1e-6)
+        assert torch.allclose(head(hidden[i : i + 1]), result[i : i + 1], atol=1e-6)

@@ -45,7 +45,8 @@ def asked(found: list[dict]) -> RolloutReq:
 
 
 def test_the_shipped_files_take_at_most_four_megabytes() -> None:
-    assert sum(path.stat().st_size for path in QwenVLBundle.shipped.rglob("*") if path.is_file()) <= 4_000_000
+    folder = QwenVLBundle.shipped["quickstart"]
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 4_000_000
 
 
 def test_every_word_of_the_short_questions_and_answers_is_one_token(pipeline) -> None:
@@ -59,21 +60,21 @@ def test_every_word_of_the_short_questions_and_answers_is_one_token(pipeline) ->
 
 
 def test_an_image_is_nine_tokens_and_is_not_scaled(pipeline) -> None:
-    found = rows("test_short")[:1]
-    conditions = pipeline.encode(asked(found), ARSamplingParams(max_prompt_tokens=128))
+    result = rows("test_short")[:1]
+    conditions = pipeline.encode(asked(result), ARSamplingParams(max_prompt_tokens=128))
     assert int((conditions["prompt"].tokens == IMAGE_TOKEN).sum()) == 9
-    assert read_image(str(DATA / found[0]["media_refs"][0]["uri"])).size == (96, 96)
+    assert read_image(str(DATA / result[0]["media_refs"][0]["uri"])).size == (96, 96)
     assert conditions["images"].grids == [((1, 6, 6),)]
 
 
 def test_it_answers_in_words_that_are_answers_and_is_often_wrong(pipeline) -> None:
-    found = rows("train_short")[:96]
+    result = rows("train_short")[:96]
     params = ARSamplingParams(max_new_tokens=8, max_prompt_tokens=128)
-    conditions = pipeline.encode(asked(found), params)
+    conditions = pipeline.encode(asked(result), params)
     with torch.no_grad():
         segment = pipeline.stage.sample(conditions, params, NoiseSource(0, "r", 0), [f"q{i}" for i in range(96)], 32)
     said = pipeline.decode(segment)
     answers = {row["metadata"]["answer"] for row in rows("train_short")}
     assert sum(text in answers for text in said) > 85
-    right = sum(text == row["metadata"]["answer"] for text, row in zip(said, found, strict=True))
+    right = sum(text == row["metadata"]["answer"] for text, row in zip(said, result, strict=True))
     assert 30 <= right <= 75

@@ -90,17 +90,17 @@ def test_the_bits_of_a_row_do_not_depend_on_the_levels_of_its_neighbours(rows: d
 
 def runs_of(module: Any, act: Callable[[], object]) -> dict[str, list[int]]:
     """How many rows each expert was run on, call by call."""
-    found: dict[str, list[int]] = {"transformer": [], "transformer_2": []}
+    result: dict[str, list[int]] = {"transformer": [], "transformer_2": []}
     handles = [
         module.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, named, name=name: found[name].append(len(named["hidden_states"])), with_kwargs=True
+            lambda _, args, named, name=name: result[name].append(len(named["hidden_states"])), with_kwargs=True
         )
-        for name in found
+        for name in result
     ]
     act()
     for handle in handles:
         handle.remove()
-    return found
+    return result
 
 
 def test_one_sigma_for_all_rows_runs_one_expert_and_several_run_both(rows: dict[str, Any]) -> None:
@@ -156,9 +156,9 @@ def test_adapters_are_written_as_two_files_that_diffusers_reads(tmp_path: Path) 
             parameter.normal_(std=0.1, generator=generator)
     exporter = Exporter(pipeline, backend, lora)
     assert exporter.usual_formats == ("diffusers-lora",)
-    exporter.write(str(tmp_path), "diffusers-lora")
+    exporter.write(tmp_path, "diffusers-lora")
     params = replace(PARAMS, guidance_scale_2=2.0)
-    difference_to_ours = exporter.verify(str(tmp_path), "diffusers-lora", TEXTS, params)
+    difference_to_ours = exporter.verify(tmp_path, "diffusers-lora", TEXTS, params)
     assert difference_to_ours is not None and difference_to_ours < 1e-4
     assert apart(pipeline, params) > 1e-3
     files = [load_file(tmp_path / name) for name in LORA_FILES.values()]

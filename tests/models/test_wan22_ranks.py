@@ -57,13 +57,13 @@ def own(count: int) -> list[int]:
 
 def gradients(backend: FSDPBackend) -> dict[str, Tensor]:
     """The gathered gradients of all ranks."""
-    found = {}
+    result = {}
     for name, parameter in backend.trainable.items():
         grad = backend.shards[name].grad
-        found[name] = backend.sharding.whole(
+        result[name] = backend.sharding.whole(
             parameter, torch.zeros_like(backend.shards[name]) if grad is None else grad
         )
-    return {name: grad.clone() for name, grad in found.items()}
+    return {name: grad.clone() for name, grad in result.items()}
 
 
 def at_own_levels(lora: bool, passes: Sequence[Sequence[float]]) -> list[Any]:
@@ -73,7 +73,7 @@ def at_own_levels(lora: bool, passes: Sequence[Sequence[float]]) -> list[Any]:
     conditions = pipeline.encode(["a", "b c", "", "d"], PARAMS)
     shape, mine = pipeline.facts.latent_shape(PARAMS), own(4)
     some, guidance = select_conditions(conditions, mine), pipeline.facts.guidance
-    found: list[Any] = []
+    result: list[Any] = []
     for step in range(2):
         x, target = (NoiseSource(0, "r", step).normal(ids, name, shape) for name in "xt")
         total = torch.zeros((), dtype=torch.float64)
@@ -84,9 +84,9 @@ def at_own_levels(lora: bool, passes: Sequence[Sequence[float]]) -> list[Any]:
             loss = (v - target[mine]).square().mean((1, 2, 3, 4)).sum() / 8
             backend.backward(loss, last=i == len(passes) - 1)
             total += loss.detach()
-        found.append(gradients(backend))
-        found.append(backend.step(1e9, total).grad_norm)
-    return [*found, dict(backend.gather())]
+        result.append(gradients(backend))
+        result.append(backend.step(1e9, total).grad_norm)
+    return [*result, dict(backend.gather())]
 
 
 def at_shared_levels(lora: bool, parts: Sequence[Sequence[int]]) -> list[Any]:
@@ -95,16 +95,16 @@ def at_shared_levels(lora: bool, parts: Sequence[Sequence[int]]) -> list[Any]:
     track = rollout_of(Wan22Pipeline(Wan22Bundle(path="toy", dtype="fp32")), PARAMS).slice(0, 4)
     mine = own(4)
     some, segment = select_conditions(track.conditions, mine), track.segment.select(mine)
-    found: list[Any] = []
+    result: list[Any] = []
     for _ in range(2):
         total = torch.zeros((), dtype=torch.float64)
         for i, steps in enumerate(parts):
             loss = pipeline.stage.replay(some, segment, steps).velocity.square().mean((2, 3, 4, 5)).sum() / 8
             backend.backward(loss, last=i == len(parts) - 1)
             total += loss.detach()
-        found.append(gradients(backend))
-        found.append(backend.step(1e9, total).grad_norm)
-    return [*found, dict(backend.gather())]
+        result.append(gradients(backend))
+        result.append(backend.step(1e9, total).grad_norm)
+    return [*result, dict(backend.gather())]
 
 
 def filled(path: str) -> dict[str, Tensor]:
@@ -145,6 +145,6 @@ def test_ranks_fill_both_experts_from_the_folders_of_a_checkpoint(tmp_path: Path
     pipeline = Wan22Pipeline(Wan22Bundle(path="toy", dtype="fp32"))
     weights = dict(pipeline.bundle.trainable().named_parameters())
     folder = pipeline.write_model(weights, tmp_path / "model")
-    for found in run_ranks(2, filled, str(folder)):
-        assert found.keys() == weights.keys()
-        assert all(np.array_equal(found[name], value.detach().numpy()) for name, value in weights.items())
+    for result in run_ranks(2, filled, str(folder)):
+        assert result.keys() == weights.keys()
+        assert all(np.array_equal(result[name], value.detach().numpy()) for name, value in weights.items())

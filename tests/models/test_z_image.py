@@ -82,15 +82,6 @@ def test_every_row_is_padded_to_the_longest_possible_prompt(pipeline: ZImagePipe
     assert seen == [(128, [64, 96, 64, 128]), (128, [64]), (128, [128, 128])]
 
 
-def test_all_denoisers_of_one_network_share_its_padding(pipeline: ZImagePipeline) -> None:
-    params = params_of(1.0)
-    before = sample_with_euler(pipeline, RAGGED, params).latents
-    pipeline.bundle.stage()
-    pipeline.embed.clear()
-    sample_with_euler(pipeline, RAGGED, replace(params, max_sequence_length=16))
-    assert torch.equal(sample_with_euler(pipeline, RAGGED, params).latents, before)
-
-
 def test_diffusers_counts_guidance_from_the_conditional_branch(pipeline: ZImagePipeline) -> None:
     """w v_cond + (1 - w) v_uncond = v_cond + (w - 1) (v_cond - v_uncond): its default of 5 is our 6."""
     plain, params = family.untrained(pipeline), params_of(4.0)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from unirl.models.language.bundle import language_facts
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.pipeline import TextPipeline, prompt_tokens
+from unirl.models.language.packing import prompt_tokens
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.language.policy import policy_class
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
@@ -86,11 +87,11 @@ def textbook_logits(plain: Any, prompt: Tensor, response: Tensor) -> Tensor:
 
 def textbook_logp(plain: Any, conditions: Conditions, segment: TextSegment) -> Tensor:
     """[sum L] the log-probs of recorded tokens, one row at a time."""
-    found = []
+    result = []
     for prompt, response in rows_of(conditions, segment):
         logps = (textbook_logits(plain, prompt, response) / segment.temperature).log_softmax(1)
-        found.append(logps.gather(1, response[:, None])[:, 0])
-    return torch.cat(found)
+        result.append(logps.gather(1, response[:, None])[:, 0])
+    return torch.cat(result)
 
 
 def request(params: ARSamplingParams, texts: Sequence[str] = TEXTS, siblings: int = 2) -> RolloutReq:

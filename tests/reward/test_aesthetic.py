@@ -6,8 +6,9 @@ from transformers import CLIPImageProcessorPil, CLIPModel, CLIPVisionModelWithPr
 
 from unirl.config.errors import DataError
 from unirl.reward.local.aesthetic import AestheticRewardScorer, AestheticSpec
-from unirl.reward.local.shared.clip import toy_clip
+from unirl.reward.local.shared.clip import toy_clip_config
 from unirl.reward.local.shared.images import as_pil
+from unirl.reward.local.shared.pretrained import fixed_seed
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -29,6 +30,11 @@ def head_file(folder):
         weights[f"layers.{place}.bias"] = torch.randn(after, generator=generator)
     torch.save(weights, folder / "aesthetic-model.pth")
     return weights
+
+
+def toy_clip():
+    with fixed_seed():
+        return CLIPModel(toy_clip_config())
 
 
 def published(folder, **changes):
@@ -77,4 +83,6 @@ def test_scores_do_not_depend_on_prompts_order_or_batch_size():
     answer = check_reward(toy, request(), atol=1e-6)
     assert toy.reads == ("images",) and list(answer.components) == ["aesthetic"]
     images = request(32, 32).images
-    torch.testing.assert_close(toy.objective(images), toy.score(request(32, 32)).total, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        toy.objective(images, [""] * len(images)), toy.score(request(32, 32)).total, atol=1e-6, rtol=0
+    )

@@ -13,7 +13,7 @@ from unirl.reward.local.exact_match import ExactMatchRewardScorer, ExactMatchSpe
 from unirl.reward.local.gsm8k_exact_match import GSM8KExactMatchRewardScorer, GSM8KExactMatchSpec
 from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer, chosen
 from unirl.reward.mathematics.answers import last_boxed
-from unirl.reward.scoring import check_prompt, checked_score
+from unirl.reward.scoring import checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -79,7 +79,7 @@ RULES = [ExactMatchRewardScorer, MCExactMatchRewardScorer, GSM8KExactMatchReward
 @pytest.mark.parametrize("metadata", [{}, {"answer": ""}, {"answer": None}, {"answer": True}, {"answer": ["B"]}])
 def test_a_missing_right_answer_is_found_at_the_start_and_named_when_scored(rule, metadata):
     with pytest.raises(RewardError, match="no right answer in metadata 'answer'"):
-        check_prompt(rule(), "a question", metadata)
+        rule().check_prompt("a question", metadata)
     rows = RewardRequest(sample_ids=["good", "bad"], texts=["B", "B"], metadata=[{"answer": 3}, metadata])
     assert 1 in rule().score(rows).failed_rows()
     with pytest.raises(RewardError, match="sample 'bad': no right answer"):
@@ -92,4 +92,4 @@ def test_a_missing_right_answer_is_found_at_the_start_and_named_when_scored(rule
 )
 def test_a_right_answer_of_another_form_is_found_at_the_start(rule, answer, why):
     with pytest.raises(RewardError, match=why):
-        check_prompt(rule(), "a question", {"answer": answer})
+        rule().check_prompt("a question", {"answer": answer})

@@ -82,9 +82,9 @@ def test_the_gradient_is_that_of_finite_differences(pickscore: PickScoreRewardSc
         (slope,) = torch.autograd.grad(scorer.objective(images, PROMPTS).sum(), images)  # type: ignore[attr-defined]
         with torch.no_grad():
             up, down = (scorer.objective(images + h * along, PROMPTS) for h in (0.05, -0.05))  # type: ignore[attr-defined]
-        found, expected = (slope * along).flatten(1).sum(1), (up - down) / 0.1
+        result, expected = (slope * along).flatten(1).sum(1), (up - down) / 0.1
         assert expected.abs().max() > 1e-5
-        torch.testing.assert_close(found, expected, atol=2e-2 * float(expected.abs().max()), rtol=0)
+        torch.testing.assert_close(result, expected, atol=2e-2 * float(expected.abs().max()), rtol=0)
 
 
 def test_each_row_is_scored_by_itself(pickscore: PickScoreRewardScorer) -> None:
@@ -111,20 +111,20 @@ def test_pixels_differ_from_the_processors_by_at_most_1_2_levels(edge: int, size
     noise = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
     images = (noise * 255).round() / 255
     expected = processor(as_pil(images), return_tensors="pt")["pixel_values"]
-    found = clip_pixels(images, processor)
-    assert found.shape == expected.shape
-    gap = (found - expected).abs() * torch.tensor(processor.image_std)[:, None, None]
+    result = clip_pixels(images, processor)
+    assert result.shape == expected.shape
+    gap = (result - expected).abs() * torch.tensor(processor.image_std)[:, None, None]
     assert gap.max() <= 1.2 * LEVEL and gap.mean() <= 0.4 * LEVEL
 
 
 def test_pixels_are_not_rounded_to_levels() -> None:
     images = pictures(32, 32) + 0.25 * LEVEL
-    found = clip_pixels(images, toy_processor().image_processor)
+    result = clip_pixels(images, toy_processor().image_processor)
     mean, std = (
         torch.tensor(v)[:, None, None]
         for v in (toy_processor().image_processor.image_mean, toy_processor().image_processor.image_std)
     )
-    torch.testing.assert_close(found * std + mean, images)
+    torch.testing.assert_close(result * std + mean, images)
 
 
 def test_rewards_declare_whether_they_have_a_gradient(pickscore: PickScoreRewardScorer) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Qwen2_5_VLConfig
 
 from unirl.config.errors import DataError, RewardError
 from unirl.reward.local.editreward import (
     ASPECTS,
     EditRewardRewardScorer,
     EditRewardSpec,
-    network_of,
     read_questions,
-    toy_config,
 )
+from unirl.reward.local.shared.vision_language import toy_vl_config
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec, RequestItems
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
@@ -27,6 +28,9 @@ from unirl.types.reward import RewardRequest
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
+QUESTIONS = (
+    'import nothing\nINSTRUCTION_EDIT_FOLLOWING = "F {text_prompt}"\nINSTRUCTION_EDIT_QUALITY = "Q {text_prompt}"\n'
+)
 PROMPTS = ["make it red", "turn both dogs away from the moon, and let it be night", "x"]
 
 
@@ -58,10 +62,10 @@ def published_mean(scorer: EditRewardRewardScorer, head: int, prompt: str, pictu
     """The published class, step by step: the pictures' states in place of their tokens, then a text model like any."""
     processor = scorer.processors[head]
     network: Any = scorer.model
-    asked = processor.inputs([processor.tokenize(prompt, num_images=2)], *(picture[None] for picture in pictures))
-    tokens = asked.tokens[:, : int((asked.tokens != processor.tokenizer.pad_token_id).sum())]
+    tokens, patches, grids = processor.inputs([processor.tokenize(prompt, num_images=2)], [pictures])
+    tokens = tokens[:, : int((tokens != processor.tokenizer.pad_token_id).sum())]
     states = network.backbone.language_model.embed_tokens(tokens)
-    seen = torch.cat(list(network.backbone.get_image_features(asked.patches, asked.grids).pooler_output))
+    seen = torch.cat(list(network.backbone.get_image_features(patches, grids).pooler_output))
     states = states.masked_scatter((tokens == processor.image_id)[..., None].expand_as(states), seen)
     states = network.backbone.language_model(inputs_embeds=states).last_hidden_state
     answer: Tensor = network.heads[head](states)[tokens == processor.reward_id][0, 0]
@@ -70,14 +74,14 @@ def published_mean(scorer: EditRewardRewardScorer, head: int, prompt: str, pictu
 
 def test_scores_are_the_means_of_both_heads_of_the_published_class(scorer: EditRewardRewardScorer) -> None:
     asked = request()
-    found = scorer.score(asked)
+    result = scorer.score(asked)
     assert asked.images is not None and asked.sources is not None
     for row, prompt in enumerate(PROMPTS):
         pictures = [asked.sources[row][0], asked.images[row]]
         expected = [published_mean(scorer, head, prompt, pictures) for head in range(2)]
         for name, mean in zip(ASPECTS, expected, strict=True):
-            torch.testing.assert_close(found.components[name][row], mean, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(found.total[row], sum(expected) / 2, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(result.components[name][row], mean, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result.total[row], sum(expected) / 2, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -95,22 +99,31 @@ def test_a_score_depends_on_prompt_and_both_images_of_its_row_alone(scorer: Edit
         assert (scorer.score(other).total - before).abs().min() > 1e-6
 
 
-def test_the_names_of_a_published_checkpoint_are_read(scorer: EditRewardRewardScorer) -> None:
+def test_the_names_of_a_published_checkpoint_are_read(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:
     own = scorer.model.state_dict()
     weights = {name.replace("backbone.", "model."): tensor for name, tensor in own.items()}
     weights = {name.replace("heads.", "rm_heads.head_"): tensor for name, tensor in weights.items()}
     weights["lm_head.weight"] = torch.zeros(2)
-    again = network_of(weights, toy_config(scorer.processors[0]), torch.float32).state_dict()
+    processor = scorer.processors[0]
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    config = toy_vl_config(Qwen2_5_VLConfig, processor, EditRewardRewardScorer.toy_vision)
+    for part in (config, processor.tokenizer, processor.image_processor):
+        part.save_pretrained(tmp_path / "qwen")
+    (tmp_path / "prompts.py").write_text(QUESTIONS)
+    (tmp_path / "data_collator_qwen_edit.py").write_text('prompt_with_special_token = " <|Reward|>"\n')
+    spec = EditRewardSpec(
+        path=str(tmp_path), processor=str(tmp_path / "qwen"), questions=str(tmp_path), dtype="fp32", device="cpu"
+    )
+    again = EditRewardRewardScorer(config=spec).model.state_dict()
     assert own.keys() == again.keys() and all(torch.equal(own[name], again[name]) for name in own)
     del weights["rm_heads.head_1.0.weight"]
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match=r"0\.weight"):
-        network_of(weights, toy_config(scorer.processors[0]), torch.float32)
+        _ = EditRewardRewardScorer(config=spec).model
 
 
 def test_questions_are_parsed_from_the_authors_files_without_running_them(tmp_path: Path) -> None:
-    (tmp_path / "prompts.py").write_text(
-        'import nothing\nINSTRUCTION_EDIT_FOLLOWING = "F {text_prompt}"\nINSTRUCTION_EDIT_QUALITY = "Q {text_prompt}"\n'
-    )
+    (tmp_path / "prompts.py").write_text(QUESTIONS)
     ending = tmp_path / "data_collator_qwen_edit.py"
     with pytest.raises(DataError, match=r"data_collator_qwen_edit\.py cannot be read"):
         read_questions(str(tmp_path))
@@ -167,11 +180,11 @@ def test_a_scorer_gets_the_source_images_as_the_model_saw_them(scorer: EditRewar
     sources = [drawn(20, 56, 84), drawn(21, 56, 84)]
     refs = [saved(tmp_path / f"{i}.png", source) for i, source in enumerate(sources)]
     req, resp = edited(tmp_path, refs)
-    found = RewardService(backend=scorer).score_and_attach(req, resp).tracks["image"].rewards
+    result = RewardService(backend=scorer).score_and_attach(req, resp).tracks["image"].rewards
     images = torch.stack([drawn(i, 56, 84) for i in range(2)])
     asked = RewardRequest(sample_ids=["a", "b"], prompts=PROMPTS[:2], images=images, sources=[[s] for s in sources])
-    assert found is not None
-    torch.testing.assert_close(found, scorer.score(asked).total, atol=1e-6, rtol=0)
+    assert result is not None
+    torch.testing.assert_close(result, scorer.score(asked).total, atol=1e-6, rtol=0)
 
 
 def test_a_prompt_without_a_source_image_is_refused(scorer: EditRewardRewardScorer, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_failed_row_is_isolated_and_the_others_keep_their_scores():
     track = scored(Failing("g1:0")).tracks["image"]
     assert track.rewards.isnan().tolist() == [False, False, True, False]
     torch.testing.assert_close(track.rewards[[0, 1, 3]], torch.tensor(LEVELS)[[0, 1, 3]])
-    assert [len(found) for found in track.failures] == [0, 0, 1, 0]
+    assert [len(result) for result in track.failures] == [0, 0, 1, 0]
     assert track.failures[2][0].reward == "Failing" and "no answer for g1:0" in track.failures[2][0].why
     assert track.component_rewards["brightness"].isnan().tolist() == [False, False, True, False]
 
@@ -68,7 +68,7 @@ def test_a_temporary_failure_is_retried_alone_and_changes_nothing():
 
 
 def test_a_failure_after_all_retries_stops_the_step_if_nothing_may_be_dropped():
-    with pytest.raises(RewardError, match=r"no answer for g0:1.*1 of 4 samples could not be scored"):
+    with pytest.raises(RewardError, match=r"(?s)no answer for g0:1.*1 of 4 samples could not be scored"):
         scored(Failing("g0:1"), FailurePolicy(retries=2))
 
 
@@ -77,7 +77,7 @@ def test_an_unreachable_reward_stops_the_run_instead_of_dropping_samples():
         raise RewardUnreachableError("no server at http://127.0.0.1:1")
 
     with pytest.raises(RewardError, match="no server") as caught:
-        scored(SimpleNamespace(reads=("images",), score=gone))
+        scored(SimpleNamespace(reads=("images",), reads_levels=False, score=gone))
     assert caught.value.code == 6001
 
 
@@ -106,7 +106,7 @@ def test_a_logged_only_reward_enters_no_advantage_and_may_fail():
     torch.testing.assert_close(track.rewards, torch.tensor(LEVELS))
     assert list(track.component_rewards) == ["bright"]
     assert track.logged_rewards["judge"].isnan().all()  # asked once: it is not worth finding the row
-    assert {found[0].reward for found in track.failures} == {"judge"}
+    assert {result[0].reward for result in track.failures} == {"judge"}
 
 
 def test_a_row_without_a_weighted_reward_fails_whatever_is_logged_only():

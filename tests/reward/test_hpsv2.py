@@ -241,7 +241,7 @@ def test_every_weight_is_renamed_to_one_of_transformers(open_clip):
 def test_images_are_scaled_as_by_pil_and_centred_on_black(size):
     """PIL resamples floats (mode F) without rounding: another implementation of the same filter."""
     pictures = images(*size)[:1]
-    found = letterboxed(pictures, SIDE)
+    result = letterboxed(pictures, SIDE)
     height, width = (round(length * SIDE / max(size)) for length in size)
     rows = [
         Image.fromarray(channel.numpy()).resize((width, height), Image.Resampling.BICUBIC) for channel in pictures[0]
@@ -249,7 +249,7 @@ def test_images_are_scaled_as_by_pil_and_centred_on_black(size):
     top, left = (SIDE - height) // 2, (SIDE - width) // 2
     expected = np.zeros((3, SIDE, SIDE), np.float32)
     expected[:, top : top + height, left : left + width] = np.stack([np.asarray(row) for row in rows])
-    torch.testing.assert_close(found[0], torch.from_numpy(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(result[0], torch.from_numpy(expected), atol=1e-5, rtol=0)
 
 
 def test_scores_do_not_depend_on_order_or_batch_size_and_the_toy_is_fixed():

@@ -9,12 +9,17 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen2VLImageProcessorPil
+from transformers import Qwen2VLConfig, Qwen2VLImageProcessorPil
 
 from unirl.config.errors import DataError, DependencyError, RewardError
-from unirl.reward.local.hpsv3 import HPSv3RewardScorer, HPSv3Spec, toy_config, toy_network
+from unirl.reward.local.hpsv3 import (
+    TOY_INSTRUCTION,
+    HPSv3RewardScorer,
+    HPSv3Spec,
+    read_instruction,
+)
 from unirl.reward.local.shared.images import as_pil
-from unirl.reward.local.shared.vision_language import TOY_INSTRUCTION, padded_length, read_instruction, toy_processor
+from unirl.reward.local.shared.vision_language import padded_length, toy_processor, toy_vl_config
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -58,7 +63,7 @@ def patches_of(image: Image.Image) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def published_mean(network, image: Image.Image, prompt: str) -> Tensor:
     """The published class, step by step: the picture's states in place of its tokens, then a text model like any."""
-    processor = toy_processor()
+    processor = toy_processor(TOY_INSTRUCTION)
     patches, grid = patches_of(image)
     count = int(grid.prod()) // 4
     text = (
@@ -70,53 +75,53 @@ def published_mean(network, image: Image.Image, prompt: str) -> Tensor:
     seen = network.backbone.visual(patches, grid_thw=grid).pooler_output
     states = states.masked_scatter((tokens == processor.image_id)[..., None].expand_as(states), seen)
     states = network.backbone.language_model(inputs_embeds=states).last_hidden_state
-    return network.head(states)[tokens == processor.reward_id][0, 0]
+    return network.heads[0](states)[tokens == processor.reward_id][0, 0]
 
 
 @pytest.mark.parametrize("size", [(60, 90), (448, 448), (700, 520)], ids=str)
 def test_scores_are_the_means_of_the_published_class_over_15(scorer, size):
     asked = request(*size)
-    found = scorer.score(asked).total
+    result = scorer.score(asked).total
     for row, image in enumerate(as_pil(asked.images)[:1] if size != (60, 90) else as_pil(asked.images)):
         expected = published_mean(scorer.model, image, PROMPTS[row]) / 15
-        torch.testing.assert_close(found[row], expected, atol=1e-6, rtol=1e-5)
-    assert found.std() > 1e-4
+        torch.testing.assert_close(result[row], expected, atol=1e-6, rtol=1e-5)
+    assert result.std() > 1e-4
 
 
 def test_image_tokens_are_numbered_one_by_one_and_not_by_rows_and_columns(scorer):
     """With the positions that Qwen2-VL gives pictures itself, the mean is another one."""
-    processor, asked = scorer.processor, request()
-    inputs = processor.inputs([processor.tokenize(PROMPTS[0])], asked.images[:1])
-    kinds = (inputs.tokens == processor.image_id).int()
+    processor, asked = scorer.processors[0], request()
+    tokens, patches, grids = processor.inputs([processor.tokenize(PROMPTS[0])], [[asked.images[0]]])
+    kinds = (tokens == processor.image_id).int()
     with torch.no_grad():
         states = scorer.model.backbone(
-            input_ids=inputs.tokens,
-            pixel_values=inputs.patches,
-            image_grid_thw=inputs.grids,
+            input_ids=tokens,
+            pixel_values=patches,
+            image_grid_thw=grids,
             mm_token_type_ids=kinds,
         ).last_hidden_state
-        other = scorer.model.head(states[inputs.tokens == processor.reward_id])[0, 0] / 15
+        other = scorer.model.heads[0](states[tokens == processor.reward_id])[0, 0] / 15
     assert abs(float(other - scorer.score(asked).total[0])) > 1e-5
 
 
 def test_scores_do_not_depend_on_order_batch_size_or_the_length_of_other_prompts(scorer):
-    assert len({padded_length(scorer.processor.tokenize(prompt)) for prompt in PROMPTS}) == 2
+    assert len({padded_length(scorer.processors[0].tokenize(prompt)) for prompt in PROMPTS}) == 2
     answer = check_reward(scorer, request(), atol=1e-6)
     assert list(answer.components) == ["hpsv3"]
 
 
 def published(folder, network, **changes) -> HPSv3Spec:
     """A spec of a checkpoint with the names that it is published with, beside Qwen2-VL's own files."""
-    names = {"backbone.language_model.": "model.", "backbone.visual.": "visual.", "head.": "rm_head."}
+    names = {"backbone.language_model.": "model.", "backbone.visual.": "visual.", "heads.0.": "rm_head."}
     weights = {}
     for name, tensor in network.state_dict().items():
         old = next(prefix for prefix in names if name.startswith(prefix))
         weights[names[old] + name.removeprefix(old)] = tensor.clone()
-    processor = toy_processor()
+    processor = toy_processor(TOY_INSTRUCTION)
     weights["lm_head.weight"] = torch.zeros(len(processor.tokenizer), 32)
     save_file(weights, folder / "HPSv3.safetensors")
     (folder / "asked.txt").write_text(TOY_INSTRUCTION)
-    config = toy_config(processor)
+    config = toy_vl_config(Qwen2VLConfig, processor, HPSv3RewardScorer.toy_vision)
     config.text_config.vocab_size -= 1
     for part in (config, processor.tokenizer, processor.image_processor):
         part.save_pretrained(folder / "qwen")
@@ -134,13 +139,13 @@ def test_a_published_checkpoint_is_loaded_with_its_vocabulary_of_one_token_more(
 def test_the_backbone_is_bfloat16_and_the_head_float32(scorer, tmp_path):
     loaded = HPSv3RewardScorer(config=published(tmp_path, scorer.model, dtype="bf16"))
     assert {p.dtype for p in loaded.model.backbone.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in loaded.model.head.parameters()} == {torch.float32}
+    assert {p.dtype for p in loaded.model.heads.parameters()} == {torch.float32}
     torch.testing.assert_close(loaded.score(request()).total, scorer.score(request()).total, atol=5e-3, rtol=0)
 
 
 def test_the_toy_is_the_same_every_time_and_leaves_the_global_generator_alone():
     state = torch.random.get_rng_state()
-    first, second = toy_network(toy_processor()).state_dict(), toy_network(toy_processor()).state_dict()
+    first, second = (HPSv3RewardScorer(config=HPSv3Spec(path="toy")).model.state_dict() for _ in range(2))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert torch.equal(torch.random.get_rng_state(), state)
 

@@ -157,9 +157,9 @@ def test_scores_of_a_published_checkpoint_are_those_of_the_plain_operations(publ
     pixels = processor(as_pil(request().images), return_tensors="pt")["pixel_values"]
     tokens = toy_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=35, return_tensors="pt")
     expected = Plain(published).score(pixels, tokens["input_ids"], tokens["attention_mask"])
-    found = scorer.score(request()).total
+    result = scorer.score(request()).total
     assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_prompt_is_lower_cased_framed_and_truncated_to_35_tokens():

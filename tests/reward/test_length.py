@@ -7,17 +7,18 @@ import dataclasses
 import pytest
 import torch
 
+from tests.tokens import TokenSampling, token_stage, token_track
 from unirl.config.errors import RewardError
 from unirl.reward.local.exact_match import ExactMatchRewardScorer
 from unirl.reward.local.length import LengthRewardScorer, LengthSpec, overlong_penalty
-from unirl.reward.scoring import check_prompt, checked_score
+from unirl.reward.scoring import checked_score
 from unirl.reward.service import RewardService
 from unirl.testing.reward import check_reward
-from unirl.testing.tokens import TokenSampling, token_stage, token_track
 from unirl.types.primitives import Texts
 from unirl.types.reward import ResponseLength, RewardRequest
 from unirl.types.rollout_req import RolloutReq, TrackSpec
 from unirl.types.rollout_resp import RolloutResp
+from unirl.types.sampling import ARSamplingParams
 
 
 def request(texts, tokens, limit=100):
@@ -78,7 +79,7 @@ def test_a_truncated_response_that_cannot_be_scored_is_not_zero():
     answer = shaped(truncated="zero").score(rows)
     assert answer.failed_rows() == list(range(5)) and "no right answer" in answer.failures[2][0].why
     with pytest.raises(RewardError, match="no right answer"):
-        check_prompt(shaped(), "question", {})
+        shaped().check_prompt("question", {})
 
 
 def test_the_service_gives_the_tokens_of_each_text_and_the_limit_of_its_sampling():
@@ -92,7 +93,7 @@ def test_the_service_gives_the_tokens_of_each_text_and_the_limit_of_its_sampling
         group_ids=track.group_ids,
         primitives={"text": Texts(texts=["?"] * rows)},
         metadata=[{"answer": "yes"}] * rows,
-        tracks={"text": TrackSpec(sampling=TokenSampling(max_new_tokens=4))},
+        tracks={"text": TrackSpec(sampling=ARSamplingParams(max_new_tokens=4))},
         purpose="r",
         step=0,
         weights="live",

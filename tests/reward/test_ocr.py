@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.lettering import FONTS, lettered
 from unirl.config.errors import DependencyError, RewardError
 from unirl.reward.local.ocr import Line, OCRRewardScorer, OCRSpec, comparable, in_reading_order, similarity
-from unirl.reward.scoring import check_prompt, checked_score
-from unirl.testing.lettering import FONTS, lettered
+from unirl.reward.scoring import checked_score
 from unirl.testing.reward import check_reward
 from unirl.types.reward import RewardRequest
 
@@ -100,8 +100,8 @@ def test_a_score_depends_on_its_image_alone():
 
 @given(st.text("abcD 1", max_size=12), st.text("abCd 1", min_size=1, max_size=8).filter(str.strip))
 def test_the_score_is_the_capped_edit_distance_without_white_space_and_case(read, wanted):
-    found, target = comparable(read), comparable(wanted)
-    distance = 0 if target in found else min(levenshtein(found, target), len(target))
+    result, target = comparable(read), comparable(wanted)
+    distance = 0 if target in result else min(levenshtein(result, target), len(target))
     assert similarity(read, target) == pytest.approx(1 - distance / len(target))
 
 
@@ -116,7 +116,7 @@ def test_the_target_is_the_first_quoted_span_or_a_metadata_key():
 @pytest.mark.parametrize("prompt", ["a sign that says Open", 'half a "quote', 'nothing: ""', 'blank: "  "'])
 def test_a_prompt_without_a_target_is_found_at_the_start_and_named_when_scored(scorer, prompt):
     with pytest.raises(RewardError, match=r"no text in double quotes .* Write it as in"):
-        check_prompt(scorer, prompt, {})
+        scorer.check_prompt(prompt, {})
     rows = RewardRequest(sample_ids=["good", "bad"], prompts=['"A"', prompt], images=torch.ones(2, 3, 64, 64))
     with pytest.raises(RewardError, match="sample 'bad': no text in double quotes"):
         checked_score(scorer, rows, "ocr")
@@ -127,18 +127,17 @@ def test_a_prompt_without_a_target_is_found_at_the_start_and_named_when_scored(s
 @pytest.mark.parametrize("metadata", [{}, {"text": 7}, {"text": " "}])
 def test_a_missing_metadata_key_is_found_at_the_start(metadata):
     with pytest.raises(RewardError, match="metadata 'text'"):
-        check_prompt(OCRRewardScorer(config=OCRSpec(target_key="text")), '"Open"', metadata)
+        OCRRewardScorer(config=OCRSpec(target_key="text")).check_prompt('"Open"', metadata)
 
 
 def test_an_exception_of_the_engine_is_a_failure_of_that_sample():
-    class Broken:
-        def read(self, picture):
-            if picture.mean() < 100:
-                raise RuntimeError("cannot read this")
-            return [Line("Open", 0, 0, 10)]
+    def read(picture):
+        if picture.mean() < 100:
+            raise RuntimeError("cannot read this")
+        return [Line("Open", 0, 0, 10)]
 
     scorer = OCRRewardScorer()
-    scorer.engine = Broken()
+    scorer.read = read
     answer = scorer.score(request(["Open", "Open"], [torch.ones(3, 8, 8), torch.zeros(3, 8, 8)]))
     assert answer.total[0] == 1 and answer.failed_rows() == [1]
     assert answer.failures[1][0].why == "reward 'ocr', sample 's1': RuntimeError: cannot read this"

@@ -38,6 +38,14 @@ def test_scores_do_not_depend_on_order_or_batch_size(scorer):
     torch.testing.assert_close(single.total, answer.total, atol=1e-6, rtol=0)
 
 
+def test_bfloat16_moves_scores_by_less_than_it_resolves(scorer):
+    half = PickScoreRewardScorer(config=PickScoreSpec(path="toy", batch_size=4, device="cpu", dtype="bf16"))
+    exact, scores = scorer.score(request()).total, half.score(request()).total
+    assert scores.dtype == torch.float32 and not torch.equal(scores, exact)
+    logit = half.model.logit_scale.exp().item() / half.divisor  # a cosine of 1
+    torch.testing.assert_close(scores, exact, atol=2**-8 * logit, rtol=0)
+
+
 def test_the_toy_is_the_same_every_time_and_leaves_the_global_generator_alone(scorer):
     state = torch.random.get_rng_state()
     again = PickScoreRewardScorer(config=PickScoreSpec(path="toy", batch_size=4, device="cpu"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -63,3 +65,17 @@ def test_the_scorer_of_generated_images_is_offloaded_with_it() -> None:
     scorer.onload()
     RecordedRewardScorer().offload()
     assert moved == ["away", "back"]
+
+
+def test_the_server_of_the_other_scorer_is_checked_at_the_start_but_not_the_recorded_prompts() -> None:
+    class Absent(BrightnessRewardScorer):
+        def check_start(self) -> None:
+            raise ConfigError("no server answers")
+
+        def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
+            raise ConfigError("no sample of this prompt could be scored")
+
+    scorer = RecordedRewardScorer(drawn=Absent())
+    with pytest.raises(ConfigError, match="no server answers"):
+        scorer.check_start()
+    scorer.check_prompt("a cat", {})

@@ -9,11 +9,11 @@ from unirl.reward.registry import make_scorer, scorers
 
 
 def test_names_are_the_file_or_the_words_of_the_class():
-    found = scorers()
-    assert found["pickscore"] is PickScoreRewardScorer
-    assert found["jpeg_compressibility"] is JpegCompressibilityRewardScorer
-    assert {"shapes", "shapes_classifier", "brightness", "jpeg_incompressibility"} <= found.keys()
-    assert len(set(found.values())) == len(found)
+    result = scorers()
+    assert result["pickscore"] is PickScoreRewardScorer
+    assert result["jpeg_compressibility"] is JpegCompressibilityRewardScorer
+    assert {"shapes", "shapes_classifier", "brightness", "jpeg_incompressibility"} <= result.keys()
+    assert len(set(result.values())) == len(result)
 
 
 def test_params_are_the_fields_of_the_spec_or_the_keywords():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tokens import token_stage, token_track
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.combine import WeightedRewards
@@ -16,7 +17,6 @@ from unirl.reward.local.math_verify import MathVerifyRewardScorer
 from unirl.reward.local.mc_exact_match import MCExactMatchRewardScorer
 from unirl.reward.scoring import checked_score
 from unirl.reward.service import RewardService, concat_scored, with_rewards
-from unirl.testing.tokens import token_stage, token_track
 from unirl.types.reward import Answer, ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_resp import RolloutResp
 
@@ -39,8 +39,8 @@ def request(texts: list[str], answer: str = "7") -> RewardRequest:
     ],
 )
 def test_the_answer_that_was_read_has_one_spelling(scorer, texts, answer, said) -> None:
-    found = scorer.score(request(texts, answer)).answers
-    assert found == [Answer(i == 0, text) for i, text in enumerate(said)]
+    result = scorer.score(request(texts, answer)).answers
+    assert result == [Answer(i == 0, text) for i, text in enumerate(said)]
 
 
 def test_equal_numbers_are_one_answer_in_any_spelling() -> None:
@@ -49,8 +49,8 @@ def test_equal_numbers_are_one_answer_in_any_spelling() -> None:
 
 
 def test_math_returns_the_answer_without_white_space() -> None:
-    found = MathVerifyRewardScorer().score(request([r"\boxed{ 3 + x }", "It is 7", "no idea"])).answers
-    assert [(answer.right, answer.text) for answer in found] == [(False, "3+x"), (True, "7"), (False, "")]
+    result = MathVerifyRewardScorer().score(request([r"\boxed{ 3 + x }", "It is 7", "no idea"])).answers
+    assert [(answer.right, answer.text) for answer in result] == [(False, "3+x"), (True, "7"), (False, "")]
 
 
 def test_a_score_for_the_right_form_is_not_a_right_answer() -> None:
@@ -99,8 +99,8 @@ def test_rows_that_fail_have_no_answer_and_the_others_keep_theirs() -> None:
             return super().judge(text, answer)
 
     policy = FailurePolicy(retries=1, max_dropped_fraction=0.5)
-    found = policy.score(Picky(), request(["7", "bad", "8", "7"]), "picky")
-    assert found.answers == [Answer(True, "7"), None, Answer(False, "8"), Answer(True, "7")]
+    result = policy.score(Picky(), request(["7", "bad", "8", "7"]), "picky")
+    assert result.answers == [Answer(True, "7"), None, Answer(False, "8"), Answer(True, "7")]
 
 
 def test_answers_reach_the_track_and_survive_parts_that_have_none() -> None:

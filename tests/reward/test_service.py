@@ -103,11 +103,13 @@ def test_a_scorer_gets_the_columns_it_reads_and_no_others():
 
 
 def test_videos_of_unequal_length_reach_the_scorer_as_they_were_decoded():
-    videos = Videos(frames=torch.rand(9, 3, 4, 4), offsets=torch.tensor([0, 2, 5, 6, 9]))
+    frames = torch.rand(9, 3, 4, 4).mul(255).to(torch.uint8)
+    videos = Videos(frames=frames, offsets=torch.tensor([0, 2, 5, 6, 9]))
     scorer = Recorder("videos")
     resp = RolloutResp({"video": a_track(videos, a_request().sample_ids)})
     RewardService(backend=scorer).score_and_attach(a_request(), resp)
-    assert scorer.got.videos is videos and scorer.got.images is None
+    assert torch.equal(scorer.got.videos.frames, frames / 255) and scorer.got.images is None
+    assert torch.equal(scorer.got.videos.offsets, videos.offsets)
     with pytest.raises(RewardError, match="reads videos, but the rollout decoded Images"):
         attached(scorer)
 

@@ -62,14 +62,14 @@ def consistency(clip: Tensor, **fields: float) -> float:
 def test_the_score_of_a_video_is_the_mean_pickscore_of_its_chosen_frames():
     clips = (noise(9, 3, 40, 28), noise(2, 3, 40, 28, seed=1), noise(4, 3, 40, 28, seed=2))
     chosen = ([1, 4, 7], [0, 1], [0, 2, 3])
-    found = VideoPickScoreRewardScorer(config=VideoPickScoreSpec(num_frames=3, **TOY)).score(request(*clips)).total
+    result = VideoPickScoreRewardScorer(config=VideoPickScoreSpec(num_frames=3, **TOY)).score(request(*clips)).total
     pickscore = PickScoreRewardScorer(config=PickScoreSpec(**TOY))
     for row, (clip, frames) in enumerate(zip(clips, chosen, strict=True)):
         alone = [
             pickscore.score(RewardRequest(sample_ids=["x"], prompts=[f"clip number {row}"], images=clip[f : f + 1]))
             for f in frames
         ]
-        assert float(found[row]) == pytest.approx(sum(float(a.total) for a in alone) / len(frames), abs=1e-6)
+        assert float(result[row]) == pytest.approx(sum(float(a.total) for a in alone) / len(frames), abs=1e-6)
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 5, 6, 7, 8])])

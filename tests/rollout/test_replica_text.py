@@ -8,6 +8,7 @@ from unirl.config.errors import SyncError
 from unirl.models.qwen3.family import Qwen3Bundle, Qwen3Pipeline
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.testing.language import text_request
+from unirl.types.fp8 import Fp8Linear
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
@@ -64,6 +65,17 @@ def test_responses_depend_on_the_weights_and_not_on_how_many_are_made_at_once() 
     joined.train()
     after = trainside(joined, asking(joined))
     assert after.decoded.texts != before.decoded.texts
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_a_language_model_in_eight_bits_answers_from_nearly_the_same_distribution(lora) -> None:
+    joined = ends(lora, qwen_pipeline, engine={"weight_dtype": "fp8"})
+    joined.sync.push(0)
+    track = joined.engine.generate(asking(joined)).tracks["text"]
+    assert any(isinstance(layer, Fp8Linear) for layer in joined.network.modules())
+    with torch.no_grad():
+        gap = joined.trained.stage.replay(track.conditions, track.segment).logp - track.segment.logp
+    assert 0.0 < float(gap.abs().max()) < 0.5
 
 
 def test_another_base_model_is_caught_by_the_canary() -> None:

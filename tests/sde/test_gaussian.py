@@ -23,15 +23,15 @@ def test_log_prob_is_the_mean_of_torch_normal(std, dtype, tolerance):
     mean, x_next, std = normals(3, 4, 5, 2, dtype=dtype), normals(3, 4, 5, 2, seed=1, dtype=dtype), std.to(dtype)
     rows = std if std.dim() == 0 else std[:, None, None, None]
     expected = Normal(mean, rows).log_prob(x_next).flatten(1).mean(1)
-    found = Gaussian(mean, std).log_prob(x_next)
-    assert found.shape == (3,) and found.dtype == dtype
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    result = Gaussian(mean, std).log_prob(x_next)
+    assert result.shape == (3,) and result.dtype == dtype
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_expected_log_prob_is_minus_the_entropy():
     step = Gaussian(normals(1, 400_000), torch.tensor(0.4, dtype=torch.float64))
-    found = step.log_prob(step.sample(normals(1, 400_000, seed=1))).item()
-    assert found == pytest.approx(-0.5 - math.log(0.4) - 0.5 * math.log(2 * math.pi), abs=0.01)
+    result = step.log_prob(step.sample(normals(1, 400_000, seed=1))).item()
+    assert result == pytest.approx(-0.5 - math.log(0.4) - 0.5 * math.log(2 * math.pi), abs=0.01)
 
 
 def test_log_prob_does_not_see_the_gradient_of_x_next():
@@ -58,9 +58,9 @@ def test_log_ratio_is_left_of_zero_by_the_kl_on_average():
     old = Gaussian(torch.zeros(1, size, dtype=torch.float64), std)
     new = Gaussian(old.mean + 0.3, std)
     x_next = old.sample(normals(1, size))
-    found = (new.log_prob(x_next) - old.log_prob(x_next)).item()
-    assert found == pytest.approx(-(0.3**2) / (2 * 0.6**2), abs=3e-3)
-    assert found == pytest.approx(-old.kl(new).item(), abs=3e-3)
+    result = (new.log_prob(x_next) - old.log_prob(x_next)).item()
+    assert result == pytest.approx(-(0.3**2) / (2 * 0.6**2), abs=3e-3)
+    assert result == pytest.approx(-old.kl(new).item(), abs=3e-3)
 
 
 def test_unnormalised_log_ratio_is_the_closed_form_of_cps():
@@ -96,8 +96,8 @@ def test_kl_of_equal_distributions_is_exactly_zero():
 
 def test_kl_of_a_tiny_drift_survives_float32():
     mean, std = torch.zeros(1, 1000), torch.tensor(0.7)
-    found = Gaussian(mean, std).kl(Gaussian(mean + 1e-5, std)).item()
-    assert found == pytest.approx(1e-10 / (2 * 0.49), rel=1e-5)
+    result = Gaussian(mean, std).kl(Gaussian(mean + 1e-5, std)).item()
+    assert result == pytest.approx(1e-10 / (2 * 0.49), rel=1e-5)
 
 
 @pytest.mark.parametrize("std", [torch.tensor(0.0), torch.tensor([0.5, 0.0])])

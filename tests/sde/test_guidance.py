@@ -69,22 +69,22 @@ def test_classic_guidance_extrapolates(passes: int) -> None:
 def test_norm_corrected_guidance_keeps_the_norm_of_each_token(passes: int) -> None:
     x, sigma, conditions = inputs()
     guidance = NormCorrectedGuidance(patch_size=2).at(4.0, passes=passes)
-    found = tokens(guided(guidance, x, sigma, conditions))
+    result = tokens(guided(guidance, x, sigma, conditions))
     uncond, cond = (tokens(v) for v in branches(x, sigma, conditions))
     combined = uncond + 4.0 * (cond - uncond)
     wanted = combined * (cond.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(found.norm(dim=-1), cond.norm(dim=-1))
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(result.norm(dim=-1), cond.norm(dim=-1))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_line_norm_guidance_keeps_the_norm_of_each_line(passes: int) -> None:
     x, sigma, conditions = inputs()
-    found = guided(LineNormGuidance().at(4.0, passes=passes), x, sigma, conditions)
+    result = guided(LineNormGuidance().at(4.0, passes=passes), x, sigma, conditions)
     uncond, cond = branches(x, sigma, conditions)
     combined = uncond + 4.0 * (cond - uncond)
-    torch.testing.assert_close(found.norm(dim=-1), cond.norm(dim=-1))
-    torch.testing.assert_close(normalize(found, dim=-1), normalize(combined, dim=-1))
+    torch.testing.assert_close(result.norm(dim=-1), cond.norm(dim=-1))
+    torch.testing.assert_close(normalize(result, dim=-1), normalize(combined, dim=-1))
 
 
 def tokens(v: Tensor) -> Tensor:
@@ -95,10 +95,10 @@ def tokens(v: Tensor) -> Tensor:
 
 def test_each_expert_has_its_own_scale_by_level() -> None:
     x, sigma, conditions = inputs()
-    found = guided(ExpertGuidance(boundary=0.875).at(4.0, 3.0), x, sigma, conditions)
+    result = guided(ExpertGuidance(boundary=0.875).at(4.0, 3.0), x, sigma, conditions)
     for row, scale in enumerate((4.0, 4.0, 3.0, 3.0)):
         alone = guided(Guidance().at(scale), x, sigma, conditions)
-        assert torch.equal(found[row], alone[row])
+        assert torch.equal(result[row], alone[row])
     both = guided(ExpertGuidance(boundary=0.875).at(2.0), x, sigma, conditions)
     assert torch.equal(both, guided(Guidance().at(2.0), x, sigma, conditions))
 

@@ -77,11 +77,11 @@ def test_flow_sde_takes_the_next_level_only_at_exactly_one():
 @pytest.mark.parametrize("step", STEPS)
 def test_without_noise_every_kernel_is_eulers_step(kernel, step):
     x, v = latents(2, 16)
-    found = kernel.transition(x, v, *step)
-    torch.testing.assert_close(found.mean, x + v * (step[1] - step[0]), rtol=0, atol=5e-16)
-    assert found.std == 0
+    result = kernel.transition(x, v, *step)
+    torch.testing.assert_close(result.mean, x + v * (step[1] - step[0]), rtol=0, atol=5e-16)
+    assert result.std == 0
     with pytest.raises(ValueError, match="no density"):
-        found.log_prob(x)
+        result.log_prob(x)
 
 
 def diffusion(kernel, sigma, sigma_next):
@@ -115,19 +115,19 @@ def test_both_forms_of_the_score_are_equal(sigma):
 @pytest.mark.parametrize("step", STEPS)
 def test_dance_is_flow_sde_with_a_constant_diffusion_coefficient(step):
     flow = FlowSDEStrategy(eta=0.3 / diffusion(FlowSDEStrategy(eta=1.0), *step))
-    found, expected = mean_weights(DanceSDEStrategy(eta=0.3), *step), mean_weights(flow, *step)
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    result, expected = mean_weights(DanceSDEStrategy(eta=0.3), *step), mean_weights(flow, *step)
+    assert result == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("kernel", [FlowSDEStrategy(), DanceSDEStrategy(), CPSSDEStrategy(), FlowDDIM(), EulerODE()])
 @pytest.mark.parametrize("step", STEPS)
 def test_mean_is_the_predicted_x0_and_noise_weighted(kernel, step):
     (sigma, sigma_next), (x, v) = step, latents(2, 16)
-    found = kernel.transition(x, v, *step)
+    result = kernel.transition(x, v, *step)
     c, std = kernel.coefficients(*step)
     expected = (1 - sigma_next) * predicted_x0(x, v, sigma) + c * predicted_noise(x, v, sigma)
-    torch.testing.assert_close(found.mean, expected, rtol=0, atol=1e-12)
-    assert found.std.item() == std
+    torch.testing.assert_close(result.mean, expected, rtol=0, atol=1e-12)
+    assert result.std.item() == std
 
 
 @pytest.mark.parametrize("eta", [0.1, 0.5, 0.8, 1.0])
@@ -146,9 +146,9 @@ def test_cps_keeps_the_noise_level(eta, step):
     ],
 )
 def test_sde_steps_leave_more_noise_than_the_level_they_reach(kernel, expected):
-    found = [math.hypot(*kernel.coefficients(*step)) for step in STEPS]
-    assert found == pytest.approx(expected, abs=6e-5)
-    assert all(noise > sigma_next for noise, (_, sigma_next) in zip(found, STEPS, strict=True))
+    result = [math.hypot(*kernel.coefficients(*step)) for step in STEPS]
+    assert result == pytest.approx(expected, abs=6e-5)
+    assert all(noise > sigma_next for noise, (_, sigma_next) in zip(result, STEPS, strict=True))
 
 
 @pytest.mark.parametrize("step", STEPS[:-1])
@@ -157,9 +157,9 @@ def test_ddim_with_eta_one_is_the_exact_posterior(step):
     (sigma, sigma_next), (x, v) = step, latents(2, 16)
     x0, decay = x - sigma * v, (1 - sigma) / (1 - sigma_next)
     gain = decay * sigma_next**2 / sigma**2
-    found = FlowDDIM(eta=1.0).transition(x, v, *step)
-    torch.testing.assert_close(found.mean, (1 - sigma_next) * x0 + gain * (x - (1 - sigma) * x0), rtol=0, atol=1e-12)
-    assert found.std.item() ** 2 == pytest.approx(sigma_next**2 - gain * decay * sigma_next**2, rel=1e-9)
+    result = FlowDDIM(eta=1.0).transition(x, v, *step)
+    torch.testing.assert_close(result.mean, (1 - sigma_next) * x0 + gain * (x - (1 - sigma) * x0), rtol=0, atol=1e-12)
+    assert result.std.item() ** 2 == pytest.approx(sigma_next**2 - gain * decay * sigma_next**2, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_gradient_of_log_prob_in_v_is_kappa_z_over_the_latent_size(kernel, expec
         x, v = latents(1, 16)
         v.requires_grad_()
         z = torch.linspace(-1, 2, 16, dtype=torch.float64)[None]
-        found = kernel.transition(x, v, *step)
-        found.log_prob(found.sample(z)).sum().backward()
+        result = kernel.transition(x, v, *step)
+        result.log_prob(result.sample(z)).sum().backward()
         torch.testing.assert_close(v.grad, v.grad.sum() / z.sum() * z)  # along z
         assert abs(v.grad.sum() / z.sum()).item() * 16 == pytest.approx(kappa, rel=0.012)
 
@@ -188,8 +188,8 @@ def test_kappa_is_the_closed_form():
     (sigma, sigma_next), (x, v) = STEPS[3], latents(1, 16)
     v.requires_grad_()
     s, dt = diffusion(FlowSDEStrategy(), sigma, sigma_next), sigma_next - sigma
-    found = FlowSDEStrategy().transition(x, v, sigma, sigma_next)
-    found.log_prob(found.sample(torch.ones(1, 16))).sum().backward()
+    result = FlowSDEStrategy().transition(x, v, sigma, sigma_next)
+    result.log_prob(result.sample(torch.ones(1, 16))).sum().backward()
     kappa = -(math.sqrt(-dt) / s + s * math.sqrt(-dt) * (1 - sigma) / (2 * sigma))
     torch.testing.assert_close(v.grad, torch.full((1, 16), kappa / 16, dtype=torch.float64))
 

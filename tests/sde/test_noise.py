@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 import torch
 
-from unirl.sde.noise import NoiseAhead, NoiseSource, key_seed
+from unirl.sde.noise import NoiseSource, key_seed, noise_ahead
 
 SOURCE = NoiseSource(seed=42, purpose="r", step=3)
 IDS = [f"cat@0:{j}" for j in range(6)]
@@ -61,8 +61,8 @@ def test_another_process_draws_the_same_bytes():
         "from unirl.sde.noise import NoiseSource\n"
         "print(NoiseSource(42, 'r', 3).normal(['cat@0:1'], 'x', (16, 5)).numpy().tobytes().hex())"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert found.stdout.strip() == SOURCE.normal(["cat@0:1"], "x", (16, 5)).numpy().tobytes().hex()
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
+    assert result.stdout.strip() == SOURCE.normal(["cat@0:1"], "x", (16, 5)).numpy().tobytes().hex()
 
 
 @pytest.mark.parametrize("other", [NoiseSource(43, "r", 3), NoiseSource(42, "r", 4), NoiseSource(42, "eval", 3)])
@@ -108,10 +108,10 @@ def ahead_threads():
 
 def test_noise_drawn_ahead_has_the_bytes_of_noise_drawn_now():
     draws = ["s0", "s2", "s5"]
-    with NoiseAhead(SOURCE, IDS, draws, SHAPE) as ahead:
-        found = list(islice(ahead, 10))
-    assert len(found) == 3
-    for what, noise in zip(draws, found, strict=True):
+    with noise_ahead(SOURCE, IDS, draws, SHAPE) as ahead:
+        result = list(islice(ahead, 10))
+    assert len(result) == 3
+    for what, noise in zip(draws, result, strict=True):
         assert torch.equal(noise, SOURCE.normal(IDS, what, SHAPE))
 
 
@@ -139,14 +139,14 @@ def settled(drawn):
 
 
 def test_at_most_one_draw_is_ahead(recording):
-    with NoiseAhead(recording, IDS, ["s0", "s1", "s2"], SHAPE) as ahead:
+    with noise_ahead(recording, IDS, ["s0", "s1", "s2"], SHAPE) as ahead:
         assert settled(recording.drawn) == ["s0"]
         next(ahead)
         assert settled(recording.drawn) == ["s0", "s1"]
 
 
 def test_an_error_in_the_thread_reaches_the_one_who_asked(recording):
-    with NoiseAhead(recording, IDS, ["s0", "bad", "s2"], SHAPE) as ahead:
+    with noise_ahead(recording, IDS, ["s0", "bad", "s2"], SHAPE) as ahead:
         assert next(ahead).shape == (6, *SHAPE)
         with pytest.raises(RuntimeError, match="no noise today"):
             next(ahead)
@@ -154,7 +154,7 @@ def test_an_error_in_the_thread_reaches_the_one_who_asked(recording):
 
 
 def test_the_thread_ends_with_the_block_even_if_draws_are_left():
-    with NoiseAhead(SOURCE, IDS, [f"s{i}" for i in range(100)], SHAPE) as ahead:
+    with noise_ahead(SOURCE, IDS, [f"s{i}" for i in range(100)], SHAPE) as ahead:
         next(ahead)
         assert len(ahead_threads()) == 1
     assert ahead_threads() == []
@@ -162,11 +162,11 @@ def test_the_thread_ends_with_the_block_even_if_draws_are_left():
 
 
 def test_the_thread_ends_when_the_block_fails():
-    with pytest.raises(KeyError), NoiseAhead(SOURCE, IDS, ["s0", "s1"], SHAPE):
+    with pytest.raises(KeyError), noise_ahead(SOURCE, IDS, ["s0", "s1"], SHAPE):
         raise KeyError
     assert ahead_threads() == []
 
 
 def test_nothing_to_draw_is_fine():
-    with NoiseAhead(SOURCE, IDS, [], SHAPE) as ahead:
+    with noise_ahead(SOURCE, IDS, [], SHAPE) as ahead:
         assert list(ahead) == []

@@ -47,8 +47,8 @@ def moments(kernel, sigmas):
 
 
 def worst_variance(kernel, sigmas, highest=1.0):
-    found = [variance for _, variance in moments(kernel, sigmas)]
-    return max(abs(v - target(sigma)[1]) for v, sigma in zip(found, sigmas[1:], strict=True) if sigma <= highest)
+    result = [variance for _, variance in moments(kernel, sigmas)]
+    return max(abs(v - target(sigma)[1]) for v, sigma in zip(result, sigmas[1:], strict=True) if sigma <= highest)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
@@ -95,18 +95,19 @@ def test_variances_on_the_sd3_schedule_are_the_published_ones(kernel, expected):
     ],
 )
 def test_marginals_are_preserved_to_first_order(kernel, expected):
-    found = [worst_variance(kernel, inside(num_steps)) for num_steps in (20, 40, 80, 160, 320)]
-    assert all(fine < 0.56 * coarse for coarse, fine in pairwise(found))
-    assert expected is None or found == pytest.approx(expected, rel=0.04)
+    result = [worst_variance(kernel, inside(num_steps)) for num_steps in (20, 40, 80, 160, 320)]
+    assert all(fine < 0.56 * coarse for coarse, fine in pairwise(result))
+    assert expected is None or result == pytest.approx(expected, rel=0.04)
 
 
 @pytest.mark.parametrize("kernel", [EulerODE(), DanceSDEStrategy(eta=0.3)], ids=str)
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_from_pure_noise_on_the_ode_and_dance_preserve_marginals_to_first_order(kernel, shift):
-    found = [worst_variance(kernel, levels(num_steps, shift)) for num_steps in (20, 40, 80, 160, 320)]
-    assert all(fine < 0.56 * coarse for coarse, fine in pairwise(found))
+    result = [worst_variance(kernel, levels(num_steps, shift)) for num_steps in (20, 40, 80, 160, 320)]
+    assert all(fine < 0.56 * coarse for coarse, fine in pairwise(result))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eta", [0.5, 0.7, 1.0])
 def test_from_pure_noise_on_flow_sde_forgets_its_singular_start_by_a_power_of_the_steps(eta):
     """Near 1 it stays wrong for any T, below it decays like T^(-eta^2), and the end of the trajectory is right."""
@@ -141,8 +142,8 @@ def test_the_noise_around_a_single_picture_is_exact(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_a_constant_velocity_moves_the_end_by_minus_itself(kernel):
-    found = sum(end_per_velocity(kernel, 10))
-    assert found == pytest.approx(-1.0, abs=1e-12)
+    result = sum(end_per_velocity(kernel, 10))
+    assert result == pytest.approx(-1.0, abs=1e-12)
 
 
 def end_per_velocity(kernel, num_steps):
@@ -177,12 +178,12 @@ def test_reinforce_estimates_the_gradient_of_the_end(kernel, reached):
     x, scores, baselines = torch.randn(1, size, generator=generator), [], []
     for i, step in enumerate(steps):
         v = torch.full((1, size), velocity, requires_grad=True)
-        found, end = kernel.transition(x, v, *step), x
+        result, end = kernel.transition(x, v, *step), x
         for a, b in weights[i:]:
             end = a * end + b * velocity
-        x = found.sample(torch.randn(1, size, generator=generator)).detach()
-        if found.dense:
-            scores += torch.autograd.grad(size * found.log_prob(x).sum(), v)
+        x = result.sample(torch.randn(1, size, generator=generator)).detach()
+        if result.dense:
+            scores += torch.autograd.grad(size * result.log_prob(x).sum(), v)
             baselines.append(end)
     assert x.mean().item() == pytest.approx(-velocity, abs=3e-3)
     estimates = [(score * (x - end)).mean().item() for score, end in zip(scores, baselines, strict=True)]

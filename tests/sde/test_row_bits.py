@@ -80,21 +80,21 @@ def test_row_means_has_the_gradient_of_a_mean(shape):
 
 def test_the_number_of_threads_changes_no_bit_of_a_log_prob():
     x, v, noise = latents(1, 16 * 64 * 64, torch.float32)
-    threads, found = torch.get_num_threads(), []
+    threads, result = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append(FlowSDEStrategy().transition(x, v, 0.5, 0.45).log_prob(noise))
+        result.append(FlowSDEStrategy().transition(x, v, 0.5, 0.45).log_prob(noise))
     torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
 
 
 @pytest.mark.parametrize(("given", "worked"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)])
 def test_low_precision_inputs_are_worked_on_in_float32(given, worked):
     x, v, _ = latents(2, 50, given)
-    found = FlowSDEStrategy().transition(x, v, 0.5, 0.45)
+    result = FlowSDEStrategy().transition(x, v, 0.5, 0.45)
     exact = FlowSDEStrategy().transition(x.to(worked), v.to(worked), 0.5, 0.45)
-    assert found.mean.dtype == found.std.dtype == worked
-    assert torch.equal(found.mean, exact.mean)
+    assert result.mean.dtype == result.std.dtype == worked
+    assert torch.equal(result.mean, exact.mean)
 
 
 def test_one_float64_input_is_enough_for_float64():

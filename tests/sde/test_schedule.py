@@ -33,8 +33,8 @@ def test_sigmas_are_the_published_tables(schedule, num_steps, table):
     start, _, end = table.partition("...")
     sigmas = schedule.sigmas(num_steps, 1024).tolist()
     assert len(sigmas) == num_steps + 1
-    for expected, found in ((numbers(start), sigmas), (numbers(end)[::-1], sigmas[::-1])):
-        assert found[: len(expected)] == pytest.approx(expected, abs=6e-6)
+    for expected, result in ((numbers(start), sigmas), (numbers(end)[::-1], sigmas[::-1])):
+        assert result[: len(expected)] == pytest.approx(expected, abs=6e-6)
     assert "..." in table or len(numbers(start)) == num_steps + 1
 
 

@@ -38,9 +38,9 @@ def test_heun_is_exact_for_a_prediction_linear_in_lambda():
 
 
 def test_midpoint_is_close_and_not_exact_for_a_prediction_linear_in_lambda():
-    found, exact = linear_case(DPMSolver2M(variant="midpoint"))
+    result, exact = linear_case(DPMSolver2M(variant="midpoint"))
     euler, _ = linear_case(EulerODE())
-    assert 1e-3 < (found - exact).abs().max() < 0.5 * (euler - exact).abs().max()
+    assert 1e-3 < (result - exact).abs().max() < 0.5 * (euler - exact).abs().max()
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
@@ -61,15 +61,15 @@ def test_the_first_order_formula_of_the_paper_is_eulers_step():
 def test_at_the_ends_it_is_eulers_step(solver, points):
     before, sigma, sigma_next = points
     x, v, x0 = latents(0), latents(1), latents(2)
-    found = solver.transition(x, v, sigma, sigma_next, Previous(before, x0)).mean
-    assert torch.equal(found, EulerODE().transition(x, v, sigma, sigma_next).mean)
+    result = solver.transition(x, v, sigma, sigma_next, Previous(before, x0)).mean
+    assert torch.equal(result, EulerODE().transition(x, v, sigma, sigma_next).mean)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_an_unchanged_prediction_needs_no_correction(solver):
     x, v = latents(0), latents(1)
-    found = solver.transition(x, v, SIGMA, NEXT, Previous(PREVIOUS, predicted_x0(x, v, SIGMA))).mean
-    assert torch.equal(found, EulerODE().transition(x, v, SIGMA, NEXT).mean)
+    result = solver.transition(x, v, SIGMA, NEXT, Previous(PREVIOUS, predicted_x0(x, v, SIGMA))).mean
+    assert torch.equal(result, EulerODE().transition(x, v, SIGMA, NEXT).mean)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)

@@ -47,16 +47,23 @@ def parts_to_skip(node: ast.AST) -> list[ast.AST]:
         return [node.slice]
     if isinstance(node, ast.Compare):
         return [node]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "step_metrics":
+        return node.args[:1]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READING_METHODS:
         return list(node.args)
     return []
 
 
 def names_of_call(call: ast.Call) -> Iterator[str]:
-    """The metrics that `phase("train")` and `ledger(step, scored=8)` emit: their f-strings do not show the names."""
-    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    """The metrics of `phase("train")`, `ledger(step, scored=8)` and `step_metrics("train/kl", ...)`.
+
+    The f-strings in these functions do not show the names.
+    """
+    method = ast.unparse(call.func).rpartition(".")[2]
     if method == "phase" and isinstance(call.args[0], ast.Constant):
         yield f"time/{call.args[0].value}"
+    if method == "step_metrics" and isinstance(call.args[0], ast.Constant):
+        yield f"{call.args[0].value}_step_word"
     if method == "ledger":
         yield from (f"samples/{word.arg}" for word in call.keywords if word.arg in ("generated", "scored", "dropped"))
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from unirl.tracking.backends import MIRRORS, MirrorUnavailable, make_mirrors
-from unirl.tracking.mirrors import ImageFile, RunInfo, VideoFile
+from unirl.tracking.mirrors import Preview, RunInfo
 from unirl.tracking.videos import can_write_mp4, write_mp4, write_webp
 
 METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
@@ -38,8 +38,8 @@ def feed(name: str, root: Path, steps: tuple[int, ...] = (1, 2), resumed_step: i
         write_mp4(root / "film.mp4", FILM, 16)
     for step in steps:
         mirror.log(step, METRICS[step])
-    mirror.images(steps[-1], "samples", [ImageFile(root / "p00-s00.webp", CAPTION)])
-    films = [VideoFile.of(root / f"{film}.webp", CAPTION) for film in ("film", "still")]
+    mirror.images(steps[-1], "samples", [Preview(root / "p00-s00.webp", CAPTION)])
+    films = [Preview(root / f"{film}.webp", CAPTION) for film in ("film", "still")]
     mirror.videos(steps[-1], "samples", films)
     mirror.text(steps[-1], "eval", PAGE)
     mirror.finish(0)
@@ -73,18 +73,19 @@ def test_tensorboard_reads_back_scalars_and_pictures_and_purges_after_a_resume(t
 
     feed("tensorboard", tmp_path)
     feed("tensorboard", tmp_path, steps=(2,), resumed_step=1)
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("rollout/reward_mean")] == [(1, 0.5), (2, 0.75)]
-    assert [event.step for event in found.Images("samples/0")] == [2]
+    result = EventAccumulator(str(tmp_path / "tensorboard"))
+    result.Reload()
+    assert [(event.step, event.value) for event in result.Scalars("rollout/reward_mean")] == [(1, 0.5), (2, 0.75)]
+    assert [event.step for event in result.Images("samples/0")] == [2]
     for number in (0, 1):
-        (video,) = found.Images(f"samples_videos/{number}")
+        (video,) = result.Images(f"samples_videos/{number}")
         assert (video.step, video.width, video.height) == (2, 256, 256)
         assert_film(video.encoded_image_string)
-    text = found.Tensors("eval/text_summary")[-1]  # TensorBoard itself purges no texts
+    text = result.Tensors("eval/text_summary")[-1]  # TensorBoard itself purges no texts
     assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, PAGE)
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_metrics_on_our_own_step_and_pictures_with_captions(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record

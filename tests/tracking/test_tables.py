@@ -43,9 +43,9 @@ def test_csv_stays_valid_and_exact_when_columns_appear_later(rows, tmp_path):
     (tmp_path / "m.csv").unlink(missing_ok=True)
     write_csv(tmp_path / "m.csv", rows).close()
     columns = ["step", *sorted({name for row in rows for name in row})]
-    found = read_csv(tmp_path / "m.csv")
-    assert [list(row) for row in found] == [columns] * len(rows)
-    for row, cells in zip(rows, found, strict=True):
+    result = read_csv(tmp_path / "m.csv")
+    assert [list(row) for row in result] == [columns] * len(rows)
+    for row, cells in zip(rows, result, strict=True):
         assert {name: float(cell) for name, cell in cells.items() if cell and name != "step"} == row
 
 

@@ -10,7 +10,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from unirl.tracking.media import media_of, read_samples
-from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, write_manifest
+from unirl.tracking.samples import SampleRow, SampleTable, write_manifest
+from unirl.tracking.tables import read_rows
 from unirl.tracking.texts import (
     MAX_GROUPS,
     PAGE_CHARACTERS,
@@ -105,10 +106,10 @@ def test_any_text_is_kept_exactly_and_read_back(tmp_path) -> None:
     texts = (*EVIL, "last \udcff")
     saved = table(texts, prompt=EVIL[1]).saved(tmp_path)
     write_manifest(saved, tmp_path / "manifest.jsonl")
-    found = read_samples(list(manifest_rows(tmp_path / "manifest.jsonl")), tmp_path)
-    assert found.media == TextMedia(texts)
-    assert [row.prompt for row in found.rows] == [EVIL[1]] * len(texts)
-    assert (found.rows[0].medium, found.rows[0].facts) == ("text", saved.rows[0].facts)
+    result = read_samples(list(read_rows(tmp_path / "manifest.jsonl")), tmp_path)
+    assert result.media == TextMedia(texts)
+    assert [row.prompt for row in result.rows] == [EVIL[1]] * len(texts)
+    assert (result.rows[0].medium, result.rows[0].facts) == ("text", saved.rows[0].facts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.jsonl"]
 
 
@@ -161,7 +162,7 @@ def test_a_prompt_about_pictures_names_them_and_keeps_them(tmp_path) -> None:
     rows = tuple(replace(row, images=("set/p 1.png", "x`y.png")) for row in plain.rows)
     saved = SampleTable(rows, plain.media).saved(tmp_path)
     write_manifest(saved, tmp_path / "manifest.jsonl")
-    found = read_samples(list(manifest_rows(tmp_path / "manifest.jsonl")), tmp_path)
-    assert found.rows[0].images == ("set/p 1.png", "x`y.png")
-    for page in (samples_page(found, "t"), before_after_page(found, found, ("before", "after"))):
+    result = read_samples(list(read_rows(tmp_path / "manifest.jsonl")), tmp_path)
+    assert result.rows[0].images == ("set/p 1.png", "x`y.png")
+    for page in (samples_page(result, "t"), before_after_page(result, result, ("before", "after"))):
         assert page.count("About `set/p 1.png`, ``x`y.png``") == 1

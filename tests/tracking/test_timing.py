@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from unirl.tracking.tracker import PhaseTimers, peak_memory
+from unirl.tracking.timing import PhaseTimers, peak_memory
 
 
 def test_phases_add_up_and_are_taken_once():

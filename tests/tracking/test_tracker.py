@@ -16,9 +16,9 @@ import torch
 from unirl.tracking.console import Console
 from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import read_samples
-from unirl.tracking.mirrors import ImageFile, RunInfo
+from unirl.tracking.mirrors import Preview, RunInfo
 from unirl.tracking.run_directory import RunDirectory, RunIdentity, status_of
-from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows
+from unirl.tracking.samples import SampleRow, SampleTable
 from unirl.tracking.tables import read_rows
 from unirl.tracking.texts import TextMedia
 from unirl.tracking.tracker import Tracker
@@ -88,15 +88,15 @@ def abandon(target: Tracker, half_line: str) -> None:
 
 def content(root: Path) -> dict[str, object]:
     """Everything that must be bit-identical, by file; clocks left out."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         if path.is_file() and name not in ("run.json", "env.json", "heartbeat", "events.jsonl"):
-            found[name] = path.read_bytes()
-    found["metrics.jsonl"] = [timeless(row) for row in read_rows(root / "metrics.jsonl")]
+            result[name] = path.read_bytes()
+    result["metrics.jsonl"] = [timeless(row) for row in read_rows(root / "metrics.jsonl")]
     with open(root / "metrics.csv", newline="") as file:
-        found["metrics.csv"] = [timeless(row) for row in csv.DictReader(file, strict=True)]
-    return found
+        result["metrics.csv"] = [timeless(row) for row in csv.DictReader(file, strict=True)]
+    return result
 
 
 def timeless(row: dict[str, object]) -> dict[str, object]:
@@ -162,7 +162,7 @@ def test_rows_of_metrics_are_numbers_under_their_names(unbroken):
 
 def test_kept_samples_read_back_exactly_with_their_facts(unbroken):
     folder = unbroken / "samples" / "step-000004"
-    rows = list(manifest_rows(folder / "manifest.jsonl"))
+    rows = list(read_rows(folder / "manifest.jsonl"))
     table = read_samples(rows, folder)
     assert (table.media.images == samples().media.images).all()
     assert [row.file for row in table.rows] == ["p00-s00.webp", "p00-s01.webp", "p00-s02.webp"]
@@ -251,7 +251,7 @@ class Broken:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._call("log")
 
-    def images(self, step: int, key: str, previews: list[ImageFile]) -> None:
+    def images(self, step: int, key: str, previews: list[Preview]) -> None:
         self._call("images")
         assert all(preview.path.exists() for preview in previews)
 

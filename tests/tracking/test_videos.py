@@ -12,12 +12,11 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from unirl.tracking import videos as files
 from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import MEDIA, media_of, read_samples
-from unirl.tracking.mirrors import VideoFile
+from unirl.tracking.mirrors import Preview
 from unirl.tracking.run_directory import RunDirectory, RunIdentity
-from unirl.tracking.samples import SampleRow, SampleTable, manifest_rows, write_manifest
+from unirl.tracking.samples import SampleRow, SampleTable, write_manifest
 from unirl.tracking.sheets import BACKGROUND, before_after_sheet, contact_sheet
 from unirl.tracking.tables import read_rows
 from unirl.tracking.tracker import Tracker
@@ -164,8 +163,8 @@ def test_files_of_equal_clips_are_equal(tmp_path):
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 256), (256, 1), (3, 5)])
 def test_frames_of_any_shape_can_be_kept(tmp_path, height, width):
     clip = smooth(3, height, width)
-    entry = StoredVideo(clip, 3, 16.0, width, height).write("a", tmp_path, mp4=can_write_mp4())
-    assert (tmp_path / entry.file).stat().st_size > 0 and gif_of(tmp_path / "a.webp")[:6] == b"GIF89a"
+    name = StoredVideo(clip, 3, 16.0, width, height).write("a", tmp_path)
+    assert (tmp_path / name).stat().st_size > 0 and gif_of(tmp_path / "a.webp")[:6] == b"GIF89a"
     if can_write_mp4():
         assert len(mp4_frames(tmp_path / "a.mp4")[0]) == 3
 
@@ -175,9 +174,9 @@ def test_gif_has_the_frames_enlarged_and_nearly_their_times(tmp_path, frames):
     clip = moving_square(frames)
     write_webp(tmp_path / "a.webp", clip, 60.0, lossless=True)
     with Image.open(io.BytesIO(gif_of(tmp_path / "a.webp"))) as file:
-        found = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(file)]
+        result = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(file)]
         assert frames == 1 or file.info["duration"] == 60
-    assert psnr(np.stack(found), clip.repeat(12, axis=1).repeat(12, axis=2)) > 40
+    assert psnr(np.stack(result), clip.repeat(12, axis=1).repeat(12, axis=2)) > 40
 
 
 # Strips
@@ -214,7 +213,7 @@ def test_what_a_run_directory_keeps_is_read_back_as_it_was(tmp_path, frames):
     table = table_of(videos(frames, fps=12.5))
     saved = table.saved(tmp_path)
     write_manifest(saved, tmp_path / "manifest.jsonl")
-    rows = list(manifest_rows(tmp_path / "manifest.jsonl"))
+    rows = list(read_rows(tmp_path / "manifest.jsonl"))
     shown = {1: 1, 5: 5, 9: 9, 81: 27}[frames]
     for row, name in zip(rows, ("p00-s00", "p00-s01", "p01-s00", "p01-s01"), strict=True):
         assert (row["medium"], row["file"]) == ("video", f"{name}.webp")
@@ -222,21 +221,21 @@ def test_what_a_run_directory_keeps_is_read_back_as_it_was(tmp_path, frames):
         strip = np.asarray(Image.open(tmp_path / f"{name}-strip.png"))
         assert strip.shape[1] == min(frames, STRIP_FRAMES) * (120 + STRIP_GAP) - STRIP_GAP
         assert (tmp_path / f"{name}.mp4").exists() == can_write_mp4()
-    found = read_samples(rows, tmp_path)
-    assert isinstance(found.media, VideoMedia) and found.rows == saved.rows and MEDIA["video"] is VideoMedia
+    result = read_samples(rows, tmp_path)
+    assert isinstance(result.media, VideoMedia) and result.rows == saved.rows and MEDIA["video"] is VideoMedia
     assert isinstance(table.media, VideoMedia)
-    for one, other in zip(found.media.videos, table.media.videos, strict=True):
+    for one, other in zip(result.media.videos, table.media.videos, strict=True):
         assert (one.pixels == other.pixels).all()
-        assert one.facts() == other.facts() and one.seconds == pytest.approx(frames / 12.5)
+        assert one.facts() == other.facts() and one.num_frames / one.fps == pytest.approx(frames / 12.5)
 
 
 def test_videos_of_different_lengths_share_a_table_and_a_sheet(tmp_path):
     decoded = Videos.concat([videos(frames, count=1) for frames in (1, 9, 5, 40)])
     table = table_of(decoded).saved(tmp_path)
-    found = read_samples([vars(row) for row in table.rows], tmp_path)
-    assert isinstance(found.media, VideoMedia)
-    assert [len(clip.pixels) for clip in found.media.videos] == [1, 9, 5, 20]
-    sheet = np.asarray(contact_sheet(found, "t"))
+    result = read_samples([vars(row) for row in table.rows], tmp_path)
+    assert isinstance(result.media, VideoMedia)
+    assert [len(clip.pixels) for clip in result.media.videos] == [1, 9, 5, 20]
+    sheet = np.asarray(contact_sheet(result, "t"))
     assert (sheet[:20] == BACKGROUND).all() and (sheet[:, -20:] == BACKGROUND).all()
 
 
@@ -291,8 +290,8 @@ def test_an_album_has_every_video_and_a_grid_with_a_row_per_prompt(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.webp")) == [
         f"p{p:02d}-s{s:02d}.webp" for p in (0, 1) for s in (0, 1)
     ]
-    found = [places(Image.open(grid).convert("RGB"), clip.strip()) for clip in media.videos]
-    [[one], [two], [three], [four]] = found
+    result = [places(Image.open(grid).convert("RGB"), clip.strip()) for clip in media.videos]
+    [[one], [two], [three], [four]] = result
     assert one == (0, 0) and one[1] == two[1] < three[1] == four[1] and one[0] == three[0] < two[0] == four[0]
 
 
@@ -318,7 +317,7 @@ def evaluation(gain: float) -> EvalResult:
 
 
 def test_without_an_encoder_videos_are_kept_as_webp_which_is_said_once(tracker, monkeypatch):
-    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
     for step in (1, 2):
         tracker.samples(step, table_of(videos(5)))
     tracker.eval(2, evaluation(0.0))
@@ -336,7 +335,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.pages: list[tuple[str, str]] = []
-        self.films: list[VideoFile] = []
+        self.films: list[Preview] = []
 
     def start(self, about) -> None: ...
 
@@ -357,14 +356,13 @@ def test_mirrors_are_shown_the_sheet_and_the_first_videos(tmp_path, monkeypatch)
     with Tracker(RunDirectory(tmp_path / "run", RunIdentity(project="demo", recipe="video")), mirrors=[mirror]) as told:
         told.samples(1, table_of(videos(5, count=6)))
     assert mirror.pages == [("samples", "contact_sheet.png")]
-    assert [film.webp.name for film in mirror.films] == ["p00-s00.webp", "p00-s01.webp", "p01-s00.webp", "p01-s01.webp"]
+    assert [film.path.name for film in mirror.films] == ["p00-s00.webp", "p00-s01.webp", "p01-s00.webp", "p01-s01.webp"]
     assert [film.caption for film in mirror.films][:2] == ["0.000  a square 0", "0.100  a square 0"]
     assert all((film.mp4 is not None) == can_write_mp4() for film in mirror.films)
 
 
 def test_a_broken_encoder_is_none(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    monkeypatch.setattr(files, "find_spec", lambda name: object())
     assert not can_write_mp4()
 
 

@@ -16,7 +16,7 @@ from tests.processes import forkserver
 from unirl.distributed import RankInfo
 from unirl.distributed.group.rank import running_as
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 def run_ranks(num: int, fn: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
@@ -41,21 +41,21 @@ def run_ranks(num: int, fn: Callable[..., Any], *args: Any, deadline_s: float = 
 
 
 def _results(pipes: list[Connection], deadline: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    while len(found) < len(pipes):
-        open_ones = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+    result: dict[int, Any] = {}
+    while len(result) < len(pipes):
+        open_ones = [pipe for rank, pipe in enumerate(pipes) if rank not in result]
         ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(set(range(len(pipes))) - found.keys())} gave no result in time")
+            raise TimeoutError(f"ranks {sorted(set(range(len(pipes))) - result.keys())} gave no result in time")
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                error, found[rank] = pipe.recv()
+                error, result[rank] = pipe.recv()
             except EOFError:
                 error = "it died without a word"
             if error:
                 raise RuntimeError(f"rank {rank}: {error}")
-    return [found[rank] for rank in range(len(pipes))]
+    return [result[rank] for rank in range(len(pipes))]
 
 
 def _rank(pipe: Connection, port: int, rank: int, num: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

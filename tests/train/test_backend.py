@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.toy import ToyBundle
 from unirl.config.errors import CheckpointError, ConfigError
-from unirl.testing.toy import ToyBundle, toy_facts
+from unirl.testing.toy import toy_facts
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.optimizer import adamw
@@ -223,7 +224,7 @@ def test_activation_checkpointing_changes_no_gradient_and_saves_fewer_tensors() 
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
     calls: list[str] = []
 
-    def compile_(forward: Any) -> Any:  # the compiler itself takes 20 s to import
+    def compile_(forward: Any, **_: Any) -> Any:  # the compiler itself takes 20 s to import
         return lambda *inputs: (calls.append(type(forward.__self__).__name__), forward(*inputs))[1]
 
     monkeypatch.setattr(torch, "compile", compile_)

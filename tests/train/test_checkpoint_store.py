@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from unirl.config.errors import CheckpointError
-from unirl.train.backend.checkpoint import CheckpointStore, open_checkpoint, verify
+from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, verify
 
-WATCHED = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+WATCHED = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "link")
 
 
 @pytest.fixture(autouse=True)
@@ -131,13 +131,19 @@ def content(step: int) -> dict[str, bytes]:
     return {"weights.safetensors": bytes([step]) * 300, "state/trainer.json": json.dumps({"step": step}).encode()}
 
 
-def save(store: CheckpointStore, step: int, **options) -> None:
-    with store.stage(step, **options) as folder:
+def save(store: CheckpointStore, step: int) -> None:
+    with store.stage(step) as folder:
         for name, data in content(step).items():
             (folder / name).parent.mkdir(exist_ok=True)
             # A raw file object: an unwritten buffer must not reach the disk after the simulated death.
             with io.FileIO(folder / name, "w") as file:
                 file.write(data)
+
+
+def complete(store: CheckpointStore, step: int) -> None:
+    """The end of a run: save the last step and publish it as `checkpoint-final`."""
+    save(store, step)
+    store.publish_final(step)
 
 
 def read(folder: Path) -> dict[str, bytes]:
@@ -146,6 +152,11 @@ def read(folder: Path) -> dict[str, bytes]:
 
 def damage(folder: Path) -> None:
     (folder / "weights.safetensors").write_bytes(b"?" * 300)
+
+
+def moved_aside(path: Path) -> None:
+    """What a save leaves when it dies between moving the older folder of its name aside and publishing its own."""
+    os.rename(path, path.with_name(f"{path.name}.replaced"))
 
 
 def first_save(root: Path) -> tuple[CheckpointStore, int, set[int]]:
@@ -175,10 +186,10 @@ def save_over_the_only_one(root: Path) -> tuple[CheckpointStore, int, set[int]]:
 
 def save_beside_leftovers(root: Path) -> tuple[CheckpointStore, int, set[int]]:
     store, step, valid = save_that_prunes(root)
-    (store.directory / ".staging-checkpoint-000002-abc").mkdir()
-    (store.directory / ".staging-checkpoint-000002-abc" / "half").write_bytes(b"h")
-    (store.directory / ".lock-abc").touch()
-    os.rename(store.directory / "checkpoint-000002", store.directory / "checkpoint-000002.replaced-abc")
+    (store.directory / ".staging-checkpoint-000002").mkdir()
+    (store.directory / ".staging-checkpoint-000002" / "half").write_bytes(b"h")
+    (store.directory / ".removing-checkpoint-000000-abc").mkdir()
+    moved_aside(store.directory / "checkpoint-000002")
     return store, step, valid
 
 
@@ -323,9 +334,9 @@ def test_each_kind_of_damage_is_named_in_plain_words(sealed, tmp_path):
         folder = tmp_path / "checkpoint-000007"
         shutil.copytree(sealed, folder)
         change(folder)
-        found = "\n".join(verify(folder))
+        result = "\n".join(verify(folder))
         shutil.rmtree(folder)
-        return found
+        return result
 
     assert damaged(lambda f: (f / "weights.safetensors").unlink()) == "weights.safetensors is missing"
     assert "has 10 bytes instead of 300" in damaged(lambda f: (f / "weights.safetensors").write_bytes(b"1234567890"))
@@ -377,7 +388,7 @@ class Pruning(RuleBasedStateMachine):
     @rule(final=st.booleans())
     def save_next(self, final: bool) -> None:
         self.step += 1
-        save(self.store(), self.step, final=final)
+        (complete if final else save)(self.store(), self.step)
         self.observe()
         assert self.step in self.valid
         numbered = [c for c in self.store().checkpoints() if c.path.name != "checkpoint-final"]
@@ -387,7 +398,7 @@ class Pruning(RuleBasedStateMachine):
     def crash_while_saving(self, at: int, final: bool) -> None:
         self.step += 1
         with FailingDisk(at).mounted(), suppress(Crash):
-            save(self.store(), self.step, final=final)
+            (complete if final else save)(self.store(), self.step)
         self.observe()
 
     @precondition(lambda self: len(self.valid) > 1)
@@ -429,48 +440,131 @@ def test_at_least_one_valid_checkpoint_survives_any_interleaving(tmp_path, monke
 def test_a_folder_that_a_dead_save_moved_aside_is_discarded_like_any_other(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    save(store, 2, final=True)
-    os.rename(tmp_path / "checkpoint-final", tmp_path / f"checkpoint-final.replaced-{'0' * 12}")
+    save(store, 2)
+    moved_aside(tmp_path / "checkpoint-000002")
     assert store.latest_valid().checkpoint.step == 2  # readable where it lies
     store.discard_after(1)
     assert store.latest_valid().checkpoint.step == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "checkpoint-000001"]
 
 
-def test_a_valid_folder_that_a_dead_save_moved_aside_outlives_a_damaged_successor(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 1, final=True)
-    os.rename(tmp_path / "checkpoint-final", tmp_path / f"checkpoint-final.replaced-{'0' * 12}")
-    save(CheckpointStore(tmp_path / "elsewhere"), 2, final=True)
-    os.rename(tmp_path / "elsewhere" / "checkpoint-final", tmp_path / "checkpoint-final")
-    written = [path for path in (tmp_path / "checkpoint-final").rglob("*") if path.is_file()]
-    next(path for path in written if path.name != "MANIFEST.json").write_bytes(b"x")
+def test_a_valid_final_one_that_a_dead_save_moved_aside_outlives_a_damaged_successor(tmp_path):
+    store = two_final_ones(tmp_path)
+    damage(tmp_path / "checkpoint-final")
     store.collect()  # every save begins with it
-    assert store.latest_valid().checkpoint.step == 1
+    assert store.latest_valid().checkpoint == Checkpoint(tmp_path / "checkpoint-final", 1)
 
 
-def test_a_folder_that_a_dead_save_moved_aside_is_kept_when_the_run_goes_back_to_it(tmp_path):
-    store = CheckpointStore(tmp_path)
-    save(store, 1, final=True)
-    os.rename(tmp_path / "checkpoint-final", tmp_path / f"checkpoint-final.replaced-{'0' * 12}")
-    save(CheckpointStore(tmp_path / "elsewhere"), 2, final=True)
-    os.rename(tmp_path / "elsewhere" / "checkpoint-final", tmp_path / "checkpoint-final")
+def test_a_final_one_that_a_dead_save_moved_aside_is_kept_when_the_run_goes_back_to_it(tmp_path):
+    store = two_final_ones(tmp_path)
     store.discard_after(1)
     assert store.latest_valid().checkpoint.step == 1
 
 
-def test_pruning_keeps_the_newest_and_the_final_one(tmp_path):
+def two_final_ones(folder: Path) -> CheckpointStore:
+    """A store with `checkpoint-final` of step 2 and the one of step 1 that was moved aside, and no numbered ones."""
+    for step in (1, 2):
+        complete(CheckpointStore(folder / str(step)), step)
+        os.rename(folder / str(step) / "checkpoint-final", folder / "checkpoint-final")
+        shutil.rmtree(folder / str(step))
+        if step == 1:
+            moved_aside(folder / "checkpoint-final")
+    return CheckpointStore(folder)
+
+
+def test_the_final_one_is_the_last_one_under_a_second_name_and_takes_no_space(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    complete(store, 3)
+    final, numbered = tmp_path / "checkpoint-final", tmp_path / "checkpoint-000003"
+    assert store.checkpoints() == [Checkpoint(numbered, 3), Checkpoint(final, 3)]
+    assert verify(final) == [] and read(final) == content(3)
+    assert all(path.samefile(numbered / path.relative_to(final)) for path in final.rglob("*") if path.is_file())
+    assert (tmp_path / "LATEST").read_text() == "checkpoint-000003\n"
+    assert open_checkpoint(final).step == 3
+
+
+def test_the_final_one_is_a_copy_where_the_file_system_has_no_hard_links(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    complete(CheckpointStore(tmp_path), 3)
+    damage(tmp_path / "checkpoint-000003")
+    assert verify(tmp_path / "checkpoint-final") == []
+
+
+def test_the_final_one_serves_when_the_numbered_one_was_deleted(tmp_path):
+    store = CheckpointStore(tmp_path)
+    complete(store, 3)
+    shutil.rmtree(tmp_path / "checkpoint-000003")
+    assert store.latest_valid().checkpoint == Checkpoint(tmp_path / "checkpoint-final", 3)
+    store.publish_final(3)
+    assert read(tmp_path / "checkpoint-final") == content(3)
+
+
+def test_a_valid_final_one_is_not_replaced_by_a_damaged_numbered_one(tmp_path):
+    store = CheckpointStore(tmp_path)
+    complete(store, 3)
+    (tmp_path / "checkpoint-000003" / "weights.safetensors").unlink()
+    store.publish_final(3)
+    assert verify(tmp_path / "checkpoint-final") == []
+
+
+def test_a_damaged_final_one_is_replaced(tmp_path):
+    store = CheckpointStore(tmp_path)
+    complete(store, 3)
+    (tmp_path / "checkpoint-final" / "weights.safetensors").unlink()
+    store.publish_final(3)
+    assert verify(tmp_path / "checkpoint-final") == []
+
+
+@pytest.mark.parametrize("kind", ["crash", errno.ENOSPC])
+def test_failure_at_any_disk_operation_of_the_final_one_leaves_the_numbered_one(kind, tmp_path):
+    def saved(root: Path) -> CheckpointStore:
+        store = CheckpointStore(root, keep=2)
+        complete(store, 1)
+        save(store, 2)
+        return store
+
+    store = saved(tmp_path / "count")
+    with FailingDisk().mounted() as disk:
+        store.publish_final(2)
+    assert len(disk.trace) > 10
+    for at in range(len(disk.trace)):
+        store = saved(tmp_path / str(at))
+        with FailingDisk(at, kind).mounted(), suppress(Crash, CheckpointError):
+            store.publish_final(2)
+        assert read(store.latest_valid().checkpoint.path) == content(2), disk.trace[at]
+        assert not store.latest_valid().skipped
+        store.publish_final(2)  # the run is started again, and has no step left
+        assert verify(store.directory / "checkpoint-final") == [], disk.trace[at]
+        save(store, 3)
+        names = sorted(path.name for path in store.directory.iterdir())
+        assert names == ["LATEST", "checkpoint-000002", "checkpoint-000003"], disk.trace[at]
+
+
+def test_pruning_keeps_the_newest_and_the_final_one_until_the_run_continues(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
-        save(store, step)
-    save(store, 3, final=True)
-    save(store, 4)
+        complete(store, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "LATEST", "checkpoint-000003", "checkpoint-000004", "checkpoint-final",
+        "LATEST", "checkpoint-000002", "checkpoint-000003", "checkpoint-final",
     ]  # fmt: skip
+    assert open_checkpoint(tmp_path / "checkpoint-final").step == 3
+    save(store, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "checkpoint-000003", "checkpoint-000004"]
     assert (tmp_path / "LATEST").read_text() == "checkpoint-000004\n"
-    save(store, 9, final=True)
-    assert store.latest_valid().checkpoint.path.name == "checkpoint-final"
+
+
+def test_an_old_final_one_is_kept_while_all_newer_ones_are_damaged(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    complete(store, 3)
+    save(store, 4)
+    complete(CheckpointStore(tmp_path / "elsewhere"), 3)
+    os.rename(tmp_path / "elsewhere" / "checkpoint-final", tmp_path / "checkpoint-final")
+    damage(tmp_path / "checkpoint-000004")
+    assert store.prune() == []
+    assert store.latest_valid().checkpoint.step == 3
 
 
 def test_folders_of_other_makers_are_never_pruned(tmp_path):
@@ -479,16 +573,6 @@ def test_folders_of_other_makers_are_never_pruned(tmp_path):
     save(store, 2)
     save(store, 3)
     assert (tmp_path / "global_step_1").is_dir()
-
-
-def test_leftover_of_a_live_process_is_not_collected(tmp_path):
-    store = CheckpointStore(tmp_path)
-    with store.stage(5) as folder:
-        (folder / "a").write_bytes(b"a")
-        assert CheckpointStore(tmp_path).collect() == []
-        save(CheckpointStore(tmp_path), 4)
-        assert (folder / "a").exists()
-    assert [checkpoint.step for checkpoint in store.checkpoints()] == [5, 4]
 
 
 def test_resume_path_accepts_a_checkpoint_a_run_and_global_step_folders(tmp_path):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.toy import ToyBundle
 from tests.train.ranks import run_ranks
 from unirl.config.errors import DataError
 from unirl.models.denoising.bundle import DiffusionBundle
-from unirl.testing.toy import ToyBundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaFullConfig, FSDPConfig, LoraConfig

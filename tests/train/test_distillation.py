@@ -44,6 +44,13 @@ def checked(*overrides: str) -> None:
     preflight(load(RECIPE, [*DISTIL, *overrides]))
 
 
+def test_a_tiny_teacher_is_another_model_than_the_student() -> None:
+    student = Qwen3Bundle(path="toy", dtype="fp32")
+    name = next(name for name, shape in student.saved().shapes().items() if name.endswith("q_proj.weight"))
+    own, other = (weights.read(name, slice(None)) for weights in (student.saved(), student.saved_at("toy")))
+    assert not torch.equal(own, other)
+
+
 def test_a_recipe_without_a_teacher_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"'teacher'.* Write backend.snapshots=\{teacher: \{path: ...\}\}") as raised:
         checked()
@@ -55,6 +62,7 @@ def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(tmp_path)
         checked(f"backend.snapshots.teacher.path={tmp_path / 'nowhere'}")
 
 
+@pytest.mark.slow
 def test_the_reverse_kl_to_the_teacher_falls_by_a_third(teacher: Path, tmp_path: Path) -> None:
     settings = ["num_rollouts=25", "batch_size=8", "sampling.samples_per_prompt=8", "sampling.max_new_tokens=2"]
     settings += [

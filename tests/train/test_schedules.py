@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
 
+from tests.toy import ToyBundle
 from unirl.config.errors import ConfigError
-from unirl.testing.toy import ToyBundle
 from unirl.train.backend.base import LrSchedulerConfig, OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyBundle
 from tests.train.ranks import run_ranks
 from unirl.config.errors import CheckpointError, ConfigError
 from unirl.distributed import current
-from unirl.testing.toy import ToyBundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaFullConfig, FSDPConfig, LoraConfig, TrainTopology
@@ -107,12 +107,14 @@ def swap(reshard_after_forward: bool, lora: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_snapshot_runs_its_own_weights_and_the_live_ones_come_back(reshard: bool, lora: bool) -> None:
     alone = run_ranks(1, swap, reshard, lora)[0]
-    for found in run_ranks(2, swap, reshard, lora):
-        assert np.array_equal(found["inside"], found["before"]) and np.array_equal(found["sampled"], found["before"])
-        assert not np.array_equal(found["inside"], found["live"])
-        assert np.array_equal(found["after"], found["live"]) and np.array_equal(found["gathered"], found["live"])
-        assert not found["confused"]
-        assert all(np.array_equal(found[name], alone[name]) for name in alone)
+    for result in run_ranks(2, swap, reshard, lora):
+        assert np.array_equal(result["inside"], result["before"]) and np.array_equal(
+            result["sampled"], result["before"]
+        )
+        assert not np.array_equal(result["inside"], result["live"])
+        assert np.array_equal(result["after"], result["live"]) and np.array_equal(result["gathered"], result["live"])
+        assert not result["confused"]
+        assert all(np.array_equal(result[name], alone[name]) for name in alone)
 
 
 # The guard
@@ -122,7 +124,7 @@ def guard() -> list[Any]:
     """Bad values on one rank only; what every rank says."""
     backend = backend_of()
     before = dict(backend.gather())
-    found = []
+    result = []
     for bad in ("gradient", "loss"):
         loss = backend.module(*inputs(0)).square().mean()
         backend.backward(loss, last=True)
@@ -134,10 +136,10 @@ def guard() -> list[Any]:
             else:
                 loss = loss * torch.inf
         stats = backend.step(1.0, loss)
-        found.append((stats.skipped, stats.skipped_in_a_row, stats.culprit))
+        result.append((stats.skipped, stats.skipped_in_a_row, stats.culprit))
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.gather().items())
     assert all(p.grad is None for p in [*backend.trainable.values(), *backend.shards.values()])
-    return [*found, update(backend, 0).skipped]
+    return [*result, update(backend, 0).skipped]
 
 
 def test_all_ranks_skip_what_is_not_finite_on_one_and_name_it() -> None:
@@ -159,7 +161,9 @@ def steps(folder: str, lora: bool, first: int, last: int, options: dict[str, Any
     backend.save(f"{folder}/{last}")
     state = {name: dict(backend.gather(name)) for name in ("live", "ema", "reference")}
     for key in ("exp_avg", "exp_avg_sq"):
-        state[key] = {n: backend._whole(n, backend.optimizer.state[s][key]).clone() for n, s in backend.shards.items()}
+        moments = {name: backend.optimizer.state[shard][key] for name, shard in backend.shards.items()}
+        whole = {name: backend.sharding.whole(backend.trainable[name], shard) for name, shard in moments.items()}
+        state[key] = {name: tensor.clone() for name, tensor in whole.items()}
     return state | {"updates": backend.updates}
 
 
@@ -179,8 +183,8 @@ def test_a_run_saved_on_two_ranks_resumes_on_one_and_on_four(lora: bool, tmp_pat
     assert {Path(name).suffix for name in names} == {".json", ".safetensors"}
     assert set(json.loads((tmp_path / "two/2/backend.json").read_text())["files"]) == names - {"backend.json"}
     for num, options in ((1, {}), (4, {"fsdp": {"shard_size": 2}})):
-        for found in run_ranks(num, steps, str(tmp_path / "two"), lora, 2, 4, options):
-            assert same_state(found, whole), num
+        for result in run_ranks(num, steps, str(tmp_path / "two"), lora, 2, 4, options):
+            assert same_state(result, whole), num
 
 
 @pytest.mark.slow
@@ -223,7 +227,7 @@ def travel() -> dict[str, Any]:
     backend = backend_of(lora=True)
     backend.snapshot("old")
     update(backend, 0)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         f"{payload} {weights}": {n: t.clone() for n, t in backend.named_tensors(payload, weights)}
         for payload in ("adapter", "merged")
         for weights in ("live", "old")
@@ -232,15 +236,15 @@ def travel() -> dict[str, Any]:
         backend.named_tensors("full")
     with pytest.raises(ConfigError, match="'adapter' does not exist where all weights are trained"):
         backend_of().named_tensors("adapter")
-    return found | {"full": {n: t.clone() for n, t in backend_of().named_tensors("full")}, "output": output(backend)}
+    return result | {"full": {n: t.clone() for n, t in backend_of().named_tensors("full")}, "output": output(backend)}
 
 
 def test_tensors_that_travel_are_whole_and_equal_on_every_rank() -> None:
     alone = run_ranks(1, travel)[0]
-    for found in run_ranks(2, travel):
+    for result in run_ranks(2, travel):
         for payload in alone:
-            assert found[payload].keys() == alone[payload].keys() if payload != "output" else True
-            pairs = [(found[payload][n], alone[payload][n]) for n in alone[payload]] if payload != "output" else []
+            assert result[payload].keys() == alone[payload].keys() if payload != "output" else True
+            pairs = [(result[payload][n], alone[payload][n]) for n in alone[payload]] if payload != "output" else []
             assert all(np.array_equal(a, b) for a, b in pairs), payload
     folded = ToyBundle(width=18, blocks=3)
     parameters = dict(folded.trainable().named_parameters())
@@ -276,7 +280,7 @@ def offload() -> list[Any]:
 
 def test_a_sharded_policy_leaves_and_returns_without_losing_a_bit() -> None:
     (alone,) = run_ranks(1, offload)
-    assert all(np.array_equal(found[0], alone[0]) for found in run_ranks(2, offload))
+    assert all(np.array_equal(result[0], alone[0]) for result in run_ranks(2, offload))
 
 
 def topology() -> None:

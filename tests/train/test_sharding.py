@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyBundle, ToyPipeline
 from tests.train.ranks import run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.distributed import current
 from unirl.models.denoising.bundle import DiffusionBundle
-from unirl.testing.toy import ToyBundle, ToyPipeline, toy_params, toy_request
+from unirl.sde.kernels import EulerODE
+from unirl.testing.toy import toy_params, toy_request
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.sharding import chains_of
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, FSDPConfig, LoraConfig
 from unirl.train.stack import TrainStack, merge_ranks
 from unirl.types.results import Metric, TrainStepResult, values
@@ -131,10 +134,10 @@ class Outcome:
 
     def bits_that_differ(self, other: Outcome) -> list[str]:
         """Names of metrics and tensors that are not equal."""
-        found = [name for name, tensor in self.tensors.items() if not np.array_equal(tensor, other.tensors[name])]
+        result = [name for name, tensor in self.tensors.items() if not np.array_equal(tensor, other.tensors[name])]
         for u, (mine, theirs) in enumerate(zip(self.metrics, other.metrics, strict=True)):
-            found += [f"update {u} {name}" for name in mine if mine[name] != theirs[name]]
-        return found
+            result += [f"update {u} {name}" for name in mine if mine[name] != theirs[name]]
+        return result
 
     def difference(self, other: Outcome, kind: str) -> float:
         """Over all tensors of a kind: the norm of the difference, relative to the norm."""
@@ -175,8 +178,8 @@ CASES = [("toy", num, size) for num, size in FAST] + [
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize(("model", "num", "size"), CASES)
 def test_several_ranks_equal_one_to_the_bit(model: str, num: int, size: int | None, lora: bool) -> None:
-    found = outcome(num, case_of(model, lora, size, reduce_dtype="fp64"))
-    assert alone(model, lora, (("reduce_dtype", "fp64"),)).bits_that_differ(found) == []
+    result = outcome(num, case_of(model, lora, size, reduce_dtype="fp64"))
+    assert alone(model, lora, (("reduce_dtype", "fp64"),)).bits_that_differ(result) == []
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -193,11 +196,12 @@ def test_in_fp32_ranks_agree_to_rounding(model: str, lora: bool) -> None:
 OPTIONS = [
     {"activation_checkpointing": True, "reduce_dtype": "fp64"},
     {"reshard_after_forward": False, "reduce_dtype": "fp64"},
+    {"prefetch_blocks": 2, "reduce_dtype": "fp64"},
     {"defer_grad_sync": False},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["recomputed", "gathered", "reduced-at-once"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["recomputed", "gathered", "ahead", "reduced-at-once"])
 def test_how_shards_are_gathered_and_reduced_does_not_matter(options: dict[str, Any]) -> None:
     plain = {key: value for key, value in options.items() if key == "reduce_dtype"}
     one, two = alone("toy", True, tuple(plain.items())), outcome(2, case_of("toy", True, None, **options))
@@ -228,6 +232,60 @@ def test_gradients_travel_once_an_update_unless_they_do_not_fit(defer: bool, exp
     assert run_ranks(2, reductions, defer) == [expected, expected]  # 3 blocks carry adapters
 
 
+def sampled_with_a_step_cache() -> dict[str, Tensor]:
+    """Each rank samples its own half of eight rows, or both halves if there is one rank."""
+    case = Case()
+    bundle = case.bundle()
+    backend = case.backend(bundle)
+    params = toy_params(num_inference_steps=12, sde_indices=(), kernel=EulerODE(), cache_threshold=0.05)
+    request, (rank, count) = toy_request(2, params), (current().dp_rank, current().dp_size)
+    halves = [request.slice(0, 4), request.slice(4, 8)] if count == 1 else [request.slice(4 * rank, 4 * rank + 4)]
+    with backend.sampling():
+        segments = [ToyPipeline(bundle).generate(half, 4).tracks["image"].segment for half in halves]
+    skipped = [segment.skipped for segment in segments if segment.skipped is not None]
+    return {"final": torch.cat([segment.final for segment in segments]), "skipped": torch.cat(skipped)}
+
+
+def test_ranks_that_share_weights_leave_out_different_blocks_and_wait_for_no_one() -> None:
+    """Sampling gathers the weights once, so blocks that one rank leaves out are no collectives that others miss."""
+    [alone], ranks = run_ranks(1, sampled_with_a_step_cache), run_ranks(2, sampled_with_a_step_cache)
+    assert len({float(share) for share in alone["skipped"]}) == 2
+    for name, tensor in alone.items():
+        assert np.array_equal(tensor, np.concatenate([rank[name] for rank in ranks])), name
+
+
+def prefetches(count: int) -> list[str]:
+    """The blocks that were gathered ahead in one forward and backward pass of three blocks, in their order."""
+    case = Case(fsdp={"prefetch_blocks": count}, lora=False)
+    bundle = case.bundle()
+    backend = case.backend(bundle)
+    track = rollout(case, bundle, backend)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        logp = bundle.stage().replay(track.conditions, track.segment, [0]).logp
+        backend.backward(logp.sum(), last=True)
+    result = [event for event in profile.events() if "_prefetch for" in event.name]
+    return [event.name.removeprefix("FSDP::") for event in sorted(result, key=lambda event: event.time_range.start)]
+
+
+def test_blocks_are_gathered_ahead_in_the_order_in_which_they_run() -> None:
+    """Block i asks for those after it, in the backward pass for those before it. There the root asks for block 2."""
+
+    def blocks(result: list[str], direction: str) -> list[int]:
+        start = f"{direction}_prefetch for blocks."
+        return [int(name.removeprefix(start)) for name in result if name.startswith(start)]
+
+    none, one, two = (run_ranks(2, prefetches, count)[0] for count in (0, 1, 2))
+    assert [blocks(result, "forward") for result in (none, one, two)] == [[], [1, 2], [1, 2, 2]]
+    assert [blocks(result, "backward") for result in (none, one, two)] == [[2, 1, 0], [2, 1, 0], [2, 1, 0, 0]]
+
+
+def test_blocks_of_two_experts_do_not_gather_each_other() -> None:
+    experts = [torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2))) for _ in range(2)]
+    blocks = [list(expert) for expert in experts]
+    assert chains_of([*blocks[0], *blocks[1], *experts]) == blocks
+    assert chains_of([*blocks[0], *blocks[1]]) == [[*blocks[0], *blocks[1]]]
+
+
 def in_bf16(lora: bool) -> dict[str, Any]:
     """Stable Diffusion 3 in bf16: parity of rollout and replay, and what is stored and gathered in which dtype."""
     from unirl.models.sd3.family import SD3Bundle
@@ -245,7 +303,7 @@ def in_bf16(lora: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lora", "full"])
 def test_masters_are_float32_and_gathered_in_the_models_dtype_and_rollout_equals_replay(lora: bool) -> None:
-    for found in run_ranks(2, in_bf16, lora):
-        assert (found["stored"], found["gathered"]) == (["torch.float32"], ["torch.bfloat16"])
-        assert found["metrics"]["rollout/parity_absdiff_max"] == 0.0
-        assert found["metrics"]["train/ratio_mean"] == 1.0 and found["metrics"]["train/skipped_updates"] == 0.0
+    for result in run_ranks(2, in_bf16, lora):
+        assert (result["stored"], result["gathered"]) == (["torch.float32"], ["torch.bfloat16"])
+        assert result["metrics"]["rollout/parity_absdiff_max"] == 0.0
+        assert result["metrics"]["train/ratio_mean"] == 1.0 and result["metrics"]["train/skipped_updates"] == 0.0

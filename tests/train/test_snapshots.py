@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.toy import ToyBundle
 from unirl.config.errors import ConfigError, DataError, NotFoundError, UniRLError
 from unirl.models.loading.saved_weights import SavedWeights
-from unirl.testing.toy import ToyBundle
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import EmaFullConfig, EmaLoraConfig, LoraConfig, SnapshotConfig

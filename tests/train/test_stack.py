@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyBundle
 from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import ConfigError, DivergenceError
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.testing.toy import ToyBundle, toy_stage, toy_track
+from unirl.testing.toy import toy_stage, toy_track
 from unirl.train.backend.base import OptimizerConfig
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import LoraConfig
@@ -132,8 +133,8 @@ def test_parity_covers_the_rows_of_later_updates() -> None:
     logp = setup.track.segment.logp.clone()
     logp[-1, 0] += 0.5
     track = setup.track.replace(segment=setup.track.segment.replace(logp=logp))
-    found = values(setup.stack.train_track(track).updates[0])
-    assert found["rollout/parity_absdiff_max"] == pytest.approx(0.5, rel=1e-5)
+    result = values(setup.stack.train_track(track).updates[0])
+    assert result["rollout/parity_absdiff_max"] == pytest.approx(0.5, rel=1e-5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +166,12 @@ def test_reference_anchors_are_those_of_the_initial_weights_for_all_rows_of_ever
         next(iter(setup.backend.trainable.values())).add_(0.1)
     live = setup.stack.stage.replay(setup.track.conditions, setup.track.segment, (0, 1, 3)).logp.detach()
     expected = (live - setup.track.segment.logp).square()[:6].mean()
-    found = [values(update)["train/loss"] for update in setup.stack.train_track(setup.track).updates]
-    assert found[0] == pytest.approx(float(expected), rel=1e-4)
+    result = [values(update)["train/loss"] for update in setup.stack.train_track(setup.track).updates]
+    assert result[0] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_metrics_of_each_update_carry_the_documented_names() -> None:
-    found = values(make().stack.train_track(make().track).updates[0])
+    result = values(make().stack.train_track(make().track).updates[0])
     assert {
         "train/loss",
         "train/ratio_mean",
@@ -181,7 +182,7 @@ def test_metrics_of_each_update_carry_the_documented_names() -> None:
         "train/lr",
         "train/skipped_updates",
         "rollout/parity_absdiff_max",
-    } <= found.keys()
+    } <= result.keys()
 
 
 def poisoned(track: RolloutTrack) -> RolloutTrack:
@@ -213,8 +214,8 @@ def test_an_update_in_which_no_row_counts_changes_nothing() -> None:
     setup = make(num_updates_per_batch=2)
     weight = torch.ones(12)
     weight[:6] = 0.0
-    found = setup.stack.train_track(setup.track.replace(weight=weight))
-    assert [values(u)["train/skipped_updates"] for u in found.updates] == [1.0, 0.0]
+    result = setup.stack.train_track(setup.track.replace(weight=weight))
+    assert [values(u)["train/skipped_updates"] for u in result.updates] == [1.0, 0.0]
     assert setup.backend.updates == 1
 
 

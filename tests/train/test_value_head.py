@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.toy import ToyBundle
 from tests.train.ranks import run_ranks
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_ppo import DiffusionPPO
@@ -18,7 +19,7 @@ from unirl.config.load import load
 from unirl.distributed import current
 from unirl.distributed.weight_sync.endpoints import WeightSender
 from unirl.plan.preflight import preflight
-from unirl.testing.toy import ToyBundle, toy_track
+from unirl.testing.toy import toy_track
 from unirl.train.backend.base import LrSchedulerConfig, OptimizerConfig
 from unirl.train.backend.fsdp import VALUE_HEAD, FSDPBackend
 from unirl.train.configs import EmaFullConfig, FSDPConfig, LoraConfig, ValueConfig
@@ -73,15 +74,15 @@ class Setup:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that changes, whole, by name."""
-        backend, found = self.backend, {}
+        backend, result = self.backend, {}
         for layout in backend.layouts:
             for name, shard in layout.shards.items():
                 parts = {"": shard.detach()} | {k: backend.optimizer.state[shard][k] for k in ("exp_avg", "exp_avg_sq")}
                 for key, tensor in parts.items():
-                    found[f"{name} {key}"] = layout.whole(layout.trainable[name], tensor).clone()
-        for snapshot in backend.snapshot_names:
-            found |= {f"{snapshot} {name}": tensor for name, tensor in backend.gather(snapshot).items()}
-        return found
+                    result[f"{name} {key}"] = layout.whole(layout.trainable[name], tensor).clone()
+        for snapshot in backend.snapshots.stored:
+            result |= {f"{snapshot} {name}": tensor for name, tensor in backend.gather(snapshot).items()}
+        return result
 
 
 def light(result: TrainStepResult) -> TrainStepResult:
@@ -264,6 +265,7 @@ def test_a_snapshot_swaps_the_policy_and_leaves_the_head() -> None:
 # Checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_run_with_a_value_head_resumes_bit_for_bit(lora: bool, reduce_dtype: Any, tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ def test_a_policy_is_read_without_its_head_and_optimizer(lora: bool, tmp_path: P
         ema_cfg=EmaFullConfig(),
     )
     reader.load_policy(str(tmp_path))
-    assert reader.snapshot_names == ("ema", "reference") and reader.updates == 1
+    assert tuple(reader.snapshots.stored) == ("ema", "reference") and reader.updates == 1
     for weights in ("live", "ema", "reference"):
         assert differing(dict(reader.gather(weights)), dict(trained.backend.gather(weights))) == []
     assert reader.value_head is None and not reader.optimizer.state
@@ -336,7 +338,7 @@ def test_a_policy_that_was_built_without_storage_gets_the_same_head() -> None:
 def test_it_leaves_the_device_with_the_policy() -> None:
     setup = Setup()
     setup.train(0, 1)
-    setup.backend.home = torch.device("meta")
+    setup.backend.device = torch.device("meta")
     setup.backend._move(["policy"], torch.device("meta"))
     assert {p.device.type for p in setup.head.parameters()} == {"meta"}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.run_files import metrics_of, reproducible
 from tests.trainer.child import begin, said
+from unirl.train.backend.checkpoint import verify
 
 SEED = 20261120
 Outcome = dict[str, object]
@@ -31,7 +32,7 @@ class Run:
     def finish(self, folder: Path) -> Outcome:
         """Begin the run, or continue it, and see it to its end."""
         child = begin(self.recipe, folder, *self._settings())
-        child.join(120)
+        child.join(600)
         assert child.exitcode == 0, said(folder)
         return outcome(folder, self.num_steps)
 
@@ -43,7 +44,7 @@ class Run:
         killed = child.is_alive()
         if killed:
             os.kill(child.pid, signal.SIGKILL)
-        child.join(30)
+        child.join(300)
         return killed
 
     def _settings(self) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ class Unkilled:
         """The cases whose outcome differs from that of the unkilled run; two run at a time."""
         with ThreadPoolExecutor(max_workers=2) as pool:
             outcomes = list(pool.map(lambda case: self.killed_then_resumed(case, folder / f"run{case}"), cases))
-        return [case for case, found in zip(cases, outcomes, strict=True) if found != self.outcome]
+        return [case for case, result in zip(cases, outcomes, strict=True) if result != self.outcome]
 
     def killed_then_resumed(self, case: int, folder: Path) -> Outcome:
         """A run that was killed once: before the first checkpoint, while saving, or at a random time."""
@@ -92,6 +93,7 @@ def outcome(folder: Path, num_steps: int) -> Outcome:
         "pages": {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.glob("*/*/*.md"))},
         "samples": sorted(p.relative_to(folder).as_posix() for p in folder.glob("samples/*/*")),
         "weights": {p.name: sha256(p.read_bytes()).hexdigest() for p in sorted((final / "policy").iterdir())},
+        "problems of the final checkpoint": verify(final.with_name("checkpoint-final")),
         "trainer": {k: v for k, v in json.loads((final / "trainer.json").read_text()).items() if k != "recipe"},
     }
 

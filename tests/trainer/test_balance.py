@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tokens import token_stage, token_track
 from unirl.distributed.group.dispatch import rank_rows
-from unirl.testing.tokens import token_stage, token_track
 from unirl.testing.toy import toy_stage, toy_track
 from unirl.trainer.balance import balanced_order, balanced_track
 

@@ -56,6 +56,7 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "checkpoints/checkpoint-000003/policy/weights.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_remembers_rewards_resumes_exactly(tmp_path) -> None:
     unbroken = run(tmp_path / "unbroken", *RUNNING)
     assert [row["rollout/own_history_ratio"] for row in unbroken] == [0.0, 1.0, 1.0]

@@ -19,9 +19,9 @@ SETTINGS = ("scale=toy", "num_rollouts=2", "evaluation.eval_steps=0", "tracking.
 
 
 def trainer_of(recipe: str, folder: Path):
-    found = load(f"diffusion/{recipe}", [*SETTINGS, f"run.dir={folder}"])
-    preflight(found)
-    return build_trainer(found)
+    result = load(f"diffusion/{recipe}", [*SETTINGS, f"run.dir={folder}"])
+    preflight(result)
+    return build_trainer(result)
 
 
 def run(recipe: str, folder: Path, stop: bool = False) -> None:

@@ -50,6 +50,7 @@ def trainside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_engine_of_its_own_gives_the_run_that_trainside_gives(trainside: Path, tmp_path: Path) -> None:
     run(tmp_path, REPLICA)
     apart = [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in metrics_of(tmp_path)]
@@ -67,7 +68,7 @@ def test_samples_come_from_the_old_policy_and_its_distance_is_seen(trainside: Pa
 def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None:
     with trainer_of(tmp_path, TRAINSIDE, "evaluation.eval_steps=0") as trainer:
         trainer.train()
-        req = trainer.requests.training(trainer.data.take(2), 9, trainer.publish(9))
+        req = trainer.requests.training(trainer.data.take(2), 9, trainer.publisher.publish(9, trainer.state.version))
         assert req.weights == "old"
 
         def pixels(weights: str) -> torch.Tensor:
@@ -76,11 +77,12 @@ def test_the_samples_of_a_step_are_those_of_the_snapshot(tmp_path: Path) -> None
             return trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded).pixels
 
         old, live = pixels("old"), pixels("live")
-        report = trainer.publish(9)
+        report = trainer.publisher.publish(9, trainer.state.version)
         assert (report.weights, report.version) == ("old", trainer.state.version)
         assert torch.equal(pixels(report.weights), old) and not torch.equal(old, live)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_resumes_exactly(trainside: Path, tmp_path: Path) -> None:
     run(tmp_path, TRAINSIDE, "num_rollouts=1")
     run(tmp_path, TRAINSIDE)

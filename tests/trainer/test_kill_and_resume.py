@@ -7,16 +7,16 @@ import pytest
 from tests.source_tree import ROOT
 from tests.trainer.killing import Run, Unkilled
 
-COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=10", "tracking.sample_steps=7", "save_interval=4")
+COMMON = ("keep_checkpoints=2", "evaluation.eval_steps=5", "tracking.sample_steps=4", "save_interval=2")
 PICTURES = Run(
     "diffusion/sd3_trainside",
-    30,
+    15,
     (*COMMON, "scale=toy", "stack.micro_batch_size=4", "backend.ema_cfg={target_decay: 0.9}"),
 )
-TEXT = Run(str(ROOT / "tests/trainer/text_loop.yaml"), 20, COMMON)
+TEXT = Run(str(ROOT / "tests/trainer/text_loop.yaml"), 10, COMMON)
 CRITIC = Run(
     TEXT.recipe,
-    20,
+    10,
     (*COMMON, "algorithm._target_=unirl.algorithms.ar_ppo.ARPPO", "backend.value_cfg={}", "backend.lora_cfg={rank: 4}"),
 )
 

@@ -41,6 +41,7 @@ def test_the_coefficient_of_a_step_follows_the_divergence_of_the_one_before(tmp_
     assert second["train/kl_coef"] == pytest.approx(COEF * factor, rel=1e-6) and factor != 1.0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_coefficient_that_was_reached(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", 2)
     run(tmp_path / "cut", 1)

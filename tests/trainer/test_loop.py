@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.run_files import metrics_of
 from unirl.config.errors import CheckpointError, ConfigError, DataError, Interrupted, Preempted, RewardError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
+from unirl.train.backend.checkpoint import open_checkpoint
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.monitoring import spread_rows
 from unirl.trainer.resume import changed_keys
@@ -35,6 +37,10 @@ def run(folder: Path, *overrides: str):
 
 def weights_of(folder: Path, step: int) -> bytes:
     return (folder / f"checkpoints/checkpoint-{step:06d}/policy/weights.safetensors").read_bytes()
+
+
+def checkpoints_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("checkpoint-*"))
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +91,7 @@ def test_an_evaluation_repeats_to_the_bit_and_does_not_disturb_training(finished
     assert metrics_of(tmp_path) == metrics_of(finished)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_average_uses_its_weights(tmp_path) -> None:
     with trainer_of(
         tmp_path, "evaluation.eval_steps=1", "evaluation.weights=ema", "backend.ema_cfg={every: 1, target_decay: 0.0}"
@@ -125,9 +132,53 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished, tmp_pa
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_restarted(tmp_path) -> None:
     run(tmp_path)
-    (tmp_path / "checkpoints/checkpoint-000002/trainer.json").unlink()
+    for name in ("checkpoint-000002", "checkpoint-final"):
+        (tmp_path / "checkpoints" / name / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid .*trainer.json"):
         run(tmp_path)
+
+
+def test_a_completed_run_names_its_last_checkpoint_and_continues_when_more_steps_are_asked(finished, tmp_path) -> None:
+    run(tmp_path, "num_rollouts=1", "save_interval=1")
+    assert checkpoints_of(tmp_path) == ["checkpoint-000001", "checkpoint-final"]
+    run(tmp_path, "save_interval=1")
+    assert checkpoints_of(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
+    assert open_checkpoint(tmp_path / "checkpoints/checkpoint-final").step == 2
+    assert metrics_of(tmp_path) == metrics_of(finished)
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_a_completed_run_is_resumed_by_the_name_of_its_final_checkpoint(finished, tmp_path) -> None:
+    run(tmp_path, "num_rollouts=1")
+    run(tmp_path, f"resume={tmp_path / 'checkpoints/checkpoint-final'}")
+    assert metrics_of(tmp_path) == metrics_of(finished)
+    assert weights_of(tmp_path, 2) == weights_of(finished, 2)
+
+
+def test_a_stopped_run_has_no_final_checkpoint(tmp_path) -> None:
+    with trainer_of(tmp_path) as trainer:
+        trainer.request_stop(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            trainer.train()
+    assert checkpoints_of(tmp_path) == ["checkpoint-000001"]
+
+
+def test_a_run_that_dies_while_it_names_the_final_checkpoint_names_it_when_it_is_started_again(
+    finished, tmp_path, monkeypatch
+) -> None:
+    class Killed(BaseException):
+        """The process is gone."""
+
+    def die(source: Path, target: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "link", die)
+        run(tmp_path)
+    assert checkpoints_of(tmp_path) == ["checkpoint-000002"]
+    run(tmp_path)
+    assert checkpoints_of(tmp_path) == ["checkpoint-000002", "checkpoint-final"]
+    assert metrics_of(tmp_path) == metrics_of(finished)
 
 
 def test_starting_anew_over_a_run_is_refused(finished) -> None:
@@ -192,9 +243,9 @@ def test_going_back_to_an_earlier_checkpoint_of_a_run_forgets_its_later_ones(fin
     run(tmp_path, "save_interval=1")
     first = tmp_path / "checkpoints/checkpoint-000001"
     with trainer_of(tmp_path, f"resume={first}") as trainer:
-        trainer.restore()
+        trainer.state.restore()
         assert trainer.state.step == 1
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")) == ["checkpoint-000001"]
+    assert checkpoints_of(tmp_path) == ["checkpoint-000001"]
     run(tmp_path, "save_interval=1")
     assert weights_of(tmp_path, 2) == weights_of(finished, 2)
 

@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
+from tests.tokens import token_stage, token_track
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.errors import DivergenceError
 from unirl.config.recipe import ParityConfig
-from unirl.testing.tokens import token_stage, token_track
 from unirl.testing.toy import toy_stage, toy_track
-from unirl.train.parity import Parity, parity_of, parity_table
-from unirl.trainer.parity import ParityGate
+from unirl.train.parity import Parity, ParityGate, parity_of, parity_table
 from unirl.types.results import merge
 
 LOSS = DiffusionGRPO(clip_range=1e-3)

@@ -107,6 +107,7 @@ def test_every_step_accounts_for_every_image_and_its_reward_is_what_was_recorded
     assert {(row["generated"], row["scored"], row["dropped"]) for row in ledger} == {(18, 18, 0)}
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_resumes_exactly(finished: Path, tmp_path: Path) -> None:
     # Steps of 9 draws out of 18 pairs: it stops in the middle of an epoch.
     run(tmp_path, "num_rollouts=3", "save_interval=5")
@@ -123,8 +124,8 @@ def first_pairs(folder: Path, *overrides: str) -> tuple[RolloutTrack, torch.Tens
     with trainer_of(folder / "run", data, "batch_size=3", "num_rollouts=1", *overrides) as trainer:
         trained = watched(trainer)
         trainer.train()
-    (found,) = trained
-    return found
+    (result,) = trained
+    return result
 
 
 @pytest.mark.parametrize("roles", ["[chosen,rejected]", "[rejected,chosen]"])
@@ -167,7 +168,7 @@ def errors_of(trainer: Trainer, weights: str) -> torch.Tensor:
 
 def test_the_policy_moves_from_the_rejected_to_the_chosen_images(finished: Path) -> None:
     with trainer_of(finished, "num_rollouts=10") as trainer:
-        trainer.restore()
+        trainer.state.restore()
         gained = errors_of(trainer, "reference") - errors_of(trainer, "live")
     preferred = gained[:, 0] - gained[:, 1]
     assert (preferred > 0).double().mean() > 0.8 and preferred.mean() > 0.003
@@ -185,6 +186,7 @@ def test_fine_tuning_on_the_chosen_needs_nothing_new(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("run/samples/step-*/contact_sheet.png"))) == 2
 
 
+@pytest.mark.slow
 def test_evaluation_draws_from_the_trained_weights_and_leaves_training_alone(tmp_path: Path) -> None:
     steps = ("num_rollouts=2", "evaluation.eval_steps=1")
     run(tmp_path / "quiet", "num_rollouts=2")
@@ -193,8 +195,8 @@ def test_evaluation_draws_from_the_trained_weights_and_leaves_training_alone(tmp
         first, second = trainer.evaluate(), trainer.evaluate()
     assert torch.equal(first.media.pixels, second.media.pixels) and "pickscore" in first.components
     assert metrics_of(tmp_path / "judged") == metrics_of(tmp_path / "quiet")
-    found = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("judged/eval/step-*/scores.json"))]
-    assert len({entry["metrics"]["eval/pickscore_mean"] for entry in found}) == 3
+    result = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("judged/eval/step-*/scores.json"))]
+    assert len({entry["metrics"]["eval/pickscore_mean"] for entry in result}) == 3
 
 
 # Errors

@@ -31,16 +31,23 @@ def evaluations_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def evaluated(folder: Path, recipe: str, weights: str) -> list[dict[str, str]]:
+    settings = ("num_rollouts=2", "evaluation.eval_steps=1", "backend.ema_cfg={every: 1}")
+    run(folder, recipe, *settings, f"evaluation.weights={weights}")
+    return evaluations_of(folder)
+
+
+@pytest.fixture(scope="module", params=["live", "ema"])
+def of_trainside(request, tmp_path_factory) -> tuple[str, list[dict[str, str]]]:
+    """Which weights are evaluated, and what trainside finds."""
+    return request.param, evaluated(tmp_path_factory.mktemp("trainside"), "diffusion/sd3_trainside", request.param)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [COLOCATE, SEPARATE])
-def test_evaluations_of_live_and_averaged_weights_equal_those_of_trainside(recipe, tmp_path) -> None:
-    for weights in ("live", "ema"):
-        settings = ("num_rollouts=2", "evaluation.eval_steps=1", "backend.ema_cfg={every: 1}")
-        found = {}
-        for name, of in (("replica", recipe), ("trainside", "diffusion/sd3_trainside")):
-            folder = tmp_path / f"{name}-{weights}"
-            run(folder, of, *settings, f"evaluation.weights={weights}")
-            found[name] = evaluations_of(folder)
-        assert len(found["replica"]) == 3 and found["replica"] == found["trainside"]
+def test_evaluations_of_live_and_averaged_weights_equal_those_of_trainside(recipe, of_trainside, tmp_path) -> None:
+    weights, expected = of_trainside
+    assert len(expected) == 3 and evaluated(tmp_path, recipe, weights) == expected
 
 
 def test_weights_that_are_published_every_second_step_are_one_step_old_in_between(tmp_path) -> None:
@@ -49,6 +56,7 @@ def test_weights_that_are_published_every_second_step_are_one_step_old_in_betwee
     assert [row["sync/version"] for row in rows] == [0, 0, 4, 4]  # two updates a step
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_between_two_publications_resumes_exactly(tmp_path) -> None:
     settings = ("weight_sync_interval=2", "save_interval=1", "parity.stop=0", "evaluation.eval_steps=1")
     run(tmp_path / "unbroken", SEPARATE, "num_rollouts=4", *settings)

@@ -8,16 +8,8 @@ import pytest
 
 from unirl.config.device_sets import DeviceSet
 from unirl.plan.placement import PlacementPlan
-from unirl.trainer.residency import (
-    MAX_STALENESS,
-    NEEDS,
-    PHASES,
-    Residency,
-    home_of,
-    memory_parts,
-    resident,
-    takes_turns,
-)
+from unirl.plan.residency import NEEDS, PHASES, home_of, memory_parts, resident, takes_turns
+from unirl.trainer.residency import MAX_STALENESS, Residency
 
 TRAIN, OTHER, THIRD, CPU = (
     DeviceSet("device", (0, 1)),

@@ -44,6 +44,7 @@ def run(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_pictures_grow_brighter_by_the_gradient_of_brightness(tmp_path: Path) -> None:
     steps = run(tmp_path, *BRIGHT, "num_rollouts=8")
     rewards = [step["rollout/reward_mean"] for step in steps]
@@ -65,8 +66,8 @@ def test_the_stage_of_the_loss_joins_the_pipelines_policy_and_decoder_with_the_r
     assert torch.equal(stack.stage.decode(latents), pipeline.decoder.decode(latents))
 
 
-@pytest.mark.parametrize("algorithm", ["refl.ReFL", "draft.DRaFT", "draft.DRaFTLV", "alignprop.AlignProp"])
+@pytest.mark.parametrize("algorithm", ["ReFL", "DRaFT", "DRaFTLV", "AlignProp"])
 def test_every_method_of_the_family_trains_by_the_same_recipe(algorithm: str, tmp_path: Path) -> None:
-    target = f"algorithm._target_=unirl.algorithms.{algorithm}"
+    target = f"algorithm._target_=unirl.algorithms.drtune.{algorithm}"
     steps = run(tmp_path, "num_rollouts=1", "sampling.samples_per_prompt=1", target)
     assert steps[0]["train/grad_norm"] > 0 and steps[0]["train/skipped_updates"] == 0

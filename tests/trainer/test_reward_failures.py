@@ -137,19 +137,19 @@ def test_a_reward_that_takes_turns_with_the_engine_cannot_overlap() -> None:
 def test_parts_are_whole_groups_and_all_of_them(tmp_path) -> None:
     size = ("batch_size=5", "sampling.samples_per_prompt=4", "stack.num_updates_per_batch=1")
     with trainer_of(tmp_path, *size) as trainer:
-        req = trainer.requests.training(trainer.data.take(5), 0, trainer.publish(0))
+        req = trainer.requests.training(trainer.data.take(5), 0, trainer.publisher.publish(0, trainer.state.version))
     for count in range(1, 8):
         parts = in_parts(req, count)
         assert [sample for part in parts for sample in part.sample_ids] == req.sample_ids
         assert len(parts) == min(count, 5)
         groups = [set(part.group_ids) for part in parts]
-        assert sum(len(found) for found in groups) == len(set.union(*groups))
+        assert sum(len(result) for result in groups) == len(set.union(*groups))
 
 
 def test_the_queue_of_parts_that_come_every_second() -> None:
     """Three parts at 0, 1, 2 s; 1.5 s of work each: done at 1.5, 3.0, 4.5."""
-    found = queue_metrics([0.0, 1.0, 2.0], [1.5, 1.5, 1.5], 2.5)
-    assert found == pytest.approx(
+    result = queue_metrics([0.0, 1.0, 2.0], [1.5, 1.5, 1.5], 2.5)
+    assert result == pytest.approx(
         {
             "queue/reward_depth": 1.0,
             "queue/reward_wait": 2.5,

@@ -67,7 +67,7 @@ def run(folder: Path, recipe: str, *overrides: str) -> Outcome:
         trainer.produce = watched
         trainer.train()
         made.weights = dict(trainer.roles.backend.gather())
-        made.driver_bytes = trainer.pool.traffic.total
+        made.driver_bytes = trainer.pool.traffic
     return made
 
 
@@ -98,6 +98,7 @@ def local(tmp_path_factory) -> dict[str, Outcome]:
     return {tune: run(folder / tune, *RECIPES["trainside", tune]) for tune in ("lora", "full")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("layout", ["colocate", "separate"])
 def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local, tmp_path) -> None:
@@ -112,8 +113,8 @@ def test_an_engine_of_its_own_changes_nothing_in_one_process(layout, tune, local
 )
 def test_workers_change_nothing(layout, devices, tune, local, workers, tmp_path) -> None:
     recipe, *overrides = RECIPES[layout, tune]
-    found = run(tmp_path, recipe, *overrides, "runtime=ray", f"num_devices={devices}")
-    assert_same(found, local[tune])
+    result = run(tmp_path, recipe, *overrides, "runtime=ray", f"num_devices={devices}")
+    assert_same(result, local[tune])
 
 
 @pytest.mark.slow
@@ -124,10 +125,12 @@ def test_a_run_saved_on_two_ranks_continues_on_one_and_on_four(tune, local, work
     for devices, runtime in ((1, "local"), (4, "ray")):
         folder = tmp_path / str(devices)
         shutil.copytree(tmp_path / "two", folder)
-        found = run(folder, recipe, *overrides, f"runtime={runtime}", f"num_devices={devices}")
-        assert len(found.logp) == STEPS - 3
+        result = run(folder, recipe, *overrides, f"runtime={runtime}", f"num_devices={devices}")
+        assert len(result.logp) == STEPS - 3
         expected = local[tune]
-        assert_same(found, Outcome(expected.logp[3:], expected.rewards[3:], expected.pictures[3:], expected.weights, 0))
+        assert_same(
+            result, Outcome(expected.logp[3:], expected.rewards[3:], expected.pictures[3:], expected.weights, 0)
+        )
 
 
 @pytest.mark.slow
@@ -144,9 +147,9 @@ def test_no_byte_of_latents_conditions_or_pixels_passes_through_the_driver(worke
         )
         preflight(recipe)
         with assemble.build_trainer(recipe) as trainer:
-            before = workers.traffic.total
+            before = workers.traffic
             trainer.train()
-            passed.append(workers.traffic.total - before)
+            passed.append(workers.traffic - before)
     one_picture = 3 * 64 * 64 * 4
     assert abs(passed[1] - passed[0]) < one_picture / 10, passed
     assert passed[1] > 0

@@ -55,7 +55,11 @@ def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None
         for step in range(8):
             drawn = trainer.data.take(2)
             [size] = {prompt.size for prompt in drawn}
-            params = trainer.requests.training(drawn, step, trainer.publish(step)).tracks["image"].sampling
+            params = (
+                trainer.requests.training(drawn, step, trainer.publisher.publish(step, trainer.state.version))
+                .tracks["image"]
+                .sampling
+            )
             assert (params.height, params.width) == size
             expected = schedule.sigmas(params.num_inference_steps, facts.image_seq_len(params))
             assert params.sigmas == tuple(expected.tolist())
@@ -63,6 +67,7 @@ def test_every_step_is_of_one_size_and_the_schedule_follows_it(tmp_path) -> None
     assert seen == {WIDE, TALL}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(finished, tmp_path) -> None:
     settings = (SIZES, "save_interval=2", "evaluation.eval_steps=4")
     for steps in (2, 4):
@@ -159,7 +164,7 @@ def test_the_number_of_pictures_is_judged_by_check_and_before_a_run(tmp_path, ca
 
 def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) -> None:
     file = prompts(tmp_path, pictures=True)
-    monkeypatch.setattr("unirl.trainer.assemble.known_facts", lambda config: None)
+    monkeypatch.setattr("unirl.plan.prompts.known_facts", lambda config: None)
     with trainer_of(
         tmp_path / "run", f"data_source.data_path={file}", f"evaluation.data_path={file}", SIZES
     ) as trainer:
@@ -168,12 +173,12 @@ def test_a_request_carries_the_pictures_of_its_prompts(tmp_path, monkeypatch) ->
         trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(1, 1)))
         some = trainer.data.take(2)
         for req, drawn in (
-            (trainer.requests.training(some, 0, trainer.publish(0)), some),
+            (trainer.requests.training(some, 0, trainer.publisher.publish(0, trainer.state.version)), some),
             (trainer.requests.evaluation(held := trainer.data.eval_prompts(1), 0), held),
         ):
             copies = len(req) // len(drawn)
             assert req.prompt_image_uris() == [(prompt.images[0].uri,) for prompt in drawn for _ in range(copies)]
         trainer.requests = replace(trainer.requests, facts=replace(trainer.facts, condition_images=(2, 3)))
         with pytest.raises(DataError, match="takes 2 to 3 per prompt"):
-            trainer.requests.training(some, 0, trainer.publish(0))
+            trainer.requests.training(some, 0, trainer.publisher.publish(0, trainer.state.version))
         assert trainer.data.orders[TALL].prompts_at(0, 1)[0].prompt_id == "p0"

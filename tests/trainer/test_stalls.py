@@ -26,7 +26,7 @@ COMMON = (
 )
 TWO_WORKERS = ("runtime=ray", "num_devices=2")
 TRAINSIDE, SEPARATE = "diffusion/sd3_trainside", "diffusion/sd3_replica_lora_separate"
-DEADLINE_S = 4.0
+DEADLINE_S = 8.0
 
 
 def hanging(part: str, kind: str, until: Path) -> tuple[str, str]:
@@ -47,7 +47,7 @@ def assert_stalls(trainer, phase: str, folder: Path) -> None:
     start = time.monotonic()
     with pytest.raises(StallError) as stalled:
         trainer.train()
-    assert time.monotonic() - start < 30.0
+    assert time.monotonic() - start < 120.0
     message = str(stalled.value)
     assert f"phase {phase}" in message and f"{DEADLINE_S:g} s" in message
     stacks = [path.read_text() for path in (folder / "logs").rglob("*.txt")]
@@ -75,7 +75,7 @@ def test_a_deadlock_in_training_is_named_and_leaves_no_process(ray_session, tmp_
     with trainer_of(tmp_path, TRAINSIDE, *hanging("algorithm", "HangingLoss", tmp_path / "never")) as trainer:
         pids = [worker.process_info.pid for group in trainer.pool.groups.values() for worker in group.worker_refs]
         assert_stalls(trainer, "train", tmp_path)
-    assert wait_until(lambda: not any(map(is_running, pids)), 5.0), "a worker outlived its pool"
+    assert wait_until(lambda: not any(map(is_running, pids)), 60.0), "a worker outlived its pool"
 
 
 def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> None:
@@ -88,9 +88,9 @@ def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> No
 def test_the_local_runtime_ends_a_hanging_run(tmp_path) -> None:
     """The watchdog ends the process, so it is a process of its own."""
     folder = tmp_path / "run"
-    words = (*COMMON, *hanging("reward.backend", "HangingScorer", tmp_path / "never"), "stall_timeout_s=5")
+    words = (*COMMON, *hanging("reward.backend", "HangingScorer", tmp_path / "never"), "stall_timeout_s=12")
     child = begin(TRAINSIDE, folder, *words)
-    child.join(120)
+    child.join(600)
     assert child.exitcode == 8, said(folder)
     assert "error[8001]" in said(folder) and "phase reward" in said(folder)
     stacks = "".join(path.read_text() for path in (folder / "logs").rglob("*.txt"))

@@ -16,7 +16,7 @@ from unirl.config.errors import ConfigError, DataError, Preempted
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.tracking.media import read_samples
-from unirl.tracking.samples import manifest_rows
+from unirl.tracking.tables import read_rows
 from unirl.trainer.assemble import build_trainer
 from unirl.trainer.text import TextTrainer
 
@@ -29,9 +29,9 @@ def in_the_checkout(monkeypatch):
 
 
 def checked(*overrides: str, recipe: str = RECIPE):
-    found = load(recipe, overrides)
-    preflight(found)
-    return found
+    result = load(recipe, overrides)
+    preflight(result)
+    return result
 
 
 def trainer_of(folder: Path, *overrides: str):
@@ -90,7 +90,7 @@ def test_every_step_accounts_for_every_sample_and_token(finished) -> None:
 
 def test_kept_samples_are_the_step_s_texts_with_their_facts(finished) -> None:
     folder = finished / "samples/step-000002"
-    rows = list(manifest_rows(folder / "manifest.jsonl"))
+    rows = list(read_rows(folder / "manifest.jsonl"))
     table = read_samples(rows, folder)
     assert len(rows) == 16 and {row.track for row in table.rows} == {"text"}
     for row, text in zip(table.rows, table.media.texts, strict=True):
@@ -190,8 +190,8 @@ def test_two_workers_say_the_same_and_learn_the_same_to_rounding(finished, tmp_p
 
 def test_eval_of_a_checkpoint_gives_the_scores_of_its_run(finished, tmp_path, capsys) -> None:
     assert main(["eval", str(finished), "--json", "--out", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found.items() >= scores_of(finished, 2)["metrics"].items()
+    result = json.loads(capsys.readouterr().out)
+    assert result.items() >= scores_of(finished, 2)["metrics"].items()
     assert (tmp_path / "eval/step-000002/samples.md").is_file()
 
 

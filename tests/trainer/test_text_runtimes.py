@@ -102,6 +102,7 @@ def trainside(tmp_path_factory) -> dict[str, Outcome]:
         return {"lora": run(folder / "lora", LORA), "full": run(folder / "full")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("layout", LOCAL)
 def test_an_engine_of_its_own_changes_no_token_in_one_process(layout, tune, trainside, tmp_path) -> None:

@@ -40,9 +40,9 @@ def test_a_run_keeps_its_videos_and_reads_them_back(finished) -> None:
     folder = finished / "samples/step-000001"
     rows = list(lines_of(folder / "manifest.jsonl"))
     assert len(rows) == 4 and {row["medium"] for row in rows} == {"video"}
-    found = read_samples(rows, folder)
-    assert isinstance(found.media, VideoMedia)
-    for row, clip in zip(rows, found.media.videos, strict=True):
+    result = read_samples(rows, folder)
+    assert isinstance(result.media, VideoMedia)
+    for row, clip in zip(rows, result.media.videos, strict=True):
         height, width = clip.pixels.shape[1:3]
         assert row["facts"]["size"] == f"{width}x{height}" and row["facts"]["frames"] == len(clip.pixels) == 5
         strip = np.asarray(Image.open(folder / f"{Path(row['file']).stem}-strip.png"))

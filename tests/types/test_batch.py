@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.types.batch import Batch, compact, num_rows, packed, packed_offsets, reduced, row, shared
+from unirl.types.batch import Batch, compact, num_rows, packed, packed_offsets, row, shared
 from unirl.types.primitives import Images, Texts, Videos
 from unirl.types.rows import RemoteRows, StoredRows
 from unirl.types.segments import TextSegment
@@ -22,9 +22,6 @@ class Everything(Batch):
     tokens: torch.Tensor = packed()
     bounds: torch.Tensor = packed_offsets()
     scale: float = shared()
-    seconds: float = reduced("max")
-    total: float = reduced("sum")
-    average: float = reduced("mean")
     absent: torch.Tensor | None = row(optional=True)
 
 
@@ -37,9 +34,6 @@ def everything(lengths: list[int], start: int = 0) -> Everything:
         tokens=torch.cat([torch.full((n,), start + i) for i, n in enumerate(lengths)]) if size else torch.zeros(0),
         bounds=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
         scale=0.5,
-        seconds=float(start),
-        total=1.0,
-        average=float(start),
     )
 
 
@@ -50,6 +44,10 @@ def assert_equal_rows(a: Everything, b: Everything) -> None:
     assert a.inner["b"].texts == b.inner["b"].texts
     assert torch.equal(a.tokens, b.tokens)
     assert torch.equal(a.bounds, b.bounds)
+
+
+def as_remote(value: object) -> RemoteRows:
+    return RemoteRows((StoredRows("w", "k", tuple(range(num_rows(value) or 0))),))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 5))
@@ -70,11 +68,6 @@ def test_selected_packed_rows_hold_their_own_entries() -> None:
     chosen = everything([2, 0, 3]).select([2, 0, 0, 1])
     assert chosen.tokens.tolist() == [2, 2, 2, 0, 0, 0, 0]
     assert chosen.bounds.tolist() == [0, 3, 5, 7, 7]
-
-
-def test_scalars_merge_by_their_declared_reduction() -> None:
-    joined = Everything.concat([everything([1, 1], start=2), everything([1], start=5)])
-    assert (joined.seconds, joined.total, joined.average) == (5.0, 2.0, 3.0)
 
 
 def test_copies_of_a_row_are_adjacent() -> None:
@@ -136,7 +129,7 @@ def test_rows_out_of_range_are_refused() -> None:
 def test_only_heavy_fields_become_columns() -> None:
     marked = {"images": Images(pixels=torch.zeros(2, 3, 1, 1)), "text": Texts(texts=["a", "b"])}
     batch = everything([1, 1]).replace(inner=marked)
-    heavy = batch.map_heavy(lambda value: RemoteRows((StoredRows("w", "k", tuple(range(num_rows(value)))),)))
+    heavy = batch.map_tensors(torch.clone, as_remote)
     assert type(heavy.values) is RemoteRows and type(heavy.inner["images"].pixels) is RemoteRows
     assert heavy.names == ["n0", "n1"] and heavy.inner["text"].texts == ["a", "b"]
     assert len(heavy.select([1, 1, 0])) == 3
@@ -182,7 +175,7 @@ def test_packed_mappings_move_with_their_batch_and_are_heavy() -> None:
     segment = text([2, 1])
     doubled = segment.map_tensors(lambda tensor: tensor * 2)
     assert doubled.anchors["old_logp"].tolist() == [0.0, 0.0, 4.0] and doubled.offsets.tolist() == [0, 2, 3]
-    columns = segment.map_heavy(lambda value: RemoteRows((StoredRows("w", "k", tuple(range(num_rows(value) or 0))),)))
+    columns = segment.map_tensors(lambda tensor: tensor, as_remote)
     assert type(columns.anchors["old_pair"]) is RemoteRows and columns.tokens is segment.tokens
     assert columns.select([1]).anchors["old_pair"].stored == (StoredRows("w", "k", (2,)),)  # type: ignore[attr-defined]
 

@@ -64,11 +64,11 @@ def test_right_answers_vote_together_however_they_are_written() -> None:
 
 
 def test_an_evaluation_has_every_power_of_two_up_to_n_and_means_over_prompts() -> None:
-    found = accuracy([answers("7", "7", "8", "8", "8", "9"), answers("7", "7", "7", "7", "7", "8")])
-    assert list(found) == ["eval/avg@6", "eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/maj@6"]
-    assert found["eval/avg@6"] == found["eval/pass@1"] == pytest.approx((2 + 5) / 12)
-    assert found["eval/pass@2"] == pytest.approx((1 - 6 / 15 + 1) / 2)
-    assert found["eval/maj@6"] == 0.5
+    result = accuracy([answers("7", "7", "8", "8", "8", "9"), answers("7", "7", "7", "7", "7", "8")])
+    assert list(result) == ["eval/avg@6", "eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/maj@6"]
+    assert result["eval/avg@6"] == result["eval/pass@1"] == pytest.approx((2 + 5) / 12)
+    assert result["eval/pass@2"] == pytest.approx((1 - 6 / 15 + 1) / 2)
+    assert result["eval/maj@6"] == 0.5
 
 
 def test_a_single_sample_per_prompt_gives_its_share_of_right_ones_three_times() -> None:
@@ -76,10 +76,10 @@ def test_a_single_sample_per_prompt_gives_its_share_of_right_ones_three_times() 
 
 
 def test_prompts_that_lost_samples_count_for_the_k_that_they_still_have() -> None:
-    found = accuracy([answers("7", "8", "8", "8"), answers("7", "7")])
-    assert found["eval/avg@4"] == pytest.approx((0.25 + 1) / 2)
-    assert found["eval/pass@4"] == 1.0
-    assert found["eval/pass@2"] == pytest.approx((1 - 3 / 6 + 1) / 2)
+    result = accuracy([answers("7", "8", "8", "8"), answers("7", "7")])
+    assert result["eval/avg@4"] == pytest.approx((0.25 + 1) / 2)
+    assert result["eval/pass@4"] == 1.0
+    assert result["eval/pass@2"] == pytest.approx((1 - 3 / 6 + 1) / 2)
 
 
 def test_without_texts_of_answers_there_is_no_vote_and_without_answers_nothing() -> None:
@@ -96,8 +96,8 @@ def test_metrics_of_an_evaluation_count_only_what_was_judged() -> None:
 
 
 def test_facts_of_a_row_say_its_answer_and_whether_it_is_right() -> None:
-    found = result([[*answers("8"), None, Answer(True)]])
-    assert [found.facts_of(row) for row in range(3)] == [{"answer": "8", "right": False}, {}, {"right": True}]
+    actual = result([[*answers("8"), None, Answer(True)]])
+    assert [actual.facts_of(row) for row in range(3)] == [{"answer": "8", "right": False}, {}, {"right": True}]
 
 
 def drawn(height: int, width: int, first: int, logged_rewards: dict[str, torch.Tensor]) -> EvalResult:

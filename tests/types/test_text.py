@@ -139,7 +139,11 @@ def test_prompts_and_their_images_are_selected_row_by_row() -> None:
     last = prompt.select([1])
     assert last.tokens.tolist() == [2, 3, 4] and last.positions[0].tolist() == [6, 7, 8]
     images = ImagePatches(
-        patches=torch.arange(6.0)[:, None], grids=[(), ((1, 2, 2), (1, 1, 2))], offsets=torch.tensor([0, 0, 6])
+        patches=torch.arange(6.0)[:, None],
+        grids=[(), ((1, 2, 2), (1, 1, 2))],
+        digests=[(), ("a", "b")],
+        offsets=torch.tensor([0, 0, 6]),
     )
     twice = ImagePatches.concat([images.select([1]), images.select([0])])
     assert twice.grids == [((1, 2, 2), (1, 1, 2)), ()] and twice.offsets.tolist() == [0, 6, 6]
+    assert twice.digests == [("a", "b"), ()]

@@ -8,7 +8,16 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from unirl.types.batch import concat_rows, take_rows
-from unirl.types.primitives import PREVIEW_FRAMES, PREVIEW_SIDE, ImagePreviews, VideoPreviews, Videos
+from unirl.types.primitives import (
+    PREVIEW_FRAMES,
+    PREVIEW_SIDE,
+    ImagePreviews,
+    Images,
+    VideoPreviews,
+    Videos,
+    levels_of,
+    unit,
+)
 
 
 def decoded(count: int = 2, frames: int = 5, height: int = 6, width: int = 4, seed: int = 0) -> Tensor:
@@ -28,9 +37,18 @@ def test_stacked_gives_back_what_videos_were_made_of_up_to_half_a_level(frames, 
     pixels = decoded(count, frames)
     kept = pixels.clone()
     videos = Videos.of(pixels)
-    torch.testing.assert_close(videos.stacked(), pixels, atol=0.5 / 255 + 1e-6, rtol=0)
+    torch.testing.assert_close(unit(videos.stacked()), pixels, atol=0.5 / 255 + 1e-6, rtol=0)
     assert videos.stacked().shape == pixels.shape and torch.equal(pixels, kept)
     assert len(videos) == count and videos.frames.shape == (count * frames, 3, 6, 4)
+
+
+def test_every_level_survives_storage_and_pixels_are_read_as_the_nearest_level_divided_by_255():
+    levels = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(levels_of(unit(levels)), levels)
+    pixels = decoded()
+    rounded = pixels.mul(255).round_().div_(255)
+    assert torch.equal(unit(Videos.of(pixels).stacked()), rounded)
+    assert torch.equal(unit(Images.of(pixels[:, :, 0]).pixels), rounded[:, :, 0])
 
 
 def test_frames_come_first_and_are_rounded_as_pictures_are():
@@ -39,8 +57,7 @@ def test_frames_come_first_and_are_rounded_as_pictures_are():
     for b in range(2):
         for f in range(5):
             frame = videos.frames[videos.offsets[b] + f]
-            assert torch.equal((frame * 255).round().byte(), ImagePreviews.of(pixels[b : b + 1, :, f]).pixels[0])
-            torch.testing.assert_close(frame * 255, (frame * 255).round(), atol=1e-4, rtol=0)
+            assert torch.equal(frame, ImagePreviews.of(pixels[b : b + 1, :, f]).pixels[0])
     assert torch.equal(Videos.of(videos.stacked()).frames, videos.frames)
 
 

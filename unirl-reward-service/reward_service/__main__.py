@@ -99,6 +99,7 @@ async def serve(config: ServiceConfig) -> None:
     service = Service(config)
     try:
         await service.start()
+        listening.listen()  # who reads the line below may connect at once
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {', '.join(service.rewards)} at http://{shown}:{port}", flush=True)
@@ -133,7 +134,10 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a bound socket. Raises DependencyError (3003) when the address is in use or unknown."""
+    """Returns a bound socket that does not listen yet.
+
+    Raises DependencyError (3003) when the address is in use or unknown.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, proto)

@@ -38,12 +38,11 @@ from unirl.config.errors import (
     RewardUnreachableError,
     UniRLError,
 )
-from unirl.reward.base import LocalRewardBackend
+from unirl.reward.base import LocalRewardBackend, RewardScorer
 from unirl.reward.client.wire import ItemError, Kind, MediaPayload, TextAnswer
 from unirl.reward.registry import make_scorer
 from unirl.reward.scoring import score_by_halves
 from unirl.types.primitives import Videos
-from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 KINDS: dict[int, Kind] = {
@@ -55,7 +54,7 @@ COLUMNS = ("prompts", "images", "videos", "texts", "sources", "metadata")
 TOTAL = "total"
 
 
-def load(message: LoadScorer) -> Scorer:
+def load(message: LoadScorer) -> RewardScorer:
     """Returns the scorer with its weights loaded. Raises UniRLError and the errors of the scorer's libraries."""
     if message.needs_cuda and not torch.cuda.is_available():
         raise DependencyError(
@@ -73,7 +72,7 @@ def load(message: LoadScorer) -> Scorer:
     return scorer
 
 
-def outcomes(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
+def outcomes(scorer: RewardScorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
     """Returns one outcome per row, in their order. Rows with images or frames of the same size are scored together."""
     by_row: dict[int, ItemOutcome] = {}
     for group in same_size_groups(rows):
@@ -91,7 +90,7 @@ def same_size_groups(rows: Sequence[ScorerRow]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _score(scorer: Scorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
+def _score(scorer: RewardScorer, rows: Sequence[ScorerRow], name: str) -> list[ItemOutcome]:
     request = request_of(rows, scorer.reads)
     try:
         response = score_by_halves(scorer, request, name)

@@ -6,13 +6,14 @@ import asyncio
 import base64
 import gzip
 import json
+import socket
 import tracemalloc
 
 import httpx2
 import msgspec
 import numpy as np
 import pytest
-from reward_service.__main__ import main
+from reward_service.__main__ import Server, main
 from reward_service.app import Service, decompress, make_app
 from reward_service.config import config_of, read_token
 from reward_service.faults import image_file
@@ -283,10 +284,23 @@ def test_replicas_take_the_gpus_in_turn():
 
 
 def test_a_port_in_use_is_reported(tmp_path, capsys):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         file = tmp_path / "service.yaml"
         file.write_text(json.dumps({"server": {"port": taken.getsockname()[1]}, "rewards": [ONE]}))
         assert main([str(file)]) == 3
     assert "error[3003]" in capsys.readouterr().err
+
+
+def test_the_address_accepts_connections_as_soon_as_it_is_printed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "service.yaml").write_text(json.dumps({"rewards": [ONE]}))
+
+    async def start(service):
+        pass
+
+    async def serve(server, sockets):
+        printed = capsys.readouterr().out.rpartition(":")[2]
+        socket.create_connection(("127.0.0.1", int(printed)), timeout=300).close()
+
+    monkeypatch.setattr(Service, "start", start)
+    monkeypatch.setattr(Server, "serve", serve)
+    assert main([str(tmp_path / "service.yaml")]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 from reward_service.running import RunningService
 
 from tests.processes import is_running, wait_until
@@ -25,6 +26,7 @@ def run(folder: Path, reward: str) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_locally(tmp_path, python):
     run(tmp_path / "local", "{_target_: unirl.reward.local.image_statistics.BrightnessRewardScorer}")
     reward = {"name": "brightness", "scorer": "brightness", "num_threads": 1, "python": python}
@@ -34,11 +36,11 @@ def test_a_run_whose_service_is_killed_again_and_again_equals_one_that_scores_lo
     def kill_after_steps() -> None:
         file = tmp_path / "remote" / "metrics.jsonl"
         for step in (1, 2):
-            if wait_until(lambda step=step: file.exists() and file.read_text().count("\n") >= step, 60):
+            if wait_until(lambda step=step: file.exists() and file.read_text().count("\n") >= step, 600):
                 pids = children(service.pid)
                 service.kill()
                 killed.append(step)
-                assert wait_until(lambda pids=pids: not any(map(is_running, pids)), 10)
+                assert wait_until(lambda pids=pids: not any(map(is_running, pids)), 60)
                 service.start()
 
     with service:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
@@ -15,6 +16,7 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 """Scores are not invented here, so what a valid item is worth is not asked."""
 
 
+@pytest.mark.slow
 def test_no_request_breaks_the_service_and_every_answer_is_as_described(service):
     schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json", timeout=60)
     seen = []

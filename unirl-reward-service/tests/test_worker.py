@@ -35,10 +35,10 @@ def test_images_of_several_sizes_get_the_same_scores_as_alone():
     rows = [ScorerRow(f"r{i}", prompt=f"p{i}", image=medium(*size, 3, seed=i)) for i, size in enumerate(sizes)]
     together = outcomes(scorer, rows, "pick")
     assert together == [outcomes(scorer, [row], "pick")[0] for row in rows]
-    for row, found in zip(rows, together, strict=True):
+    for row, result in zip(rows, together, strict=True):
         request = RewardRequest(sample_ids=["a"], prompts=[row.prompt], images=pixels(row.image)[None])
         total = float(scorer.score(request).total)
-        assert found == ItemScores({"total": total, "pickscore": total})
+        assert result == ItemScores({"total": total, "pickscore": total})
 
 
 class Seen(RewardScorer):
@@ -56,7 +56,7 @@ def test_videos_are_concatenated_with_the_metadata_of_their_rows():
     shapes = [(2, 8, 8, 3), (5, 8, 8, 3), (3, 8, 16, 3)]
     rows = [ScorerRow(str(i), video=medium(*shape, seed=i), metadata={"n": i}) for i, shape in enumerate(shapes)]
     scorer = Seen()
-    assert [found.parts["total"] for found in outcomes(scorer, rows, "seen")] == [2.0, 5.0, 3.0]
+    assert [result.parts["total"] for result in outcomes(scorer, rows, "seen")] == [2.0, 5.0, 3.0]
     first, second = scorer.requests
     assert isinstance(first.videos, Videos) and first.videos.frames.shape == (7, 3, 8, 8)
     assert first.videos.offsets.tolist() == [0, 2, 7] and second.videos.frames.shape == (3, 3, 8, 16)
@@ -67,8 +67,8 @@ def test_videos_are_concatenated_with_the_metadata_of_their_rows():
 
 def test_failed_rows_are_isolated():
     rows = [ScorerRow(str(i), prompt=prompt) for i, prompt in enumerate(["a", "raise", "ccc", "nan", "eeeee"])]
-    found = outcomes(Obedient(), rows, "odd")
-    assert [each.kind if isinstance(each, ItemError) else each.parts["total"] for each in found] == [
+    result = outcomes(Obedient(), rows, "odd")
+    assert [each.kind if isinstance(each, ItemError) else each.parts["total"] for each in result] == [
         1.0,
         "failed",
         3.0,

@@ -1,4 +1,4 @@
-"""GRPO on tokens. Other aggregations, clips and advantages make it DAPO, Dr.GRPO, RLOO and REINFORCE++."""
+"""GRPO on tokens, and GSPO. Other aggregations, clips and advantages make GRPO DAPO, Dr.GRPO, RLOO and REINFORCE++."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from unirl.algorithms.shared.surrogate import ClipSchedule, clip_scale, clipped_surrogate
+from unirl.algorithms.shared.packed import Aggregation
+from unirl.algorithms.shared.surrogate import ClippedRatio, clipped_surrogate, sequence_log_ratio
 from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
-from unirl.config.errors import InvalidValueError
+from unirl.models.language.stage import TokenStage
 from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metric
+from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARGRPO(TokenLoss):
+class ARGRPO(ClippedRatio[TokenStage, TextSegment], TokenLoss):
     """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = pi_theta / pi_old per token; at most c |A| where A < 0.
 
     GRPO (arXiv:2402.03300, eq. 3) with PPO's clip. r is the importance ratio of a token, A the advantage. With
@@ -31,24 +33,6 @@ class ARGRPO(TokenLoss):
     """
 
     clip_range: float = 0.2
-    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
-    clip_range_high: float | None = None
-    """Upper side of the clip range (DAPO's clip-higher: 0.28); null = clip_range."""
-    clip_schedule: ClipSchedule = "constant"
-    """Factor of both sides over the run: constant, linear to one half, or cosine to zero."""
-    dual_clip: float | None = None
-    """c > 1: where A < 0 the loss is at most c |A|; null = no bound."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 < self.clip_range < 1.0:
-            raise InvalidValueError(f"algorithm.clip_range must lie in (0, 1), got {self.clip_range}; 0.2 is usual")
-        if self.clip_range_high is not None and not 0.0 < self.clip_range_high < math.inf:
-            raise InvalidValueError(
-                f"algorithm.clip_range_high must be finite and > 0, got {self.clip_range_high}; 0.28 is usual"
-            )
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise InvalidValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual")
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         low, high = self.clip_at(now.progress)
@@ -61,11 +45,21 @@ class ARGRPO(TokenLoss):
         """[sum L] log of the ratio to clip."""
         return tokens.log_ratio
 
-    def trust_width(self) -> float | None:
-        return min(self.clip_at(0.0))
 
-    def clip_at(self, progress: float) -> tuple[float, float]:
-        """The clip range below and above 1, at `progress` of the run."""
-        scale = clip_scale(self.clip_schedule, progress)
-        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        return scale * self.clip_range, scale * high
+@dataclass(frozen=True, kw_only=True)
+class GSPO(ARGRPO):
+    """P = -min(s A, clip(s, 1 - low, 1 + high) A),  s = exp(mean over the row's tokens of log pi_theta - log pi_old).
+
+    GSPO (arXiv:2507.18071, eq. 5 and 7) in its token form (eq. 13), which has the same gradient if a row has one
+    advantage. A whole sequence is clipped, with a range about a thousand times smaller than that of a token ratio.
+    """
+
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
+    clip_range: float = 3e-4
+    clip_range_high: float | None = 4e-4
+
+    def log_ratio(self, tokens: Tokens) -> Float[Tensor, "sum_L"]:
+        return sequence_log_ratio(tokens.log_ratio, tokens.rows)
+
+    def trust_width(self) -> float | None:
+        return None  # the parity gate compares single tokens, and this range is one for means over sequences

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import Part
+from unirl.algorithms.base import Part, TokenRows
+from unirl.algorithms.shared.checks import check_above
 from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.algorithms.shared.tokens import Surrogate, TokenLoss, Tokens
-from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs, TrainingProgress
-from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -38,8 +36,7 @@ class AROPD(TokenLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gap_clip is not None and not self.gap_clip > 0.0:
-            raise InvalidValueError(f"algorithm.gap_clip must be > 0, got {self.gap_clip}; null for no bound")
+        check_above(0.0, "null for no bound", gap_clip=self.gap_clip)
 
     @property
     def needs(self) -> Needs:
@@ -48,12 +45,8 @@ class AROPD(TokenLoss):
     def anchors(self) -> Mapping[str, Anchor]:
         return {**super().anchors(), "teacher_logp": Anchor(self.teacher, "logp")}
 
-    def token_advantages(
-        self, rows: RolloutTrack[TextSegment], part: Part, old_logp: Float[Tensor, "sum_L"]
-    ) -> Float[Tensor, "sum_L"]:
-        teacher = self.anchor(rows, "teacher_logp", part)
-        assert teacher is not None, "the anchor pass comes before the loss"
-        return teacher - old_logp
+    def token_advantages(self, rows: TokenRows, part: Part, old_logp: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
+        return self.filled_anchor(rows, "teacher_logp", part) - old_logp
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         gap = tokens.advantages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,22 +9,21 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.ar_grpo import ARGRPO
-from unirl.algorithms.base import Part
+from unirl.algorithms.base import Part, TokenRows
 from unirl.algorithms.shared.critic import (
     OLD_VALUE,
     Critic,
     DenseLayout,
     GAEInputs,
-    Moments,
-    OutcomeSource,
     StepCredit,
+    gae,
+    moments,
     outcome_rewards,
     whitened,
 )
 from unirl.algorithms.shared.tokens import Surrogate, Tokens, TokenValues
 from unirl.models.language.stage import TokenReplay, TokenStage, ValueGradient
-from unirl.types.protocols import Anchor, Needs, TrainingProgress
-from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.protocols import Needs, TrainingProgress
 from unirl.types.segments import TextSegment
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ ALL_TOKENS: Part = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARPPO(ARGRPO):
+class ARPPO(Critic[TokenStage, TextSegment], ARGRPO):
     """L = agg( P_t + vf_coef V_t ) over tokens.
 
     P_t  the clipped surrogate of `ARGRPO`, with the advantage A_t of the token instead of that of the row
@@ -47,16 +45,6 @@ class ARPPO(ARGRPO):
     `TokenLoss.loss`; this class adds the value loss to the terms of `surrogate`.
     """
 
-    gamma: float = 1.0
-    """Discount per trained token."""
-    lam: float = 0.95
-    """lambda of GAE: 1 uses the outcome alone, 0 the value of the next token alone."""
-    outcome: OutcomeSource = "advantages"
-    """Outcome of a response: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
-    vf_coef: float = 0.5
-    """Factor of the value loss. The value head has its own weights and optimizer group."""
-    value_clip: float | None = 0.2
-    """Largest distance of V from V_old in the loss, in units of the outcome; null = no clip."""
     value_gradient: ValueGradient = "head"
     """Parameters that the value loss trains: the head alone, on detached hidden states, or the policy's layers too."""
     whiten: bool = False
@@ -67,32 +55,15 @@ class ARPPO(ARGRPO):
     The last token of such a response only provides this value. It has no advantage and no return of its own.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.critic.check()
-
-    @property
-    def critic(self) -> Critic:
-        return Critic(
-            gamma=self.gamma,
-            lam=self.lam,
-            outcome=self.outcome,
-            vf_coef=self.vf_coef,
-            value_clip=self.value_clip,
-        )
-
     @property
     def needs(self) -> Needs:
-        return replace(self.critic.needs(super().needs), totals=self.whiten)
+        return replace(super().needs, totals=self.whiten)
 
-    def anchors(self) -> Mapping[str, Anchor]:
-        return {**super().anchors(), **self.critic.anchors()}
-
-    def replay(self, stage: TokenStage, rows: RolloutTrack[TextSegment], *, entropy: bool = False) -> TokenReplay:
+    def replay(self, stage: TokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
         return stage.replay(rows.conditions, rows.segment, entropy=entropy, values=self.value_gradient)
 
     def assign_credit(
-        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress
+        self, tokens: Tokens, replay: TokenReplay, rows: TokenRows, part: Part, now: TrainingProgress
     ) -> Tokens:
         assert replay.values is not None, "the stage was asked for values and returned none"
         values = tokens.rows.masked(replay.values)
@@ -102,59 +73,49 @@ class ARPPO(ARGRPO):
         advantages = credit.advantages
         if self.whiten:
             assert now.totals, "a loss with whiten needs the moments of the whole step in `now.totals`"
-            moments = Moments(*torch.tensor(now.totals, dtype=torch.float64))
-            advantages = whitened(advantages, self.gae_mask(tokens, rows), moments)
+            of_step = torch.tensor(now.totals, dtype=torch.float64)
+            advantages = whitened(advantages, self.gae_mask(tokens, rows), of_step)
         return replace(tokens, advantages=advantages, critic=TokenValues(values, old, credit.returns))
 
     def surrogate(self, tokens: Tokens, now: TrainingProgress) -> Surrogate:
         policy, critic = super().surrogate(tokens, now), tokens.critic
         assert critic is not None, "assign_credit() comes first"
-        losses, metrics = self.critic.value_losses(critic.values, critic.old, critic.returns, tokens.weights)
+        losses, metrics = self.value_losses(critic.values, critic.old, critic.returns, tokens.weights)
         return replace(policy, metrics=policy.metrics | metrics, terms={"train/critic_loss": self.vf_coef * losses})
 
-    def totals(self, rows: RolloutTrack[TextSegment], now: TrainingProgress) -> Float[Tensor, "3"]:
+    def totals(self, rows: TokenRows, now: TrainingProgress) -> Float[Tensor, "3"]:
         """[3] count, sum and sum of squares of the advantages."""
-        old = self.anchor(rows, OLD_VALUE, ALL_TOKENS)
-        assert old is not None, "the anchor pass comes first"
+        old = self.filled_anchor(rows, OLD_VALUE, ALL_TOKENS)
         tokens = self.tokens(rows.segment.logp, rows, ALL_TOKENS)  # only its old log-probs are read here
         credit = self.gae_credit(tokens, tokens.rows.masked(old), rows, ALL_TOKENS, now)
-        moments = Moments.of(credit.advantages, self.gae_mask(tokens, rows))
-        return torch.stack([moments.count, moments.total, moments.squares])
+        return moments(credit.advantages, self.gae_mask(tokens, rows))
 
     def gae_credit(
-        self,
-        tokens: Tokens,
-        old: Float[Tensor, "sum_L"],
-        rows: RolloutTrack[TextSegment],
-        part: Part,
-        now: TrainingProgress,
+        self, tokens: Tokens, old: Float[Tensor, "sum_L"], rows: TokenRows, part: Part, now: TrainingProgress
     ) -> StepCredit:
         """GAE from old values [sum L]: advantages and returns [sum L], 0 at tokens that are not counted."""
         layout = DenseLayout.of(rows.segment.offsets, old.device)
         mask, values = layout.dense(self.gae_mask(tokens, rows)), layout.dense(old)
-        rewards = outcome_rewards(self.critic.row_return(rows).to(old.dtype), mask)
+        rewards = outcome_rewards(self.row_return(rows).to(old.dtype), mask)
         kl_penalty = self.kl_penalty(tokens, rows, part, now)
         if kl_penalty is not None:
             rewards = rewards - layout.dense(kl_penalty.detach())
-        last_values = self._last_values(tokens, old, rows)
-        credit = self.critic.gae(GAEInputs.from_rows(rewards, values, mask, last_values))
+        last_values = None
+        if self.bootstrap_truncated:  # V of the last state of a truncated response, and 0 for a finished one
+            ends = self._truncated_ends(tokens, rows)
+            last_values = tokens.rows.sum(torch.where(ends, old, 0.0)).to(old.dtype)
+        credit = gae(GAEInputs.from_rows(rewards, values, mask, last_values), self.gamma, self.lam)
         returns = torch.where(mask, credit.returns, values)
         return StepCredit(layout.packed(credit.advantages), tokens.rows.masked(layout.packed(returns)))
 
-    def gae_mask(self, tokens: Tokens, rows: RolloutTrack[TextSegment]) -> Bool[Tensor, "sum_L"]:
+    def gae_mask(self, tokens: Tokens, rows: TokenRows) -> Bool[Tensor, "sum_L"]:
         """[sum L] bool, counted tokens whose next value is known."""
         if not self.bootstrap_truncated:
             return tokens.rows.token_mask
         return tokens.rows.token_mask & ~self._truncated_ends(tokens, rows)
 
-    def _truncated_ends(self, tokens: Tokens, rows: RolloutTrack[TextSegment]) -> Tensor:
+    def _truncated_ends(self, tokens: Tokens, rows: TokenRows) -> Tensor:
         """[sum L] bool, the last counted token of each truncated response."""
         ones = tokens.rows.token_mask.double()
         is_last = tokens.rows.token_mask & (tokens.rows.rest(ones) == 1)
         return is_last & tokens.rows.spread(~rows.segment.finished.to(is_last.device))
-
-    def _last_values(self, tokens: Tokens, old: Tensor, rows: RolloutTrack[TextSegment]) -> Tensor | None:
-        """[B] V of the last state of a truncated response, and 0 for a finished one. None without bootstrapping."""
-        if not self.bootstrap_truncated:
-            return None
-        return tokens.rows.sum(torch.where(self._truncated_ends(tokens, rows), old, 0.0)).to(old.dtype)

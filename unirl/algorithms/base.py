@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from unirl.algorithms.shared.kl import KLController
+from unirl.algorithms.shared.checks import check_coefficients
+from unirl.algorithms.shared.kl import AdaptiveKL, KLController
+from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs, Quantity, TrainingProgress
 from unirl.types.results import Metrics, merge
 from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import Segment
+from unirl.types.segments import LatentSegment, Segment, TextSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 StageT = TypeVar("StageT")
 """The type of policy that a loss replays: `DiffusionStage`, `DifferentiableStage` or `TokenStage`."""
 
-SegmentT = TypeVar("SegmentT", bound=Segment, default=Any)
+SegmentT = TypeVar("SegmentT", bound=Segment, default=Segment)
 """The type of segment that a loss trains: `LatentSegment` or `TextSegment`."""
+
+LatentRows = RolloutTrack[LatentSegment]
+TokenRows = RolloutTrack[TextSegment]
 
 Part = tuple[int, ...]
 """The entries of a row that one forward pass covers: a group of denoising steps, a group of training times, or `(0,)`
@@ -55,6 +60,9 @@ class LossResult:
 class BaseAlgorithmConfig:
     """The recipe keys of a loss are the fields of its frozen dataclass. A loss has no other state."""
 
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError for a key out of range. Subclasses add checks and call this method."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
@@ -70,13 +78,13 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
 
     Most losses inherit `loss` from one of four base classes and write one short method:
 
-        DenoisingLoss       shared/denoising.py        write `policy_loss`: log-probs of replayed denoising steps
-        TokenLoss           shared/tokens.py           write `surrogate`: log-probs of replayed tokens
-        ForwardProcessLoss  shared/forward_process.py  write `loss`: velocities at clean samples with fresh noise
-        RewardBackprop      shared/reward_backprop.py  choose defaults: the gradient of the reward itself
+        DenoisingLoss   shared/denoising.py        write `policy_loss`: log-probs of replayed denoising steps
+        TokenLoss       shared/tokens.py           write `surrogate`: log-probs of replayed tokens
+        PenalizedLoss   shared/forward_process.py  write `policy_loss`: velocities at clean samples with fresh noise
+        RewardBackprop  drtune.py                  choose defaults: the gradient of the reward itself
 
-    Importance ratios exp(log pi_theta - log pi_old) are formed in `DiffusionGRPO._log_ratio` for denoising steps and in
-    `TokenLoss.tokens` for tokens.
+    The log of the importance ratio, log pi_theta - log pi_old, is `DiffusionGRPO._log_ratio` for denoising steps (DPPO
+    and AWM have their own in `policy_loss`) and `TokenLoss.tokens` for tokens.
 
     A loss that uses no base class writes `parts`, `loss` and `measure`, lists the anchors that it reads, and overrides
     `count` if an element is not a row at one entry of a part.
@@ -134,7 +142,13 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         if column is None:
             return None
         order = [entry for each in self.parts(rows.segment) for entry in each]
-        return column[:, [order.index(entry) for entry in part]]
+        return torch.stack([column[:, order.index(entry)] for entry in part], dim=1)
+
+    def filled_anchor(self, rows: RolloutTrack[SegmentT], name: str, part: Part) -> Float[Tensor, "..."]:
+        """The entries of an anchor that the anchor pass has filled."""
+        column = self.anchor(rows, name, part)
+        assert column is not None, f"the anchor pass comes before the loss: {name!r} is missing"
+        return column
 
     def totals(self, rows: RolloutTrack[SegmentT], now: TrainingProgress) -> Float[Tensor, "K"]:
         """[K] float64 sums over `rows`, whose anchors are filled. `loss` reads the sums of the step in `now.totals`.
@@ -178,7 +192,8 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
                 metrics.append(self.parity(rows, part, outputs))
             for name, quantity in quantities.items():
                 measured[name].append(outputs[quantity])
-        anchors = {name: _concatenate(values) for name, values in measured.items()}
+        # Packed tokens have one part, which is returned as it is.
+        anchors = {name: v[0] if len(v) == 1 else torch.cat(v, dim=1) for name, v in measured.items()}
         return rows.segment.replace(anchors={**rows.segment.anchors, **anchors}), merge(metrics)
 
     def compute_loss_and_backward(
@@ -191,8 +206,7 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
     ) -> Metrics:
         """Accumulates the gradient of `rows`, one part at a time, and returns the metrics of all parts.
 
-        Args:
-            first_update: the weights are still those that sampled, so parity with the engine can be measured.
+        In the first update the weights are still those that sampled, so parity with the engine is measured, too.
         """
         parts = self.parts(rows.segment)
         metrics: list[Metrics] = []
@@ -205,6 +219,27 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
         return merge(metrics)
 
 
-def _concatenate(values: list[Tensor]) -> Tensor:
-    """One tensor from the values of all parts. Packed tokens have one part, which is returned as it is."""
-    return values[0] if len(values) == 1 else torch.cat(values, dim=1)
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(StageAlgorithm[StageT, SegmentT]):
+    """Base class of losses on log-probs of replayed steps or tokens, with a KL to the policy at initialisation."""
+
+    old_logp_source: Literal["replay", "rollout"] = "replay"
+    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or the engine's recorded log-probs."""
+    kl_coef: float = 0.0
+    """beta, the factor of KL(pi_theta || reference) per step or token, in the unit of log-probs; 0 = no KL."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term of the loss. reward: subtracted from the reward of every step or token."""
+    kl_adaptive: AdaptiveKL | None = None
+    """Adapts beta to hold a target divergence; null = beta follows the recipe alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_coefficients(kl_coef=self.kl_coef)
+        if self.kl_adaptive is not None and self.kl_coef == 0.0:
+            raise InvalidValueError(
+                "algorithm.kl_adaptive adapts algorithm.kl_coef, which is 0: set kl_coef to its initial value, "
+                "or leave kl_adaptive out"
+            )
+
+    def kl_controller(self) -> KLController | None:
+        return None if self.kl_adaptive is None else KLController(self.kl_adaptive)

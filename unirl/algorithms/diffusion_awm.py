@@ -9,28 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
-from unirl.algorithms.shared.forward_process import (
-    ForwardProcessLoss,
-    Noised,
-    check_coefficients,
-    check_positive,
-    mean_square,
-)
+from unirl.algorithms.base import LatentRows, Part, PolicyOutputs
+from unirl.algorithms.shared.checks import check_coefficients, check_fractions, check_positive
+from unirl.algorithms.shared.forward_process import Noised, PenalizedLoss, mean_square
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO
-from unirl.algorithms.shared.surrogate import (
-    clipped_surrogate,
-    fraction_metrics,
-    mean_metric,
-    spread_metrics,
-    weighted_sum,
-)
-from unirl.config.errors import InvalidValueError
-from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import REFERENCE, Anchor, TrainingProgress
+from unirl.algorithms.shared.surrogate import clipped_surrogate, fraction_metrics, mean_metric, spread_metrics
+from unirl.types.protocols import Anchor
 from unirl.types.results import Metrics
-from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -62,16 +47,13 @@ def log_prob_surrogate(
 
     uniform e, linear t e, quadratic t^2 e, huber t (sqrt(e + d) - sqrt(d)), power_huber t ((e + d)^p - d^p) / p
 
-    Args:
-        error: e >= 0, the mean squared error of the velocity.
-        t: training times of the same shape.
-        power: p of power_huber.
+    e >= 0 is the mean squared error of the velocity, t the training times, p the power of power_huber.
     """
     return -FORMS[form](error, t.to(error.dtype), power)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionAWM(ForwardProcessLoss):
+class DiffusionAWM(PenalizedLoss):
     """L = mean over rows and times of  -min(r A, clip(r) A) + velocity_coef |v - v_ref|^2 + ema_coef |v - v_ema|^2.
 
         r = exp(l_theta - l_old),   l = -g(e(v), t),   e(v) = mean over latent elements of (v - u)^2
@@ -87,59 +69,40 @@ class DiffusionAWM(ForwardProcessLoss):
     """p of power_huber."""
     clip_range: float | None = None
     """The ratio is clipped to 1 +- clip_range; null = no clipping, as in the published runs."""
-    velocity_coef: float = 1e-4
-    """Factor of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
     ema_coef: float = 0.0
-    """Factor of the same distance to the snapshot `ema_snapshot`; 0 = none."""
+    """Factor of the mean squared distance to the velocity of the snapshot `ema_snapshot`; 0 = none."""
     ema_snapshot: Literal["old", "ema"] = "old"
     """old: updated once per step by backend.ema_lora_cfg (published: ceiling 0.3). ema: per update, backend.ema_cfg."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(huber_power=self.huber_power)
-        check_coefficients(velocity_coef=self.velocity_coef, ema_coef=self.ema_coef)
-        if self.clip_range is not None and not 0.0 < self.clip_range < 1.0:
-            raise InvalidValueError(
-                f"algorithm.clip_range must lie in (0, 1), got {self.clip_range:g}; write null for no clipping"
-            )
+        check_coefficients(ema_coef=self.ema_coef)
+        check_fractions("write null for no clipping", clip_range=self.clip_range)
 
     def velocity_penalties(self) -> Mapping[str, float]:
-        return {REFERENCE: self.velocity_coef, self.ema_snapshot: self.ema_coef}
+        return {**super().velocity_penalties(), self.ema_snapshot: self.ema_coef}
 
     def anchors(self) -> Mapping[str, Anchor]:
         return {"old_logp": Anchor("live", "logp"), **super().anchors()}
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
-        noised = self.noised(rows, part)
-        v = self.velocity(stage, rows, noised)
+    def outputs(self, noised: Noised, v: Float[Tensor, "B n *latent"]) -> PolicyOutputs:
         return {"velocity": v.detach(), "logp": self._surrogate(noised, v).detach()}
 
-    def loss(
-        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
-    ) -> LossResult:
-        noised, weights = self.noised(rows, part), self.weights(rows, part)
-        v = self.velocity(stage, rows, noised)
-        logp = self._surrogate(noised, v)
-        outputs: PolicyOutputs = {"velocity": v.detach(), "logp": logp.detach()}
-        old = self.anchor(rows, "old_logp", part)
-        log_ratio = logp - (outputs["logp"] if old is None else old)
-        policy, policy_metrics = self._policy_loss(log_ratio, self.element_advantages(rows, part).double(), weights)
-        penalty, metrics = self.velocity_penalty(rows, part, v)
-        metrics |= policy_metrics | {
-            "train/policy_loss": mean_metric(policy, weights),
-            "train/matching_error": mean_metric(mean_square(outputs["velocity"], noised.target), weights),
-        }
-        return LossResult(weighted_sum(policy + penalty, weights), metrics, outputs)
-
-    def _surrogate(self, noised: Noised, v: Tensor) -> Tensor:
-        """[B, n] float64 surrogate log-prob l."""
-        return log_prob_surrogate(self.surrogate, mean_square(v, noised.target), noised.t, self.huber_power)
-
-    def _policy_loss(self, log_ratio: Tensor, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
-        """[B, n] policy loss per element, and metrics of the ratio."""
+    def policy_loss(
+        self, noised: Noised, v: Float[Tensor, "B n *latent"], rows: LatentRows, part: Part
+    ) -> tuple[Float[Tensor, "B n"], Metrics]:
+        weights, advantages = self.weights(rows, part), self.element_advantages(rows, part).double()
+        logp, old = self._surrogate(noised, v), self.anchor(rows, "old_logp", part)
+        log_ratio = logp - (logp.detach() if old is None else old)
         metrics = spread_metrics(log_ratio.detach(), weights)
+        metrics["train/matching_error"] = mean_metric(mean_square(v.detach(), noised.target), weights)
         if self.clip_range is None:
             return -advantages * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), metrics
         clip, ratio = self.clip_range, log_ratio.detach().exp()
         metrics |= fraction_metrics(ratio > 1.0 + clip, ratio < 1.0 - clip, weights)
         return clipped_surrogate(log_ratio, advantages, clip, clip), metrics
+
+    def _surrogate(self, noised: Noised, v: Tensor) -> Tensor:
+        """[B, n] float64 surrogate log-prob l."""
+        return log_prob_surrogate(self.surrogate, mean_square(v, noised.target), noised.t, self.huber_power)

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs
-from unirl.algorithms.shared.forward_process import ForwardProcessLoss, check_positive, mean_square
+from unirl.algorithms.base import START, LatentRows, LossResult, Part, PolicyOutputs
+from unirl.algorithms.shared.checks import check_key, check_positive
+from unirl.algorithms.shared.forward_process import ForwardProcessLoss, mean_square
 from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
-from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
-from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -26,11 +24,7 @@ if TYPE_CHECKING:
 def preference_margin(
     logp: Float[Tensor, "B n"], ref_logp: Float[Tensor, "B n"], beta: float
 ) -> Float[Tensor, "pairs n"]:
-    """[B / 2, n] m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)), the preference margin.
-
-    Args:
-        logp, ref_logp: [B, n] surrogate log-probs l; winner and loser rows alternate.
-    """
+    """[B / 2, n] m = beta / 2 ((l_w - l_w^ref) - (l_l - l_l^ref)), the margin. Winners and losers alternate."""
     log_ratio = logp - ref_logp
     return 0.5 * beta * (log_ratio[0::2] - log_ratio[1::2])
 
@@ -56,8 +50,7 @@ class DiffusionDPO(ForwardProcessLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(beta=self.beta)
-        if self.pairs_per_group < 1:
-            raise InvalidValueError(f"algorithm.pairs_per_group must be >= 1, got {self.pairs_per_group}")
+        check_key(self.pairs_per_group >= 1, "algorithm.pairs_per_group", "be >= 1", self.pairs_per_group)
 
     @property
     def needs(self) -> Needs:
@@ -66,22 +59,20 @@ class DiffusionDPO(ForwardProcessLoss):
     def anchors(self) -> Mapping[str, Anchor]:
         return {"ref_logp": Anchor(self.reference, "logp")}
 
-    def noise_ids(self, rows: RolloutTrack[LatentSegment]) -> Sequence[str]:
+    def noise_ids(self, rows: LatentRows) -> Sequence[str]:
         winners = rows.sample_ids[0::2]
         return [winner for winner in winners for _ in range(2)]
 
-    def count(self, rows: RolloutTrack[LatentSegment]) -> float:
+    def count(self, rows: LatentRows) -> float:
         return float(self._pair_weights(rows).sum()) * sum(len(part) for part in self.parts(rows.segment))
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: LatentRows, part: Part) -> PolicyOutputs:
         return {"logp": self._logp(stage, rows, part).detach()}
 
-    def loss(
-        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
-    ) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: LatentRows, part: Part, now: TrainingProgress = START) -> LossResult:
         logp = self._logp(stage, rows, part)
         outputs: PolicyOutputs = {"logp": logp.detach()}
-        margin = preference_margin(logp, self.snapshot_anchor(rows, "ref_logp", part), self.beta)
+        margin = preference_margin(logp, self.filled_anchor(rows, "ref_logp", part), self.beta)
         weights = self._pair_weights(rows)[:, None].expand_as(margin)
         metrics = {
             "train/preference_accuracy": mean_metric((margin > 0).double(), weights),
@@ -90,18 +81,18 @@ class DiffusionDPO(ForwardProcessLoss):
         }
         return LossResult(weighted_sum(softplus(-margin), weights), metrics, outputs)
 
-    def _logp(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> Tensor:
+    def _logp(self, stage: DiffusionStage, rows: LatentRows, part: Part) -> Tensor:
         """[B, n] float64 surrogate log-prob l."""
         _check_pairs(rows)
         noised = self.noised(rows, part)
         return -mean_square(self.velocity(stage, rows, noised), noised.target)
 
-    def _pair_weights(self, rows: RolloutTrack[LatentSegment]) -> Tensor:
+    def _pair_weights(self, rows: LatentRows) -> Tensor:
         """[B / 2] the smaller weight of the two rows, so a pair with a row of weight 0 has weight 0."""
         return torch.minimum(rows.weight[0::2], rows.weight[1::2])
 
 
-def _check_pairs(rows: RolloutTrack[LatentSegment]) -> None:
+def _check_pairs(rows: LatentRows) -> None:
     """Raises ValueError unless rows 2 i and 2 i + 1 belong to one group."""
     groups = rows.group_ids
     apart = [i for i in range(len(rows) // 2) if groups[2 * i] != groups[2 * i + 1]]

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import Part
-from unirl.algorithms.shared.denoising import DenoisingLoss, log_ratio_metrics
+from unirl.algorithms.base import LatentRows, Part
+from unirl.algorithms.shared.checks import check_key
+from unirl.algorithms.shared.denoising import DenoisingLoss, step_metrics
 from unirl.algorithms.shared.kl import gaussian_kl
 from unirl.algorithms.shared.surrogate import fraction_metrics, masked_surrogate, mean_metric, spread_metrics
-from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
-from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -29,7 +27,7 @@ class DiffusionDPPO(DenoisingLoss):
 
     r = exp(logp_theta - logp_old) is the importance ratio of a step, A the advantage of the sample, and D = mean over
     latent elements of (mean_theta - mean_old)^2 / (2 std^2) the exact KL of the step between the old policy and this
-    one. Flow-DPPO, arXiv:2606.11025. Dropped elements have loss 0 and stay in the denominator. `loss` is
+    one. Flow-DPPO, arXiv:2606.11025. Masked elements have loss 0 and stay in the denominator. `loss` is
     `DenoisingLoss.loss`.
     """
 
@@ -40,27 +38,21 @@ class DiffusionDPPO(DenoisingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.kl_threshold >= 0.0:
-            raise InvalidValueError(f"algorithm.kl_threshold must be >= 0, got {self.kl_threshold}; 1e-5 is usual")
+        check_key(self.kl_threshold >= 0.0, "algorithm.kl_threshold", "be >= 0", self.kl_threshold, "1e-5 is usual")
 
     def old_quantities(self) -> tuple[Quantity, ...]:
         return ("logp", "mean")
 
     def policy_loss(
-        self,
-        new: Replay,
-        rows: RolloutTrack[LatentSegment],
-        part: Part,
-        advantages: Float[Tensor, "B S"],
-        now: TrainingProgress,
+        self, new: Replay, rows: LatentRows, part: Part, advantages: Float[Tensor, "B S"], now: TrainingProgress
     ) -> tuple[Float[Tensor, "B S"], Metrics]:
         weights = rows.weight[:, None].expand_as(new.logp)
         log_ratio = torch.where(weights > 0, new.logp - self.old_logp(new, rows, part), 0.0)
         std = new.std if self.add_kl_coefficient else torch.ones_like(new.std)
         divergence = gaussian_kl(new.mean.detach(), self.anchor_or_self(rows, "old_mean", part, new.mean), std)
-        losses, dropped = masked_surrogate(log_ratio, advantages, divergence, self.kl_threshold)
-        metrics = spread_metrics(log_ratio, weights) | log_ratio_metrics(log_ratio, weights, part)
-        metrics |= fraction_metrics(dropped & (log_ratio > 0), dropped & (log_ratio < 0), weights)
+        losses, masked = masked_surrogate(log_ratio, advantages, divergence, self.kl_threshold)
+        metrics = spread_metrics(log_ratio, weights) | step_metrics("train/log_ratio", log_ratio.abs(), weights, part)
+        metrics |= fraction_metrics(masked & (log_ratio > 0), masked & (log_ratio < 0), weights)
         metrics["train/kl_old"] = mean_metric(divergence, weights)
         metrics["train/kl_old_max"] = Metric.max(torch.where(weights > 0, divergence, 0.0).max())
         return losses, metrics

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import Part
-from unirl.algorithms.shared.denoising import DenoisingLoss, log_ratio_metrics
+from unirl.algorithms.base import LatentRows, Part
+from unirl.algorithms.shared.checks import check_fractions
+from unirl.algorithms.shared.denoising import DenoisingLoss, step_metrics
 from unirl.algorithms.shared.surrogate import (
-    ClipSchedule,
-    clip_scale,
+    ClippedRatio,
     clipped_surrogate,
+    fraction_metrics,
     guard_log_ratio,
-    ratio_metrics,
+    spread_metrics,
 )
 from unirl.config.errors import InvalidValueError
-from unirl.models.denoising.stage import Replay
+from unirl.models.denoising.stage import DiffusionStage, Replay
 from unirl.types.protocols import Quantity, TrainingProgress
 from unirl.types.results import Metric, Metrics
-from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionGRPO(DenoisingLoss):
+class DiffusionGRPO(ClippedRatio[DiffusionStage, LatentSegment], DenoisingLoss):
     """P = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(logp_theta - logp_old), the importance ratio of a step.
 
     Flow-GRPO (arXiv:2505.05470, eq. 6). A is the advantage of the sample; logp is the log-prob of a stochastic
@@ -41,23 +42,12 @@ class DiffusionGRPO(DenoisingLoss):
     """
 
     clip_range: float = 1e-4
-    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
-    clip_range_high: float | None = None
-    """Upper side of the clip range (DAPO's clip-higher); null = clip_range."""
-    clip_schedule: ClipSchedule = "constant"
-    """Factor of both sides over the run: constant, linear to one half, or cosine to zero."""
-    dual_clip: float | None = None
-    """c > 1: where A < 0 the loss is at most c |A|; null = no bound."""
     ratio: Literal["plain", "guard"] = "plain"
     """guard: log r = mean of z (mean_theta - mean_old), with mean 0 and without the step's std (GRPO-Guard)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("clip_range", self.clip_range), ("clip_range_high", self.clip_range_high)):
-            if value is not None and not 0.0 < value < 1.0:
-                raise InvalidValueError(f"algorithm.{name} must lie in (0, 1), got {value}; 1e-4 is usual")
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise InvalidValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 3 is usual")
+        check_fractions("1e-4 is usual", clip_range_high=self.clip_range_high)
         if self.ratio == "guard" and self.old_logp_source == "rollout":
             raise InvalidValueError(
                 "algorithm.ratio=guard compares means, which an engine does not record: it needs "
@@ -72,32 +62,20 @@ class DiffusionGRPO(DenoisingLoss):
         return ("mean",) if self.ratio == "guard" else ("logp",)
 
     def policy_loss(
-        self,
-        new: Replay,
-        rows: RolloutTrack[LatentSegment],
-        part: Part,
-        advantages: Float[Tensor, "B S"],
-        now: TrainingProgress,
+        self, new: Replay, rows: LatentRows, part: Part, advantages: Float[Tensor, "B S"], now: TrainingProgress
     ) -> tuple[Float[Tensor, "B S"], Metrics]:
         weights = rows.weight[:, None].expand_as(new.logp)
         low, high = self.clip_at(now.progress)
         log_ratio = torch.where(weights > 0, self._log_ratio(new, rows, part), 0.0)
-        metrics = ratio_metrics(log_ratio, weights, low, high) | log_ratio_metrics(log_ratio, weights, part)
+        above, below = log_ratio > math.log1p(high), log_ratio < math.log1p(-low)
+        metrics = spread_metrics(log_ratio, weights) | fraction_metrics(above, below, weights)
+        metrics |= step_metrics("train/log_ratio", log_ratio.abs(), weights, part)
         metrics["train/clip_range"] = Metric.mean(low)
         return clipped_surrogate(log_ratio, advantages, low, high, self.dual_clip), metrics
 
-    def _log_ratio(self, new: Replay, rows: RolloutTrack[LatentSegment], part: Part) -> Tensor:
-        """[B, S'] log importance ratio; its gradient is that of `new`."""
+    def _log_ratio(self, new: Replay, rows: LatentRows, part: Part) -> Tensor:
+        """Log importance ratio [B, S]; its gradient is that of `new`."""
         if self.ratio == "plain":
             return new.logp - self.old_logp(new, rows, part)
         x_next = torch.stack([rows.segment.latents_at(step + 1) for step in part], dim=1).float()
         return guard_log_ratio(x_next, new.mean, self.anchor_or_self(rows, "old_mean", part, new.mean), new.std)
-
-    def trust_width(self) -> float:
-        return min(self.clip_at(0.0))
-
-    def clip_at(self, progress: float) -> tuple[float, float]:
-        """The clip range below and above 1, at `progress` of the run."""
-        scale = clip_scale(self.clip_schedule, progress)
-        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        return scale * self.clip_range, scale * high

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, Backward, LossResult, Part, PolicyOutputs
+from unirl.algorithms.base import START, Backward, LatentRows, LossResult, Part, PolicyOutputs
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
-from unirl.algorithms.shared.critic import OLD_VALUE, Critic, GAEInputs, OutcomeSource, StepCredit, outcome_rewards
+from unirl.algorithms.shared.critic import OLD_VALUE, Critic, GAEInputs, StepCredit, gae, outcome_rewards
 from unirl.algorithms.shared.surrogate import weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import Anchor, Needs, TrainingProgress
+from unirl.types.protocols import TrainingProgress
 from unirl.types.results import Metrics
-from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.segments import LatentSegment
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionPPO(DiffusionGRPO):
+class DiffusionPPO(Critic[DiffusionStage, LatentSegment], DiffusionGRPO):
     """L = mean over rows and stochastic steps of  P_i + vf_coef V_i.
 
     P_i  the clipped surrogate of `DiffusionGRPO`, with the advantage A_i of the step instead of that of the sample
@@ -37,65 +35,35 @@ class DiffusionPPO(DiffusionGRPO):
     A_i = R - V(x_i), outcome: rewards, a wide clip and kl_coef > 0.
     """
 
-    gamma: float = 1.0
-    """Discount per trained step."""
-    lam: float = 0.95
-    """lambda of GAE: 1 uses the outcome alone, 0 the value of the next step alone."""
-    outcome: OutcomeSource = "advantages"
-    """Outcome of a sample: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
-    vf_coef: float = 0.5
-    """Factor of the value loss. The value head has its own weights and optimizer group."""
-    value_clip: float | None = 0.2
-    """Largest distance of V from V_old in the loss, in units of the outcome; null = no clip."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.critic.check()
         if self.kl_in == "reward":
             raise InvalidValueError(
                 "algorithm.kl_in=reward takes the KL of one step off that step's advantage, and the advantages of "
                 "DiffusionPPO hold what later steps earn as well. Use algorithm.kl_in=loss"
             )
 
-    @property
-    def critic(self) -> Critic:
-        return Critic(
-            gamma=self.gamma,
-            lam=self.lam,
-            outcome=self.outcome,
-            vf_coef=self.vf_coef,
-            value_clip=self.value_clip,
-        )
-
-    @property
-    def needs(self) -> Needs:
-        return self.critic.needs(super().needs)
-
-    def anchors(self) -> Mapping[str, Anchor]:
-        return {**super().anchors(), **self.critic.anchors()}
-
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
+    def measure(self, stage: DiffusionStage, rows: LatentRows, part: Part) -> PolicyOutputs:
         values = stage.values(rows.conditions, rows.segment, part)
         return {**super().measure(stage, rows, part), "value": values.detach()}
 
-    def loss(
-        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
-    ) -> LossResult:
+    def loss(self, stage: DiffusionStage, rows: LatentRows, part: Part, now: TrainingProgress = START) -> LossResult:
         """The policy loss of `DenoisingLoss.loss` plus the value loss."""
         rows = self.with_old_values(stage, rows)
         policy = super().loss(stage, rows, part, now)
-        output = stage.values(rows.conditions, rows.segment, part)  # [B, S']
+        output = stage.values(rows.conditions, rows.segment, part)  # [B, S]
         weights = rows.weight[:, None].expand_as(output)
         values = torch.where(weights > 0, output, 0.0)
-        old, returns = self._old_values(rows, part), self._select(part, rows, self.gae_credit(rows).returns)
-        losses, metrics = self.critic.value_losses(values, old, returns, weights)
+        old = self.filled_anchor(rows, OLD_VALUE, part)
+        returns = rows.segment.columns(self.gae_credit(rows).returns, part)
+        losses, metrics = self.value_losses(values, old, returns, weights)
         total = policy.loss + self.vf_coef * weighted_sum(losses, weights)
         return LossResult(total, policy.metrics | metrics, {**policy.outputs, "value": output.detach()})
 
     def compute_loss_and_backward(
         self,
         stage: DiffusionStage,
-        rows: RolloutTrack[LatentSegment],
+        rows: LatentRows,
         backward: Backward,
         now: TrainingProgress = START,
         first_update: bool = False,
@@ -103,17 +71,17 @@ class DiffusionPPO(DiffusionGRPO):
         # The old values of all parts are computed once here, not in `loss` of every part.
         return super().compute_loss_and_backward(stage, self.with_old_values(stage, rows), backward, now, first_update)
 
-    def element_advantages(self, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B S"]:
-        return self._select(part, rows, self.gae_credit(rows).advantages)
+    def element_advantages(self, rows: LatentRows, part: Part) -> Float[Tensor, "B S"]:
+        return rows.segment.columns(self.gae_credit(rows).advantages, part)
 
-    def gae_credit(self, rows: RolloutTrack[LatentSegment]) -> StepCredit:
+    def gae_credit(self, rows: LatentRows) -> StepCredit:
         """GAE over all trained steps, in order of time [B, S]. Needs the old values of `rows`."""
-        values = self._old_values(rows, self._steps(rows))
+        values = self.filled_anchor(rows, OLD_VALUE, rows.segment.sde_indices)
         mask = torch.ones_like(values, dtype=torch.bool)
-        rewards = outcome_rewards(self.critic.row_return(rows), mask)
-        return self.critic.gae(GAEInputs.from_rows(rewards, values, mask))
+        rewards = outcome_rewards(self.row_return(rows), mask)
+        return gae(GAEInputs.from_rows(rewards, values, mask), self.gamma, self.lam)
 
-    def with_old_values(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment]) -> RolloutTrack[LatentSegment]:
+    def with_old_values(self, stage: DiffusionStage, rows: LatentRows) -> LatentRows:
         """`rows` with old values at all trained steps: those of the anchor pass, or the current values of the head.
 
         Every part needs the values of all steps, because the advantage of a step depends on the values of later steps.
@@ -125,16 +93,3 @@ class DiffusionPPO(DiffusionGRPO):
             values = [stage.values(rows.conditions, rows.segment, part) for part in self.parts(rows.segment)]
         anchors = {**rows.segment.anchors, OLD_VALUE: torch.cat(values, dim=1)}
         return rows.replace(segment=rows.segment.replace(anchors=anchors))
-
-    def _old_values(self, rows: RolloutTrack[LatentSegment], steps: Part) -> Tensor:
-        values = self.anchor(rows, OLD_VALUE, steps)
-        assert values is not None, "with_old_values() comes first"
-        return values
-
-    def _steps(self, rows: RolloutTrack[LatentSegment]) -> Part:
-        return tuple(sorted(step for part in self.parts(rows.segment) for step in part))
-
-    def _select(self, part: Part, rows: RolloutTrack[LatentSegment], values: Tensor) -> Tensor:
-        """[B, len(part)] the entries of `part`, from values [B, S] of all trained steps in order of time."""
-        steps = self._steps(rows)
-        return values[:, [steps.index(step) for step in part]]

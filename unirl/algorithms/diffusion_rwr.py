@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from unirl.algorithms.base import START, LossResult, Part
-from unirl.algorithms.shared.forward_process import (
-    ForwardProcessLoss,
-    check_coefficients,
-    check_positive,
-    mask_rows,
-    mean_square,
-)
-from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
+from unirl.algorithms.base import LatentRows, Part
+from unirl.algorithms.shared.checks import check_positive
+from unirl.algorithms.shared.forward_process import Noised, PenalizedLoss, mask_rows, mean_square
+from unirl.algorithms.shared.surrogate import mean_metric
 from unirl.config.errors import IncompatibleError
-from unirl.models.denoising.stage import DiffusionStage
-from unirl.types.protocols import REFERENCE, Needs, TrainingProgress
-from unirl.types.rollout_resp import RolloutTrack
-from unirl.types.segments import LatentSegment
+from unirl.types.protocols import Needs
+from unirl.types.results import Metrics
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionRWR(ForwardProcessLoss):
+class DiffusionRWR(PenalizedLoss):
     """L = mean over rows and times of  w e(v) + velocity_coef |v - v_ref|^2,   e(v) = mean (v - u)^2.
 
     Reward-weighted regression (Peters & Schaal 2007). u = eps - x0 is the target velocity. weighting=exponential: w =
@@ -41,52 +36,19 @@ class DiffusionRWR(ForwardProcessLoss):
     max_weight: float = 20.0
     """Upper bound of w for weighting=exponential."""
     velocity_coef: float = 0.0
-    """Factor of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(temperature=self.temperature, max_weight=self.max_weight)
-        check_coefficients(velocity_coef=self.velocity_coef)
 
     @property
     def needs(self) -> Needs:
         # exp(A / temperature) and rewards are positive weights, so a group of equal rewards is trained, too.
         return replace(super().needs, own_samples=False, advantages=self.weighting == "advantage")
 
-    def velocity_penalties(self) -> Mapping[str, float]:
-        return {REFERENCE: self.velocity_coef}
-
-    def count(self, rows: RolloutTrack[LatentSegment]) -> float:
+    def count(self, rows: LatentRows) -> float:
+        """The number of elements. Raises IncompatibleError for a negative weight, for which the loss has no minimum."""
         # This is called once per micro-batch while the rows are still on the CPU, so the check needs no device sync.
-        self._refuse_negative(rows)
-        return super().count(rows)
-
-    def loss(
-        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part, now: TrainingProgress = START
-    ) -> LossResult:
-        noised, weights = self.noised(rows, part), self.weights(rows, part)
-        v = self.velocity(stage, rows, noised)
-        error, sample_weights = mean_square(v, noised.target), self._sample_weights(rows, part)
-        penalty, metrics = self.velocity_penalty(rows, part, v)
-        metrics |= {
-            "train/policy_loss": mean_metric(sample_weights * error, weights),
-            "train/matching_error": mean_metric(error, weights),
-            "train/sample_weight": mean_metric(sample_weights, weights),
-        }
-        return LossResult(weighted_sum(sample_weights * error + penalty, weights), metrics, {"velocity": v.detach()})
-
-    def _sample_weights(self, rows: RolloutTrack[LatentSegment], part: Part) -> Tensor:
-        """[B, n] float64 weight w of every element."""
-        if self.weighting == "reward":
-            assert rows.rewards is not None, "training needs rewards: score_and_attach comes before train_track"
-            return mask_rows(rows, rows.rewards.double())[:, None].expand(-1, len(part))
-        advantages = self.element_advantages(rows, part).double()
-        if self.weighting == "advantage":
-            return advantages
-        return (advantages / self.temperature).exp().clamp(max=self.max_weight)
-
-    def _refuse_negative(self, rows: RolloutTrack[LatentSegment]) -> None:
-        """Raises IncompatibleError for a sample with a negative weight, for which the loss has no minimum."""
         w = self._sample_weights(rows, (0,))[:, 0]
         bad = ((w < 0) & (rows.weight > 0)).nonzero().flatten().tolist()
         if bad:
@@ -95,3 +57,24 @@ class DiffusionRWR(ForwardProcessLoss):
                 f"{rows.sample_ids[bad[0]]!r} is {float(w[bad[0]]):g}: regression away from a sample has no "
                 "optimum. Use weighting=exponential, or DiffusionAWM, which takes advantages of both signs"
             )
+        return super().count(rows)
+
+    def policy_loss(
+        self, noised: Noised, v: Float[Tensor, "B n *latent"], rows: LatentRows, part: Part
+    ) -> tuple[Float[Tensor, "B n"], Metrics]:
+        weights, sample_weights = self.weights(rows, part), self._sample_weights(rows, part)
+        error = mean_square(v, noised.target)
+        return sample_weights * error, {
+            "train/matching_error": mean_metric(error, weights),
+            "train/sample_weight": mean_metric(sample_weights, weights),
+        }
+
+    def _sample_weights(self, rows: LatentRows, part: Part) -> Tensor:
+        """[B, n] float64 weight w of every element."""
+        if self.weighting == "reward":
+            assert rows.rewards is not None, "training needs rewards: score_and_attach comes before train_track"
+            return mask_rows(rows, rows.rewards.double())[:, None].expand(-1, len(part))
+        advantages = self.element_advantages(rows, part).double()
+        if self.weighting == "advantage":
+            return advantages
+        return (advantages / self.temperature).exp().clamp(max=self.max_weight)

@@ -4,11 +4,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.config.errors import ArgumentError, CheckpointError, InvalidValueError
 from unirl.config.failures import Session
+from unirl.train.backend import checkpoint
+from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, existing
+from unirl.train.backend.manifest import read_manifest
 
 EXAMPLES = ("unirl ckpt ls runs/unirl/first", "unirl ckpt verify runs/unirl/first/checkpoints/checkpoint-000050",
             "unirl ckpt prune runs/unirl/first --keep 1 --yes")  # fmt: skip
@@ -24,21 +26,21 @@ def list_all(argv: Sequence[str]) -> int:
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
     store = _store(options.run)
-    rows = [(found, store.verify(found.path)) for found in store.checkpoints()]
+    rows = [(result, checkpoint.verify(result.path)) for result in store.checkpoints()]
     if options.json:
-        listed = [{"path": str(found.path), "step": found.step, "problems": wrong} for found, wrong in rows]
+        listed = [{"path": str(result.path), "step": result.step, "problems": wrong} for result, wrong in rows]
         print(json.dumps(listed, indent=1))
-    for found, wrong in [] if options.json else rows:
-        size = sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file())
-        print(f"{found.path.name}  step {found.step:<6} {size / 1e6:9.1f} MB  {'; '.join(wrong) or 'valid'}")
+    for result, wrong in [] if options.json else rows:
+        size = sum(path.stat().st_size for path in result.path.rglob("*") if path.is_file())
+        print(f"{result.path.name}  step {result.step:<6} {size / 1e6:9.1f} MB  {'; '.join(wrong) or 'valid'}")
     return 0
 
 
 def verify(argv: Sequence[str]) -> int:
     parser = Parser("ckpt verify", "Compare every file of a checkpoint with its manifest.", EXAMPLES)
     parser.add_argument("checkpoint", metavar="PATH", help="a checkpoint folder")
-    path = Path(parser.parse(argv).checkpoint)
-    wrong = _problems(path)
+    path = existing(parser.parse(argv).checkpoint)
+    wrong = checkpoint.verify(path)
     if wrong:
         raise CheckpointError(f"{path} is damaged or incomplete:" + "".join(f"\n  {line}" for line in wrong))
     print(f"{path}: valid")
@@ -46,12 +48,10 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def show(argv: Sequence[str]) -> int:
-    from unirl.train.backend.manifest import read_manifest
-
     parser = Parser("ckpt show", "Print the manifest of a checkpoint: step, versions, files.", EXAMPLES)
     parser.add_argument("checkpoint", metavar="PATH", help="a checkpoint folder")
-    path = Path(parser.parse(argv).checkpoint)
-    if wrong := _problems(path):
+    path = existing(parser.parse(argv).checkpoint)
+    if wrong := checkpoint.verify(path):
         raise CheckpointError(f"{path} cannot be shown: {wrong[0]}. unirl ckpt verify {path} lists all problems")
     print(json.dumps(asdict(read_manifest(path)), indent=1))
     return 0
@@ -71,28 +71,18 @@ def prune(argv: Sequence[str]) -> int:
         print(f"{store.directory}: nothing to delete with --keep {options.keep}")
     elif options.yes or _agreed(doomed):
         store.prune()
-        print(f"{store.directory}: deleted {', '.join(found.path.name for found in doomed)}")
+        print(f"{store.directory}: deleted {', '.join(result.path.name for result in doomed)}")
     return 0
 
 
-def _store(run: str, keep: int = 3):
-    from unirl.train.backend.checkpoint import CheckpointStore
-
-    folder = Path(run)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder. Give a run directory (runs/<project>/<name>)")
+def _store(run: str, keep: int = 3) -> CheckpointStore:
+    folder = existing(run)
     inner = folder / "checkpoints"
     return CheckpointStore(inner if inner.is_dir() else folder, keep=keep)
 
 
-def _problems(path: Path) -> list[str]:
-    from unirl.train.backend.checkpoint import verify
-
-    return verify(path)
-
-
-def _agreed(doomed) -> bool:
-    names = ", ".join(found.path.name for found in doomed)
+def _agreed(doomed: Sequence[Checkpoint]) -> bool:
+    names = ", ".join(result.path.name for result in doomed)
     if not sys.stdin.isatty():
         raise ArgumentError(f"this would delete {names}; add --yes to do it")
     return input(f"delete {names}? [y/N] ").strip().lower() == "y"

@@ -3,14 +3,25 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb, split_settings
+from unirl.cli.check import checked
+from unirl.cli.reward import settings_of
+from unirl.config.build import build
 from unirl.config.errors import ArgumentError, DataError, InvalidValueError, RewardError
 from unirl.config.failures import Session
+from unirl.config.load import Recipe
+from unirl.data import populate as public
+from unirl.data.datasets import Prompt, load_prompts, read_entries
+from unirl.data.images import image_problems
+from unirl.plan.prompts import load_data
+from unirl.reward.base import RewardScorer
+from unirl.reward.registry import make_scorer
 
 EXAMPLES = (
     "unirl data check my_prompts.jsonl --reward ocr",
@@ -34,7 +45,7 @@ class FileReport:
     """The prompts and the problems of one file."""
 
     file: str
-    prompts: list[Any] = field(default_factory=list)  # of unirl.data.datasets.Prompt
+    prompts: list[Prompt] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -44,10 +55,10 @@ class Task:
 
     files: tuple[str, ...]
     prompt_key: str = "prompt"
-    scorer: Any = None
+    scorer: RewardScorer | None = None
     """A scorer that must be able to score the prompts. None: only the files are checked."""
-    open_source: Callable[[], object] = tuple
-    """Opens the data source of the recipe, which may check more than the files."""
+    recipe: Recipe | None = None
+    """A recipe whose data source must open, which may check more than the files."""
 
 
 def check(argv: Sequence[str]) -> int:
@@ -69,52 +80,37 @@ def check(argv: Sequence[str]) -> int:
             json.dumps([{"file": f.file, "prompts": len(f.prompts), "problems": f.problems} for f in reports], indent=1)
         )
     _report(reports, quiet=options.json)
-    task.open_source()
+    if task.recipe is not None:
+        load_data(task.recipe)
     return 0
 
 
-def _task_of_files(options: Any, settings: Sequence[str]) -> Task:
+def _task_of_files(options: Namespace, settings: Sequence[str]) -> Task:
     if settings:
         raise ArgumentError(f"unirl data check: '{settings[0]}' is a setting of a recipe, and none is named")
     if not options.files:
         raise ArgumentError("unirl data check: name a prompt file, or a recipe with --recipe")
-    scorer = _scorer(options.reward, options.set) if options.reward else None
+    scorer = make_scorer(options.reward, settings_of(options.set)) if options.reward else None
     return Task(tuple(options.files), options.prompt_key, scorer)
 
 
-def _task_of_recipe(options: Any, settings: Sequence[str]) -> Task:
+def _task_of_recipe(options: Namespace, settings: Sequence[str]) -> Task:
     if options.files or options.reward:
         raise ArgumentError("unirl data check: --recipe has its own files and reward; do not name others")
-    from unirl.cli.check import checked
-    from unirl.config.build import build
-    from unirl.trainer.assemble import load_data
-
     recipe = checked(options.recipe, settings)
     config = recipe.config
-    values = config.data_source.values
-    files = [path for path in (values.get("data_path"), config.evaluation.data_path) if path is not None]
+    files = [path for path in (config.data_path, config.evaluation.data_path) if path is not None]
     if not files:
         raise ArgumentError(f"recipe {options.recipe} reads no prompt file: there is nothing to check")
     return Task(
-        files=tuple(dict.fromkeys(map(str, files))),
-        prompt_key=str(values.get("prompt_key", "prompt")),
-        scorer=build(config.reward.built["backend"]),
-        open_source=lambda: load_data(recipe),
+        files=tuple(dict.fromkeys(files)),
+        prompt_key=config.data_source.get("prompt_key", str) or "prompt",
+        scorer=None if config.reward_backend is None else build(config.reward_backend),
+        recipe=recipe,
     )
 
 
-def _scorer(name: str, settings: Sequence[str]) -> Any:
-    from unirl.cli.reward import settings_of
-    from unirl.reward.registry import make_scorer
-
-    return make_scorer(name, settings_of(settings))
-
-
 def _checked(file: str, task: Task) -> FileReport:
-    from unirl.data.datasets import read_entries
-    from unirl.data.images import image_problems
-    from unirl.reward.scoring import check_prompt
-
     report = FileReport(file)
     try:
         for entry in read_entries(Path(file), prompt_key=task.prompt_key):
@@ -124,7 +120,7 @@ def _checked(file: str, task: Task) -> FileReport:
             report.prompts.append(entry)
             try:
                 if task.scorer is not None:
-                    check_prompt(task.scorer, entry.text, entry.metadata)
+                    task.scorer.check_prompt(entry.text, entry.metadata)
             except RewardError as error:
                 report.problems.append(f"{entry.origin}: {error}")
     except DataError as error:  # the file as a whole
@@ -149,20 +145,21 @@ def _report(reports: Sequence[FileReport], quiet: bool) -> None:
 
 def _shared(reports: Sequence[FileReport]) -> Iterator[str]:
     """Notices about prompts that occur in two files, such as a training file and a held-out file."""
-    for number, one in enumerate(reports):
-        for other in reports[number + 1 :]:
-            texts = {prompt.text for prompt in one.prompts}
-            both = sum(prompt.text in texts for prompt in other.prompts)
-            if both:
-                yield f"{both} of the {len(other.prompts)} prompts of {other.file} are also in {one.file}"
+    for one, other in combinations(reports, 2):
+        texts = {prompt.text for prompt in one.prompts}
+        both = sum(prompt.text in texts for prompt in other.prompts)
+        if both:
+            yield f"{both} of the {len(other.prompts)} prompts of {other.file} are also in {one.file}"
 
 
-def _summary(prompts: Sequence[Any]) -> str:
+def _summary(prompts: Sequence[Prompt]) -> str:
     lengths = [len(prompt.text) for prompt in prompts]
     keys = sorted({key for prompt in prompts for key in prompt.metadata})
     num_with_images = sum(bool(prompt.media) for prompt in prompts)
     words = [f"{len(prompts)} prompt{'s' * (len(prompts) > 1)} of {min(lengths)} to {max(lengths)} characters"]
     words += [f"metadata {', '.join(keys)}"] if keys else []
+    num_repeated = len(prompts) - len({(prompt.text, prompt.images) for prompt in prompts})
+    words += [f"{num_repeated} occur{'s' * (num_repeated == 1)} more than once"] if num_repeated else []
     words += [f"{num_with_images} with images"] if num_with_images else []
     return "; ".join(words)
 
@@ -179,8 +176,6 @@ def preview(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if options.number < 1:
         raise InvalidValueError(f"-n must be >= 1, got {options.number}")
-    from unirl.data.datasets import load_prompts
-
     prompts = load_prompts(Path(options.file), prompt_key=options.prompt_key)
     shown = prompts[: options.number]
     if options.json:
@@ -197,7 +192,7 @@ def preview(argv: Sequence[str]) -> int:
     return 0
 
 
-def _row(prompt: Any) -> dict[str, Any]:
+def _row(prompt: Prompt) -> dict[str, object]:
     media = [f"{ref.role} {ref.modality} {ref.uri}" for ref in prompt.media]
     return {"id": prompt.prompt_id, "prompt": prompt.text, "metadata": prompt.metadata, "media": media}
 
@@ -211,8 +206,6 @@ def _cut(line: str, width: int) -> str:
 
 
 def populate(argv: Sequence[str]) -> int:
-    from unirl.data import populate as public
-
     about = "Download a public prompt set and write it as prompt files. Without a name, list the sets."
     parser = Parser("data populate", about, EXAMPLES)
     parser.add_argument("name", nargs="?", metavar="SET")
@@ -229,8 +222,6 @@ def populate(argv: Sequence[str]) -> int:
     written = public.populate(
         options.name, folder, endpoint=options.endpoint, revision=options.revision, overwrite=options.overwrite
     )
-    from unirl.data.datasets import load_prompts
-
     for file in written:
         print(f"{file}: {_summary(load_prompts(file))}")
     one = public.find_set(options.name)

@@ -1,24 +1,30 @@
 """`unirl doctor`: one OK or FAIL line per requirement of a run."""
 
+from __future__ import annotations
+
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import requires
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from unirl.cli.arguments import Parser
+from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.env import installed, memory_gib
 from unirl.config.dependencies import check_ray_address
-from unirl.config.errors import UniRLError, report
+from unirl.config.errors import NotFoundError, UniRLError, report
 from unirl.config.failures import Session
 
-EXAMPLES = ("unirl doctor", "unirl doctor --recipe diffusion/sd3_trainside", "unirl doctor --json")
+if TYPE_CHECKING:
+    from unirl.config.recipe import RecipeConfig
 
-
+EXAMPLES = ("unirl doctor", "unirl doctor diffusion/sd3_trainside num_devices=8", "unirl doctor --json")
 OLDEST_RAY = (2, 54)
 
 
@@ -27,17 +33,18 @@ class Unfit(Exception):
 
 
 def run(argv: list[str], session: Session) -> int:
-    parser = Parser("doctor", "Check that this machine can run UniRL; exit status 3 if it cannot.", EXAMPLES)
-    parser.option("--recipe", metavar="R", help="also check this recipe")
+    about = "Check that this machine can run UniRL, or a recipe; exit status 3 if it cannot."
+    parser = recipe_parser("doctor", about, EXAMPLES)
+    parser.usage = "unirl doctor [RECIPE [key=value ...]] [options]"
     parser.option("--json", action="store_true", help="as JSON")
-    options = parser.parse(argv)
-    checks = dict(CHECKS)
-    if options.recipe:
-        checks[f"recipe {options.recipe}"] = lambda: _recipe(options.recipe)
+    arguments = parse_recipe(parser, argv, default="")
+    checks = CHECKS | _device_checks()
+    if arguments.recipe:
+        checks |= _recipe_checks(arguments.recipe, arguments.overrides)
     results = [_result(name, check) for name, check in checks.items()]
-    if options.json:
+    if arguments.options.json:
         print(json.dumps([{"check": name, "ok": ok, "detail": detail} for name, ok, detail in results], indent=1))
-    for name, ok, detail in [] if options.json else results:
+    for name, ok, detail in [] if arguments.options.json else results:
         print(f"{'OK  ' if ok else 'FAIL'}  {name}: {detail}")
     return 0 if all(ok for _, ok, _ in results) else 3
 
@@ -47,6 +54,8 @@ def _result(name: str, check: Callable[[], str]) -> tuple[str, bool, str]:
         return name, True, check()
     except Unfit as error:
         return name, False, str(error)
+    except UniRLError as error:
+        return name, False, report(error)
 
 
 def _python() -> str:
@@ -57,18 +66,11 @@ def _python() -> str:
 
 
 def _packages() -> str:
-    names = _required(requires("unirl") or [])
+    names = [re.split("[;<>=]", line)[0].strip() for line in requires("unirl") or [] if "extra ==" not in line]
     missing = [name for name in names if installed(name) is None]
     if missing:
         raise Unfit(f"missing: {', '.join(missing)}. pip install -c constraints.txt -e .   installs them")
     return f"{len(names)} required packages are installed"
-
-
-def _required(lines: Sequence[str]) -> list[str]:
-    """The package names of requirement lines without an extra."""
-    return [
-        line.split(";")[0].split(">")[0].split("<")[0].split("=")[0].strip() for line in lines if "extra ==" not in line
-    ]
 
 
 def _torch() -> str:
@@ -76,11 +78,20 @@ def _torch() -> str:
         raise Unfit("absent. pip install -c constraints.txt torch")
     import torch
 
+    from unirl.models.chunks import rows_are_independent
+    from unirl.types.device import num_accelerators, unusable_gpu
+
     _check_torchvision()
     product = torch.ones(8, 8) @ torch.ones(8, 8)
     if float(product.sum()) != 512.0:
         raise Unfit(f"8x8 ones times ones sums to {float(product.sum())}, not 512: this build of torch is broken")
-    return f"{torch.__version__}, {torch.cuda.device_count() or 'no'} GPU, {torch.get_num_threads()} CPU threads"
+    if (why := unusable_gpu()) is not None:
+        raise Unfit(why)
+    bits = "the same bits" if rows_are_independent() else "other bits (last digits)"
+    return (
+        f"{torch.__version__}, {num_accelerators() or 'no'} GPU, {torch.get_num_threads()} CPU threads; "
+        f"a sample has {bits} in a forward batch of another size on this CPU"
+    )
 
 
 def _check_torchvision() -> None:
@@ -142,14 +153,106 @@ def _recipes() -> str:
     return f"{len(recipes)} in {search_path()[0]}"
 
 
-def _recipe(name: str) -> str:
+def _device_checks() -> dict[str, Callable[[], str]]:
+    """A line for each accelerator, and one for the connections between them."""
+    if installed("torch") is None:
+        return {}
+    from unirl.types.device import num_accelerators
+
+    count = num_accelerators()
+    lines: dict[str, Callable[[], str]] = {f"gpu {index}": partial(_gpu, index) for index in range(count)}
+    return lines | {"gpus": _gpus} if count else {}
+
+
+def _gpu(index: int) -> str:
+    from unirl.types.device import accelerator, device_kind, free_gib
+
+    kind, free = device_kind(accelerator(index)), free_gib(accelerator(index))
+    return f"{kind}" + ("" if free is None else f"; {free:.1f} GiB free")
+
+
+def _gpus() -> str:
+    from unirl.types.device import has_expandable_segments, nccl_version, num_accelerators, without_peer_access
+
+    apart = without_peer_access()
+    pairs = ", ".join(f"{one}-{other}" for one, other in apart if one < other)
+    peers = f"no peer access between {pairs}: copies pass through the host" if apart else "peer access between all"
+    segments = "on" if has_expandable_segments() else "off (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+    nccl = nccl_version()
+    if nccl is None and num_accelerators() > 1:
+        raise Unfit("this torch has no NCCL, without which several GPUs cannot train together. Install a CUDA build")
+    return f"NCCL {nccl or 'absent'}, {peers}, expandable segments {segments}"
+
+
+def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[], str]]:
+    """Lines for a recipe. The last two are left out if it is not valid."""
     from unirl.cli.check import checked
 
     try:
-        checked(name, ())
+        config = checked(name, overrides).config
     except UniRLError as error:
-        raise Unfit(report(error)) from error
-    return "valid"
+        problem = report(error)
+
+        def invalid() -> str:
+            raise Unfit(problem)
+
+        return {f"recipe {name}": invalid}
+    return {
+        f"recipe {name}": lambda: "valid",
+        "room": partial(_room, config),
+        "download": partial(_download, config),
+    }
+
+
+def _room(config: RecipeConfig) -> str:
+    """Compares the planned memory of a run with the memory of this machine."""
+    from unirl.plan.machine import check_machine, is_elsewhere, largest_device, peak_of
+    from unirl.types.device import num_accelerators
+
+    warnings: list[str] = []
+    check_machine(config, warnings.append)
+    if warnings:
+        return "; ".join(warnings)
+    has_gpu = num_accelerators() and not is_elsewhere(config)
+    peak = peak_of(config, memory_gib=largest_device().memory_gib if has_gpu else None)
+    if peak is None:
+        return "not known: the plan has no sizes for this model"
+    needs = f"the plan's peak is {peak.gib:.1f} GiB on a device (at {peak.at}, estimated)"
+    if is_elsewhere(config):
+        return f"{needs}; the devices are those of the cluster at RAY_ADDRESS"
+    if num_accelerators():
+        return f"{needs}, on {config.num_devices} x {largest_device()}"
+    count = 1 if config.runtime_in_use == "local" else config.devices_per_node or config.num_devices
+    processes = f"{count} process{'es' * (count > 1)} on the CPU, with {memory_gib():.1f} GiB in all"
+    if peak.gib * count > memory_gib():
+        raise Unfit(f"{needs}, and this machine has no GPU: {processes}. Use GPUs, or scale=toy")
+    return f"{needs}, in {processes}"
+
+
+def _download(config: RecipeConfig) -> str:
+    """The files of the model that are not on this machine yet."""
+    from unirl.models.loading import hub
+
+    path = config.model_path
+    if path is None or Path(path).expanduser().is_dir() or not hub.HUB_ID.fullmatch(path):
+        return "nothing: the model is on this machine"
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        sizes = hub.files_to_fetch(path, config.model_revision)
+    except NotFoundError as error:
+        return f"not known: {error}"
+    cached = {
+        name for name in sizes if isinstance(try_to_load_from_cache(path, name, revision=config.model_revision), str)
+    }
+    missing = {name: size for name, size in sizes.items() if name not in cached}
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())).free
+    num_bytes = sum(missing.values())
+    text = f"{num_bytes} bytes ({num_bytes / 1e9:.1f} GB) in {len(missing)} of {len(sizes)} files of {path}"
+    if num_bytes > free:
+        raise Unfit(f"{text}, and {free / 1e9:.1f} GB are free in {cache}. Set HF_HOME to another disk")
+    return f"{text}, to {cache}" if missing else f"nothing: {path} is in {cache}"
 
 
 CHECKS: dict[str, Callable[[], str]] = {

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import unirl
 from unirl.cli.arguments import Parser
 from unirl.config.failures import Session
+from unirl.tracking.run_directory import redact
 
 EXAMPLES = ("unirl env", "unirl env --json", "unirl env > report.md")
 
@@ -21,7 +21,7 @@ PACKAGES = (
 SHOWN = (
     *("PRETRAINED_MODEL", "DATA_PATH", "EVAL_DATA_PATH", "OUTPUT_DIR", "WANDB_PROJECT", "WANDB_RUN_NAME"),
     *("WANDB_ENTITY", "WANDB_MODE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "PYTORCH_ALLOC_CONF"),
 )
 """Environment variables whose value is printed. The value of no other variable is printed."""
 SECRET = ("HF_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
@@ -38,22 +38,30 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Facts by section, without private data."""
+    """Facts by section, without credentials, and with the home directory written as ~."""
     sections = {
         "unirl": {"version": unirl.__version__, "commit": _commit()},
-        "machine": _machine(),
+        "machine": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "cpus": str(os.cpu_count()),
+            "memory": f"{memory_gib():.1f} GiB",
+        },
         "torch": _torch(),
         "packages": {name: installed(name) or "absent" for name in PACKAGES},
-        "variables": _variables(),
+        "variables": {name: os.environ[name] for name in SHOWN if name in os.environ}
+        | {name: "set (not shown)" for name in SECRET if os.environ.get(name)},
     }
-    return {title: {key: redacted(value) for key, value in facts.items()} for title, facts in sections.items()}
+    home = str(Path.home())
+    return {
+        title: {key: redact(value).replace(home, "~") for key, value in facts.items()}
+        for title, facts in sections.items()
+    }
 
 
 def markdown(facts: dict[str, dict[str, str]]) -> str:
-    blocks = [
-        "\n".join([f"### {title}", *(f"- {key}: {value}" for key, value in facts[title].items())]) for title in facts
-    ]
-    return "\n\n".join(blocks)
+    sections = ("".join(f"\n- {key}: {value}" for key, value in section.items()) for section in facts.values())
+    return "\n\n".join(f"### {title}{lines}" for title, lines in zip(facts, sections, strict=True))
 
 
 def installed(package: str) -> str | None:
@@ -64,24 +72,9 @@ def installed(package: str) -> str | None:
         return None
 
 
-def redacted(text: str) -> str:
-    """`text` with the home directory written as ~, and without credentials in addresses."""
-    without_credentials = re.sub(r"(\w+://)[^/@\s]+@", r"\1***@", text)
-    return without_credentials.replace(str(Path.home()), "~")
-
-
 def memory_gib() -> float:
     """Memory of this machine in GiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-
-
-def _machine() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cpus": str(os.cpu_count()),
-        "memory": f"{memory_gib():.1f} GiB",
-    }
 
 
 def _torch() -> dict[str, str]:
@@ -89,18 +82,15 @@ def _torch() -> dict[str, str]:
         return {"torch": "absent"}
     import torch
 
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    from unirl.types.device import accelerator, cuda_version, device_name, num_accelerators
+
+    devices = [device_name(accelerator(i)) for i in range(num_accelerators())]
     return {
         "devices": ", ".join(devices) or "cpu",
-        "cuda": torch.version.cuda or "none",
+        "cuda": cuda_version() or "none",
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _variables() -> dict[str, str]:
-    shown = {name: os.environ[name] for name in SHOWN if name in os.environ}
-    return shown | {name: "set (not shown)" for name in SECRET if os.environ.get(name)}
 
 
 def _commit() -> str:

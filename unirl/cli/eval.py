@@ -2,8 +2,11 @@
 
 import json
 
-from unirl.cli.arguments import Parser, split_settings
+from unirl.cli.arguments import Parser, output_folder, split_settings
 from unirl.config.failures import Session
+from unirl.tracking.console import evaluation
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.run_folder import check_weights, quiet_tracker, saved_run
 
 EXAMPLES = (
     "unirl eval runs/unirl/first",
@@ -13,31 +16,6 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    from unirl.cli.arguments import output_folder
-    from unirl.tracking.console import evaluation
-    from unirl.trainer.assemble import build_trainer
-    from unirl.trainer.saved_runs import quiet_tracker, saved_run
-
-    parser = _parser()
-    own, overrides = split_settings(argv, parser.takes_value)
-    options = parser.parse(own)
-    out = output_folder(options.run, "evaluations", options.out)
-    block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
-    saved = saved_run(options.run, overrides, {"evaluation": block})
-    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
-        if options.baseline:
-            trainer.evaluate()
-        trainer.load(saved.checkpoint)
-        result = trainer.evaluate()
-        folder = out / "eval" / f"step-{trainer.state.step:06d}"
-    if options.json:
-        print(json.dumps(result.metrics() | {"step": saved.checkpoint.step, "folder": str(folder)}, indent=1))
-    else:
-        print(f"held-out {evaluation(result.metrics())}   {folder}")
-    return 0
-
-
-def _parser() -> Parser:
     parser = Parser("eval", "Score a checkpoint on held-out prompts, with fixed seeds.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
     parser.option("--prompts", metavar="FILE", help="a prompt file in place of the run's own")
@@ -45,4 +23,20 @@ def _parser() -> Parser:
     parser.option("--baseline", action="store_true", help="score the untrained model first, and show both side by side")
     parser.option("--out", metavar="DIR", help="default: RUN/evaluations/...")
     parser.option("--json", action="store_true", help="the scores as JSON, last on stdout")
-    return parser
+    own, overrides = split_settings(argv, parser.takes_value)
+    options = parser.parse(own)
+    out = output_folder(options.run, "evaluations", options.out)
+    block = {"weights": options.weights} | ({"data_path": options.prompts} if options.prompts else {})
+    saved = saved_run(options.run, overrides, {"evaluation": block})
+    check_weights(saved, options.weights)
+    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
+        if options.baseline:
+            trainer.evaluate()
+        trainer.state.load(saved.checkpoint)
+        result = trainer.evaluate()
+        folder = out / "eval" / f"step-{trainer.state.step:06d}"
+    if options.json:
+        print(json.dumps(result.metrics() | {"step": saved.checkpoint.step, "folder": str(folder)}, indent=1))
+    else:
+        print(f"held-out {evaluation(result.metrics())}   {folder}")
+    return 0

@@ -1,138 +1,189 @@
 """`unirl plan RECIPE`: prints geometry, devices, parameters, memory and time of a run, without loading a model."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.config.failures import Session
-from unirl.plan import memory
+from unirl.config.load import Recipe
+from unirl.plan import cost
+from unirl.plan.devices import Device, device_named
+from unirl.plan.fit import best_changes, moment_peaks, usable
 from unirl.plan.geometry import geometry_table
-from unirl.plan.placement import PlacementPlan, plan_of
-from unirl.trainer.residency import PHASES, home_of, memory_parts, resident
-
-if TYPE_CHECKING:
-    from unirl.config.load import Recipe
-    from unirl.config.node import Node
-    from unirl.models.loading.estimate import ModelEstimate
-    from unirl.types.sampling import Sampling
+from unirl.plan.micro_batch import with_auto_micro
+from unirl.plan.residency import home_of, memory_parts
+from unirl.plan.sizes import RunSizes, WeightTransfer, resident_parts
+from unirl.plan.tiling import leaves_tiling_open, with_auto_tiling
+from unirl.tracking.console import duration
+from unirl.tracking.run_directory import latest_run
+from unirl.tracking.tables import read_rows
+from unirl.trainer.resume import changed_keys
+from unirl.types.facts import LatentFacts
 
 EXAMPLES = (
     "unirl plan diffusion/sd3_trainside",
-    "unirl plan diffusion/sd3_trainside batch_size=24 stack.micro_batch_size=8",
+    "unirl plan diffusion/sd3_trainside batch_size=24 stack.micro_batch_size=8 --device h100",
     "unirl plan diffusion/quickstart --json",
 )
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+NOT_MEASURED = "counted, not measured on a GPU"
 
 
 def run(argv: list[str], session: Session) -> int:
     parser = recipe_parser("plan", "Check a recipe, and print its geometry, devices, memory and time.", EXAMPLES)
+    parser.option(
+        "--device", help="a device of the table: a100, h100, h200, b200, 4090, l40s (default: this machine's)"
+    )
     parser.option("--json", action="store_true", help="as JSON")
     arguments = parse_recipe(parser, argv)
-    return show_plan(arguments.recipe, arguments.overrides, as_json=arguments.options.json)
+    options = arguments.options
+    return show_plan(arguments.recipe, arguments.overrides, as_json=options.json, device=options.device)
 
 
-def show_plan(name: str, overrides: Sequence[str], as_json: bool = False) -> int:
+def show_plan(name: str, overrides: Sequence[str], as_json: bool = False, device: str | None = None) -> int:
     """Prints the plan of a recipe. Returns the exit status."""
+    chosen, _ = device_named(device)
     recipe = checked(name, overrides)
-    print(json.dumps(plan_facts(recipe), indent=1) if as_json else plan_text(recipe))
+    print(json.dumps(plan_facts(recipe, chosen), indent=1) if as_json else plan_text(recipe, device))
     return 0
 
 
-def plan_facts(recipe: Recipe) -> dict[str, Any]:
+def plan_facts(recipe: Recipe, device: Device) -> dict[str, object]:
     """The plan of a recipe as JSON values."""
-    plan = RunPlan.of(recipe)
+    plan = run_on(device, recipe)
+    resident = resident_parts(plan.placement)
+    times = cost.step_times(plan.sizes, plan.settings, device)
+    seconds = sum(phase.seconds for phase in times.values())
     return {
         "recipe": recipe.file.name,
         "placement": {role: device_set.words for role, device_set in plan.placement.device_sets.items()},
         "relation": plan.placement.relation,
         "sync": asdict(plan.transfer),
-        "resident": plan.resident,
-        "parameters": dict(plan.parameters),
+        "resident": resident,
+        "parameters": dict(plan.estimate.parameters),
         "sizes": asdict(plan.sizes),
-        "memory_gib": [asdict(row) for row in plan.memory],
+        "settings": asdict(plan.settings),
+        "memory_gib": [asdict(row) for row in cost.memory_table(plan.sizes, plan.settings, resident)],
+        "device": asdict(device),
+        "time": {name: asdict(phase) for name, phase in times.items()},
+        "step_seconds": seconds,
+        "samples_per_second": plan.sizes.num_samples / seconds,
+        "made": made_by(plan),
+        "made_per_second": _num_made(plan) / seconds,
+        "changes": [asdict(gain) for gain in best_changes(plan, device, device.memory_gib)],
     }
 
 
-def plan_text(recipe: Recipe) -> str:
-    """The plan of a recipe for people."""
-    plan = RunPlan.of(recipe)
+def run_on(device: Device, recipe: Recipe) -> RunSizes:
+    """The sizes of a run, with what it chooses for a device."""
+    run = with_auto_tiling(RunSizes.of(recipe.config), recipe.config, device.memory_gib)
+    return with_auto_micro(run, device, device.memory_gib)
+
+
+def plan_text(recipe: Recipe, device: str | None = None) -> str:
+    """The plan of a recipe for people, on a device of the table. None: this machine's."""
+    chosen, about = device_named(device)
+    plan = run_on(chosen, recipe)
+    tiled = leaves_tiling_open(recipe.config) and plan.sizes.decoding.tiled
+    listed = ", ".join(f"{name} {_count(number)}" for name, number in plan.estimate.parameters.items())
     homes: dict[str, str] = {part: home_of(plan.placement, part).words for part in memory_parts(plan.placement)}
+    rows = cost.memory_table(plan.sizes, plan.settings, resident_parts(plan.placement))
     return "\n".join(
         [
             f"{recipe.file.name}   {recipe.file.path}",
             geometry_table(recipe.config),
             f"placement  {plan.placement.describe()}\n           {_transfer_text(plan.transfer)}",
-            _parameters_text(plan.parameters, plan.sizes),
-            _memory_text(plan.memory, homes),
-            f"time       {_time_text(recipe)}",
+            f"rollout    {plan.settings.forward_rows} rows in one forward (rollout.forward_batch_size)",
+            _micro_text(plan, chosen),
+            *([f"decode     in tiles, chosen for {chosen.name} (pipeline.vae_tiling)"] if tiled else []),
+            f"parameters {_count(plan.sizes.trainable_parameters)} trained; {listed}",
+            _memory_text(rows, homes),
+            _room_text(plan, chosen),
+            _time_text(plan, chosen, about, recipe.config.num_rollouts),
+            f"measured   {_measured_text(recipe)}",
         ]
     )
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """The facts that both forms of a plan show."""
-
-    placement: PlacementPlan
-    parameters: Mapping[str, int]
-    sizes: memory.MemoryInputs
-    resident: Mapping[str, Sequence[str]]
-    """Phase to the parts that are on their devices in it."""
-    memory: list[memory.MemoryRow]
-    transfer: WeightTransfer
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> RunPlan:
-        """Works it out from configuration files alone."""
-        placement, estimate = plan_of(recipe.config), _estimate(recipe)
-        sizes = _memory_inputs(recipe, placement, estimate)
-        on_devices: dict[str, Sequence[str]] = {phase: resident(placement, phase) for phase in PHASES}
-        rows = memory.memory_table(sizes, on_devices)
-        transfer = _weight_transfer(recipe, placement, estimate, sizes)
-        return cls(placement, estimate.parameters, sizes, on_devices, rows, transfer)
+def _micro_text(plan: RunSizes, device: Device) -> str:
+    """The rows of a micro-batch, and who chose them."""
+    if plan.geometry.micro_batch_tokens is not None:
+        return (
+            f"train      at most {plan.geometry.micro_batch_tokens} tokens in a micro-batch (stack.micro_batch_tokens)"
+        )
+    auto = f", chosen for {device.name}" if plan.geometry.micro_is_auto else ""
+    return f"train      {plan.settings.micro_rows} rows in a micro-batch (stack.micro_batch_size{auto})"
 
 
-@dataclass(frozen=True)
-class WeightTransfer:
-    """The weights that are sent to the engine, and how."""
-
-    payload: str  # nothing, adapter, merged or full
-    transport: str
-    num_bytes: int
-    interval: int  # steps
+def _room_text(plan: RunSizes, device: Device) -> str:
+    """One line that compares the peak of the run with the memory of a device."""
+    peaks, room = moment_peaks(plan, plan.settings), usable(device.memory_gib)
+    at = max(peaks, key=lambda moment: peaks[moment])
+    fits = f"fits {device.name}" if peaks[at] <= room else f"does not fit {device.name}. `unirl fit` searches settings"
+    return f"             peak {peaks[at]:,.1f} of {room:.1f} GiB ({at}): {fits}"
 
 
-def _weight_transfer(
-    recipe: Recipe, plan: PlacementPlan, estimate: ModelEstimate, sizes: memory.MemoryInputs
-) -> WeightTransfer:
-    from unirl.plan.layout import transport_of
+def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) -> str:
+    """The expected time of a step by phase, and what would make it faster."""
+    sizes, times = plan.sizes, cost.step_times(plan.sizes, plan.settings, device)
+    seconds = sum(phase.seconds for phase in times.values())
+    lines = [f"time       {device.name}, {NOT_MEASURED}{f' ({about})' if about else ''}"]
+    lines.append(f"             {'phase':<12}{'time':>9}   {'bound by':<10}{'MFU':>7}   " + _resources("alone:"))
+    for name, phase in times.items():
+        if phase.seconds:
+            parts = _resources("", phase.parts)
+            lines.append(
+                f"             {name:<12}{clock(phase.seconds):>9}   {phase.bound_by:<10}{phase.mfu:>7.1%}   {parts}"
+            )
+    lines.append(
+        f"             step        {clock(seconds):>9}   {rate_text(plan, seconds)}; "
+        f"{num_rollouts:,} steps take {duration(seconds * num_rollouts)}"
+    )
+    if sizes.reward.unknown:
+        lines.append(f"             without the time and the memory of {', '.join(sizes.reward.unknown)}")
+    for gain in best_changes(plan, device, device.memory_gib):
+        fits = "" if gain.peak_gib <= usable(device.memory_gib) else ", which does not fit"
+        lines.append(f"           {clock(gain.seconds)} a step with {gain.word}; peak {gain.peak_gib:,.1f} GiB{fits}")
+    return "\n".join(lines)
 
-    config = recipe.config
-    if config.sync is None:
-        return WeightTransfer("nothing", "none", 0, 1)
-    payload = "full" if config.lora is None else "merged" if config.merges_adapters else "adapter"
-    number = sizes.trainable_parameters
-    if config.lora is not None and config.merges_adapters:
-        number = _adapted_parameters(estimate, config.lora.values["target_modules"])
-    stored = memory.MASTER_BYTES if payload == "adapter" else sizes.engine_dtype_bytes
-    wire_dtype = config.sync.get("wire_dtype", str)
-    size = stored if wire_dtype is None else DTYPE_BYTES[wire_dtype]
-    return WeightTransfer(payload, transport_of(config, plan), number * size, config.weight_sync_interval)
+
+def made_by(plan: RunSizes) -> str:
+    """The noun for what a step generates."""
+    facts = plan.estimate.facts
+    if isinstance(facts, LatentFacts):
+        return "images" if facts.frame_scale is None else "videos"
+    return "tokens"
 
 
-def _adapted_parameters(estimate: ModelEstimate, targets: Sequence[str] | str) -> int:
-    """Parameters of the layers that have adapters."""
-    names = estimate.facts.lora_targets if targets == "model" else targets
-    suffixes = tuple(f".{name}" for name in names)
-    layers = [shape for name, shape in estimate.linears.items() if f".{name}".endswith(suffixes)]
-    return sum(inputs * outputs for inputs, outputs in layers)
+def _num_made(plan: RunSizes) -> int:
+    """Tokens of a step, at their greatest number, or its images or videos."""
+    return plan.sizes.num_samples * (plan.sizes.num_steps if plan.sizes.network.cache_width else 1)
+
+
+def rate_text(plan: RunSizes, seconds: float) -> str:
+    """Tokens, images or videos per second in a step of so many seconds, or per hour if they are few."""
+    rate, unit = _num_made(plan) / seconds, "second"
+    if rate < 1:
+        rate, unit = 3600 * rate, "hour"
+    return f"{rate:,.0f} {made_by(plan)} per {unit}" if rate >= 100 else f"{rate:.3g} {made_by(plan)} per {unit}"
+
+
+def clock(seconds: float) -> str:
+    """`0.12s`, `12.3s`, `3m20s`, `2h05m`; a dash for no time."""
+    if not seconds:
+        return "-"
+    return duration(seconds) if seconds >= 99.95 else f"{seconds:.3g}s"
+
+
+def _resources(first: str, parts: Mapping[str, float] | None = None) -> str:
+    names = ("compute", "bytes", "launches", "gathers", "network", "host")
+    cells = [f"{name:>9}" if parts is None else f"{clock(parts[name]):>9}" for name in names]
+    return f"{first:<10}{''.join(cells)}"
 
 
 def _transfer_text(transfer: WeightTransfer) -> str:
@@ -140,19 +191,17 @@ def _transfer_text(transfer: WeightTransfer) -> str:
         return "the engine has no weights of its own: nothing is sent"
     what = {"adapter": "adapters", "merged": "weights with adapters folded in", "full": "all weights"}[transfer.payload]
     when = "every step" if transfer.interval == 1 else f"every {transfer.interval} steps"
-    return f"{what} to the engine, {transfer.num_bytes / 2**20:.4g} MiB, {transfer.transport}, {when}"
+    size, unit = (2**30, "GiB") if transfer.num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{what} to the engine, {transfer.num_bytes / size:.4g} {unit}, {transfer.transport}, {when}"
 
 
-def _time_text(recipe: Recipe) -> str:
+def _measured_text(recipe: Recipe) -> str:
     """The duration of the run, from the steps of the newest run with the same settings."""
-    from unirl.tracking.console import duration
-    from unirl.tracking.run_directory import latest_run
-
     config = recipe.config
     root = Path(config.run.dir).expanduser() if config.run.dir else latest_run(config.run.project, recipe.file.name)
     seconds = [] if root is None else _step_seconds(recipe, root)
     if not seconds:
-        return "unknown until a step was measured: run with num_rollouts=1, then plan again"
+        return "nothing yet: run with num_rollouts=1, then plan again"
     step = statistics.median(seconds)
     total = duration(step * config.num_rollouts)
     return f"{config.num_rollouts} steps x {step:.2f} s = {total} (median of {len(seconds)} steps in {root})"
@@ -160,11 +209,6 @@ def _time_text(recipe: Recipe) -> str:
 
 def _step_seconds(recipe: Recipe, root: Path) -> list[float]:
     """Seconds of every step of the run in `root`, if its settings are those of the recipe."""
-    import yaml
-
-    from unirl.tracking.tables import read_rows
-    from unirl.trainer.resume import changed_keys
-
     resolved, metrics = root / "config" / "resolved.yaml", root / "metrics.jsonl"
     if not (resolved.is_file() and metrics.is_file()):
         return []
@@ -173,67 +217,9 @@ def _step_seconds(recipe: Recipe, root: Path) -> list[float]:
     return [row["time/step"] for row in read_rows(metrics) if "time/step" in row]
 
 
-def _estimate(recipe: Recipe) -> ModelEstimate:
-    """The sizes of the model, from the configuration files that its bundle class reads."""
-    config = recipe.config
-    estimate: ModelEstimate = config.bundle.schema.owner.estimate(config.model_path, config.model_revision)  # type: ignore[attr-defined]
-    return estimate
-
-
-def _memory_inputs(recipe: Recipe, plan: PlacementPlan, estimate: ModelEstimate) -> memory.MemoryInputs:
-    from unirl.config.build import build
-    from unirl.config.node import Node
-    from unirl.plan.preflight import needs_of, sizes_of
-    from unirl.types.protocols import REFERENCE
-
-    policy = estimate.parameters[estimate.facts.trainable_attr]
-    config = recipe.config
-    sampling: Sampling = build(config.sampling)
-    sized = [sampling.at_size(*size) for size in sizes_of(config)]
-    tokens = max(estimate.facts.tokens_of(one) for one in sized or [sampling])
-    fsdp = config.backend.get("fsdp_cfg", Node)
-    averages = [config.backend.get(name, Node) for name in ("ema_cfg", "ema_lora_cfg")]
-    snapshots = {*(config.backend.values.get("snapshots") or {})}
-    if REFERENCE in needs_of(config).snapshots:
-        snapshots.add(REFERENCE)
-    return memory.MemoryInputs(
-        policy_parameters=policy,
-        other_parameters=sum(estimate.parameters.values()) - policy,
-        trainable_parameters=policy if config.lora is None else _lora_parameters(config.lora, estimate),
-        dtype_bytes=DTYPE_BYTES[config.bundle.require("dtype", str)],
-        full_training=config.lora is None,
-        num_snapshots=sum(average is not None for average in averages) + len(snapshots),
-        tokens=tokens,
-        width=estimate.width,
-        num_blocks=estimate.num_blocks,
-        cache_width=estimate.cache_width,
-        rollout_rows=config.rollout.require("forward_batch_size", int) * sampling.rows_per_sample,
-        train_rows=_micro_rows(recipe, tokens) * sampling.rows_per_sample,
-        recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
-        keep_resident=config.pipeline.get("keep_resident", bool) is not False,
-        num_shards=(fsdp and fsdp.get("shard_size", int)) or len(plan.train),
-        engine_dtype_bytes=DTYPE_BYTES[_engine_dtype(recipe)] if plan.is_dedicated else 0,
-    )
-
-
-def _lora_parameters(lora: Node, estimate: ModelEstimate) -> int:
-    targets = lora.get("target_modules", tuple)  # None for "model", the model's own list
-    return estimate.lora_parameters(lora.require("rank", int), targets)
-
-
-def _engine_dtype(recipe: Recipe) -> str:
-    return recipe.config.rollout.get("dtype", str) or recipe.config.bundle.require("dtype", str)
-
-
-def _micro_rows(recipe: Recipe, tokens: int) -> int:
-    """Rows of a micro-batch of the longest samples."""
-    budget = recipe.config.micro_batch_tokens
-    return recipe.config.micro_batch_size if budget is None else max(budget // tokens, 1)
-
-
-def _parameters_text(parameters: Mapping[str, int], sizes: memory.MemoryInputs) -> str:
-    listed = ", ".join(f"{name} {_count(number)}" for name, number in parameters.items())
-    return f"parameters {_count(sizes.trainable_parameters)} trained; {listed}"
+def gib_text(gib: float) -> str:
+    """GiB in at most seven characters, with separators."""
+    return f"{gib:.2f}" if gib < 1000 else f"{gib:,.1f}" if gib < 10_000 else f"{gib:,.0f}"
 
 
 def _count(number: int) -> str:
@@ -241,19 +227,18 @@ def _count(number: int) -> str:
     return f"{number / size[0]:.3g}{size[1]}"
 
 
-def _memory_text(rows: Sequence[memory.MemoryRow], homes: Mapping[str, str]) -> str:
-    """One block per device set. A dash means that the item is not on the device in this phase."""
-    lines = [f"memory     {'GiB per device, estimated':<26}{''.join(f'{phase:>10}' for phase in memory.PHASES)}"]
+def _memory_text(rows: Sequence[cost.MemoryRow], homes: Mapping[str, str]) -> str:
+    """One block per device set. A dash means that the item is not on the device at this moment."""
+    lines = [f"memory     {'GiB per device, estimated':<31}{''.join(f'{moment:>8}' for moment in cost.MOMENTS)}"]
     device_sets = list(dict.fromkeys(homes[row.part] for row in rows))
     for device_set in device_sets:
         here = [row for row in rows if homes[row.part] == device_set]
         lines += [f"           {device_set}:"] if len(device_sets) > 1 else []
-        lines += [_memory_line(row.role, row.gib) for row in here if any(row.gib.values())]
-        lines.append(_memory_line("sum", memory.peak(here)))
-    lines.append("             (reward models, the decoder's activations and allocator slack come on top)")
+        lines += [_memory_line(row.name, row.gib) for row in here if any(row.gib.values())]
+        lines.append(_memory_line("sum", {moment: sum(row.gib[moment] for row in here) for moment in cost.MOMENTS}))
     return "\n".join(lines)
 
 
 def _memory_line(name: str, gib: Mapping[str, float]) -> str:
-    cells = [f"{gib[phase]:>10.2f}" if gib[phase] else f"{'-':>10}" for phase in memory.PHASES]
-    return f"             {name:<24}{''.join(cells)}"
+    cells = [f"{gib_text(gib[moment]):>8}" if gib[moment] else f"{'-':>8}" for moment in cost.MOMENTS]
+    return f"             {name:<29}{''.join(cells)}"

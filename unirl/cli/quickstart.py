@@ -5,9 +5,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from PIL import Image
+
 from unirl.cli.arguments import parse_recipe, recipe_parser
+from unirl.cli.check import checked
+from unirl.cli.export import export
+from unirl.cli.train import train
 from unirl.config.errors import NoImprovementError
 from unirl.config.failures import Session
+from unirl.tracking.console import ACCURACIES
+from unirl.tracking.curve import Series, beside, reward_curve
+from unirl.tracking.tables import read_rows
+from unirl.trainer.run_folder import continuation
 
 RECIPE = "diffusion/quickstart"
 PROMISES = {RECIPE: 0.15, "llm/quickstart": 0.2, "vlm/quickstart": 0.1}
@@ -23,11 +32,6 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    from unirl.cli.check import checked
-    from unirl.cli.export import export
-    from unirl.cli.train import train
-    from unirl.trainer.run_folder import continuation
-
     parser = recipe_parser("quickstart", "Train a small built-in model on a CPU; takes minutes.", EXAMPLES)
     parser.usage = "unirl quickstart [DOMAIN or RECIPE] [key=value ...]"
     arguments = parse_recipe(parser, argv, default=RECIPE)
@@ -38,7 +42,7 @@ def run(argv: list[str], session: Session) -> int:
     for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):
         print(line)
     print(f"overview         {draw_overview(session.run_dir)}")
-    longer = f"num_rollouts={2 * len(read_steps(session.run_dir))}"
+    longer = f"num_rollouts={2 * len((session.run_dir / 'metrics.jsonl').read_text().splitlines())}"
     print(f"train on         {continuation(checked(recipe, [*arguments.overrides, longer]), session.run_dir)}")
     check_promise(recipe, scores, arguments.overrides)
     return 0
@@ -54,17 +58,10 @@ def read_scores(root: Path) -> list[dict[str, float]]:
     return [json.loads(path.read_text())["metrics"] for path in sorted(root.glob("eval/step-*/scores.json"))]
 
 
-def read_steps(root: Path) -> list[str]:
-    """One line per finished step."""
-    return (root / "metrics.jsonl").read_text().splitlines()
-
-
 def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
     """The lines of the final report."""
-    from unirl.tracking.console import ACCURACIES
-
     before, after = scores[0], scores[-1]
-    spread = [f"{found['eval/reward_mean']:.3f} +- {found['eval/reward_stderr']:.3f}" for found in (before, after)]
+    spread = [f"{result['eval/reward_mean']:.3f} +- {result['eval/reward_stderr']:.3f}" for result in (before, after)]
     shares = [name for name in before if name.startswith(ACCURACIES) and name in after]
     return [
         f"held-out reward  {spread[0]} -> {spread[1]}   (mean +- standard error over prompts)",
@@ -82,11 +79,6 @@ def pages(root: Path) -> list[Path]:
 
 def draw_overview(root: Path) -> Path:
     """Draws the reward curve of the run, beside the last before/after sheet if that is an image."""
-    from PIL import Image
-
-    from unirl.tracking.curve import Series, beside, reward_curve
-    from unirl.tracking.tables import read_rows
-
     rows = list(read_rows(root / "metrics.jsonl"))
     curve = Series(
         "reward, mean +- std over samples",

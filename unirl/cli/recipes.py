@@ -3,14 +3,15 @@
 import json
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
 
 from unirl.cli.arguments import Parser, run_verb
+from unirl.config.compose import compose
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.failures import Session
+from unirl.config.merge import get
 from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")
@@ -65,35 +66,31 @@ class Summary:
 
 def _summary(recipe: RecipeFile) -> Summary:
     """Read from the composed YAML alone, so that no model code is imported."""
-    from unirl.config.compose import compose
-
     try:
         tree = compose(str(recipe.path)).tree
     except ConfigError as error:
         return Summary(evidence=f"unreadable: {error}")
-    reward = tree.get("reward", {})
     return Summary(
         model=_class_of(tree.get("bundle"), "Bundle"),
         algorithm=_class_of(tree.get("algorithm")).removeprefix("Diffusion"),
-        scorer=_scorer_of(reward.get("backend", reward)),
+        scorer=_scorer_of(get(tree, "reward.backend", get(tree, "reward"))),
         devices=str(tree.get("num_devices", 1)),
         evidence=recipe.card.evidence,
     )
 
 
-def _class_of(block: Any, *suffixes: str) -> str:
+def _class_of(block: object, *suffixes: str) -> str:
     """The class that a block names, without its module and the given suffix."""
-    name = str(block.get("_target_", "?") if isinstance(block, Mapping) else "?").rpartition(".")[2]
+    name = str(block.get("_target_", "?") if isinstance(block, dict) else "?").rpartition(".")[2]
     for suffix in suffixes:
         name = name.removesuffix(suffix)
     return name
 
 
-def _scorer_of(block: Any) -> str:
+def _scorer_of(block: object) -> str:
     """The scorer, or the first scorer of a weighted sum and the number of the others."""
-    scorers = block.get("scorers") if isinstance(block, Mapping) else None
-    if isinstance(scorers, Mapping) and scorers:
-        first, *others = scorers.values()
+    if isinstance(block, dict) and isinstance(block.get("scorers"), dict) and block["scorers"]:
+        first, *others = block["scorers"].values()
         return f"{_scorer_of(first)} + {len(others)}" if others else _scorer_of(first)
     return _class_of(block, "RewardScorer", "RewardBackend")
 
@@ -107,11 +104,6 @@ def _print_listing(recipes: Sequence[RecipeFile], as_json: bool) -> int:
         ]
         print(json.dumps(facts, indent=1))
         return 0
-    _print_table(rows)
-    return 0
-
-
-def _print_table(rows: Sequence[tuple[RecipeFile, Summary]]) -> None:
     width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
     print(_line(("RECIPE", "MODEL", "ALGORITHM", "REWARD", "DEV", "EVIDENCE"), width))
     for domain, members in groupby(rows, key=lambda row: row[0].name.rpartition("/")[0]):
@@ -120,6 +112,7 @@ def _print_table(rows: Sequence[tuple[RecipeFile, Summary]]) -> None:
             print(_line((f" {recipe.name.rpartition('/')[2]}", *asdict(summary).values()), width))
     print("\nDEV: devices. toy: ran end to end at scale=toy. trained: the mean reward rose on held-out prompts.")
     print("Details: unirl recipes show DOMAIN/RECIPE")
+    return 0
 
 
 def _line(cells: Sequence[str], width: int) -> str:

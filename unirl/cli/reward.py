@@ -1,18 +1,32 @@
 """`unirl reward ls|score|lint|serve|ping|bench`: lists and checks scorers, and runs and tests a reward service."""
 
+import inspect
 import json
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from PIL import Image, ImageDraw, UnidentifiedImageError
+from torch import Tensor
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.config.dependencies import need
 from unirl.config.errors import ArgumentError, DataError, RewardError
 from unirl.config.failures import Session
+from unirl.config.schema import dotted_name
+from unirl.reward.base import RewardScorer
+from unirl.reward.client.connection import Connection, ConnectionConfig
+from unirl.reward.registry import make_scorer, scorers
+from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
+from unirl.reward.scoring import checked_score
+from unirl.reward.service import RewardService
+from unirl.types.reward import RewardRequest
 
 EXAMPLES = ("unirl reward ls", 'unirl reward score -r pickscore --image cat.png --prompt "a cat"',
             "unirl reward lint -r jpeg_compressibility",
@@ -25,34 +39,34 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def list_all(argv: Sequence[str]) -> int:
-    from unirl.reward.registry import scorers
-
     parser = Parser("reward ls", "List the scorers of unirl and the columns that each one reads.", EXAMPLES)
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
-    rows = [_about(name, scorer) for name, scorer in sorted(scorers().items())]
+    rows = [
+        {
+            "name": name,
+            "target": dotted_name(scorer),
+            "summary": (inspect.getdoc(scorer) or "").split("\n")[0],
+            "reads": list(_columns(scorer)),
+            "modalities": list(scorer.capabilities.modalities),
+            "differentiable": scorer.capabilities.differentiable,
+        }
+        for name, scorer in sorted(scorers().items())
+    ]
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
-    width = max(len(row["name"]) for row in rows)
+    width = max(len(str(row["name"])) for row in rows)
     for row in rows:
         gradient = "  (has a gradient)" if row["differentiable"] else ""
         print(f"{row['name']:<{width}}  {row['summary']}{gradient}")
     return 0
 
 
-def _about(name: str, scorer: Any) -> dict[str, Any]:
-    import inspect
-
-    reads = getattr(scorer, "reads", ())
-    return {
-        "name": name,
-        "target": f"{scorer.__module__}.{scorer.__qualname__}",
-        "summary": (inspect.getdoc(scorer) or "").split("\n")[0],
-        "reads": list(reads) if isinstance(reads, tuple) else [],
-        "modalities": list(scorer.capabilities.modalities),
-        "differentiable": scorer.capabilities.differentiable,
-    }
+def _columns(scorer: type[RewardScorer]) -> tuple[str, ...]:
+    """The columns that every scorer of this class reads. Empty if they depend on its settings."""
+    reads = inspect.getattr_static(scorer, "reads", ())
+    return reads if isinstance(reads, tuple) else ()
 
 
 def score(argv: Sequence[str]) -> int:
@@ -61,8 +75,6 @@ def score(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     scorer = _scorer(options)
     request = rows_of(options, scorer.reads)
-    from unirl.reward.scoring import checked_score
-
     response = checked_score(scorer, request, options.reward)
     rows = [
         {"total": float(response.total[row])}
@@ -81,10 +93,10 @@ def lint(argv: Sequence[str]) -> int:
     parser = _rows_parser("reward lint", "Check the contract of a scorer on rows of your own or on generated ones.")
     options = parser.parse(argv)
     scorer = _scorer(options)
-    request = rows_of(options, scorer.reads) if _has_rows(options) else drawn_rows(scorer.reads, options.reward)
+    has_rows = any(vars(options)[option] for option in OPTION_OF.values())
+    request = rows_of(options, scorer.reads) if has_rows else drawn_rows(scorer.reads, options.reward)
     if len(request) < 3:
         raise ArgumentError(f"unirl reward lint needs at least 3 rows that differ, got {len(request)}")
-    from unirl.reward.service import RewardService
     from unirl.testing.reward import check_gradient, check_reward
 
     try:
@@ -120,8 +132,6 @@ def ping(argv: Sequence[str]) -> int:
     parser = _service_parser("reward ping", "Show the rewards of a service and which replicas are ready.")
     parser.option("--json", action="store_true", help="as JSON")
     options = parser.parse(argv)
-    from unirl.reward.client.connection import Connection, ConnectionConfig
-
     connection = Connection(ConnectionConfig(base_url=options.url, token_file=options.token_file))
     health = connection.health(options.patience)
     connection.close()
@@ -146,8 +156,6 @@ def bench(argv: Sequence[str]) -> int:
     for name in ("items", "batch", "clients", "side"):
         if getattr(options, name) < 1:
             raise ArgumentError(f"--{name} must be >= 1, got {getattr(options, name)}")
-    from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
-
     spec = RemoteRewardSpec(
         base_url=options.url,
         token_file=options.token_file,
@@ -174,7 +182,7 @@ def bench(argv: Sequence[str]) -> int:
     return 0
 
 
-def _timed(remote: Any, request: Any) -> float:
+def _timed(remote: RemoteRewardBackend, request: RewardRequest) -> float:
     begun = time.perf_counter()
     remote.score(request)
     return time.perf_counter() - begun
@@ -204,17 +212,13 @@ def _rows_parser(command: str, summary: str) -> Parser:
     return parser
 
 
-def _scorer(options: Namespace) -> Any:
-    from unirl.reward.registry import make_scorer
-
+def _scorer(options: Namespace) -> RewardScorer:
     plugins = [name for name in options.plugins.split(",") if name]
     return make_scorer(options.reward, settings_of(options.set), toy=options.toy, plugins=plugins)
 
 
-def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the values of `--set key=value ...`."""
-    import yaml
-
+def settings_of(words: Sequence[str]) -> dict[str, object]:
+    """The values of `--set key=value ...`."""
     settings = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -224,57 +228,58 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _has_rows(options: Namespace) -> bool:
-    return bool(options.image or options.text or options.prompt or options.metadata)
+OPTION_OF = {"images": "image", "prompts": "prompt", "texts": "text", "metadata": "metadata"}
+"""Column of a request to the option that gives its values."""
 
 
-def rows_of(options: Namespace, reads: Sequence[str]) -> Any:
-    """Returns the request in the options, with the columns that the scorer reads."""
-    from unirl.types.reward import RewardRequest
-
-    given = {"images": options.image, "prompts": options.prompt, "texts": options.text, "metadata": options.metadata}
-    count = max(len(values) for values in given.values())
-    option_of = {"images": "--image", "prompts": "--prompt", "texts": "--text", "metadata": "--metadata"}
-    columns: dict[str, Any] = {}
+def rows_of(options: Namespace, reads: Sequence[str]) -> RewardRequest:
+    """The request in the options, with the columns that the scorer reads."""
+    given = {column: vars(options)[option] for column, option in OPTION_OF.items()}
+    count = max(map(len, given.values()))
     for column in reads:
         if column not in given:
             raise ArgumentError(f"{options.reward} reads {column}, for which the command line has no option")
-        values = given[column]
-        if len(values) == 1 and column in ("prompts", "metadata"):
-            values = values * count
-        if len(values) != count or not count:
+        if len(given[column]) == 1 and column in ("prompts", "metadata"):
+            given[column] = given[column] * count
+        if not given[column] and column in ("prompts", "metadata"):
             raise ArgumentError(
-                f"{options.reward} reads {column}: give {option_of[column]} once for each of the {max(count, 1)} rows"
-                f" (it is given {len(values)} times)"
+                f"{options.reward} reads {column}, and no --{OPTION_OF[column]} is given: give one for all rows, or "
+                "one for each"
             )
-        columns[column] = values
-    names = options.image or [f"row {row}" for row in range(count)]
-    if "images" in columns:
-        columns["images"] = _read_images(columns["images"])
-    if "metadata" in columns:
-        columns["metadata"] = [_mapping(text) for text in columns["metadata"]]
-    return RewardRequest(sample_ids=names, **columns)
+        if len(given[column]) != count or not count:
+            raise ArgumentError(
+                f"{options.reward} reads {column}: give --{OPTION_OF[column]} once for each of the {max(count, 1)} rows"
+                f" (it is given {len(given[column])} times)"
+            )
+    return RewardRequest(
+        sample_ids=options.image or [f"row {row}" for row in range(count)],
+        prompts=given["prompts"] if "prompts" in reads else None,
+        images=_read_images(given["images"]) if "images" in reads else None,
+        texts=given["texts"] if "texts" in reads else None,
+        metadata=[_mapping(text) for text in given["metadata"]] if "metadata" in reads else None,
+    )
 
 
-def _read_images(paths: Sequence[str]) -> Any:
-    import numpy as np
-    import torch
-    from PIL import Image, UnidentifiedImageError
-
-    arrays = []
+def _read_images(paths: Sequence[str]) -> Tensor:
+    images = []
     for path in paths:
         try:
             with Image.open(path) as image:
-                arrays.append(np.asarray(image.convert("RGB")))
+                images.append(image.convert("RGB"))
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"--image {path} cannot be read as an image: {error}") from error
-    sizes = {array.shape for array in arrays}
+    sizes = {(image.height, image.width, 3) for image in images}
     if len(sizes) > 1:
         raise DataError(f"the images have different sizes {sorted(sizes)}: score images of one size together")
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
+    return _pixels(images)
 
 
-def _mapping(text: str) -> Mapping[str, Any]:
+def _pixels(images: Sequence[Image.Image]) -> Tensor:
+    """[B, 3, H, W] in [0, 1]."""
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float() / 255
+
+
+def _mapping(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -290,18 +295,12 @@ PROMPT_WORDS = ("OPEN", "CAFE", "EXIT", "WARM")
 COLORS = ("red", "green", "blue", "yellow")
 
 
-def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
-    """Returns four different rows: signs of four colors, each with a word. One word differs from its prompt."""
-    import numpy as np
-    import torch
-    from PIL import Image, ImageDraw
-
-    from unirl.types.reward import RewardRequest
-
-    drawable = {"images", "prompts"}
-    if not set(reads) <= drawable:
+def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> RewardRequest:
+    """Four different rows: signs of four colors, each with a word. One word differs from its prompt."""
+    unknown = set(reads) - {"images", "prompts"}
+    if unknown:
         raise ArgumentError(
-            f"{name} reads {', '.join(sorted(set(reads) - drawable))}, which cannot be generated: give your own rows "
+            f"{name} reads {', '.join(sorted(unknown))}, which cannot be generated: give your own rows "
             "(--prompt, --text, --metadata)"
         )
     images = []
@@ -310,8 +309,10 @@ def drawn_rows(reads: Sequence[str], name: str, side: int = 96) -> Any:
         draw = ImageDraw.Draw(image)
         draw.ellipse((8 + 4 * number, 8, side - 8, side - 8 - 6 * number), fill=color)
         draw.text((side / 2, side / 2), word, fill="black", anchor="mm", font_size=24)
-        images.append(np.asarray(image))
-    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+        images.append(image)
     prompts = [f'a {color} sign with the word "{word}"' for word, color in zip(PROMPT_WORDS, COLORS, strict=True)]
-    columns: dict[str, Any] = {"images": pixels, "prompts": prompts}
-    return RewardRequest(sample_ids=list(WORDS), **{column: columns[column] for column in reads})
+    return RewardRequest(
+        sample_ids=list(WORDS),
+        prompts=prompts if "prompts" in reads else None,
+        images=_pixels(images) if "images" in reads else None,
+    )

@@ -1,19 +1,20 @@
 """`unirl sample RUN -p "a prompt"`: images, videos or texts sampled from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from unirl.cli.arguments import Parser, split_settings
-from unirl.config.errors import ArgumentError
+from unirl.cli.arguments import Parser, output_folder, split_settings
+from unirl.config.errors import ArgumentError, InvalidValueError
 from unirl.config.failures import Session
-
-if TYPE_CHECKING:
-    from unirl.data.datasets import Prompt
-    from unirl.tracking.samples import Media
+from unirl.data.data_source import by_size
+from unirl.data.datasets import Prompt, load_prompts
+from unirl.data.images import check_images
+from unirl.tracking.media import media_of
+from unirl.tracking.samples import Media
+from unirl.trainer.assemble import build_trainer
+from unirl.trainer.loop import Trainer
+from unirl.trainer.run_folder import check_weights, quiet_tracker, saved_run
 
 EXAMPLES = (
     'unirl sample runs/unirl/first -p "a red circle" -p "a blue square"',
@@ -24,37 +25,6 @@ EXAMPLES = (
 
 
 def run(argv: list[str], session: Session) -> int:
-    from unirl.cli.arguments import output_folder
-    from unirl.data.data_source import by_size
-    from unirl.trainer.assemble import build_trainer
-    from unirl.trainer.saved_runs import quiet_tracker, saved_run
-
-    parser = _parser()
-    own, overrides = split_settings(argv, parser.takes_value)
-    options = parser.parse(own)
-    prompts = _prompts(options.prompt, options.prompts)
-    evaluation = {"samples_per_prompt": options.count, "weights": options.weights, "seed": options.seed}
-    out = output_folder(options.run, "drawn", options.out)
-    saved = saved_run(options.run, overrides, {"evaluation": evaluation})
-    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
-        trainer.load(saved.checkpoint)
-        drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
-    for some, media in drawn:
-        for line in [*media.console_lines(), *media.remarks()]:
-            print(line)
-        page = media.gallery([prompt.text for prompt in some], _folder(out, some[0].size, len(drawn)))
-        print(f"{len(media)} {media.kind}s   {page}")
-    return 0
-
-
-def _folder(out: Path, size: tuple[int, int] | None, num_sizes: int) -> Path:
-    """The folder for samples of one size: `out`, or a folder in it if there are several sizes."""
-    folder = out if num_sizes == 1 or size is None else out / f"{size[0]}x{size[1]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _parser() -> Parser:
     parser = Parser("sample", "Sample images, videos or texts from a checkpoint, several for each prompt.", EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run directory (its newest checkpoint), or a checkpoint")
     parser.option("-p", "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
@@ -63,13 +33,30 @@ def _parser() -> Parser:
     parser.option("--seed", type=int, default=42, help="default 42")
     parser.option("--weights", choices=("live", "ema"), default="live", help="which weights (default live)")
     parser.option("--out", metavar="DIR", help="default: RUN/drawn/...")
-    return parser
+    own, overrides = split_settings(argv, parser.takes_value)
+    options = parser.parse(own)
+    if options.count < 1:
+        raise InvalidValueError(f"--count must be >= 1, got {options.count}")
+    prompts = _prompts(options.prompt, options.prompts)
+    evaluation = {"samples_per_prompt": options.count, "weights": options.weights, "seed": options.seed}
+    out = output_folder(options.run, "drawn", options.out)
+    saved = saved_run(options.run, overrides, {"evaluation": evaluation})
+    check_weights(saved, options.weights)
+    with build_trainer(saved.recipe, session, tracker=quiet_tracker(saved, out, session.argv)) as trainer:
+        trainer.state.load(saved.checkpoint)
+        drawn = [(some, _draw(trainer, some)) for some in by_size(trainer.data.sized(prompts))]
+    for some, media in drawn:
+        for line in [*media.console_lines(), *media.remarks()]:
+            print(line)
+        size = some[0].size
+        folder = out if len(drawn) == 1 or size is None else out / f"{size[0]}x{size[1]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        page = media.gallery([prompt.text for prompt in some], folder)
+        print(f"{len(media)} {media.kind}s   {page}")
+    return 0
 
 
 def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
-    from unirl.data.datasets import Prompt, load_prompts
-    from unirl.data.images import check_images
-
     prompts = [Prompt(text=text, prompt_id="") for text in texts]
     prompts += load_prompts(file) if file is not None else ()
     if not prompts:
@@ -78,9 +65,9 @@ def _prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return [replace(prompt, prompt_id=f"{i:03d}") for i, prompt in enumerate(prompts)]
 
 
-def _draw(trainer, prompts: Sequence[Prompt]) -> Media:
-    """The samples of a prompt adjacent; prompts of one size."""
-    from unirl.tracking.media import media_of
-
+def _draw(trainer: Trainer[Any], prompts: Sequence[Prompt]) -> Media:
+    """The samples of prompts of one size. Those of a prompt are adjacent."""
     _, resp = trainer.evaluator.sample(prompts, trainer.state.version)
-    return media_of(trainer.roles.rollout.preview(resp.tracks[trainer.track].decoded))
+    decoded = resp.tracks[trainer.track].decoded
+    assert decoded is not None
+    return media_of(trainer.roles.rollout.preview(decoded))

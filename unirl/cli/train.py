@@ -1,20 +1,29 @@
-"""`unirl train RECIPE`, which runs the entrypoint of the recipe's domain: `python -m unirl.train_<domain>`."""
+"""`unirl train RECIPE`, which runs the entrypoint of the recipe's domain: `python -m unirl.train_<domain>`.
+
+The first stop signal lets a run finish its step and save; the second one stops it at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 from unirl.cli.arguments import RecipeArguments, parse_recipe, recipe_parser
 from unirl.config.errors import UsageError
 from unirl.config.failures import Session
 from unirl.config.recipe_files import DOMAIN_OF
+from unirl.tracking.streams import say
 
 EXAMPLES = (
     "unirl train diffusion/quickstart",
     "unirl train diffusion/sd3_trainside scale=toy num_rollouts=3",
     "unirl train diffusion/sd3_trainside num_devices=8 run.name=first --resume auto",
 )
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C, the two signals that schedulers send before they end a job, and that of a terminal that is closed."""
 Entrypoint = Callable[[RecipeArguments, Session], None]
 """`train` of a module `unirl.train_<domain>`."""
 
@@ -38,10 +47,18 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
     """
 
     def command(argv: list[str], session: Session) -> int:
-        arguments = read_arguments(argv)
+        parser = recipe_parser("train", "Train a recipe: plan, then run, saving what it needs to continue.", EXAMPLES)
+        parser.option("--cfg", "-c", choices=("job",), help="print the configuration instead of training")
+        parser.option("--resolve", action="store_true", help="with --cfg: fill in what ${...} stands for")
+        parser.option("--dry-run", action="store_true", help="plan only, as `unirl plan`")
+        arguments = parse_recipe(parser, argv)
         _check_domain(arguments.recipe, domain)
         if arguments.options.cfg:
-            return _print_config(arguments)
+            from unirl.cli.check import checked
+
+            composed = checked(arguments.recipe, arguments.overrides).composed
+            print(composed.text(resolve_all=arguments.options.resolve), end="")
+            return 0
         if arguments.options.dry_run:
             from unirl.cli.plan import show_plan
 
@@ -50,15 +67,6 @@ def parsed(train: Entrypoint, domain: str | None = None) -> Callable[[list[str],
         return 0
 
     return command
-
-
-def read_arguments(argv: Sequence[str]) -> RecipeArguments:
-    """The recipe, its settings and the options, as typed."""
-    parser = recipe_parser("train", "Train a recipe: plan, then run, saving what it needs to continue.", EXAMPLES)
-    parser.option("--cfg", "-c", choices=("job",), help="print the configuration instead of training")
-    parser.option("--resolve", action="store_true", help="with --cfg: fill in what ${...} stands for")
-    parser.option("--dry-run", action="store_true", help="plan only, as `unirl plan`")
-    return parse_recipe(parser, argv)
 
 
 def domain_of(recipe: str) -> str | None:
@@ -75,9 +83,29 @@ def _check_domain(recipe: str, domain: str | None) -> None:
         )
 
 
-def _print_config(arguments: RecipeArguments) -> int:
-    from unirl.cli.check import checked
+@contextmanager
+def stop_on_signal(request_stop: Callable[[int], None]) -> Iterator[None]:
+    """Inside the block the first stop signal calls `request_stop(number)`; the second has its default effect.
 
-    recipe = checked(arguments.recipe, arguments.overrides)
-    print(recipe.composed.text(resolve_all=arguments.options.resolve), end="")
-    return 0
+    The shell and the kernel may both send SIGHUP when a terminal is closed, so it never counts as the second. It stays
+    ignored if it was, as by nohup.
+    """
+    before = {number: signal.getsignal(number) for number in STOPPING}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def stop(number: int, _: FrameType | None) -> None:
+        restore()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        request_stop(number)
+        say(f"unirl: {signal.Signals(number).name}: finishing this step, then saving. A second signal stops at once")
+
+    for number in STOPPING:
+        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        restore()

@@ -7,10 +7,12 @@ other objects.
 from __future__ import annotations
 
 import inspect
-import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+from typing_extensions import get_protocol_members, is_protocol
 
 from unirl.config.errors import (
     BlockValueError,
@@ -23,17 +25,18 @@ from unirl.config.errors import (
 from unirl.config.foreign_keys import WRITE_INSTEAD
 from unirl.config.merge import Tree, join
 from unirl.config.node import Node
+from unirl.config.plugins import contract_of, remember
 from unirl.config.recipe import RecipeConfig
 from unirl.config.schema import REQUIRED, Key, Schema, is_config, schema_of
 from unirl.config.targets import find_target
-from unirl.config.values import ReadContext, read, show
+from unirl.config.values import MAPPINGS, ReadContext, read, show
 
 SPECIAL = "_target_"
 
 
 def check_node(
-    tree: Any,
-    expected: Any = Node,
+    tree: object,
+    expected: object = Node,
     path: str = "",
     plugins: tuple[str, ...] = (),
     where: Callable[[str], str] = lambda path: "",
@@ -51,7 +54,7 @@ def check_node(
     return _read_node(tree, expected, ReadContext(path, where, plugins, _read_node))
 
 
-def build(node: Node, **wired: Any) -> Any:
+def build(node: Node, **wired: object) -> Any:
     """The object of a node. The node's class and every class below it get the `wired` parameters that they name."""
     missing = [name for name, needed in node.schema.wired.items() if needed and name not in wired]
     if missing:
@@ -59,16 +62,20 @@ def build(node: Node, **wired: Any) -> Any:
             f"{node.path}: {node.target} asks the trainer for {', '.join(missing)}, "
             f"which is not offered here (offered: {', '.join(sorted(wired)) or 'nothing'})"
         )
+    remember(node.schema.owner.__module__)
     given = {name: wired[name] for name in node.schema.wired if name in wired}
-    return _call(node, given | _arguments(node, wired))
+    built = {key: _make(value, wired) for key, value in node.built.items()}
+    try:
+        return node.schema.target(**given | dict(node.values) | built)
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        # Errors of a value get their path when the recipe is checked; other objects are built only for a run.
+        path = "" if node.schema.is_value or str(error).startswith(node.path) else f"{node.path}: "
+        raise InvalidValueError(path + str(error)) from error
 
 
-def _arguments(node: Node, wired: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a node's keys, with the nodes below built."""
-    return dict(node.values) | {key: _make(value, wired) for key, value in node.built.items()}
-
-
-def _make(value: Any, wired: Mapping[str, Any]) -> Any:
+def _make(value: object, wired: Mapping[str, object]) -> object:
     """A checked value with its nodes built."""
     if isinstance(value, Node):
         return build(value, **wired)
@@ -79,116 +86,74 @@ def _make(value: Any, wired: Mapping[str, Any]) -> Any:
     return value
 
 
-def _call(node: Node, arguments: Mapping[str, Any], where: Callable[[str], str] = lambda path: "") -> Any:
-    """Calls the target. A ValueError about one of its keys becomes a ConfigError that names the key path."""
-    try:
-        return node.schema.target(**arguments)
-    except ValueError as error:
-        path, message = _located(str(error), node)
-        if isinstance(error, ConfigError) and not isinstance(error, UnknownKeyError):
-            raise type(error)(message + where(path)) from error
-        if type(error) is ValueError and (node.schema.is_value or path != node.path):
-            raise InvalidValueError(message + where(path)) from error
-        raise
+# Checks
 
 
-def _located(message: str, node: Node) -> tuple[str, str]:
-    """The key path of a message, and the message with this path: `LoraConfig.rank` -> `backend.lora_cfg.rank`.
-
-    The key is read from the text, since classes of `types` and `sde` raise plain ValueErrors.
-    """
-    spelled = re.match(r"(?:[\w.]+\.)?(\w+)(?=[ =])", message)
-    if spelled and spelled[1] in node.values:
-        path = _join(node.path, spelled[1])
-        return path, path + message[spelled.end() :]
-    return node.path, f"{node.path}: {message}" if node.path else message
-
-
-def _read_node(value: Any, expected: Any, context: ReadContext) -> Node:
+def _read_node(value: object, expected: object, context: ReadContext) -> Node:
     if not isinstance(value, dict):
         raise context.error(
             f"{context.path} is a block of keys, got {show(value)}", BlockValueError, _keys_of(value, expected, context)
         )
     schema = _schema(value, expected, context)
-    _refuse_special(value, context)
-    _refuse_unknown(value, schema, context)
-    values = {key.name: _read_key(key, value, context) for key in schema.keys.values()}
+    for name in value:
+        _check_name(name, schema, context)
+    values = {key.name: _read_key(key, value, context.below(key.name)) for key in schema.keys.values()}
     node = Node(context.path, schema, values, frozenset(value) - {SPECIAL}, typed=schema.target is expected)
-    if schema.is_value:
+    if schema.is_value and not _needs_trainer(node):
         _check_rules(node, context)
     return node
 
 
-def _check_rules(node: Node, context: ReadContext) -> None:
-    """Builds the dataclass once, so that its `__post_init__` runs, unless a node below needs the trainer."""
-    if not _needs_trainer(node):
-        _call(node, _arguments(node, {}), context.where)
-
-
-def _needs_trainer(value: Any) -> bool:
-    """True if this value, or one below it, cannot be built without the trainer."""
-    if isinstance(value, Node):
-        return not value.schema.is_value or any(_needs_trainer(item) for item in value.built.values())
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return any(_needs_trainer(item) for item in items)
-
-
-def _schema(tree: Mapping[str, Any], expected: Any, context: ReadContext) -> Schema:
+def _schema(tree: Tree, expected: object, context: ReadContext) -> Schema:
     """The schema of the class that the node names, or of the expected config dataclass if it names none."""
     if SPECIAL not in tree:
         if is_config(expected) and expected is not Node:
             return schema_of(expected)
         raise context.error(f"{context.path} needs a _target_: the class to build")
-    target = find_target(tree[SPECIAL], context.path, context.plugins)
-    schema = schema_of(target)
-    _check_fits(schema, expected, context)
+    schema = schema_of(find_target(tree[SPECIAL], context.path, context.plugins))
+    if inspect.isclass(expected) and expected is not Node:
+        _check_fits(schema, expected, context)
     return schema
 
 
-def _check_fits(schema: Schema, expected: Any, context: ReadContext) -> None:
-    """A class must be a subclass of its parameter's annotation, or have the methods of this Protocol."""
-    if expected is Node or not inspect.isclass(expected):
-        return
-    if expected.__dict__.get("_is_protocol"):
-        lacks = [name for name in _methods(expected) if inspect.getattr_static(schema.owner, name, None) is None]
-    else:
-        lacks = [] if issubclass(schema.owner, expected) else [f"base {expected.__name__}"]
+def _check_fits(schema: Schema, expected: type, context: ReadContext) -> None:
+    """A class must be a whole subclass of its parameter's annotation, or have the public methods of this Protocol."""
+    lacks = lacking(schema, expected)
     if lacks:
+        contract = contract_of(schema.owner, lacks[0])
         raise context.error(
             f"{context.path} must be a {expected.__name__}, and {schema.name} has no {', '.join(lacks)}",
             InvalidValueError,
+            "".join(f" {line}" for line in contract),
         )
 
 
-def _methods(protocol: type) -> list[str]:
-    """The public methods of a Protocol."""
-    bases = [base for base in protocol.__mro__ if base.__dict__.get("_is_protocol")]
-    names = {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
-    return sorted(name for name in names if not name.startswith("_"))
+def lacking(schema: Schema, expected: type) -> list[str]:
+    """Names what a class lacks to be an `expected`: the base class, or the methods that are abstract or absent."""
+    if is_protocol(expected):
+        names = [name for name in get_protocol_members(expected) if inspect.isfunction(getattr(expected, name, None))]
+        return sorted(name for name in names if inspect.getattr_static(schema.owner, name, None) is None)
+    if not issubclass(schema.owner, expected):
+        return [f"base {expected.__name__}"]
+    # A classmethod may give back an object of another class.
+    abstract = inspect.isabstract(schema.owner) and schema.target is schema.owner
+    return sorted(getattr(schema.owner, "__abstractmethods__")) if abstract else []  # noqa: B009
 
 
-def _read_key(key: Key, tree: Mapping[str, Any], context: ReadContext) -> Any:
-    below = context.below(key.name)
-    if key.default_target is not None:
-        return _read_default_node(key, tree, below)
-    if key.name in tree and tree[key.name] != "???":
-        return read(tree[key.name], key.annotation, below)
+def _read_key(key: Key, tree: Tree, context: ReadContext) -> object:
+    value = tree.get(key.name, {} if key.default_target else "???")
+    if key.default_target and isinstance(value, dict):
+        value = {SPECIAL: key.default_target} | value
+    if value != "???":
+        return read(value, key.annotation, context)
     if key.default is REQUIRED:
-        raise context.error(f"{below.path} is required and not set", way_out=f" Write {below.path}=...")
-    return _default(key, below)
+        raise context.error(f"{context.path} is required and not set", way_out=f" Write {context.path}=...")
+    return _default(key, context)
 
 
-def _read_default_node(key: Key, tree: Mapping[str, Any], context: ReadContext) -> Any:
-    value = tree.get(key.name)
-    if value is None and key.name not in tree:
-        value = {}
-    target = {SPECIAL: key.default_target}
-    return read(target | value if isinstance(value, dict) else value, key.annotation, context)
-
-
-def _default(key: Key, context: ReadContext) -> Any:
+def _default(key: Key, context: ReadContext) -> object:
     """The default of a key. A default config dataclass becomes a node, so that its keys are listed as well."""
-    kind: Any = type(key.default)
+    kind: type = type(key.default)
     if not is_config(kind):
         return key.default
     schema = schema_of(kind)
@@ -197,28 +162,68 @@ def _default(key: Key, context: ReadContext) -> Any:
     return Node(context.path, schema, below, frozenset(), typed=kind is key.annotation)
 
 
-def _keys_of(value: Any, expected: Any, context: ReadContext) -> str:
-    """The way out for a single value in place of a block."""
-    known = is_config(expected) and expected is not Node
-    keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
-    return f"{keys} Set one of them: {context.path}.<key>={show(value)}"
+def _needs_trainer(value: object) -> bool:
+    """True if this value, or one below it, cannot be built without the trainer."""
+    if isinstance(value, Node):
+        return not value.schema.is_value or any(_needs_trainer(item) for item in value.built.values())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return any(_needs_trainer(item) for item in items)
 
 
-def _refuse_special(tree: Mapping[str, Any], context: ReadContext) -> None:
-    for name in tree:
-        if not isinstance(name, str):
-            raise context.error(f"{context.path}: the key {name!r} must be text")
-        if name.startswith("_") and name != SPECIAL:
-            raise context.error(f"{_join(context.path, name)}: the only special key is _target_", way_out=" Remove it")
+# Rules of a class
 
 
-def _refuse_unknown(tree: Mapping[str, Any], schema: Schema, context: ReadContext) -> None:
-    for name in tree:
-        if name != SPECIAL and name not in schema.keys:
-            path = _join(context.path, name)
-            hint = _instead(name, schema, context)
-            message = f"unknown key '{path}'{context.where(path)}.{hint}"
-            raise UnknownKeyError(message if hint else f"{message} {_known(schema, context)}", path, bool(hint))
+def _check_rules(node: Node, context: ReadContext) -> None:
+    """Builds the dataclass once, so that its `__post_init__` runs. Its error gets the path of the breaking key."""
+    try:
+        build(node)
+    except ConfigError as error:
+        keys = _breaking(node)
+        path = join(node.path, keys[0]) if len(keys) == 1 else node.path
+        places = "".join(context.where(join(node.path, key)) for key in keys) or context.where(node.path)
+        raise type(error)(_at_path(str(error), path, node) + places) from error
+
+
+def _breaking(node: Node) -> list[str]:
+    """The written keys without which the class would accept the others. A single key is at fault."""
+    if len(node.written) == 1:
+        return list(node.written)
+    others = {key: {name: node.values[name] for name in node.values if name != key} for key in sorted(node.written)}
+    return [key for key, values in others.items() if _accepts(replace(node, values=values))]
+
+
+def _accepts(node: Node) -> bool:
+    try:
+        build(node)
+    except (ValueError, TypeError):  # TypeError: the constructor requires the key
+        return False
+    return True
+
+
+def _at_path(message: str, path: str, node: Node) -> str:
+    """The message with the full key path in place of the name that the class itself gives the key."""
+    block, _, key = path.rpartition(".")
+    names = (path, f"{node.class_name}.{key}", f"{block.rpartition('.')[2]}.{key}", key)
+    for rest in (message.removeprefix(name) for name in names):
+        if rest != message and rest.startswith((" ", "=")):
+            return path + rest
+    return f"{path}: {message}" if path else message
+
+
+# Messages
+
+
+def _check_name(name: object, schema: Schema, context: ReadContext) -> None:
+    """Refuses a key that the class does not have."""
+    if not isinstance(name, str):
+        raise context.error(f"{context.path}: the key {name!r} must be text")
+    path = join(context.path, name)
+    if name.startswith("_") and name != SPECIAL:
+        raise context.error(f"{path}: the only special key is _target_", way_out=" Remove it")
+    if name != SPECIAL and name not in schema.keys:
+        hint = _instead(name, schema, context)
+        message = f"unknown key '{path}'{context.where(path)}.{hint}"
+        raise UnknownKeyError(message if hint else f"{message} {_known(schema, context)}", path, bool(hint))
 
 
 def _instead(name: str, schema: Schema, context: ReadContext) -> str:
@@ -236,41 +241,52 @@ def _known(schema: Schema, context: ReadContext) -> str:
     return f"Keys of {context.path} ({schema.owner.__name__}): {keys}" if context.path else f"Keys of a recipe: {keys}"
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+def _keys_of(value: object, expected: object, context: ReadContext) -> str:
+    """The way out for a single value in place of a block."""
+    known = is_config(expected) and expected is not Node
+    keys = f" Its keys: {', '.join(schema_of(expected).keys)}." if known else ""
+    return f"{keys} Set one of them: {context.path}.<key>={show(value)}"
 
 
 # The classes of a recipe that is not checked yet
 
 
 def schemas_of(tree: Tree, plugins: tuple[str, ...] = ()) -> dict[str, Schema]:
-    """Key path to schema of every node of an unchecked recipe, written or default; "" is the recipe itself."""
-    return dict(_schemas(tree, schema_of(RecipeConfig), "", plugins))
+    """Key path to schema of every node of an unchecked recipe, written or default; "" is the recipe itself.
+
+    Nodes that cannot be read are left out. The check refuses them.
+    """
+    return dict(_schemas_below(tree, schema_of(RecipeConfig), "", plugins))
 
 
-def _schemas(tree: Any, schema: Schema, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
-    """The nodes at and below `tree`. A node that cannot be read is skipped here, and refused by the check."""
+def _schemas_below(tree: Tree, schema: Schema, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
     yield path, schema
     for key in schema.keys.values():
         value = tree.get(key.name, {} if key.default_target or is_config(type(key.default)) else None)
-        place = join(path, key.name)
-        below = _schema_at(key, value, place, plugins)
-        if below is not None:
-            yield from _schemas(value, below, place, plugins)
-        elif isinstance(value, dict):
-            yield from _by_name(value, place, plugins)
+        yield from _schemas_at(key, value, join(path, key.name), plugins)
 
 
-def _by_name(nodes: Tree, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
-    """The nodes of a mapping by name, such as the scorers of a weighted sum."""
-    for name, value in nodes.items():
-        if isinstance(value, dict) and SPECIAL in value:
-            below = _schema_at(Key(name, Any), value, join(path, name), plugins)
-            if below is not None:
-                yield from _schemas(value, below, join(path, name), plugins)
+def _schemas_at(key: Key, value: object, path: str, plugins: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
+    """The schemas of a node, or of a mapping of nodes by name such as the scorers of a weighted sum or snapshots."""
+    schema = _schema_at(key, value, path, plugins)
+    if not isinstance(value, dict):
+        return
+    if schema is not None:
+        yield from _schemas_below(value, schema, path, plugins)
+        return
+    kind = _item_kind(key.annotation)
+    for name, item in value.items():
+        if isinstance(item, dict) and (SPECIAL in item or is_config(kind)):
+            yield from _schemas_at(Key(name, kind, REQUIRED), item, join(path, name), plugins)
 
 
-def _schema_at(key: Key, value: Any, path: str, plugins: tuple[str, ...]) -> Schema | None:
+def _item_kind(annotation: object) -> object:
+    """The type of the values if a mapping is annotated, alone or in a union; else Any."""
+    kinds = [kind for kind in (annotation, *typing.get_args(annotation)) if typing.get_origin(kind) in MAPPINGS]
+    return typing.get_args(kinds[0])[1] if kinds else Any
+
+
+def _schema_at(key: Key, value: object, path: str, plugins: tuple[str, ...]) -> Schema | None:
     if not isinstance(value, dict):
         return None
     target = value.get(SPECIAL, key.default_target)

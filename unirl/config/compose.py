@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -34,6 +33,8 @@ ENVIRONMENT: Mapping[str, str] = {
 """Environment variables that set a key of any recipe: paths, and the identity of the run."""
 
 _RESOLVER = re.compile(r"\$\{\s*([^}{$:\s]+)\s*:")
+_REFERENCE = re.compile(r"\$\{(?!\s*oc\.env\s*:)")
+_SAME = object()
 
 
 @dataclass(frozen=True)
@@ -96,49 +97,50 @@ def compose(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...]
 
 def _file_layers(path: Path) -> tuple[Layer, ...]:
     """The recipe's layer, above that of the recipe that it extends, if any."""
-    tree = _read(path)
-    base = _base_of(tree.pop("defaults", None), path)
-    layer = Layer("recipe", tree, _places(path))
+    layer = _read(path)
+    base = _base_of(layer.tree.pop("defaults", None), path)
     if base is None:
         return (layer,)
     below = _read(base)
-    if "defaults" in below:
+    if "defaults" in below.tree:
         raise ConfigError(f"{path.name} extends {base.name}, which extends another recipe. Extend a whole recipe")
-    return (Layer("recipe", below, _places(base)), layer)
+    return (below, layer)
 
 
-def _base_of(defaults: Any, path: Path) -> Path | None:
+def _base_of(defaults: object, path: Path) -> Path | None:
     if defaults is None or defaults == ["_self_"]:
         return None
-    is_form = isinstance(defaults, list) and len(defaults) == 2 and defaults[1] == "_self_"
-    if not is_form or not isinstance(defaults[0], str) or not defaults[0].isidentifier():
-        raise InvalidValueError(f"{path.name}: defaults={defaults} must be [<one recipe of the same domain>, _self_]")
+    match defaults:
+        case [str(name), "_self_"] if name.isidentifier():
+            return _find_base(name, path)
+    raise InvalidValueError(f"{path.name}: defaults={defaults} must be [<one recipe of the same domain>, _self_]")
+
+
+def _find_base(name: str, path: Path) -> Path:
+    """The file of `name`, which the recipe at `path` extends: in the same folder, or in that folder of examples/."""
     folders = (path.parent, *(folder / path.parent.name for folder in search_path()))
-    for folder in folders:
-        base = folder / f"{defaults[0]}.yaml"
-        if base.is_file() and base != path:
-            return base
-    names = [file.stem for folder in folders for file in folder.glob("*.yaml") if file != path]
+    files = [file for folder in folders for file in folder.glob("*.yaml") if file != path]
+    for file in files:
+        if file.stem == name:
+            return file
     raise ConfigError(
-        f"{path.name} extends '{defaults[0]}': there is no {defaults[0]}.yaml beside it or in examples/"
-        f"{path.parent.name}.{did_you_mean(defaults[0], names)}"
+        f"{path.name} extends '{name}', but there is no {name}.yaml in its folder or in examples/{path.parent.name}."
+        f"{did_you_mean(name, [file.stem for file in files])}"
     )
 
 
-def _read(path: Path) -> Tree:
+def _read(path: Path) -> Layer:
+    """The settings of a file, and the line of every key."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise InvalidValueError(f"{path}: not readable as YAML: {one_line(error)}") from error
+        reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())[:300]
+        raise InvalidValueError(f"{path}: not readable as YAML: {reason}") from error
     if not isinstance(tree, dict):
         raise InvalidValueError(f"{path}: a recipe is a mapping of blocks, got {type(tree).__name__}")
-    return {str(key): value for key, value in tree.items()}
-
-
-def _places(path: Path) -> dict[str, str]:
-    """Key path to `file.yaml:line`."""
-    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    return {key: f"{path.name}:{line}" for key, line in _lines(root, "")}
+    places = {key: f"{path.name}:{line}" for key, line in _lines(root, "")}
+    return Layer("recipe", {str(key): value for key, value in tree.items()}, places)
 
 
 def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
@@ -186,13 +188,16 @@ def resolve(tree: Tree, where: Callable[[str], str] = lambda path: "") -> Tree:
     Raises:
         ConfigError: 2003 for another resolver, an unknown key or a variable that is not set.
     """
-    for path, value in leaves(tree):
-        for name in _RESOLVER.findall(str(value)):
+    values = [(path, str(value)) for path, value in leaves(tree)]
+    for path, value in values:
+        for name in _RESOLVER.findall(value):
             if name != "oc.env":
                 message = f"{path}={value}: '{name}:' is not allowed. Use ${{key}} or ${{oc.env:NAME,default}}"
                 raise ConfigError(message + where(path))
+    # OmegaConf takes longer than all other checks: it gets what has a `${`, or all if some of that names another key.
+    part = tree if any(_REFERENCE.search(value) for _, value in values) else _interpolated(tree)
     try:
-        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
+        return _over(tree, OmegaConf.to_container(OmegaConf.create(part), resolve=True))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         path = str(error.full_key or "")
         reason = str(error).splitlines()[0]
@@ -201,6 +206,17 @@ def resolve(tree: Tree, where: Callable[[str], str] = lambda path: "") -> Tree:
         ) from error
 
 
-def one_line(error: Exception) -> str:
-    """A library's message without its line breaks, cut to a readable length."""
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())[:300]
+def _interpolated(tree: Tree) -> Tree:
+    """The blocks and values of the tree that have a `${`."""
+    kept = {key: value for key, value in tree.items() if "${" in str(value)}
+    return {key: _interpolated(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _over(value: object, resolved: object = _SAME) -> object:
+    """A copy of a value, with the parts that were resolved in their places."""
+    if isinstance(value, dict) and (resolved is _SAME or isinstance(resolved, dict)):
+        below = resolved if isinstance(resolved, dict) else {}
+        return {key: _over(item, below.get(key, _SAME)) for key, item in value.items()}
+    if resolved is not _SAME:
+        return resolved
+    return [_over(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal, TypeGuard
 
 from unirl.config.errors import ConfigError, GeometryError, IncompatibleError, InvalidValueError
 from unirl.config.recipe import MAX_DEVICES, Where
@@ -47,20 +47,19 @@ def device_set_at(role: str, where: Where, num_devices: int) -> DeviceSet:
     """The device set that `0-3`, `0,2`, `3`, `[0, 2]` or `all` names; for rewards also `cpu` and `cpu x2`."""
     if where == "all":
         return everywhere(num_devices)
-    cpu = re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where) if isinstance(where, str) else None
-    if cpu:
+    if isinstance(where, str) and (cpu := re.fullmatch(r"cpu(?: ?x ?(\d{1,4}))?", where)):
         return _cpu_device_set(role, where, int(cpu[1] or 1))
-    indices: list[int] = []
-    for first, last in _ranges(role, where):
-        _check_range(role, where, first, last, num_devices)
-        indices += range(first, last + 1)
+    items = str(where).split(",") if isinstance(where, (str, int)) else [str(item) for item in where]
+    if not items:
+        raise InvalidValueError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all")
+    indices = [index for item in items for index in _devices_of(item, role, where, num_devices)]
     twice = sorted(index for index, count in Counter(indices).items() if count > 1)
     if twice:
         raise GeometryError(f"placement.{role}={show(where)} names device {twice[0]} twice")
     return DeviceSet("device", tuple(sorted(indices)))
 
 
-def _cpu_device_set(role: str, where: Where, count: int) -> DeviceSet:
+def _cpu_device_set(role: str, where: str, count: int) -> DeviceSet:
     if role != "reward":
         raise IncompatibleError(
             f"placement.{role}={where}: only the reward may run outside the devices (without a GPU, a device is a CPU "
@@ -71,26 +70,15 @@ def _cpu_device_set(role: str, where: Where, count: int) -> DeviceSet:
     return DeviceSet("cpu", tuple(range(count)))
 
 
-def _ranges(role: str, where: Where) -> Iterator[tuple[int, int]]:
-    """The first and last device of every comma-separated item."""
-    pieces = [str(piece) for piece in where] if isinstance(where, Sequence) and not isinstance(where, str) else None
-    for piece in str(where).split(",") if pieces is None else pieces:
-        match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", piece.strip(), re.ASCII)
-        if not match:
-            raise InvalidValueError(
-                f"placement.{role}={show(where)} names no devices. Write devices such as 0-3, 0,2 or 3, or "
-                f"all{_words_of(role)}"
-            )
-        yield int(match[1]), int(match[2] or match[1])
-    if pieces == []:
-        raise InvalidValueError(f"placement.{role}=[] names no device. Write devices such as 0-3, or all")
-
-
-def _words_of(role: str) -> str:
-    return {"rollout": ", in train", "reward": ", in train, in rollout, cpu or cpu x2"}.get(role, "")
-
-
-def _check_range(role: str, where: Where, first: int, last: int, num_devices: int) -> None:
+def _devices_of(item: str, role: str, where: Where, num_devices: int) -> range:
+    """The devices that one item of a placement names, such as `3` or `0-3`."""
+    match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", item.strip(), re.ASCII)
+    if not match:
+        words = {"rollout": ", in train", "reward": ", in train, in rollout, cpu or cpu x2"}.get(role, "")
+        raise InvalidValueError(
+            f"placement.{role}={show(where)} names no devices. Write devices such as 0-3, 0,2 or 3, or all{words}"
+        )
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise GeometryError(f"placement.{role}={show(where)} is a descending range: write {last}-{first}")
     if last >= num_devices:
@@ -98,6 +86,7 @@ def _check_range(role: str, where: Where, first: int, last: int, num_devices: in
             f"placement.{role}={show(where)} names device {last}, and num_devices={num_devices} has only "
             f"{everywhere(num_devices).words}. Set num_devices={last + 1}, or name devices of the pool"
         )
+    return range(first, last + 1)
 
 
 def everywhere(num_devices: int) -> DeviceSet:
@@ -132,7 +121,7 @@ def example(num_devices: int, num_train: int | None = None) -> str:
 # The same layout on another number of devices
 
 
-def scaled(placement: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
+def scaled(placement: Mapping[str, object], num_devices: int) -> dict[str, object]:
     """The same layout on `num_devices`: device sets in proportion, at least one device each, none idle.
 
     Entries such as `in train` are kept. With too few devices for the layout, the result names devices that the pool
@@ -147,17 +136,17 @@ def scaled(placement: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
     }
 
 
-def num_device_sets(placement: Mapping[str, Any]) -> int:
+def num_device_sets(placement: Mapping[str, object]) -> int:
     """The number of different device sets, which is the fewest devices that a layout can have."""
     return len(set(_named_device_sets(placement).values())) or 1
 
 
-def num_named(placement: Mapping[str, Any]) -> int:
+def num_named(placement: Mapping[str, object]) -> int:
     """The number of devices that a layout names."""
     return len({index for device_set in _named_device_sets(placement).values() for index in device_set.indices}) or 1
 
 
-def _named_device_sets(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
+def _named_device_sets(placement: Mapping[str, object]) -> dict[str, DeviceSet]:
     """The device sets of roles placed by number. Empty if one cannot be read, which the check reports."""
     try:
         return {
@@ -167,7 +156,7 @@ def _named_device_sets(placement: Mapping[str, Any]) -> dict[str, DeviceSet]:
         return {}
 
 
-def _is_numbered(place: Any) -> bool:
+def _is_numbered(place: object) -> TypeGuard[Where]:
     if isinstance(place, str):
         return place[:1].isdigit()
     return isinstance(place, (int, list, tuple)) and not isinstance(place, bool)

@@ -10,11 +10,9 @@ traceback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import ClassVar, Self, TypeVar
-
-ErrorT = TypeVar("ErrorT", bound="UniRLError")
+from typing import ClassVar, Self
 
 
 class UniRLError(ValueError):
@@ -23,40 +21,33 @@ class UniRLError(ValueError):
     code: ClassVar[int] = 1001
     exit_status: ClassVar[int] = 1
 
+    def __init_subclass__(cls, code: int | None = None, exit_status: int | None = None) -> None:
+        super().__init_subclass__()
+        cls.code = cls.code if code is None else code
+        cls.exit_status = cls.exit_status if exit_status is None else exit_status
+
     @classmethod
     def of_code(cls, code: int) -> type[Self]:
         """The subclass with this code, for errors that arrive as data; this class where there is none."""
-        kinds = {kind.code: kind for kind in (*_below(cls), cls)}
-        return kinds.get(code, cls)
-
-
-def _below(kind: type[ErrorT]) -> Iterator[type[ErrorT]]:
-    """Every class below `kind`, the deepest first."""
-    for child in kind.__subclasses__():
-        yield from _below(child)
-        yield child
+        if cls.code == code:
+            return cls
+        kinds = (child.of_code(code) for child in cls.__subclasses__())
+        return next((kind for kind in kinds if kind.code == code), cls)
 
 
 # 2: usage and configuration
 
 
-class UsageError(UniRLError):
+class UsageError(UniRLError, code=2001, exit_status=2):
     """The command line names something that does not exist (a recipe, a command, an option)."""
 
-    code = 2001
-    exit_status = 2
 
-
-class ArgumentError(UsageError):
+class ArgumentError(UsageError, code=2002):
     """The arguments of a command are missing, unknown, or contradict each other."""
 
-    code = 2002
 
-
-class ConfigError(UsageError):
+class ConfigError(UsageError, code=2003):
     """The recipe, with its overrides, breaks a rule: an unknown or a missing key, where no class below says more."""
-
-    code = 2003
 
 
 class UnknownKeyError(ConfigError):
@@ -69,197 +60,150 @@ class UnknownKeyError(ConfigError):
         """True if the message already says what to write instead."""
 
 
-class InvalidValueError(ConfigError):
+class InvalidValueError(ConfigError, code=2004):
     """A value of the wrong type or outside its range, or text that cannot be read as YAML."""
 
-    code = 2004
 
-
-class BlockValueError(ConfigError):
+class BlockValueError(ConfigError, code=2005):
     """A single value in place of a block of keys."""
 
-    code = 2005
 
-
-class GeometryError(ConfigError):
+class GeometryError(ConfigError, code=2010):
     """Counts of prompts, samples, updates or devices that do not divide."""
 
-    code = 2010
 
-
-class IncompatibleError(ConfigError):
+class IncompatibleError(ConfigError, code=2020):
     """Settings or parts that cannot work together."""
 
-    code = 2020
 
-
-class UnsafeTargetError(ConfigError):
+class UnsafeTargetError(ConfigError, code=2030):
     """A `_target_` or a plugin that a recipe may not name."""
 
-    code = 2030
+
+class PluginError(ConfigError, code=2031):
+    """A class of a plugin raised an exception, or breaks its contract."""
 
 
-class ExposedServerError(UsageError):
+class ExposedServerError(UsageError, code=2040):
     """A server that would listen beyond this machine without a token."""
-
-    code = 2040
 
 
 # 3: environment
 
 
-class DependencyError(UniRLError):
+class DependencyError(UniRLError, code=3001, exit_status=3):
     """A package, extra or device that this run needs is missing."""
 
-    code = 3001
-    exit_status = 3
 
-
-class UnsupportedEnvironmentError(DependencyError):
+class UnsupportedEnvironmentError(DependencyError, code=3002):
     """A library is too old, or cannot work where it is installed."""
 
-    code = 3002
 
-
-class AddressError(DependencyError):
+class AddressError(DependencyError, code=3003):
     """Nothing answers at an address, or it is taken."""
-
-    code = 3003
 
 
 # 4: data and models
 
 
-class DataError(UniRLError):
+class DataError(UniRLError, code=4002, exit_status=4):
     """Data or a model is invalid."""
 
-    code = 4002
-    exit_status = 4
 
-
-class NotFoundError(DataError):
+class NotFoundError(DataError, code=4001):
     """Data or a model is not where it should be."""
 
-    code = 4001
 
-
-class UnreadableFileError(DataError):
+class UnreadableFileError(DataError, code=4003):
     """A media file cannot be read."""
-
-    code = 4003
 
 
 # 5: resources
 
 
-class ResourceError(UniRLError):
+class ResourceError(UniRLError, code=5001, exit_status=5):
     """Not enough memory, devices or disk."""
 
-    code = 5001
-    exit_status = 5
+
+class MemoryShortageError(UniRLError, code=5002, exit_status=5):
+    """A device or the host ran out of memory in a phase of a run."""
 
 
 # 6: rewards
 
 
-class RewardError(UniRLError):
+class RewardError(UniRLError, code=6002, exit_status=6):
     """A reward failed, and its failure budget is used up."""
 
-    code = 6002
-    exit_status = 6
 
-
-class RewardUnreachableError(RewardError):
+class RewardUnreachableError(RewardError, code=6001):
     """A reward service or judge does not answer."""
 
-    code = 6001
 
-
-class InvalidScoreError(RewardError):
+class InvalidScoreError(RewardError, code=6003):
     """A score that is not finite, or scores from which nothing can be learned."""
-
-    code = 6003
 
 
 # 7: checkpoints
 
 
-class CheckpointError(UniRLError):
+class CheckpointError(UniRLError, code=7001, exit_status=7):
     """A checkpoint is damaged or unusable."""
 
-    code = 7001
-    exit_status = 7
 
-
-class ResumeError(CheckpointError):
+class ResumeError(CheckpointError, code=7002):
     """A checkpoint that does not belong to the run that would continue it."""
 
-    code = 7002
 
-
-class StorageError(CheckpointError):
+class StorageError(CheckpointError, code=7003):
     """The storage of checkpoints cannot be used: no space, no lock, no right to write."""
-
-    code = 7003
 
 
 # 8 to 10: while a run is under way
 
 
-class StallError(UniRLError):
+class StallError(UniRLError, code=8001, exit_status=8):
     """A wait went past its deadline."""
 
-    code = 8001
-    exit_status = 8
 
-
-class DivergenceError(UniRLError):
+class DivergenceError(UniRLError, code=9001, exit_status=9):
     """Training is no longer finite."""
 
-    code = 9001
-    exit_status = 9
 
-
-class ParityError(DivergenceError):
+class ParityError(DivergenceError, code=9002):
     """The engine that sampled and the trainer that replays compute different log-probabilities."""
 
-    code = 9002
 
-
-class NoImprovementError(DivergenceError):
+class NoImprovementError(DivergenceError, code=9003):
     """A quick start, as it is shipped, did not improve as it promises."""
 
-    code = 9003
 
-
-class WorkerError(UniRLError):
+class WorkerError(UniRLError, code=10001, exit_status=10):
     """A worker was lost."""
 
-    code = 10001
-    exit_status = 10
+
+class RendezvousError(WorkerError, code=10003):
+    """Ranks could not find each other or connect."""
+
+    def __init__(self, message: str, is_consequence: bool = False) -> None:
+        super().__init__(message)
+        self.is_consequence = is_consequence
+        """True if it only says that another rank did not come."""
 
 
-class SyncError(WorkerError):
+class SyncError(WorkerError, code=10002):
     """Weights that an engine should sample from did not arrive as they were sent."""
-
-    code = 10002
 
 
 # Stopped early, with a checkpoint
 
 
-class Preempted(UniRLError):
+class Preempted(UniRLError, code=75, exit_status=75):
     """Stopped early with a checkpoint saved: please requeue."""
 
-    code = 75
-    exit_status = 75
 
-
-class Interrupted(UniRLError):
+class Interrupted(UniRLError, code=130, exit_status=130):
     """Stopped by the user (Ctrl-C) with a checkpoint saved."""
-
-    code = 130
-    exit_status = 130
 
 
 def report(error: UniRLError) -> str:
@@ -269,12 +213,13 @@ def report(error: UniRLError) -> str:
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """The `count` choices that look most like `word`, best first (case and separators do not matter)."""
+    return sorted(dict.fromkeys(choices), key=lambda choice: (-likeness(word, choice), choice))[:count]
 
-    def likeness(choice: str) -> float:
-        a, b = word.lower().replace("-", "_"), choice.lower().replace("-", "_")
-        return SequenceMatcher(None, a, b).ratio() + (0.3 if sorted(a) == sorted(b) else 0.0)
 
-    return sorted(dict.fromkeys(choices), key=lambda choice: (-likeness(choice), choice))[:count]
+def likeness(word: str, choice: str) -> float:
+    """Similarity of two words, from 0 to 1; 0.3 is added if they consist of the same letters in another order."""
+    a, b = word.lower().replace("-", "_"), choice.lower().replace("-", "_")
+    return SequenceMatcher(None, a, b).ratio() + (0.3 if sorted(a) == sorted(b) else 0.0)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

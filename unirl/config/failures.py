@@ -1,13 +1,17 @@
 """Turns an exception into a message for the user and the exit status of the process."""
 
 import errno
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from unirl.config.errors import UniRLError, report
+from unirl.config.errors import PluginError, UniRLError, report
+from unirl.config.plugins import explained, summary, suspects
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""The errors of a folder or file that this process may not write or read as it tries to."""
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """The text of a failed allocation on the CPU, for which torch raises a plain RuntimeError."""
 
@@ -32,9 +36,6 @@ class Failure:
     status: int
     is_bug: bool = False
 
-    def text(self, crash: Path | None = None) -> str:
-        return f"{self.message}\n  The traceback is in {crash}" if crash else self.message
-
 
 def failure_of(error: BaseException) -> Failure:
     """The message about `error`, and the exit status of the process, which depends on the class of failure."""
@@ -45,45 +46,54 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(report(error), status)
         case KeyboardInterrupt():
             return Failure("unirl: interrupted", 130)
-        case OSError(errno=number) if number in NO_SPACE:
-            return Failure(_disk_full(error), 7)
+        case _ if is_full_disk(error):
+            file = error.filename if isinstance(error, OSError) else None
+            where = f" while writing {file}" if file else ""
+            return Failure(
+                f"error[7003]: the disk is full{where} ({summary(error)}). Free some space, or choose another folder "
+                "(run.dir, --out). Published checkpoints are intact: unirl ckpt prune RUN --keep 1 frees space, and "
+                "resume=auto continues a run",
+                7,
+            )
+        case OSError(errno=number, filename=str(file)) if number in UNWRITABLE:
+            return Failure(
+                f"error[7003]: {file} cannot be used: {error.strerror}. Choose a folder that this user may write to "
+                "(run.dir, --out), or correct its rights",
+                7,
+            )
         case ModuleNotFoundError(name=str(name)) if name.split(".")[0] != "unirl":
-            return Failure(_missing(name), 3)
-    return Failure(_out_of_memory(error), 5) if _is_out_of_memory(error) else Failure(_bug(error), 1, is_bug=True)
-
-
-def _disk_full(error: OSError) -> str:
-    where = f" while writing {error.filename}" if error.filename else ""
-    return (
-        f"error[7003]: the disk is full{where} ({error.strerror}). Published checkpoints are intact. "
-        "Free some space (unirl ckpt prune RUN --keep 1), then continue with resume=auto"
+            return Failure(
+                f"error[3001]: the Python package '{name.split('.')[0]}' is not installed here. Install everything "
+                f"with: pip install -c constraints.txt -e '.[dev]'   (this Python: {sys.executable})",
+                3,
+            )
+    first = next(iter(str(error).splitlines()), "")
+    if is_out_of_memory(error):
+        return Failure(
+            f"error[5002]: out of memory: {first or 'no more memory'}. Turn these down, in this order: "
+            "stack.micro_batch_size, rollout.forward_batch_size, sampling.height and width. "
+            "unirl plan RECIPE shows where the memory goes, and unirl fit RECIPE finds settings that fit",
+            5,
+        )
+    if (why := explained(error)) is not None:
+        return Failure(report(PluginError(why)), PluginError.exit_status)
+    return Failure(
+        f"error[1001]: {type(error).__name__}: {first}\n"
+        f"  This is a bug in UniRL{suspects()}: please report it, with the output of `unirl env`.",
+        1,
+        is_bug=True,
     )
 
 
-def _missing(name: str) -> str:
-    return (
-        f"error[3001]: the Python package '{name.split('.')[0]}' is not installed here. "
-        f"Install everything with: pip install -c constraints.txt -e '.[dev]'   (this Python: {sys.executable})"
-    )
+def is_full_disk(error: BaseException) -> bool:
+    """True if a disk is full. Libraries that write tensors say so with exception types of their own."""
+    if isinstance(error, OSError):
+        return error.errno in NO_SPACE
+    return isinstance(error, Exception) and os.strerror(errno.ENOSPC) in str(error)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for every way in which torch and Python say that memory ran out, on a device or on the host."""
     torch = sys.modules.get("torch")
     on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
     return on_device or isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
-
-
-def _out_of_memory(error: BaseException) -> str:
-    first = (str(error).splitlines() or ["no more memory"])[0]
-    return (
-        f"error[5002]: out of memory: {first}. Turn these down, in this order: stack.micro_batch_size, "
-        "rollout.forward_batch_size, sampling.height and width. unirl plan RECIPE shows where the memory goes"
-    )
-
-
-def _bug(error: BaseException) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return (
-        f"error[1001]: {type(error).__name__}: {first}\n"
-        "  This is a bug in UniRL: please report it, with the output of `unirl env`."
-    )

@@ -2,75 +2,65 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from unirl.config.device_sets import everywhere, example
 from unirl.config.errors import ConfigError, GeometryError
 from unirl.config.recipe import MAX_DEVICES
 
-WRITE_INSTEAD: dict[str, str] = {
-    "prompts_per_rollout": "batch_size=<prompts per step>",
-    "prompts_per_step": "batch_size=<prompts per step>",
-    "rollout_batch_size": "batch_size=<prompts per step>",
-    "num_samples_per_prompt": "sampling.samples_per_prompt=<N>",
-    "group_size": "sampling.samples_per_prompt=<N>",
-    "num_generations": "sampling.samples_per_prompt=<N>",
-    "layout": "placement, such as placement={train: 0-3, rollout: 4-7}; leave it out if all roles share all devices",
-    "train_fraction": "placement, such as placement={train: 0-3, rollout: 4-7}",
-    "enable_fsdp_offload": "pipeline.keep_resident=false: encoders and VAE leave the device while idle",
-    "adv_use_global_std": "advantage.std=batch (or group)",
-    "adv_normalization_scope": "advantage.std=batch (or group)",
-    "normalize_adv_by_std": "advantage.std=none (or group, batch)",
-    "global_std": "advantage.std=batch (or group)",
-    "scale_rewards": "advantage.std=none (or group, batch)",
-    "norm_adv_by_std_in_grpo": "advantage.std=none (or group, batch)",
-    "no_advantage_std_norm": "advantage.std=none",
-    "adv_estimator": "the keys of advantage, such as advantage.std, advantage.scope, advantage.leave_one_out",
-    "advantage_estimator": "the keys of advantage, such as advantage.std, advantage.scope, advantage.leave_one_out",
-    "adv_clip_max": "advantage.clip=<bound>",
-    "trimmed_ratio": "advantage.trim=<share>",
-    "per_prompt_stat_tracking": "advantage={_target_: unirl.algorithms.shared.advantages.RunningAdvantage}",
-    "reward_weights": "advantage.weights={<component>: <weight>}",
-    "multi_rewards_mix": "advantage.combine=advantages (or rewards) and advantage.weights",
-    "multi_objective_aggregation": "advantage.combine=advantages (or rewards) and advantage.weights",
-    "bestofn": "advantage.select.keep=<rows per group>",
-    "best_of_n": "advantage.select.keep=<rows per group>",
-    "filter_groups": "advantage.select.drop_dead=true",
-    "dynamic_sampling": "advantage.select.drop_dead=true",
-    "dynamic_filtering_reward_range": "advantage.select.mean_range=[<low>, <high>]",
-    "eta": "sampling.kernel.eta=<noise level>",
-    "sde_strategy": "sampling.kernel._target_=unirl.sde.kernels.FlowSDEStrategy",
-    "strategy": "sampling.kernel._target_=unirl.sde.kernels.FlowSDEStrategy",
-    "scheduler": "sampling.sde_steps._target_=unirl.sde.steps.FractionSteps",
-    "trajectory_precision": "sampling.trajectory_dtype=<fp32|bf16|fp16>",
-    "lr": "backend.optimizer_cfg.learning_rate=<rate>",
-    "learning_rate": "backend.optimizer_cfg.learning_rate=<rate>",
-    "seed": "sampling.seed=<integer>",
-    "max_steps": "num_rollouts=<steps>",
-    "total_steps": "num_rollouts=<steps>",
-    "save_dir": "run.dir=<folder>",
-    "output_dir": "run.dir=<folder>",
-    "load_dir": "resume=<checkpoint folder>",
-    "save_mode": "nothing: a checkpoint always holds all that is needed to continue",
-    "eval_data_path": "evaluation.data_path=<file>",
-    "eval_interval": "evaluation.eval_steps=<steps>",
-    "eval_num_prompts": "evaluation.max_prompts=<prompts>",
-    "eval_samples_per_prompt": "evaluation.samples_per_prompt=<samples>",
-    "logging": "tracking (mirrors) and run (project, name, dir)",
-    "report_to_wandb": "tracking.mirrors=[wandb]",
-    "project_name": "run.project=<name>",
-    "run_name": "run.name=<name>",
-    "args": "its keys one level up: data_source.data_path=<file>",
-    "train": "backend (optimizer, LoRA) and stack (updates, micro-batches)",
-    "model": "bundle.path=<folder or hub id>",
-    "pretrained_model_ckpt_path": "bundle.path=<folder or hub id>",
+FOREIGN_KEYS: Mapping[str, Sequence[str]] = {
+    "batch_size=<prompts per step>": ("prompts_per_rollout", "prompts_per_step", "rollout_batch_size"),
+    "sampling.samples_per_prompt=<N>": ("num_samples_per_prompt", "group_size", "num_generations"),
+    "placement, such as placement={train: 0-3, rollout: 4-7}; leave it out if all roles share all devices": ("layout",),
+    "placement, such as placement={train: 0-3, rollout: 4-7}": ("train_fraction",),
+    "pipeline.keep_resident=false: encoders and VAE leave the device while idle": ("enable_fsdp_offload",),
+    "advantage.std=batch (or group)": ("adv_use_global_std", "adv_normalization_scope", "global_std"),
+    "advantage.std=none (or group, batch)": ("normalize_adv_by_std", "scale_rewards", "norm_adv_by_std_in_grpo"),
+    "advantage.std=none": ("no_advantage_std_norm",),
+    "the keys of advantage, such as advantage.std, advantage.scope, advantage.leave_one_out": (
+        "adv_estimator",
+        "advantage_estimator",
+    ),
+    "advantage.clip=<bound>": ("adv_clip_max",),
+    "advantage.trim=<share>": ("trimmed_ratio",),
+    "advantage={_target_: unirl.algorithms.shared.advantages.RunningAdvantage}": ("per_prompt_stat_tracking",),
+    "advantage.weights={<component>: <weight>}": ("reward_weights",),
+    "advantage.combine=advantages (or rewards) and advantage.weights": (
+        "multi_rewards_mix",
+        "multi_objective_aggregation",
+    ),
+    "advantage.select.keep=<rows per group>": ("bestofn", "best_of_n"),
+    "advantage.select.drop_dead=true": ("filter_groups", "dynamic_sampling"),
+    "advantage.select.mean_range=[<low>, <high>]": ("dynamic_filtering_reward_range",),
+    "sampling.kernel.eta=<noise level>": ("eta",),
+    "sampling.kernel._target_=unirl.sde.kernels.FlowSDEStrategy": ("sde_strategy", "strategy"),
+    "sampling.sde_steps._target_=unirl.sde.steps.FractionSteps": ("scheduler",),
+    "sampling.trajectory_dtype=<fp32|bf16|fp16>": ("trajectory_precision",),
+    "backend.optimizer_cfg.learning_rate=<rate>": ("lr", "learning_rate"),
+    "sampling.seed=<integer>": ("seed",),
+    "num_rollouts=<steps>": ("max_steps", "total_steps"),
+    "run.dir=<folder>": ("save_dir", "output_dir"),
+    "resume=<checkpoint folder>": ("load_dir",),
+    "nothing: a checkpoint always holds all that is needed to continue": ("save_mode",),
+    "evaluation.data_path=<file>": ("eval_data_path",),
+    "evaluation.eval_steps=<steps>": ("eval_interval",),
+    "evaluation.max_prompts=<prompts>": ("eval_num_prompts",),
+    "evaluation.samples_per_prompt=<samples>": ("eval_samples_per_prompt",),
+    "tracking (mirrors) and run (project, name, dir)": ("logging",),
+    "tracking.mirrors=[wandb]": ("report_to_wandb",),
+    "run.project=<name>": ("project_name",),
+    "run.name=<name>": ("run_name",),
+    "its keys one level up: data_source.data_path=<file>": ("args",),
+    "backend (optimizer, LoRA) and stack (updates, micro-batches)": ("train",),
+    "bundle.path=<folder or hub id>": ("model", "pretrained_model_ckpt_path"),
 }
-"""Key of another framework, or of older recipes, to what to write here instead."""
+"""A key of a recipe -> the names that other frameworks and older recipes have for it."""
+
+WRITE_INSTEAD = {name: instead for instead, names in FOREIGN_KEYS.items() for name in names}
+"""A name of another framework, or of older recipes -> the key to write instead."""
 
 
-def refuse_layout_keys(tree: Mapping[str, Any]) -> None:
+def refuse_layout_keys(tree: Mapping[str, object]) -> None:
     """Refuses `layout: colocate|separate` and `train_fraction: 0.5`, and names the placement to write instead.
 
     Raises:
@@ -92,13 +82,12 @@ def refuse_layout_keys(tree: Mapping[str, Any]) -> None:
     raise ConfigError(f"{written}: the placement of the roles determines this. Write {line}")
 
 
-def _whole_devices(fraction: Any, num_devices: int) -> int | None:
+def _whole_devices(fraction: object, num_devices: int) -> int | None:
     """The devices that a fraction of the pool gives. None without a fraction, which means half."""
     if fraction is None:
         return None
-    numeric = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
-    devices = fraction * num_devices if numeric else 0
-    if devices != round(devices) or not 0 < devices < num_devices:
+    devices = fraction * num_devices if isinstance(fraction, (int, float)) else 0.0
+    if not 0 < devices < num_devices or devices != round(devices):
         raise GeometryError(
             f"train_fraction={fraction} of num_devices={num_devices} is no whole number of devices that leaves some "
             f"for rollout. Write a placement instead, such as {example(num_devices)}"

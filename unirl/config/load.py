@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from unirl.config.build import SPECIAL, build, check_node, schemas_of
 from unirl.config.compose import ComposedConfig, compose
-from unirl.config.errors import ConfigError, UnknownKeyError, did_you_mean, nearest
+from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError, did_you_mean, likeness, nearest
 from unirl.config.foreign_keys import refuse_layout_keys
 from unirl.config.merge import Layer, Tree, get, join, leaves, put
 from unirl.config.node import Node
@@ -22,7 +23,9 @@ from unirl.config.targets import check_plugins, find_target
 from unirl.config.toy import toy_layer
 from unirl.config.values import ReadContext, read
 
-DATA_KEYS = ("data_source.data_path", "evaluation.data_path")
+ELSEWHERE = 0.8
+"""Smallest similarity at which a key of another block is suggested for an unknown key."""
+VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Recipe:
         """The content of config/resolved.yaml."""
         return OmegaConf.to_yaml(OmegaConf.create(self.resolved()))
 
-    def value(self, path: str) -> Any:
+    def value(self, path: str) -> object:
         """The value of a key, or its default. Raises ConfigError (2003) for a key that does not exist."""
         missing = object()
         value = get(self.resolved(), path, missing)
@@ -69,18 +72,30 @@ def check(composed: ComposedConfig) -> Recipe:
     """Checks a composed recipe against the classes that it names, after applying scale=toy if it says so."""
     tree = composed.resolved()
     plugins = _plugins(tree, composed)
-    composed = _drop_idle_environment(composed, tree, plugins)
+    composed = replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
     refuse_layout_keys(tree)
     if get(tree, "scale") == "toy":
         typed = composed.layers[-1].tree
         composed = composed.under_command_line(toy_layer(tree, plugins, typed))
     composed = composed.under_command_line(data_layer(composed.resolved(), composed.recipe.path))
+    _refuse_empty_variables(composed)
     tree = composed.resolved()
     try:
         root = check_node(tree, RecipeConfig, plugins=plugins, where=composed.where)
     except UnknownKeyError as error:
         raise error if error.hinted else _with_hint(error, composed, plugins) from None
     return Recipe(composed, root, build(root))
+
+
+def _refuse_empty_variables(composed: ComposedConfig) -> None:
+    """Refuses a key that is read from an environment variable that is set to nothing, by the variable's name."""
+    for path, value in leaves(composed.tree):
+        for name in VARIABLE.findall(str(value)):
+            if os.environ.get(name) == "":
+                raise InvalidValueError(
+                    f"{path} is read from the environment variable {name}, which is set but empty. Give it a value, or "
+                    f"unset it: unset {name}"
+                )
 
 
 def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[str, ...]) -> UnknownKeyError:
@@ -91,7 +106,8 @@ def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[
         for key in schema.keys:
             paths.setdefault(key, join(path, key))
     best = nearest(name, paths, 1)[0]
-    if not did_you_mean(name, [best]):
+    # A key of another block must look more alike than one of the same block.
+    if likeness(name, best) < ELSEWHERE:
         return error
     text = f"unknown key '{error.path}'{composed.where(error.path)}. Did you mean '{paths[best]}'?"
     return UnknownKeyError(text, error.path, hinted=True)
@@ -103,7 +119,7 @@ def data_layer(tree: Tree, recipe: Path) -> Layer:
     # A recipe may extend a shipped one, whose data are in the shipped project.
     projects = (own, *(folder.parent for folder in search_path()))
     paths: Tree = {}
-    for key in DATA_KEYS:
+    for key in ("data_source.data_path", "evaluation.data_path"):
         path = get(tree, key)
         if isinstance(path, str) and not Path(path).expanduser().exists():
             files = [project / path for project in projects if (project / path).is_file()]
@@ -119,12 +135,8 @@ def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
     return plugins
 
 
-def _drop_idle_environment(composed: ComposedConfig, tree: Tree, plugins: tuple[str, ...]) -> ComposedConfig:
-    """The recipe without variables for keys that its classes lack, such as DATA_PATH for built-in prompts."""
-    return replace(composed, layers=tuple(_used(layer, tree, plugins) for layer in composed.layers))
-
-
 def _used(layer: Layer, tree: Tree, plugins: tuple[str, ...]) -> Layer:
+    """The layer without variables for keys that the recipe's classes lack, such as DATA_PATH for built-in prompts."""
     if layer.source != "environment":
         return layer
     used: Tree = {}

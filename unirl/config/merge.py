@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Final
 
 from unirl.config.errors import BlockValueError
 from unirl.config.recipe import RecipeConfig
@@ -17,7 +17,7 @@ from unirl.config.recipe import RecipeConfig
 DEFAULT_TARGETS = {block.name: block.metadata["target"] for block in fields(RecipeConfig) if "target" in block.metadata}
 """Block to the class that it has if the recipe names none."""
 
-Tree = dict[str, Any]
+Tree = dict[str, object]
 """YAML data: mappings with string keys, lists and scalars."""
 
 
@@ -53,7 +53,7 @@ class Origin:
 
     source: str
     place: str
-    value: Any
+    value: object
     wins: bool
 
 
@@ -76,7 +76,7 @@ def origins(layers: Sequence[Layer], path: str) -> list[Origin]:
     ]
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Every key path that holds a scalar, a list or an empty mapping, with its value."""
     if not isinstance(tree, dict) or not tree:
         yield path, tree
@@ -90,25 +90,27 @@ def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def get(tree: Tree, path: str, default: Any = None) -> Any:
+def get(tree: Tree, path: str, default: object = None) -> object:
     """The value at a key path, or `default`."""
     for value in _lookup(tree, path):
         return value
     return default
 
 
-def put(tree: Tree, path: str, value: Any) -> None:
+def put(tree: Tree, path: str, value: object) -> None:
     """Sets the value at a key path, and creates the mappings above it."""
     *parents, last = path.split(".")
     for key in parents:
-        if not isinstance(tree.get(key), dict):
-            tree[key] = {}
-        tree = tree[key]
-    both = isinstance(value, dict) and isinstance(tree.get(last), dict)
-    tree[last] = _merge_mappings(tree[last], value, path) if both else value
+        below = tree.get(key)
+        if not isinstance(below, dict):
+            below = tree[key] = {}
+        tree = below
+    below = tree.get(last)
+    both = isinstance(below, dict) and isinstance(value, dict)
+    tree[last] = _merge(below, value, path) if both else value
 
 
-def _lookup(tree: Any, path: str) -> Iterator[Any]:
+def _lookup(tree: object, path: str) -> Iterator[object]:
     """The value at a key path, or nothing if there is none."""
     for key in path.split("."):
         if not isinstance(tree, dict) or key not in tree:
@@ -118,7 +120,7 @@ def _lookup(tree: Any, path: str) -> Iterator[Any]:
         yield tree
 
 
-def _merge(below: Any, above: Any, path: str) -> Any:
+def _merge(below: object, above: object, path: str) -> object:
     if not isinstance(above, dict):
         return above
     if isinstance(below, list):

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from unirl.config.schema import Key, Schema, dotted_name
 
@@ -19,7 +19,7 @@ class Node:
 
     path: str
     schema: Schema
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """Every key, with defaults filled in. A value is a scalar, a tuple, list or dict, or a Node."""
     written: frozenset[str]
     """The keys that the recipe writes."""
@@ -37,7 +37,7 @@ class Node:
         return self.schema.owner.__name__
 
     @property
-    def built(self) -> dict[str, Any]:
+    def built(self) -> dict[str, object]:
         """The values that are built before the class is. The class keeps the other nodes and builds them later."""
         return {name: value for name, value in self.values.items() if not is_held(self.schema.keys[name])}
 
@@ -53,7 +53,7 @@ class Node:
             raise KeyError(f"{self.path}.{key} of {self.target} is not of type {kind.__name__}")
         return value
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, object]:
         """YAML data with every key, as in config/resolved.yaml."""
         head = {} if self.typed else {"_target_": self.target}
         return head | {key: plain(value) for key, value in self.values.items()}
@@ -64,7 +64,7 @@ def is_held(key: Key) -> bool:
     return Node in (key.annotation, *typing.get_args(key.annotation))
 
 
-def nodes_below(value: Any) -> Iterator[Node]:
+def nodes_below(value: object) -> Iterator[Node]:
     """A node and every node inside it."""
     if isinstance(value, Node):
         yield value
@@ -74,7 +74,7 @@ def nodes_below(value: Any) -> Iterator[Node]:
         yield from nodes_below(item)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """A checked value as YAML data. A dataclass instance, such as a default, is written with its class."""
     if isinstance(value, Node):
         return value.resolved()
@@ -83,10 +83,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _instance(value)
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"_target_": dotted_name(type(value))} | {name: plain(getattr(value, name)) for name in fields}
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def _instance(value: Any) -> dict[str, Any]:
-    fields = [field.name for field in dataclasses.fields(value) if field.init]
-    return {"_target_": dotted_name(type(value))} | {name: plain(getattr(value, name)) for name in fields}

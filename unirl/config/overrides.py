@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
-from hydra.errors import HydraException
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
 from unirl.config.merge import DELETED, Layer, Tree, fold, get, join, put
 
+PLAIN = re.compile(r"[\w\-./+:%@*?|]*", re.ASCII)
+"""A value that the grammar reads as one word or number."""
+INTERPRETED = "[]{}()'\",\\$="
+"""Letters with a meaning in the grammar."""
 COMMAND_LINE = "command line"
 
 
@@ -26,7 +26,9 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
         path, value = _read_override(text)
         current = fold((Layer("", below), Layer("", tree)))
         if value is DELETED:
-            _check_deletable(path, current, text)
+            if get(current, path, DELETED) is DELETED:
+                hint = did_you_mean(path, _all_paths(current))
+                raise ConfigError(f"'{text}': the recipe does not write '{path}'.{hint}")
         else:
             _check_settable(path, value, current)
         put(tree, path, value)
@@ -34,39 +36,44 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
     return Layer(COMMAND_LINE, tree, places)
 
 
-def _read_override(text: str) -> tuple[str, Any]:
+def _read_override(text: str) -> tuple[str, object]:
     """Key path and value of one override; DELETED for `~key`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     if "=" not in text and not text.startswith("~"):
         raise ConfigError(f"'{text}' is not a setting: write key=value")
     try:
-        (override,) = OverridesParser.create().parse_overrides([text])
+        (override,) = OverridesParser.create().parse_overrides([_quoted(text)])
     except HydraException as error:
         raise InvalidValueError(
-            f"cannot read the override '{text}': {str(error).splitlines()[0]}. Text with blanks or special characters "
-            "goes in quotes within quotes: 'key=\"some text\"'"
+            f"cannot read the setting '{text}'. Text with brackets, commas, quotes or $ goes in quotes within quotes: "
+            "'key=\"some text\"'"
         ) from error
-    return _path_of(override, text), _value_of(override, text)
-
-
-def _path_of(override: Override, text: str) -> str:
     path = override.key_or_group
     if override.package is not None or "/" in path:
         raise ConfigError(f"'{text}' selects a config group, which recipes do not have. Set the key: block.key=value")
     if not all(path.split(".")):
         raise ConfigError(f"'{text}': '{path}' is not a key path such as sampling.height")
-    return path
-
-
-def _value_of(override: Override, text: str) -> Any:
     if override.is_delete():
-        return DELETED
+        return path, DELETED
     if override.is_sweep_override():
         raise InvalidValueError(f"'{text}' gives several values, and a run takes one. Write a list as [1,2]")
-    return _plain(override.value())
+    return path, _plain(override.value())
 
 
-def _plain(value: Any) -> Any:
+def _quoted(text: str) -> str:
+    """The setting with its value in quotes if that has a letter that the grammar lacks and none that it interprets."""
+    key, equals, value = text.partition("=")
+    if not equals or PLAIN.fullmatch(value) or not value.strip() or any(letter in INTERPRETED for letter in value):
+        return text
+    return f'{key}="{value}"'
+
+
+def _plain(value: object) -> object:
     """A parsed value without quotes, at every depth."""
+    from hydra.core.override_parser.types import QuotedString
+
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, dict):
@@ -74,16 +81,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _check_deletable(path: str, current: Tree, text: str) -> None:
-    missing = object()
-    if get(current, path, missing) is missing:
-        known = [key for key, _ in _all_paths(current)]
-        raise ConfigError(f"'{text}': the recipe does not write '{path}'.{did_you_mean(path, known)}")
-
-
-def _check_settable(path: str, value: Any, current: Tree) -> None:
+def _check_settable(path: str, value: object, current: Tree) -> None:
     """A scalar may not replace a block, and an item may not replace a list."""
-    fold((Layer("", current), Layer("", _nest(path, value))))
+    nested: Tree = {}
+    put(nested, path, copy.deepcopy(value))
+    fold((Layer("", current), Layer("", nested)))
     node = get(current, path)
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]
@@ -94,15 +96,8 @@ def _check_settable(path: str, value: Any, current: Tree) -> None:
         )
 
 
-def _nest(path: str, value: Any) -> Tree:
-    tree: Tree = {}
-    put(tree, path, copy.deepcopy(value))
-    return tree
-
-
-def _all_paths(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+def _all_paths(tree: Tree, path: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        below = join(path, key)
-        yield below, value
+        yield join(path, key)
         if isinstance(value, dict):
-            yield from _all_paths(value, below)
+            yield from _all_paths(value, join(path, key))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -55,7 +54,7 @@ class EvaluationConfig:
         """True if this run evaluates."""
         return self.eval_steps > 0
 
-    def settings(self, known: Sequence[str]) -> dict[str, Any]:
+    def settings(self, known: Sequence[str]) -> dict[str, object]:
         """The sampling settings of evaluations; of the optional keys, those that are set and `known`."""
         optional = {key: vars(self)[key] for key in known if vars(self)[key] is not None}
         return {"samples_per_prompt": self.samples_per_prompt, "seed": self.seed, **optional}
@@ -71,6 +70,10 @@ class RunConfig:
     """Name of the run; absent = made from time and recipe."""
     dir: str | None = None
     """The run directory; absent = runs/<project>/<name>."""
+
+    def __post_init__(self) -> None:
+        if self.dir is not None and not self.dir.strip():
+            raise ValueError("dir is empty, which would be the current folder. Name a folder, or leave run.dir out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,15 @@ class RecipeConfig:
     placement: dict[str, Where] | None = None
     """Role to devices, such as {train: 0-3, rollout: 4-7}; absent = every role shares every device."""
     stall_timeout_s: Annotated[float, Meta(gt=0), Meta(le=1e9)] = 1800.0
-    """A call that takes longer has stalled: the run ends and prints the stack of every worker."""
+    """A call that makes no progress for so long has stalled: the run ends and prints the stack of every worker. A
+    denoising step, a decoded or scored chunk, a micro-batch, a chunk of tokens and the import of a module are
+    progress."""
+    connect_timeout_s: Annotated[float, Meta(gt=0), Meta(le=1e9)] = 60.0
+    """Seconds that the ranks of a role, or a trainer and its engine, may take to find each other and connect."""
+    memory_check: Literal["refuse", "warn"] = "refuse"
+    """What happens when the plan says that a GPU is too small. Plans are counted, so a run may show that they err."""
+    allow_mixed_devices: bool = False
+    """Let the ranks of one role run on devices of different kinds or drivers. They then wait for the slowest one."""
     row_transport: Literal["object_store", "collective"] = "object_store"
     """How latents, conditions and pixels travel between workers: Ray's object store, or gloo and NCCL messages."""
     reward_parts: Positive = 1
@@ -209,6 +220,12 @@ class RecipeConfig:
         return self.sampling.require("seed", int)
 
     @property
+    def learning_rate(self) -> float | None:
+        """Peak learning rate (backend.optimizer_cfg.learning_rate). None if the backend has no such key."""
+        optimizer = self.backend.get("optimizer_cfg", Node)
+        return None if optimizer is None else optimizer.get("learning_rate", float)
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps per step of the loop (stack.num_updates_per_batch)."""
         return self.stack.require("num_updates_per_batch", int)
@@ -219,9 +236,9 @@ class RecipeConfig:
         return self.num_rollouts * self.num_updates
 
     @property
-    def micro_batch_size(self) -> int:
-        """Rows per micro-batch (stack.micro_batch_size)."""
-        return self.stack.require("micro_batch_size", int)
+    def micro_batch_size(self) -> int | None:
+        """Rows per micro-batch (stack.micro_batch_size). None for `auto`: the plan chooses them for the device."""
+        return self.stack.get("micro_batch_size", int)
 
     @property
     def micro_batch_tokens(self) -> int | None:
@@ -239,24 +256,29 @@ class RecipeConfig:
         return self.bundle.get("revision", str)
 
     @property
-    def data_path(self) -> str | Path | None:
+    def data_path(self) -> str | None:
         """The prompt file (data_source.data_path). None if the data source reads no file."""
-        return self.data_source.get("data_path", str) or self.data_source.get("data_path", Path)
+        return self.data_source.get("data_path", str)
 
     @property
     def image_sizes(self) -> tuple[tuple[int, int], ...]:
         """(height, width) of samples, if they differ by prompt (data_source.sizes)."""
-        return tuple(self.data_source.values.get("sizes") or ())
+        return self.data_source.get("sizes", tuple) or ()
 
     @property
     def recorded_roles(self) -> tuple[str, ...]:
         """Roles of recorded samples, such as chosen and rejected (data_source.recorded)."""
-        return tuple(self.data_source.values.get("recorded") or ())
+        return self.data_source.get("recorded", tuple) or ()
 
     @property
     def reward_backend(self) -> Node | None:
         """The scorer, or the client of one, that a reward service holds (reward.backend)."""
         return self.reward.get("backend", Node)
+
+    @property
+    def loaded_snapshots(self) -> Mapping[str, Node]:
+        """Weight snapshots that are loaded from other checkpoints (backend.snapshots)."""
+        return self.backend.get("snapshots", dict) or {}
 
     @property
     def lora(self) -> Node | None:

@@ -72,12 +72,6 @@ class RecipeFile:
     path: Path
 
     @property
-    def domain(self) -> str:
-        """The domain whose entrypoint trains this recipe."""
-        bucket = self.name.rpartition("/")[0]
-        return DOMAIN_OF.get(bucket, bucket)
-
-    @property
     def card(self) -> Card:
         """The card beside the recipe. A recipe without one is untested."""
         path = self.path.with_suffix(CARD_SUFFIX)
@@ -116,23 +110,14 @@ def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile
         return known[wanted]
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") and path.is_file():
-        return RecipeFile(_name_of(path), path.resolve())
-    raise UsageError(_not_found(name, known))
-
-
-def _name_of(path: Path) -> str:
-    """The name `<folder>/<file>` of a recipe outside examples/."""
-    resolved = path.resolve()
-    return f"{resolved.parent.name}/{resolved.stem}"
-
-
-def _not_found(name: str, known: dict[str, RecipeFile]) -> str:
+        path = path.resolve()
+        return RecipeFile(f"{path.parent.name}/{path.stem}", path)
     if not known:
-        return f"no recipe '{name}': no examples/ folder was found. Give a path to a YAML file"
-    file = name.removesuffix(".yaml").rpartition("/")[2]
-    same_file = [full for full in known if full.rpartition("/")[2] == name or full == SAME_RECIPE.get(file)]
-    close = (same_file + [full for full in nearest(name, known) if full not in same_file])[:3]
-    return (
+        raise UsageError(f"no recipe '{name}': no examples/ folder was found. Give a path to a YAML file")
+    same = SAME_RECIPE.get(wanted.rpartition("/")[2])
+    same_file = [full for full in known if full.rpartition("/")[2] == name or full == same]
+    close = list(dict.fromkeys([*same_file, *nearest(name, known)]))[:3]
+    raise UsageError(
         f"no recipe '{name}', neither under examples/ nor as a YAML file. "
         f"Nearest: {', '.join(close)}. All: unirl recipes"
     )

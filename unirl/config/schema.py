@@ -9,20 +9,14 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, TypeGuard
 
+from unirl.config.errors import PluginError
+from unirl.config.plugins import definition
 
-class _Required:
-    """Marks a key without a default."""
-
-    def __repr__(self) -> str:
-        return "(required)"
-
-
-REQUIRED: Final = _Required()
-
-EMPTY: Mapping[str, Any] = MappingProxyType({})
+REQUIRED: Final = dataclasses.MISSING
+"""The default of a key that has none."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +24,8 @@ class Key:
     """One key that a recipe may write."""
 
     name: str
-    annotation: Any
-    default: Any = REQUIRED
+    annotation: object
+    default: object  # REQUIRED if there is none
     default_target: str | None = None
     """For a block: its `_target_` if the recipe names none."""
 
@@ -40,10 +34,14 @@ class Key:
 class Schema:
     """The parameters of a constructor: keys from the recipe, and wired ones (before `*`) from the trainer."""
 
-    target: Callable[..., Any]
+    target: Callable[..., object]
     keys: Mapping[str, Key]
     wired: Mapping[str, bool]
     """Parameter name to True if it has no default."""
+
+    def __reduce__(self) -> tuple[Callable[..., Schema], tuple[Callable[..., object]]]:
+        """Travels to workers as the name of its class: the ranges in annotations (msgspec.Meta) cannot be pickled."""
+        return schema_of, (self.target,)
 
     @property
     def owner(self) -> type:
@@ -56,9 +54,9 @@ class Schema:
         return dotted_name(self.target)
 
     @property
-    def toy(self) -> Mapping[str, Any]:
+    def toy(self) -> Mapping[str, object]:
         """Values that the class sets at scale=toy: its own mapping, or the nearest inherited one."""
-        return next((vars(base)["toy"] for base in self.owner.__mro__ if "toy" in vars(base)), EMPTY)
+        return next((vars(base)["toy"] for base in self.owner.__mro__ if "toy" in vars(base)), {})
 
     @property
     def is_value(self) -> bool:
@@ -66,19 +64,18 @@ class Schema:
         return is_config(self.target)
 
 
-def dotted_name(target: Callable[..., Any]) -> str:
+def dotted_name(target: Callable[..., object]) -> str:
     """The name that `_target_` gives for a class, or for a classmethod of one."""
     return f"{target.__module__}.{target.__qualname__}"
 
 
-def is_config(annotation: Any) -> bool:
+def is_config(annotation: object) -> TypeGuard[type]:
     """True for a config dataclass: a dataclass whose parameters all come from the recipe."""
-    is_dataclass = inspect.isclass(annotation) and dataclasses.is_dataclass(annotation)
-    return is_dataclass and not schema_of(annotation).wired
+    return inspect.isclass(annotation) and dataclasses.is_dataclass(annotation) and not schema_of(annotation).wired
 
 
 @cache
-def schema_of(target: Callable[..., Any]) -> Schema:
+def schema_of(target: Callable[..., object]) -> Schema:
     """The schema of a class, or of a classmethod bound to its class."""
     if inspect.isclass(target) and dataclasses.is_dataclass(target):
         return _dataclass_schema(target)
@@ -88,62 +85,51 @@ def schema_of(target: Callable[..., Any]) -> Schema:
 def _dataclass_schema(cls: type) -> Schema:
     """All fields of a dataclass are keys, unless some are keyword-only: then the positional ones are wired."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    hints = _field_hints(cls, {field.name for field in fields})
     mixed = any(field.kw_only for field in fields)
-    keys = {f.name: _field_key(f, hints[f.name]) for f in fields if f.kw_only or not mixed}
-    wired = {f.name: _field_default(f) is REQUIRED for f in fields if f.name not in keys}
+    keys: dict[str, Key] = {}
+    wired: dict[str, bool] = {}
+    for field in fields:
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.kw_only or not mixed:
+            owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+            annotation = _evaluate(field.type, vars(sys.modules[owner.__module__]))
+            keys[field.name] = Key(field.name, annotation, default, field.metadata.get("target"))
+        else:
+            wired[field.name] = default is REQUIRED
     return Schema(cls, keys, wired)
 
 
-def _field_key(field: dataclasses.Field[Any], annotation: Any) -> Key:
-    return Key(field.name, annotation, _field_default(field), field.metadata.get("target"))
-
-
-def _field_default(field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return REQUIRED
-
-
-def _field_hints(cls: type, fields: set[str]) -> dict[str, Any]:
-    """Annotations of the dataclass's fields, each evaluated in the module that defines it."""
-    hints: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        names = vars(sys.modules[base.__module__])
-        notes = inspect.get_annotations(base)
-        hints |= {name: _evaluate(notes[name], names) for name in notes.keys() & fields}
-    return hints
-
-
-def _signature_schema(target: Callable[..., Any]) -> Schema:
+def _signature_schema(target: Callable[..., object]) -> Schema:
     keys: dict[str, Key] = {}
     wired: dict[str, bool] = {}
+    owner: type = target if inspect.isclass(target) else target.__self__  # type: ignore[attr-defined]
+    function = target.__init__ if inspect.isclass(target) else target.__func__  # type: ignore[attr-defined]
+    names = function.__globals__ if inspect.isfunction(function) else {}
     for parameter in inspect.signature(target).parameters.values():
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
         if parameter.kind is parameter.KEYWORD_ONLY:
-            keys[parameter.name] = Key(parameter.name, _evaluate(parameter.annotation, _names_at(target)), default)
+            keys[parameter.name] = Key(parameter.name, _evaluate(parameter.annotation, names), default)
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             wired[parameter.name] = default is REQUIRED
         else:
-            raise TypeError(f"{target.__qualname__} takes *{parameter.name}: a recipe's class names every key")
+            shown = str(parameter).partition(":")[0]
+            raise PluginError(
+                f"{definition(owner)}: its constructor takes {shown}, and a recipe can only set keys that are named. "
+                "Write each key as a keyword-only parameter, after a lone *"
+            )
     return Schema(target, keys, wired)
 
 
-def _names_at(target: Callable[..., Any]) -> dict[str, Any]:
-    """The global names of the module that defines the constructor."""
-    function = target.__init__ if inspect.isclass(target) else target.__func__  # type: ignore[attr-defined]
-    return function.__globals__ if inspect.isfunction(function) else {}
+def _evaluate(annotation: object, names: dict[str, object]) -> object:
+    """An annotation as an object. It stays a string if its class is imported for type checkers only.
 
-
-def _evaluate(annotation: Any, names: dict[str, Any]) -> Any:
-    """An annotation as an object. It stays a string if its class is imported for type checkers only."""
+    Args:
+        names: global names of the module that defines the field or the constructor.
+    """
     if annotation is inspect.Parameter.empty:
         return Any
     try:
-        return typing.get_type_hints(SimpleNamespace(__annotations__={"it": annotation}), names, include_extras=True)[
-            "it"
-        ]
+        holder = SimpleNamespace(__annotations__={"it": annotation})
+        return typing.get_type_hints(holder, names, include_extras=True)["it"]
     except NameError:
         return annotation

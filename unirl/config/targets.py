@@ -13,11 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
-from unirl.config.errors import ConfigError, DependencyError, UnsafeTargetError, did_you_mean
-
-OWN_PACKAGE = "unirl"
+from unirl.config.errors import ConfigError, DependencyError, PluginError, UnsafeTargetError, did_you_mean
+from unirl.config.plugins import OWN_PACKAGE, explained, remember, summary
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
@@ -34,31 +32,39 @@ def check_plugins(plugins: Sequence[str]) -> None:
             raise UnsafeTargetError(f"plugins may not name '{name}': give the package of your own classes")
 
 
-def find_target(dotted: object, path: str, plugins: Sequence[str] = ()) -> Callable[..., Any]:
+def find_target(dotted: object, path: str, plugins: Sequence[str] = ()) -> Callable[..., object]:
     """The class or bound classmethod called `dotted`; `path` is the recipe's key path, for messages.
 
     Raises:
-        ConfigError: 2030 if the name may not be used, 2003 if an allowed package does not have it.
+        ConfigError: 2030 if the name may not be used, 2003 if an allowed package does not have it, 2031 if it raises.
+        DependencyError: 3001 if Python cannot import it.
     """
     if not isinstance(dotted, str) or not _NAME.fullmatch(dotted) or "__" in dotted:
         raise UnsafeTargetError(f"{path}._target_={dotted!r} is not the dotted name of a class")
     if not _allowed(dotted, plugins):
-        raise UnsafeTargetError(_not_allowed(dotted, path, plugins))
+        package = dotted.partition(".")[0]
+        way_out = f"If '{package}' holds your own classes, allow it: plugins=[{package}]"
+        if package in sys.stdlib_module_names:
+            way_out = f"Name a class of {OWN_PACKAGE}"
+        raise UnsafeTargetError(
+            f"{path}._target_={dotted} is outside the packages that a recipe may use "
+            f"({', '.join((OWN_PACKAGE, *plugins))}). {way_out}"
+        )
+    remember(dotted)
     module, names = _import_longest(dotted, path, plugins)
-    return _find_in(module, names, dotted, path, plugins)
+    if names and names[0] not in vars(module):
+        raise ConfigError(_no_such_name(module, names[0], dotted, path))
+    target = _class_or_classmethod(module, names, plugins)
+    if target is None:
+        raise UnsafeTargetError(
+            f"{path}._target_={dotted} is not a class (or a classmethod of one) defined in an allowed package: "
+            "functions, modules and re-exported names of other packages are refused"
+        )
+    return target
 
 
 def _allowed(module: str | None, plugins: Sequence[str]) -> bool:
     return module is not None and any(f"{module}.".startswith(f"{package}.") for package in (OWN_PACKAGE, *plugins))
-
-
-def _not_allowed(dotted: str, path: str, plugins: Sequence[str]) -> str:
-    allowed = ", ".join((OWN_PACKAGE, *plugins))
-    package = dotted.partition(".")[0]
-    refused = f"{path}._target_={dotted} is outside the packages that a recipe may use ({allowed})"
-    if package in sys.stdlib_module_names:
-        return f"{refused}. Name a class of {OWN_PACKAGE}"
-    return f"{refused}. If '{package}' holds your own classes, allow it: plugins=[{package}]"
 
 
 def _import_longest(dotted: str, path: str, plugins: Sequence[str]) -> tuple[ModuleType, list[str]]:
@@ -81,41 +87,37 @@ def _import(name: str, path: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
-            raise UnsafeTargetError(f"{path}._target_: there is no package '{error.name}' here") from error
+            raise DependencyError(
+                f"{path}._target_={name}: Python cannot import '{error.name}'. Run from its folder, set PYTHONPATH, or "
+                "install it"
+            ) from error
         raise DependencyError(f"{path}._target_={name}... needs '{error.name}': pip install {error.name}") from error
+    except (Exception, SystemExit) as error:  # a plugin is foreign code, which may raise anything
+        if _allowed(name, ()):
+            raise
+        where = (
+            f"{error.filename}:{error.lineno}: {summary(error)}" if isinstance(error, SyntaxError) else explained(error)
+        )
+        raise PluginError(f"{path}._target_: Python cannot import {name}: {where or summary(error)}") from error
 
 
-def _find_in(
-    module: ModuleType, names: list[str], dotted: str, path: str, plugins: Sequence[str]
-) -> Callable[..., Any]:
-    value = vars(module).get(names[0]) if names else None
-    if names and value is None:
-        raise ConfigError(_no_such_name(module, names[0], dotted, path))
-    if not inspect.isclass(value) or not _allowed(value.__module__, plugins) or len(names) > 2:
-        raise UnsafeTargetError(_not_a_class(dotted, path))
-    return value if len(names) == 1 else _classmethod(value, names[1], dotted, path, plugins)
-
-
-def _classmethod(cls: type, name: str, dotted: str, path: str, plugins: Sequence[str]) -> Callable[..., Any]:
-    method = inspect.getattr_static(cls, name, None)
-    if not isinstance(method, classmethod) or not _allowed(method.__func__.__module__, plugins):
-        raise UnsafeTargetError(_not_a_class(dotted, path))
+def _class_or_classmethod(
+    module: ModuleType, names: Sequence[str], plugins: Sequence[str]
+) -> Callable[..., object] | None:
+    """The class, or the classmethod of one, called `names` in `module`. None unless an allowed package defines it."""
+    cls = vars(module)[names[0]] if names else None
+    if not inspect.isclass(cls) or not _allowed(cls.__module__, plugins):
+        return None
+    if len(names) == 1:
+        return cls
+    method = inspect.getattr_static(cls, names[1], None)
+    if len(names) > 2 or not isinstance(method, classmethod) or not _allowed(method.__func__.__module__, plugins):
+        return None
     return method.__get__(None, cls)
-
-
-def _not_a_class(dotted: str, path: str) -> str:
-    return (
-        f"{path}._target_={dotted} is not a class (or a classmethod of one) defined in an allowed package: "
-        "functions, modules and re-exported names of other packages are refused"
-    )
 
 
 def _no_such_name(module: ModuleType, name: str, dotted: str, path: str) -> str:
     classes = [key for key, value in vars(module).items() if inspect.isclass(value) and _allowed(value.__module__, ())]
-    submodules = _submodules(module)
+    submodules = [info.name for info in pkgutil.iter_modules(vars(module).get("__path__", []))]
     hint = did_you_mean(name, classes + submodules)
     return f"{path}._target_={dotted}: {module.__name__} has no '{name}'.{hint}"
-
-
-def _submodules(module: ModuleType) -> list[str]:
-    return [module_info.name for module_info in pkgutil.iter_modules(vars(module).get("__path__", []))]

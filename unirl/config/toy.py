@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from unirl.config.build import SPECIAL, schemas_of
 from unirl.config.device_sets import num_device_sets, num_named, scaled
 from unirl.config.merge import Layer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES
 
-SOURCE = "scale=toy"
-
-QUANTITIES: Mapping[str, Any] = {
+QUANTITIES: Mapping[str, object] = {
     "devices_per_node": None,
     "num_rollouts": 3,
     "evaluation.max_prompts": 4,
@@ -62,7 +59,7 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
     put(toy, "batch_size", _num_prompts(fold((Layer("", tree), Layer("", toy)))))
-    return Layer(SOURCE, toy)
+    return Layer("scale=toy", toy)
 
 
 def _targets(typed: Tree) -> Tree:
@@ -74,7 +71,7 @@ def _targets(typed: Tree) -> Tree:
     return targets
 
 
-def _is_small(value: Any, other: Any) -> bool:
+def _is_small(value: object, other: object) -> bool:
     return type(value) is int and type(other) is int and 0 < value < other
 
 
@@ -101,7 +98,7 @@ def _num_prompts(tree: Tree) -> int:
     """The smallest P >= NUM_PROMPTS for which the recipe's updates divide the P x N samples."""
     group = get(tree, GROUP, 1)
     updates = get(tree, "stack.num_updates_per_batch", 1)
-    if not all(type(count) is int and count > 0 for count in (group, updates)):
+    if not (isinstance(group, int) and isinstance(updates, int) and min(group, updates) > 0):
         return NUM_PROMPTS
     multiple = updates // math.gcd(updates, group)
     return max(1, math.ceil(NUM_PROMPTS / multiple)) * multiple

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import ClassVar
 
 from unirl.config.errors import ResumeError
@@ -22,13 +20,6 @@ from unirl.types.protocols import State
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
-
-
-def with_sizes(prompts: Iterable[Prompt], sizes: Sequence[Size], infos: ImageInfos) -> tuple[Prompt, ...]:
-    """The prompts, each with the size of its samples. Without `sizes` the prompts are unchanged."""
-    if not sizes:
-        return tuple(prompts)
-    return tuple(replace(prompt, size=size_of(prompt, sizes, infos)) for prompt in prompts)
 
 
 def size_of(prompt: Prompt, sizes: Sequence[Size], infos: ImageInfos) -> Size:
@@ -76,15 +67,13 @@ def next_due(cursors: Sequence[int], lengths: Sequence[int], count: int, key: st
     """
 
     def time(index: int) -> float:
-        start = 1.0 if key is None else _unit(f"{key}:{index}:{cursors[index]}")
+        start = 1.0
+        if key is not None:
+            digest = hashlib.blake2b(f"{key}:{index}:{cursors[index]}".encode(), digest_size=6).digest()
+            start = int.from_bytes(digest) / 2**48  # a number in [0, 1)
         return (cursors[index] + start * count) / lengths[index]
 
     return min(range(len(cursors)), key=lambda index: (time(index), index))
-
-
-def _unit(key: str) -> float:
-    """A number in [0, 1) that is a hash of `key`."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
 
 BUILT_IN = (
@@ -119,11 +108,8 @@ class PromptOrder:
         """The prompts at positions `cursor` to `cursor + count - 1`."""
         if cursor < 0 or count < 1:
             raise ValueError(f"cursor must be >= 0 and count >= 1, got cursor={cursor}, count={count}")
-        return [self._prompt_at(position) for position in range(cursor, cursor + count)]
-
-    def _prompt_at(self, position: int) -> Prompt:
-        epoch, index = divmod(position, len(self.prompts))
-        return self.prompts[self._order(epoch)[index]].in_epoch(epoch)
+        places = [divmod(position, len(self.prompts)) for position in range(cursor, cursor + count)]
+        return [replace(self.prompts[self._order(epoch)[index]], epoch=epoch) for epoch, index in places]
 
     def _make_order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -136,21 +122,31 @@ class PromptOrder:
         return sorted(range(len(self.prompts)), key=rank)
 
 
-class PromptSource(ABC):
+class PromptSource:
     """Base of data sources: an endless sequence of prompts from a list. All prompts of a step have one size.
 
     The prompts of each size are a list with its own order and cursor. A function of seed and cursors decides which size
     is next, so that each is used in proportion to its number of prompts. The cursors are the only state.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, infos: ImageInfos | None = None) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        shuffle: bool,
+        seed: int,
+        held_out: Sequence[Prompt] | None = None,
+        sizes: Sequence[Size] = (),
+    ) -> None:
         """
         Args:
-            infos: facts about the images of the prompts; None = they are opened here.
+            held_out: prompts for evaluation; None = `prompts` in their order.
+            sizes: each prompt gets one of them; () = the prompts keep their sizes.
         """
-        self.prompts = tuple(prompts)
-        self.shuffle, self.seed = shuffle, seed
-        self.infos = check_images(self.prompts) if infos is None else infos
+        self.shuffle, self.seed, self.sizes = shuffle, seed, sizes
+        self.infos = check_images((*prompts, *(held_out or ())))
+        self.prompts = tuple(self.sized(prompts))
+        self.held_out = self.prompts if held_out is None else tuple(self.sized(held_out))
         self.orders = {group[0].size: PromptOrder(group, shuffle=shuffle, seed=seed) for group in by_size(self.prompts)}
         self.cursors = dict.fromkeys(self.orders, 0)
 
@@ -162,29 +158,24 @@ class PromptSource(ABC):
         return self.orders[size].prompts_at(cursor, count)
 
     def take(self, count: int, size: Size | None = None) -> list[Prompt]:
-        """The next `count` prompts, all of one size; moves its cursor.
-
-        Args:
-            size: the size to take; None = the size that is due.
-        """
+        """The next `count` prompts, all of one size: `size`, or the one that is due. Moves its cursor."""
         if size is None:
-            size = self._due(count)
+            lengths = [len(order) for order in self.orders.values()]
+            key = f"{self.seed}::due" if self.shuffle else None
+            size = list(self.orders)[next_due(list(self.cursors.values()), lengths, count, key)]
         prompts = self.prompts_at(self.cursors[size], count, size)
         self.cursors[size] += count
         return prompts
 
-    def _due(self, count: int) -> Size | None:
-        lengths = [len(order) for order in self.orders.values()]
-        key = f"{self.seed}::due" if self.shuffle else None
-        return list(self.orders)[next_due(list(self.cursors.values()), lengths, count, key)]
-
     def sized(self, prompts: Iterable[Prompt]) -> list[Prompt]:
         """Other prompts, each with the size that its samples have with this source."""
-        return list(prompts)
+        if not self.sizes:
+            return list(prompts)
+        return [replace(prompt, size=size_of(prompt, self.sizes, self.infos)) for prompt in prompts]
 
-    @abstractmethod
     def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
         """Held-out prompts in the order of their file, the first `max_prompts` of them (None: all)."""
+        return list(self.held_out[:max_prompts])
 
     def state_dict(self) -> State:
         return {
@@ -243,18 +234,9 @@ class MultimodalRLDataSource(PromptSource):
             sizes: [height, width] in pixels. Each prompt gets the size whose aspect ratio is nearest to that of its
                 image; [] = all samples have the size of `sampling`.
         """
-        prompts = with_recorded(load_prompts(Path(data_path), prompt_key=prompt_key), recorded)
-        held_out = load_prompts(Path(eval_data_path), prompt_key=prompt_key) if eval_data_path else None
-        infos = check_images((*prompts, *(held_out or ())))
-        self.sizes = sizes
-        super().__init__(with_sizes(prompts, sizes, infos), shuffle=shuffle, seed=seed, infos=infos)
-        self.held_out = self.prompts if held_out is None else with_sizes(held_out, sizes, infos)
-
-    def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
-        return list(self.held_out[:max_prompts])
-
-    def sized(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        return list(with_sizes(prompts, self.sizes, self.infos))
+        prompts = [with_recorded(prompt, recorded) for prompt in load_prompts(data_path, prompt_key=prompt_key)]
+        held_out = load_prompts(eval_data_path, prompt_key=prompt_key) if eval_data_path else None
+        super().__init__(prompts, shuffle=shuffle, seed=seed, held_out=held_out, sizes=sizes)
 
 
 class DefaultDataSource(PromptSource):
@@ -263,6 +245,3 @@ class DefaultDataSource(PromptSource):
     def __init__(self, seed: int = 42, *, shuffle: bool = True) -> None:
         prompts = [Prompt(text=text, prompt_id=f"built-in:{index}") for index, text in enumerate(BUILT_IN)]
         super().__init__(prompts, shuffle=shuffle, seed=seed)
-
-    def eval_prompts(self, max_prompts: int | None = None) -> list[Prompt]:
-        return list(self.prompts[:max_prompts])

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from unirl.config.errors import DataError
-from unirl.data.datasets import Prompt
-from unirl.data.schema import CONDITION, MEDIA_FORM
+from unirl.data.datasets import CONDITION, MEDIA_FORM, Prompt
 from unirl.models.images import read_image, split_at_images
 from unirl.models.loading.remote_files import fetch, is_remote
 from unirl.types.facts import ModelFacts
@@ -47,19 +46,13 @@ def image_problems(prompts: Sequence[Prompt]) -> Iterator[DataError]:
 
 
 def check_counts(prompts: Sequence[Prompt], facts: ModelFacts) -> None:
-    """Raises DataError for the first prompt with fewer or more images than the model takes."""
-    for problem in count_problems(prompts, facts):
-        raise problem
-
-
-def count_problems(prompts: Sequence[Prompt], facts: ModelFacts) -> Iterator[DataError]:
-    """One error for each prompt with fewer or more images than the model takes, with the way out."""
-    fewest, most = facts.images_per_prompt()
+    """Raises DataError, with the way out, for the first prompt with fewer or more images than the model takes."""
+    fewest, most = facts.condition_images
     for prompt in prompts:
         count = len(prompt.images)
         if count < fewest or (most is not None and count > most):
             where = f"{prompt.origin}: " if prompt.origin else ""
-            yield DataError(
+            raise DataError(
                 f"{where}prompt {prompt.prompt_id!r} has {_images(count)} of role {CONDITION!r}, and "
                 f"{facts.family} {_taken(fewest, most)}. {_way_out(count, fewest, most)}"
             )

@@ -7,14 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from unirl.config.dependencies import need
 from unirl.config.errors import ArgumentError, DataError, NotFoundError, did_you_mean
-from unirl.data.datasets import load_prompts
+from unirl.data.datasets import CONDITION, load_prompts
 from unirl.data.images import check_images
-from unirl.data.schema import CONDITION
+from unirl.data.readers import parquet_rows
 from unirl.models.images import IMAGE_MARK
 
 Row = Mapping[str, Any]
@@ -34,36 +34,22 @@ class PublicSet:
     """Name of a split to its file in the repository."""
     about: str
     licence: str
-    line_of: Callable[[Row], dict[str, Any]]
+    prompt_of: Callable[[Row], str]
+    metadata: Mapping[str, str]
+    """Key in the prompt file to the column that it is read from."""
     images_of: Callable[[Row], Sequence[bytes]] = lambda row: ()
     """The image files inside a row, which are written beside the prompt files."""
 
-
-def _parti(row: Row) -> dict[str, Any]:
-    return {"prompt": row["Prompt"], "metadata": {"category": row["Category"], "challenge": row["Challenge"]}}
-
-
-def _math(row: Row) -> dict[str, Any]:
-    metadata = {"answer": row["answer"], "subject": row["subject"], "level": row["level"]}
-    return {"prompt": f"{row['problem']} {BOXED}", "metadata": metadata}
+    def line_of(self, row: Row) -> dict[str, object]:
+        """The line of the prompt file. Raises KeyError for an absent column."""
+        metadata = {key: row[name] for key, name in self.metadata.items()}
+        return {"prompt": self.prompt_of(row), "metadata": metadata}
 
 
-def _gsm8k(row: Row) -> dict[str, Any]:
-    return {"prompt": f"{row['question']} {MARKED}", "metadata": {"answer": row["answer"]}}
-
-
-def _dapo(row: Row) -> dict[str, Any]:
-    return {"prompt": f"{row['prompt']} {BOXED}", "metadata": {"answer": row["solution"]}}
-
-
-def _aime(row: Row) -> dict[str, Any]:
-    return {"prompt": f"{row['problem']} {BOXED}", "metadata": {"answer": row["answer"], "year": row["year"]}}
-
-
-def _geometry(row: Row) -> dict[str, Any]:
+def _geometry(row: Row) -> str:
     problem = row["problem"].replace(IMAGE_MARK, "").strip()
     choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
-    return {"prompt": f"{problem}{choices}\n{LETTER}", "metadata": {"answer": row["ground_truth"]}}
+    return f"{problem}{choices}\n{LETTER}"
 
 
 SETS: Mapping[str, PublicSet] = {
@@ -72,42 +58,48 @@ SETS: Mapping[str, PublicSet] = {
         files={"test": "PartiPrompts.tsv"},
         about="1,632 prompts for images, by category and challenge",
         licence="Apache-2.0",
-        line_of=_parti,
+        prompt_of=lambda row: row["Prompt"],
+        metadata={"category": "Category", "challenge": "Challenge"},
     ),
     "gsm8k": PublicSet(
         repo="openai/gsm8k",
         files={split: f"main/{split}-00000-of-00001.parquet" for split in ("train", "test")},
         about="8,792 word problems of school mathematics; for gsm8k_exact_match",
         licence="MIT",
-        line_of=_gsm8k,
+        prompt_of=lambda row: f"{row['question']} {MARKED}",
+        metadata={"answer": "answer"},
     ),
     "math_500": PublicSet(
         repo="HuggingFaceH4/MATH-500",
         files={"test": "test.jsonl"},
         about="500 competition problems; for math_boxed and math_verify",
         licence="MIT (the MATH data set)",
-        line_of=_math,
+        prompt_of=lambda row: f"{row['problem']} {BOXED}",
+        metadata={"answer": "answer", "subject": "subject", "level": "level"},
     ),
     "dapo_math": PublicSet(
         repo="open-r1/DAPO-Math-17k-Processed",
         files={"train": "en/train-00000-of-00001.parquet"},
         about="14,116 competition problems in English; for math_verify",
         licence="Apache-2.0 (DAPO-Math-17k)",
-        line_of=_dapo,
+        prompt_of=lambda row: f"{row['prompt']} {BOXED}",
+        metadata={"answer": "solution"},
     ),
     "aime_2024": PublicSet(
         repo="HuggingFaceH4/aime_2024",
         files={"test": "data/train-00000-of-00001.parquet"},
         about="30 problems of AIME 2024, which DAPO-Math recipes are evaluated on; for math_verify",
         licence="of the Mathematical Association of America",
-        line_of=_aime,
+        prompt_of=lambda row: f"{row['problem']} {BOXED}",
+        metadata={"answer": "answer", "year": "year"},
     ),
     "geometry3k": PublicSet(
         repo="xyliu6/geometry3k",
         files={split: f"data/{split}-00000-of-00001.parquet" for split in ("train", "validation", "test")},
         about="3,002 geometry problems with a diagram and four choices; for mc_exact_match",
         licence="MIT (the Geometry3K data set)",
-        line_of=_geometry,
+        prompt_of=_geometry,
+        metadata={"answer": "ground_truth"},
         images_of=lambda row: [image["bytes"] for image in row["images"]],
     ),
 }
@@ -141,28 +133,8 @@ def populate(
             raise ArgumentError(f"{target} exists already. Add --overwrite to replace it, or give another --out")
     for split, target in targets.items():
         source = _fetch(public_set, split, endpoint, revision)
-        _write(target, _lines(public_set, source, ImageFolder(folder / IMAGE_FOLDER, split)))
+        _write(target, _lines(public_set, source, folder / IMAGE_FOLDER, split))
     return list(targets.values())
-
-
-@dataclass
-class ImageFolder:
-    """Writes the image files of one split."""
-
-    folder: Path
-    split: str
-    written: int = 0
-
-    def write(self, contents: Sequence[bytes]) -> list[dict[str, str]]:
-        """Writes each image as a file and returns the media references of the line."""
-        refs = []
-        for content in contents:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            name = f"{self.split}-{self.written:05d}{'.png' if content.startswith(PNG) else '.jpg'}"
-            (self.folder / name).write_bytes(content)
-            refs.append({"modality": "image", "role": CONDITION, "uri": f"{self.folder.name}/{name}"})
-            self.written += 1
-        return refs
 
 
 def _fetch(public_set: PublicSet, split: str, endpoint: str | None, revision: str | None) -> Path:
@@ -179,17 +151,28 @@ def _fetch(public_set: PublicSet, split: str, endpoint: str | None, revision: st
         ) from error
 
 
-def _lines(public_set: PublicSet, source: Path, images: ImageFolder) -> Iterator[str]:
+def _lines(public_set: PublicSet, source: Path, images: Path, split: str) -> Iterator[str]:
+    """The lines of a prompt file, whose images are written to the folder `images`."""
+    image_numbers = count()
     for number, row in enumerate(READERS[source.suffix](source), start=1):
         try:
             line = public_set.line_of(row)
-            refs = images.write(public_set.images_of(row))
+            contents = public_set.images_of(row)
         except KeyError as error:
             raise DataError(
                 f"{public_set.repo}: row {number} of {source.name} has no key {error} (keys: {sorted(row)}): the "
                 "format of the set has changed since this version of unirl. Give an older --revision"
             ) from error
+        refs = [_write_image(images, f"{split}-{next(image_numbers):05d}", content) for content in contents]
         yield json.dumps(line | ({"media_refs": refs} if refs else {}), ensure_ascii=False) + "\n"
+
+
+def _write_image(folder: Path, stem: str, content: bytes) -> dict[str, str]:
+    """Writes an image file and returns its media reference."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{stem}{'.png' if content.startswith(PNG) else '.jpg'}"
+    (folder / name).write_bytes(content)
+    return {"modality": "image", "role": CONDITION, "uri": f"{folder.name}/{name}"}
 
 
 def _write(target: Path, lines: Iterable[str]) -> None:
@@ -216,13 +199,4 @@ def _tsv(source: Path) -> Iterator[Row]:
         yield from csv.DictReader(file, delimiter="\t")
 
 
-def _parquet(source: Path) -> Iterator[Row]:
-    need("pyarrow", extra="data", by="a parquet file")
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(source) as file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
-
-
-READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _jsonl, ".tsv": _tsv, ".parquet": _parquet}
+READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _jsonl, ".tsv": _tsv, ".parquet": parquet_rows}

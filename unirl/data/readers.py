@@ -1,16 +1,47 @@
-"""Readers of .txt, .jsonl, .json and .parquet files: each yields the entries of a file, or errors."""
+"""Readers of .txt, .jsonl, .json and .parquet files: each yields the entries of a file with their lines."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from unirl.config.dependencies import need
 from unirl.config.errors import DataError
-from unirl.data.schema import SHOWN, RawEntry, refuse, result_or_error
+
+SHOWN = 100
+"""Characters of a bad entry that an error shows."""
+
+
+class BadEntry(ValueError):
+    """An entry that breaks the rules of its file. The caller adds the file and the line."""
+
+    def __init__(self, message: str, kind: type[DataError] = DataError, line: int | None = None) -> None:
+        """The error at a `line` within the entry's source, from 1; None = the whole entry."""
+        super().__init__(message)
+        self.kind, self.line = kind, line
+
+
+@dataclass(frozen=True)
+class RawEntry:
+    """One entry of a data file before it is parsed."""
+
+    line: int
+    source: str
+    decode: Callable[[], object]
+    """Returns the JSON value of the entry. Raises BadEntry."""
+
+    def error(self, file: Path, why: BadEntry) -> DataError:
+        """The error of this entry, with file, line and source."""
+        line, source = self.line, self.source
+        if why.line is not None:
+            line, source = line + why.line - 1, source.split("\n")[why.line - 1].strip()
+        shown = source if len(source) <= SHOWN else source[:SHOWN] + " ..."
+        return why.kind(f"{file}:{line}: {why}\n  source: {shown!a}")
 
 
 def _read_text(file: Path) -> str:
@@ -37,38 +68,40 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _txt(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
+def _txt(file: Path, prompt_key: str) -> Iterator[RawEntry]:
     for number, line in _lines(_read_text(file)):
-        yield result_or_error(_plain, file, number, line)
+        yield RawEntry(number, line, partial(_plain, line))
 
 
-def _plain(file: Path, number: int, line: str) -> RawEntry:
+def _plain(line: str) -> str:
     if "\r" in line:
-        refuse(file, RawEntry(number, line, line), "the line contains a carriage return; end lines with LF or CRLF")
-    return RawEntry(number, line, line)
+        raise BadEntry("the line contains a carriage return; end lines with LF or CRLF")
+    return line
 
 
-def _jsonl(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
+def _jsonl(file: Path, prompt_key: str) -> Iterator[RawEntry]:
     for number, line in _lines(_read_text(file)):
-        yield result_or_error(_object, file, number, line, prompt_key)
+        yield RawEntry(number, line, partial(_object, line, prompt_key))
 
 
-def _object(file: Path, number: int, line: str, prompt_key: str) -> RawEntry:
-    value = _decode(file, line, number)
+def _object(line: str, prompt_key: str) -> object:
+    value = _decode(line)
     if not isinstance(value, dict):
-        refuse(
-            file, RawEntry(number, line, value), f'expected one JSON object per line, like {{"{prompt_key}": "..."}}'
-        )
-    return RawEntry(number, line, value)
+        raise BadEntry(f'expected one JSON object per line, like {{"{prompt_key}": "..."}}')
+    return value
 
 
-def _json(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
+def _json(file: Path, prompt_key: str) -> Iterator[RawEntry]:
     text = _read_text(file)
     if not text.strip():
         return
-    document = _decode(file, text, 1)
+    whole = RawEntry(1, text, partial(_decode, text))
+    try:
+        document = whole.decode()
+    except BadEntry as error:
+        raise whole.error(file, error) from error
     if isinstance(document, dict) and "prompts" not in document:
-        yield RawEntry(1, text.strip(), document)
+        yield RawEntry(1, text.strip(), _known(document))
         return
     if isinstance(document, dict) and len(document) > 1:
         others = sorted(set(document) - {"prompts"})
@@ -87,8 +120,12 @@ def _entries(text: str, entries: list[object]) -> Iterator[RawEntry]:
         begin = _skip(text, before + 1)
         line, counted = line + text.count("\n", counted, begin), begin
         _, end = decoder.raw_decode(text, begin)
-        yield RawEntry(line, text[begin:end], value)
+        yield RawEntry(line, text[begin:end], _known(value))
         before = _skip(text, end)
+
+
+def _known(value: object) -> Callable[[], object]:
+    return lambda: value
 
 
 def _skip(text: str, at: int) -> int:
@@ -98,18 +135,16 @@ def _skip(text: str, at: int) -> int:
     return at
 
 
-def _decode(file: Path, text: str, first_line: int) -> object:
+def _decode(text: str) -> object:
     """The JSON value of `text`. NaN and repeated keys, which Python's decoder accepts, are errors."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
-        line, shown = first_line + error.lineno - 1, error.doc.split("\n")[error.lineno - 1].strip()
-        why = f"not valid JSON: {error.msg} (column {error.colno})"
-        refuse(file, RawEntry(line, shown, None), why)
-    except RecursionError:
-        refuse(file, RawEntry(first_line, text, None), "the entry is nested too deeply")
+        raise BadEntry(f"not valid JSON: {error.msg} (column {error.colno})", line=error.lineno) from error
+    except RecursionError as error:
+        raise BadEntry("the entry is nested too deeply") from error
     except ValueError as error:
-        refuse(file, RawEntry(first_line, text, None), f"not valid JSON: {error}")
+        raise BadEntry(f"not valid JSON: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -131,60 +166,53 @@ def _finite(digits: str) -> float:
     return number
 
 
-def parquet_rows(file: Path, prompt_key: str) -> Iterator[RawEntry | DataError]:
-    """The rows, numbered from 1. A row is an object, its columns are the keys, and null means that a key is absent.
+def parquet_rows(file: Path) -> Iterator[dict[str, object]]:
+    """The rows of a parquet file. Raises DependencyError if pyarrow is not installed."""
+    need("pyarrow", extra="data", by=f"data file {file}")
+    import pyarrow.parquet
 
-    Raises:
-        DataError: the file is absent or not a parquet file.
-        DependencyError: pyarrow is not installed.
-    """
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        for batch in opened.iter_batches():
+            yield from batch.to_pylist()
+
+
+def _parquet(file: Path, prompt_key: str) -> Iterator[RawEntry]:
+    """The rows, numbered from 1. A row is an object, its columns are the keys, and null means that a key is absent."""
     need("pyarrow", extra="data", by=f"data file {file}")
     import pyarrow
-    import pyarrow.parquet
 
     if not file.is_file():
         raise DataError(f"data file {file} does not exist (looked in {Path.cwd()}). Check DATA_PATH")
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield result_or_error(_row, file, number, row)
+        for number, row in enumerate(parquet_rows(file), start=1):
+            yield RawEntry(number, json.dumps(row, ensure_ascii=False, default=repr), partial(_as_json, row, ""))
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"data file {file} cannot be read as parquet after row {number}: {reason}") from error
 
 
-def _row(file: Path, number: int, row: dict[str, object]) -> RawEntry:
-    try:
-        value = _as_json(row, "")
-    except ValueError as error:
-        refuse(file, RawEntry(number, repr(row), row), str(error))
-    return RawEntry(number, json.dumps(value, ensure_ascii=False), value)
-
-
 def _as_json(value: object, at: str) -> object:
-    """The value as a JSON file would hold it. Raises ValueError if JSON has no such value."""
+    """The value as a JSON file would hold it. Raises BadEntry if JSON has no such value."""
     match value:
         case dict():
             return {key: _as_json(entry, f"{at}.{key}") for key, entry in value.items() if entry is not None}
         case list():
             return [_as_json(entry, f"{at}[{i}]") for i, entry in enumerate(value)]
         case float() if not math.isfinite(value):
-            raise ValueError(f"{at.lstrip('.')} is {value}, which is not a JSON value")
+            raise BadEntry(f"{at.lstrip('.')} is {value}, which is not a JSON value")
         case None | bool() | int() | float() | str():
             return value
         case bytes():
-            raise ValueError(
+            raise BadEntry(
                 f"{at.lstrip('.')} holds {len(value)} bytes, and a data file may not contain binary data: save "
                 "images as files and name them in media_refs"
             )
-    raise ValueError(f"{at.lstrip('.')} is a {type(value).__name__}, which is not a JSON value; write it as text")
+    raise BadEntry(f"{at.lstrip('.')} is a {type(value).__name__}, which is not a JSON value; write it as text")
 
 
-Read = Callable[[Path, str], Iterator[RawEntry | DataError]]
-READERS: dict[str, Read] = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": parquet_rows}
+Read = Callable[[Path, str], Iterator[RawEntry]]
+READERS: dict[str, Read] = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 EXPECTED = {
     ".txt": "one prompt per line",
     ".jsonl": 'one JSON object per line, like {"prompt": "a red circle"}',

@@ -11,12 +11,17 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from unirl.models.loading.adapter_sources import AdapterLayers
 from unirl.models.loading.saved_weights import SavedWeights
 from unirl.types.batch import Batch, row
+from unirl.types.conditions import Conditions
+from unirl.types.device import CPU, move_module, put_back, tensors_of
 from unirl.types.facts import ModelFacts
+from unirl.types.primitives import Decoded
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
-from unirl.types.rollout_resp import RolloutResp
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.segments import Segment
 
 CANARY_PROMPTS = ("a canary in a coal mine", "a yellow bird", "an empty cage", "")
 CANARY_IDS = tuple(f"canary:{i}" for i in range(len(CANARY_PROMPTS)))
@@ -46,7 +51,6 @@ class Stage(Protocol):
 
     def canary(self, inputs: Any) -> CanaryOutput:
         """Run the network on the `canary_inputs` of its pipeline, which must be on the network's device."""
-        ...
 
 
 class Bundle(ABC):
@@ -64,6 +68,8 @@ class Bundle(ABC):
         self.dtype = dtype
         """The compute dtype of the network; a backend may keep trained parameters in a wider dtype."""
         self.device = device
+        self.host_copies: dict[str, Mapping[str, Tensor]] = {}
+        """Weights of frozen components that were brought from main memory. They stay there, and are not copied back."""
         for module in self.modules.values():
             module.eval().requires_grad_(False)
             if not next(module.parameters()).is_meta:
@@ -86,6 +92,10 @@ class Bundle(ABC):
         """The trained module's weights in another checkpoint of the same architecture, read row by row."""
         raise NotImplementedError(f"{type(self).__name__} cannot read the weights of another checkpoint")
 
+    def read_adapter(self, path: str) -> AdapterLayers:
+        """The layers of a LoRA file, or of the folder of one. Raises DataError unless all its tensors fit the model."""
+        raise NotImplementedError(f"{type(self).__name__} cannot read adapters")
+
     @property
     def frozen(self) -> tuple[str, ...]:
         """The names of all components that are not trained, such as encoders and VAE."""
@@ -93,7 +103,7 @@ class Bundle(ABC):
 
     def offload(self, names: Sequence[str]) -> None:
         """Move components to main memory."""
-        self._move(names, torch.device("cpu"))
+        self._move(names, CPU)
 
     def onload(self, names: Sequence[str]) -> None:
         """Move components to the bundle's device."""
@@ -114,8 +124,15 @@ class Bundle(ABC):
         for name in names:
             if name not in self.modules:
                 raise ValueError(f"the bundle has no component {name!r}; it has {sorted(self.modules)}")
-            if _device_of(self.modules[name]) != device:
-                self.modules[name].to(device)
+            module = self.modules[name]
+            if _device_of(module) == device:
+                continue
+            if device == CPU and name in self.host_copies:
+                put_back(module, self.host_copies[name])
+                continue
+            if name in self.frozen and _device_of(module) == CPU:
+                self.host_copies[name] = {key: tensor.detach() for key, tensor in tensors_of(module).items()}
+            move_module(module, device)
 
 
 def components_to_load(components: Sequence[str] | None, all_names: Sequence[str], trained: str) -> tuple[str, ...]:
@@ -130,6 +147,22 @@ def components_to_load(components: Sequence[str] | None, all_names: Sequence[str
 
 def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
+
+
+def response_of(req: RolloutReq, conditions: Conditions, segment: Segment, decoded: Decoded) -> RolloutResp:
+    """The response with the one track of a request, rows in the order of the request."""
+    [name] = req.tracks
+    track = RolloutTrack(
+        sample_ids=req.sample_ids,
+        group_ids=req.group_ids,
+        prompts=req.prompts(),
+        conditions=conditions,
+        segment=segment,
+        decoded=decoded,
+        weight=torch.ones(len(req)),
+        weight_version=torch.full((len(req),), req.weight_version, dtype=torch.int64),
+    )
+    return RolloutResp({name: track})
 
 
 class Pipeline(Protocol):
@@ -149,16 +182,6 @@ class Pipeline(Protocol):
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows at a time."""
-        ...
 
     def canary_inputs(self) -> Batch:
         """Fixed inputs on which two networks that should hold the same weights are compared."""
-        ...
-
-    def offload(self, names: Sequence[str]) -> None:
-        """Move components of the bundle to main memory."""
-        ...
-
-    def onload(self, names: Sequence[str]) -> None:
-        """Move components of the bundle to its device."""
-        ...

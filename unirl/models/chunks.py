@@ -1,18 +1,22 @@
 """Splits rows into forward batches of equal size, so that the bits of a row do not depend on the other rows.
 
 Matrix kernels choose their order of summation by the number of rows. If a batch always has the same size (or always a
-multiple of the family's `batch_multiple`), a row has the same bits whatever the other rows are.
+multiple of the family's `batch_multiple`), a row has the same bits whatever the other rows are. On x86 CPUs this needs
+MKL's strict mode, which `unirl/__init__.py` asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from unirl.types.batch import take_rows
 from unirl.types.conditions import Conditions
+from unirl.types.progress import progress
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,36 @@ class PaddedChunk:
 
     rows: tuple[int, ...]
     num_real: int
+
+
+def batch_multiple(device: torch.device) -> int:
+    """Forward batches are padded to a multiple of this: on a CPU, a row has the same bits in any multiple of 4."""
+    return 4 if device.type == "cpu" else 1
+
+
+def rows_are_independent(sizes: Sequence[int] = (32, 128, 512), num_rows: int = 64) -> bool:
+    """Whether a row of a matrix product has the same bits in all batches of this CPU whose sizes are multiples of 4.
+
+    It is measured, since it depends on the CPU, on torch's BLAS library and on MKL_CBWR.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for width, height in itertools.product(sizes, repeat=2):
+        x, weight = (torch.randn(count, width, generator=generator) for count in (num_rows, height))
+        bias = torch.randn(height, generator=generator)
+        whole = torch.nn.functional.linear(x, weight, bias)
+        for size in (4, 8, 12, num_rows // 2):
+            parts = [torch.nn.functional.linear(part, weight, bias) for part in x.split(size)]
+            if not torch.equal(torch.cat(parts), whole):
+                return False
+    return True
+
+
+def text_multiple(device: torch.device) -> int | None:
+    """Masked texts of a request are padded to its longest one, rounded up to a multiple of this number of tokens.
+
+    None on a CPU, where texts keep their padding: the bits of a row would depend on the longest text of its request.
+    """
+    return None if device.type == "cpu" else 64
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -33,7 +67,11 @@ def padded_chunks(count: int, size: int, multiple: int = 1) -> list[PaddedChunk]
     if size < 1:
         raise ValueError(f"a forward batch needs at least 1 row, got {size}")
     chunk_size = round_up(size, multiple)
-    return [_padded(range(start, min(start + chunk_size, count)), chunk_size) for start in range(0, count, chunk_size)]
+    chunks = []
+    for start in range(0, count, chunk_size):
+        rows = range(start, min(start + chunk_size, count))
+        chunks.append(PaddedChunk((*rows, *[start] * (chunk_size - len(rows))), len(rows)))
+    return chunks
 
 
 def balanced_chunk_size(count: int, size: int, multiple: int = 1) -> int:
@@ -45,11 +83,7 @@ def balanced_chunk_size(count: int, size: int, multiple: int = 1) -> int:
 
 def padded_rows(count: int, multiple: int) -> list[int]:
     """Rows 0 .. count - 1, then copies of row 0 as padding up to the next multiple."""
-    return list(_padded(range(count), round_up(count, multiple)).rows)
-
-
-def _padded(rows: range, size: int) -> PaddedChunk:
-    return PaddedChunk(tuple(rows) + (rows.start,) * (size - len(rows)), len(rows))
+    return [*range(count), *[0] * (round_up(count, multiple) - count)]
 
 
 def select_conditions(conditions: Conditions, rows: list[int]) -> Conditions:
@@ -60,4 +94,8 @@ def select_conditions(conditions: Conditions, rows: list[int]) -> Conditions:
 def map_chunks(fn: Callable[[Tensor], Tensor], values: Tensor, size: int, multiple: int = 1) -> Tensor:
     """Apply `fn` to the rows of `values` in padded chunks, and remove the padding from the results."""
     chunks = padded_chunks(len(values), size, multiple)
-    return torch.cat([fn(values[list(chunk.rows)])[: chunk.num_real] for chunk in chunks])
+    results = []
+    for chunk in chunks:
+        results.append(fn(take_rows(values, chunk.rows))[: chunk.num_real])
+        progress("chunk of rows")
+    return torch.cat(results)

@@ -26,12 +26,8 @@ IMAGE_MARK = "<image>"
 
 
 def read_image(uri: str) -> Image:
-    """The image at a path or URL: RGB, rotated by its EXIF orientation, with transparent parts on white.
-
-    Raises:
-        UnreadableFileError: the file is missing, damaged, too large, or of an unsupported kind.
-    """
-    image = _opened(uri)
+    """The image of `open_image` as RGB, with transparent parts on white."""
+    image = open_image(uri)
     if image.has_transparency_data:
         from PIL import Image
 
@@ -59,8 +55,12 @@ def to_pil(pixels: Tensor) -> Image:
     return Image.fromarray(pixels.mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())
 
 
-def _opened(uri: str) -> Image:
-    """The decoded image. Its header is checked before its pixels are decoded."""
+def open_image(uri: str) -> Image:
+    """The image at a path or URL, rotated by its EXIF orientation. Its header is checked before its pixels are decoded.
+
+    Raises:
+        UnreadableFileError: the file is missing, damaged, too large, or of an unsupported kind.
+    """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -73,13 +73,8 @@ def _opened(uri: str) -> Image:
         raise
     except UnidentifiedImageError as error:
         raise UnreadableFileError(f"image {uri} cannot be read: cannot identify image file") from error
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ) as error:  # PIL raises these for damaged files
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        # PIL raises these for damaged files.
         raise UnreadableFileError(f"image {uri} cannot be read: {error}") from error
 
 

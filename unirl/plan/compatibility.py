@@ -6,10 +6,10 @@ Every rule yields the message of the problem that it finds; `check_compatibility
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.shared.mismatch import TokenTIS
 from unirl.config.build import build
 from unirl.config.errors import IncompatibleError
 from unirl.config.node import Node, nodes_below
@@ -23,6 +23,7 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.types.protocols import REFERENCE, Capabilities, Needs
 
 TRAINSIDE = f"rollout._target_={dotted_name(TrainsideRolloutEngine)}"
+TOKEN_TIS = dotted_name(TokenTIS)
 RECORDED = f"rollout._target_={dotted_name(RecordedRolloutEngine)}"
 OTHER_MODALITY = {
     "rollout": f"Take another engine, such as {dotted_name(TrainsideRolloutEngine)}",
@@ -34,60 +35,38 @@ KEPT_BY = {"old": "ema_lora_cfg", "ema": "ema_cfg"}
 """Weight snapshot to the backend's block that keeps it. `reference` is kept whenever a loss reads it."""
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A recipe with the needs of its loss, and the names of its classes for messages."""
-
-    config: RecipeConfig
-    needs: Needs
-    plan: PlacementPlan
-
-    @property
-    def loss(self) -> str:
-        return self.config.algorithm.class_name
-
-    @property
-    def engine(self) -> str:
-        return self.config.rollout.class_name
-
-    @property
-    def replays_recorded(self) -> bool:
-        """True if the engine returns recorded samples instead of sampling."""
-        return capabilities_of(self.config.rollout).recorded
-
-
 def check_compatibility(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> None:
     """Raises IncompatibleError (2020) for the first rule that the parts of the recipe break."""
-    parts = _Parts(config, needs, plan)
     rules = (
         _recorded_problems,
         _refill_problems,
         _loss_problems,
-        _snapshot_problems,
-        _value_head_problems,
+        _eight_bit_problems,
+        _backend_problems,
         _modality_problems,
         _reward_gradient_problems,
     )
     for rule in rules:
-        for problem in rule(parts):
+        for problem in rule(config, needs, plan):
             raise IncompatibleError(problem)
 
 
-def _recorded_problems(parts: _Parts) -> Iterator[str]:
+def _recorded_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """Recorded samples: the data, engine, reward, group size and loss must all expect them."""
-    config, loss, engine = parts.config, parts.loss, parts.engine
+    loss, engine = config.algorithm.class_name, config.rollout.class_name
+    replays_recorded = capabilities_of(config.rollout).recorded
     roles = config.recorded_roles
-    if parts.replays_recorded and parts.needs.own_samples:
+    if replays_recorded and needs.own_samples:
         yield (
             f"{loss} learns from samples of the policy itself, and {engine} returns recorded ones. Write {TRAINSIDE} "
             f"~data_source.recorded, or use a loss that learns from any samples, such as {dotted_name(DiffusionDPO)}"
         )
-    if parts.replays_recorded and not roles:
+    if replays_recorded and not roles:
         yield (
             f"{engine} returns recorded samples, and the data source provides none. "
             "Set data_source.recorded=[chosen,rejected]"
         )
-    if roles and not parts.replays_recorded:
+    if roles and not replays_recorded:
         yield (
             f"data_source.recorded={list(roles)}: {engine} generates its samples and would ignore the recorded ones. "
             f"Write {RECORDED}, or ~data_source.recorded"
@@ -100,69 +79,82 @@ def _recorded_problems(parts: _Parts) -> Iterator[str]:
             f"samples ({', '.join(roles)}). Set sampling.samples_per_prompt={len(roles)}"
         )
     for node in nodes_below(config.reward):
-        if capabilities_of(node).recorded and not parts.replays_recorded:
+        if capabilities_of(node).recorded and not replays_recorded:
             yield (
                 f"{node.path} ({node.class_name}) returns rewards that were recorded with the samples, and {engine} "
                 f"generates new samples. Choose a scorer of images, or write {RECORDED}"
             )
 
 
-def _refill_problems(parts: _Parts) -> Iterator[str]:
+def _refill_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """Refill helps only if further draws can have other rewards, and if the loss learns from reward differences."""
-    if parts.config.refill is None:
+    if config.refill is None:
         return
-    if parts.replays_recorded:
+    loss, engine = config.algorithm.class_name, config.rollout.class_name
+    if capabilities_of(config.rollout).recorded:
         yield (
-            f"refill draws further samples, and {parts.engine} returns the same recorded samples at every draw. "
-            "Write ~refill"
+            f"refill draws further samples, and {engine} returns the same recorded samples at every draw. Write ~refill"
         )
-    if not parts.needs.advantages:
-        yield f"refill looks for groups whose rewards differ, and {parts.loss} uses no advantages. Write ~refill"
-    if parts.config.samples_per_prompt == 1:
+    if not needs.advantages:
+        yield f"refill looks for groups whose rewards differ, and {loss} uses no advantages. Write ~refill"
+    if config.samples_per_prompt == 1:
         yield (
             "refill looks for groups whose rewards differ, and sampling.samples_per_prompt=1 makes groups of one. "
             "Set sampling.samples_per_prompt to 2 or more, or write ~refill"
         )
 
 
-def _loss_problems(parts: _Parts) -> Iterator[str]:
-    config, loss, engine = parts.config, parts.loss, capabilities_of(parts.config.rollout)
-    if parts.needs.behaviour_logp and not engine.behaviour_logp:
+def _loss_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    loss, capabilities = config.algorithm.class_name, capabilities_of(config.rollout)
+    if needs.behaviour_logp and not capabilities.behaviour_logp:
         yield (
-            f"{loss} reads the log-probs of the engine, and {parts.engine} records none. "
+            f"{loss} reads the log-probs of the engine, and {config.rollout.class_name} records none. "
             "Set algorithm.old_logp_source=replay"
         )
-    if parts.needs.ema_rollout and not engine.snapshots:
-        yield f"{loss} samples from a weight snapshot, and {parts.engine} cannot. Write {TRAINSIDE}"
+    if needs.ema_rollout and not capabilities.snapshots:
+        yield f"{loss} samples from a weight snapshot, and {config.rollout.class_name} cannot. Write {TRAINSIDE}"
     if config.micro_batch_tokens is not None and not build(config.algorithm).trains_tokens:
         yield (
             f"stack.micro_batch_tokens={config.micro_batch_tokens}: {loss} does not train tokens, so every row costs "
             "the same. Set stack.micro_batch_size instead"
         )
-    if config.num_updates > 1 and not parts.needs.multi_update:
+    if config.num_updates > 1 and not needs.multi_update:
         yield (
             f"{loss} is valid for one update per step, and stack.num_updates_per_batch={config.num_updates}. "
             "Set stack.num_updates_per_batch=1"
         )
 
 
-def _snapshot_problems(parts: _Parts) -> Iterator[str]:
-    """Weight snapshots that are read but not kept, or sampled from but published late."""
-    config, loss = parts.config, parts.loss
+def _eight_bit_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """An engine with weights in eight bits is another policy, so a loss on log-probs must weigh by its log-probs."""
+    weight_dtype = config.rollout.get("weight_dtype", str)
+    if weight_dtype is None or not needs.density or needs.behaviour_logp:
+        return
+    loss = config.algorithm.class_name
+    mismatch = f", or algorithm.mismatch._target_={TOKEN_TIS}" if "mismatch" in config.algorithm.values else ""
+    yield (
+        f"rollout.weight_dtype={weight_dtype}: the engine samples from rounded weights, and {loss} "
+        "takes its samples for those of the trained policy. Set algorithm.old_logp_source=rollout, which weighs by the "
+        f"log-probs of the engine{mismatch}; or leave rollout.weight_dtype out"
+    )
+
+
+def _backend_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
+    """Weight snapshots that are read but not kept, or sampled from but published late, and a missing value head."""
+    loss = config.algorithm.class_name
     for snapshot, key in KEPT_BY.items():
-        if reads_snapshot(parts.needs, snapshot) and config.backend.values.get(key) is None:
-            verb = "samples from" if snapshot == "old" and parts.needs.ema_rollout else "reads"
+        if reads_snapshot(needs, snapshot) and config.backend.values.get(key) is None:
+            verb = "samples from" if snapshot == "old" and needs.ema_rollout else "reads"
             yield (
                 f"{loss} {verb} the weight snapshot {snapshot!r}, which the backend does not keep. "
                 f"Write backend.{key}={{}}, which keeps it with the default schedule"
             )
-    loaded = config.backend.values.get("snapshots") or {}
-    for snapshot in sorted({*parts.needs.snapshots} - {REFERENCE, *KEPT_BY, *loaded}):
+    for snapshot in sorted({*needs.snapshots} - {REFERENCE, *KEPT_BY, *config.loaded_snapshots}):
         yield (
             f"{loss} reads the weight snapshot {snapshot!r}, which the backend does not have. Write "
             f"backend.snapshots={{{snapshot}: {{path: ...}}}}: a hub id or a model directory of the same architecture"
         )
-    if parts.needs.ema_rollout and config.weight_sync_interval > 1:
+    if needs.ema_rollout and config.weight_sync_interval > 1:
         yield (
             f"weight_sync_interval={config.weight_sync_interval}: {loss} samples from the snapshot 'old', which moves "
             "at every step and lags behind the trained weights by its own schedule. Set weight_sync_interval=1"
@@ -172,6 +164,11 @@ def _snapshot_problems(parts: _Parts) -> Iterator[str]:
             "evaluation.weights=ema evaluates the weight snapshot 'ema', which the backend does not keep. "
             "Write backend.ema_cfg={}, or evaluation.weights=live"
         )
+    if needs.value and "value_cfg" not in config.backend.values:
+        yield (
+            f"{loss} trains a value head, and {config.backend.class_name} has none. "
+            f"Write backend._target_={dotted_name(FSDPBackend)}"
+        )
 
 
 def reads_snapshot(needs: Needs, snapshot: str) -> bool:
@@ -179,18 +176,8 @@ def reads_snapshot(needs: Needs, snapshot: str) -> bool:
     return snapshot in needs.snapshots or (needs.ema_rollout and snapshot == "old")
 
 
-def _value_head_problems(parts: _Parts) -> Iterator[str]:
-    backend = parts.config.backend
-    if parts.needs.value and "value_cfg" not in backend.values:
-        yield (
-            f"{parts.loss} trains a value head, and {backend.class_name} has none. "
-            f"Write backend._target_={dotted_name(FSDPBackend)}"
-        )
-
-
-def _modality_problems(parts: _Parts) -> Iterator[str]:
+def _modality_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """Rewards, engine and trainer must handle what the pipeline makes."""
-    config = parts.config
     pipeline, made = config.pipeline.class_name, capabilities_of(config.pipeline).modalities
     for node in nodes_below(config.reward):
         scored = capabilities_of(node).modalities
@@ -208,26 +195,27 @@ def _modality_problems(parts: _Parts) -> Iterator[str]:
             )
 
 
-def _reward_gradient_problems(parts: _Parts) -> Iterator[str]:
+def _reward_gradient_problems(config: RecipeConfig, needs: Needs, plan: PlacementPlan) -> Iterator[str]:
     """A loss on the reward's gradient repeats the sampling next to the scorer, and every scorer needs a gradient."""
-    if not parts.needs.differentiable_reward:
+    if not needs.differentiable_reward:
         return
-    for node in _weighted_scorers(parts.config.reward):
+    loss = config.algorithm.class_name
+    for node in _weighted_scorers(config.reward):
         if not capabilities_of(node).differentiable:
             yield (
-                f"{parts.loss} needs the gradient of the reward, and {node.path} ({node.class_name}) has none. Choose "
+                f"{loss} needs the gradient of the reward, and {node.path} ({node.class_name}) has none. Choose "
                 f"a scorer with an `objective`, such as {dotted_name(PickScoreRewardScorer)}, or a loss on rewards "
                 f"alone, such as {dotted_name(DiffusionGRPO)}"
             )
-    if parts.plan.is_dedicated:
+    if plan.is_dedicated:
         yield (
-            f"{parts.loss} differentiates through sampling, which needs the trained weights themselves, and "
-            f"{parts.engine} samples with a copy. Write {TRAINSIDE}, without placement.rollout and sync"
+            f"{loss} differentiates through sampling, which needs the trained weights themselves, and "
+            f"{config.rollout.class_name} samples with a copy. Write {TRAINSIDE}, without placement.rollout and sync"
         )
-    if parts.plan.reward != parts.plan.train:
+    if plan.reward != plan.train:
         yield (
-            f"{parts.loss} differentiates through the reward in the processes that train, and placement.reward puts it "
-            f"on {parts.plan.reward.words}. Leave placement.reward out"
+            f"{loss} differentiates through the reward in the processes that train, and placement.reward puts it "
+            f"on {plan.reward.words}. Leave placement.reward out"
         )
 
 

@@ -7,8 +7,9 @@ loss on pairs trains two rows per pair and no others, so there B is 2 x pairs x 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from unirl.config.build import build
@@ -18,6 +19,8 @@ from unirl.plan.placement import PlacementPlan, plan_of
 from unirl.types.protocols import Needs
 from unirl.types.sampling import Sampling
 
+MOST_SAMPLES = 2**24
+"""A step with more samples is a mistake: its requests alone would not fit into memory."""
 REACH = 20_000
 """The search for the nearest legal value covers this many values in each direction."""
 
@@ -32,6 +35,9 @@ class Geometry:
     """Devices that train. They divide an update."""
     num_updates: int
     micro_batch_size: int
+    """Rows of a micro-batch; the smallest legal number if `micro_is_auto`."""
+    micro_is_auto: bool = False
+    """The rows of a micro-batch are chosen for the device (stack.micro_batch_size=auto)."""
     micro_batch_tokens: int | None = None
     """Tokens of a micro-batch. None if micro-batches have a fixed number of rows."""
     rows_together: int = 1
@@ -72,6 +78,16 @@ class Geometry:
         return -(-self.rows_per_device // self.micro_batch_size)
 
     @property
+    def micro_sizes(self) -> list[int]:
+        """The sizes that cut a device's share of an update into 1, 2, 3, ... micro-batches, in ascending order.
+
+        Each is the smallest with its number of micro-batches, so that these have nearly equal sizes.
+        """
+        together = self.rows_together
+        bundles = max(self.rows_per_device // together, 1)
+        return sorted({together * -(-bundles // count) for count in range(1, bundles + 1)})
+
+    @property
     def is_legal(self) -> bool:
         """True if devices and updates divide the samples, and rows that belong together are never split."""
         divides = self.num_trained % (self.num_devices * self.num_updates) == 0
@@ -110,7 +126,8 @@ def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geom
         samples_per_prompt=config.samples_per_prompt,
         num_devices=len(plan.train),
         num_updates=config.num_updates,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=needs.rows_together if config.micro_batch_size is None else config.micro_batch_size,
+        micro_is_auto=config.micro_batch_size is None,
         micro_batch_tokens=config.micro_batch_tokens,
         rows_together=needs.rows_together,
         num_pairs=needs.pairs,
@@ -124,6 +141,11 @@ def geometry_of(config: RecipeConfig, plan: PlacementPlan, needs: Needs) -> Geom
 
 def check_geometry(geometry: Geometry) -> None:
     """Refuses (2010) an illegal geometry, with its equation and the nearest legal values of each key."""
+    if geometry.num_samples > MOST_SAMPLES:
+        raise GeometryError(
+            f"batch_size={geometry.num_prompts} x sampling.samples_per_prompt={geometry.samples_per_prompt} is more "
+            f"than {MOST_SAMPLES} samples in one step. Lower one of them; more steps (num_rollouts) train more prompts"
+        )
     if not geometry.is_legal:
         ways_out = " or ".join(_ways_out(geometry)) or _joint_way_out(geometry)
         raise GeometryError(f"{_equation(geometry)}. Use {ways_out}")
@@ -134,16 +156,16 @@ def geometry_table(config: RecipeConfig) -> str:
     geometry = geometry_of(config, plan_of(config), build(config.algorithm).needs)
     check_geometry(geometry)
     sampling: Sampling = build(config.sampling)
-    updates = config.total_updates
     sized = sampling.at_size(*config.image_sizes[0]) if config.image_sizes else sampling
     others = (f"{height} x {width}" for height, width in config.image_sizes[1:])
     samples = ", ".join([sized.describe(), *others])
+    paired = f", {geometry.num_trained} of them trained, in pairs" if geometry.num_pairs else ""
     return (
         f"geometry   {_count(geometry.num_prompts, 'prompt')} x {_count(geometry.samples_per_prompt, 'sample')} "
-        f"= {_count(geometry.num_samples, 'sample')} per step{_paired(geometry)}; "
+        f"= {_count(geometry.num_samples, 'sample')} per step{paired}; "
         f"{_count(geometry.num_updates, 'update')} of {geometry.rows_per_update} "
         f"= {_count(geometry.num_devices, 'device')} x {_micros(geometry)}\n"
-        f"           {samples}; {_count(config.num_rollouts, 'step')}, {_count(updates, 'update')} in all"
+        f"           {samples}; {_count(config.num_rollouts, 'step')}, {_count(config.total_updates, 'update')} in all"
     )
 
 
@@ -151,15 +173,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _paired(geometry: Geometry) -> str:
-    return f", {geometry.num_trained} of them trained, in pairs" if geometry.num_pairs else ""
-
-
 def _micros(geometry: Geometry) -> str:
     if geometry.micro_batch_tokens is not None:
         rows_text = _count(geometry.rows_per_device, "row")
         return f"{rows_text} in micro-batches of at most {geometry.micro_batch_tokens} tokens"
     size, rows = geometry.micro_batch_size, geometry.rows_per_device
+    if geometry.micro_is_auto:
+        return f"{_count(rows, 'row')}, cut into micro-batches for the device"
     last = rows % size
     ragged = f" (the last of {last})" if last and rows > size else ""
     return f"{_count(geometry.num_micros, 'micro-batch').replace('batchs', 'batches')} of {min(size, rows)}{ragged}"
@@ -226,14 +246,5 @@ def nearest_legal(geometry: Geometry, field: str) -> list[int]:
     enough = geometry.num_devices * geometry.num_updates * geometry.rows_together
     # More updates or devices than samples are never legal.
     below = min(now - 1, geometry.num_samples) if field in ("num_updates", "num_devices") else now - 1
-    return [
-        *_first(range(below, max(below - REACH, 0), -1), legal),
-        *_first(range(now + 1, now + min(enough, REACH) + 1), legal),
-    ]
-
-
-def _first(values: range, legal: Callable[[int], bool]) -> Iterator[int]:
-    for value in values:
-        if legal(value):
-            yield value
-            return
+    directions = range(below, max(below - REACH, 0), -1), range(now + 1, now + min(enough, REACH) + 1)
+    return [value for values in directions for value in islice(filter(legal, values), 1)]

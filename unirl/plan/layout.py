@@ -34,7 +34,9 @@ def check_layout(config: RecipeConfig, plan: PlacementPlan) -> None:
     """
     _check_runtime(config, plan)
     _check_sync(config, plan)
-    _check_ranks(config, plan)
+    for node in nodes_below(config.backend.values):
+        if issubclass(node.schema.owner, Ranked):
+            build(node).check_ranks(len(plan.train))
     _check_reward_parts(config, plan)
     if config.runtime_in_use == "ray":
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
@@ -76,9 +78,10 @@ def _check_runtime(config: RecipeConfig, plan: PlacementPlan) -> None:
             )
     per_node = config.devices_per_node
     if per_node is not None and config.num_devices % per_node:
+        divisors = [str(size) for size in range(1, config.num_devices + 1) if config.num_devices % size == 0]
         raise GeometryError(
             f"devices_per_node={per_node} does not divide num_devices={config.num_devices}: every node has equally "
-            f"many devices. Use devices_per_node={_divisors(config.num_devices)}"
+            f"many devices. Use devices_per_node={'|'.join(divisors)}"
         )
 
 
@@ -94,21 +97,26 @@ def _check_sync(config: RecipeConfig, plan: PlacementPlan) -> None:
             f"sync: {engine} samples with the trained weights themselves, so there is nothing to send. Remove the "
             f"block (~sync), or use an engine with weights of its own, such as {REPLICA}"
         )
-    if plan.is_dedicated:
-        _check_payload(config)
-        _check_transport(config, plan)
-
-
-def _check_payload(config: RecipeConfig) -> None:
-    if config.merges_adapters and "lora_cfg" in config.backend.values and config.lora is None:
+    if plan.is_dedicated and config.merges_adapters and "lora_cfg" in config.backend.values and config.lora is None:
         raise IncompatibleError(
             "sync.merge_adapters folds adapters into the weights that are sent, and this recipe trains all weights, "
             "not adapters. Remove the key, or set backend.lora_cfg={}"
         )
+    if plan.is_dedicated:
+        _check_transport(config, plan)
 
 
 def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
-    transport, legal = transport_of(config, plan), _legal_transports(config, plan)
+    transport = transport_of(config, plan)
+    legal: tuple[str, ...] = ("in_process",)
+    if config.runtime_in_use == "ray":
+        legal = BETWEEN_PROCESSES if plan.relation == "separate" else ("in_process", "cuda_ipc")
+    if transport in legal and transport == "cuda_ipc" and config.row_transport == "collective":
+        raise IncompatibleError(
+            "row_transport=collective joins all workers in one group, where NCCL takes one process of a device, and "
+            "sync.transport=cuda_ipc runs two processes on each. Use row_transport=object_store, or "
+            "sync.transport=in_process"
+        )
     if transport in legal:
         return
     where = f"train is on {plan.train} and rollout on {plan.rollout}"
@@ -127,22 +135,6 @@ def _check_transport(config: RecipeConfig, plan: PlacementPlan) -> None:
     )
 
 
-def _legal_transports(config: RecipeConfig, plan: PlacementPlan) -> tuple[str, ...]:
-    if config.runtime_in_use == "local":
-        return ("in_process",)
-    return BETWEEN_PROCESSES if plan.relation == "separate" else ("in_process", "cuda_ipc")
-
-
-def _check_ranks(config: RecipeConfig, plan: PlacementPlan) -> None:
-    for node in nodes_below(config.backend.values):
-        if issubclass(node.schema.owner, Ranked):
-            build(node).check_ranks(len(plan.train))
-
-
-def _divisors(number: int) -> str:
-    return "|".join(str(size) for size in range(1, number + 1) if number % size == 0)
-
-
 def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) -> Iterator[str]:
     """Settings without effect, stale weights, and padding rows."""
     interval = config.weight_sync_interval
@@ -151,7 +143,20 @@ def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) 
     elif interval != 1:
         yield f"weight_sync_interval={interval}: samples come from weights that are up to {interval - 1} steps old"
     if config.runtime_in_use == "local":
-        yield from _idle_ray_settings(config)
+        reason = "has no effect: runtime=local is this one process"
+        if os.environ.get("RAY_ADDRESS"):
+            yield f"RAY_ADDRESS is set and {reason}. Set runtime=ray to use it"
+        if config.row_transport != "object_store":
+            yield f"row_transport={config.row_transport} {reason}"
+        if config.devices_per_node is not None:
+            yield f"devices_per_node={config.devices_per_node} {reason}"
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if transport_of(config, plan) == "cuda_ipc" and "expandable_segments:True" in allocator:
+        yield (
+            "sync.transport=cuda_ipc shares memory between processes, and PYTORCH_ALLOC_CONF asks for "
+            "expandable_segments, whose memory some kernels do not let other processes map. Unset it if the first sync "
+            "fails"
+        )
     for role, device_set in {"rollout": plan.rollout, "reward": plan.reward}.items():
         padding = -num_samples % len(device_set)
         if padding:
@@ -159,14 +164,3 @@ def layout_notices(config: RecipeConfig, plan: PlacementPlan, num_samples: int) 
                 f"{role} has {len(device_set)} devices, which do not divide the {num_samples} samples: {padding} "
                 "padding rows are added to the last share and discarded"
             )
-
-
-def _idle_ray_settings(config: RecipeConfig) -> Iterator[str]:
-    """Settings that have no effect in one process."""
-    reason = "has no effect: runtime=local is this one process"
-    if os.environ.get("RAY_ADDRESS"):
-        yield f"RAY_ADDRESS is set and {reason}. Set runtime=ray to use it"
-    if config.row_transport != "object_store":
-        yield f"row_transport={config.row_transport} {reason}"
-    if config.devices_per_node is not None:
-        yield f"devices_per_node={config.devices_per_node} {reason}"

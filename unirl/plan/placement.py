@@ -82,10 +82,17 @@ def plan_of(config: RecipeConfig) -> PlacementPlan:
     engine = config.rollout.class_name
     train = _train_device_set(placement, config.num_devices)
     rollout = _rollout_device_set(placement, train, config.num_devices, engine, dedicated)
-    relation = _relation(train, rollout) if dedicated else "trainside"
-    if relation == "colocate" and _crosses_processes(config):
+    relation: Relation = "trainside"
+    if dedicated:
+        relation = "colocate" if train == rollout else "separate"
+    # CUDA IPC connects two processes of a device, which only workers are.
+    if relation == "colocate" and config.runtime_in_use == "ray" and config.sync_transport == "cuda_ipc":
         rollout = replace(rollout, process=1)
-    reward = _reward_device_set(placement, train, rollout, config.num_devices)
+    where = placement.get("reward", "in rollout")
+    if where in ("in train", "in rollout"):
+        reward = train if where == "in train" else rollout
+    else:
+        reward = device_set_at("reward", where, config.num_devices)
     plan = PlacementPlan(train=train, rollout=rollout, reward=reward, relation=relation)
     _check_overlaps(plan, config.num_devices)
     _check_all_used(plan, config.num_devices)
@@ -126,25 +133,6 @@ def _rollout_device_set(
             f"rollout._target_={REPLICA} sync._target_={SYNC}"
         )
     return train if where == "in train" else device_set_at("rollout", where, num_devices)
-
-
-def _reward_device_set(
-    placement: Mapping[str, Where], train: DeviceSet, rollout: DeviceSet, num_devices: int
-) -> DeviceSet:
-    where = placement.get("reward", "in rollout")
-    beside = {"in train": train, "in rollout": rollout}
-    if isinstance(where, str) and where in beside:
-        return beside[where]
-    return device_set_at("reward", where, num_devices)
-
-
-def _relation(train: DeviceSet, rollout: DeviceSet) -> Relation:
-    return "colocate" if train == rollout else "separate"
-
-
-def _crosses_processes(config: RecipeConfig) -> bool:
-    """True if weights travel between two processes of a device, which needs workers."""
-    return config.runtime_in_use == "ray" and config.sync_transport == "cuda_ipc"
 
 
 def _list(names: Sequence[str]) -> str:

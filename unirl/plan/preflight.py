@@ -10,28 +10,37 @@ import difflib
 import inspect
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from unirl.config.build import build
+from unirl.algorithms.base import StageAlgorithm
+from unirl.config.build import build, lacking
 from unirl.config.errors import (
+    ConfigError,
     DataError,
     IncompatibleError,
     InvalidValueError,
     NotFoundError,
     StorageError,
     UniRLError,
+    did_you_mean,
 )
 from unirl.config.load import Recipe
+from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig
 from unirl.config.schema import dotted_name
+from unirl.models.base import Bundle
+from unirl.models.loading.estimate import ModelEstimate
 from unirl.plan.compatibility import KEPT_BY, check_compatibility, reads_snapshot
 from unirl.plan.geometry import Geometry, check_geometry, geometry_of
 from unirl.plan.layout import check_layout, layout_notices
 from unirl.plan.placement import PlacementPlan, plan_of
+from unirl.rollout.engine.base import RolloutEngine
+from unirl.tracking.streams import say
+from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.module_setup import check_component
 from unirl.types.facts import ModelFacts
 from unirl.types.protocols import Needs
@@ -39,6 +48,10 @@ from unirl.types.sampling import Sampling, sampling_as
 
 OPTIONAL_IN_EVALUATION = ("num_inference_steps", "guidance_scale", "temperature", "top_p", "top_k", "max_new_tokens")
 """Keys of the evaluation block that only the sampling settings of some domains have."""
+HIGH_RATE = 0.1
+"""A learning rate of AdamW from which on a run gets a notice: each update moves every weight by about so much."""
+SHOWN_ENDS = 24
+"""Number of names of layers that an error lists."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -52,19 +65,28 @@ class KnownModel(Protocol):
         ...
 
 
+@runtime_checkable
+class Estimated(Protocol):
+    """A bundle class that can say the sizes of a model without loading it."""
+
+    def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
+        """The sizes of a model."""
+        ...
+
+
 @dataclass(frozen=True)
 class Preflight:
     """The result of the checks, for a recipe that may start."""
 
     geometry: Geometry
     plan: PlacementPlan
-    notices: tuple[str, ...] = field(default=())
+    notices: tuple[str, ...]
     """Settings without effect and values from the environment, to be shown once."""
 
     def print_notices(self) -> None:
         """Print the notices to stderr."""
         for notice in self.notices:
-            print(f"unirl: {notice}", file=sys.stderr)
+            say(f"unirl: {notice}")
 
 
 def preflight(recipe: Recipe) -> Preflight:
@@ -76,6 +98,7 @@ def preflight(recipe: Recipe) -> Preflight:
         DataError: 4001 no such model directory, 4002 no such data file.
     """
     config = recipe.config
+    check_roles(config)
     needs = needs_of(config)
     check_sampling_contract(config)
     plan = plan_of(config)
@@ -96,7 +119,42 @@ def needs_of(config: RecipeConfig) -> Needs:
     return needs
 
 
+# Roles
+
+
+ROLES: Mapping[str, type] = {
+    "algorithm": StageAlgorithm,
+    "bundle": Bundle,
+    "backend": TrainBackend,
+    "rollout": RolloutEngine,
+}
+"""Block to the class that its class derives from."""
+
+
+def check_roles(config: RecipeConfig) -> None:
+    """The class of each of these blocks must derive from the class of its role, with no method missing."""
+    for name, role in ROLES.items():
+        node: Node = vars(config)[name]
+        lacks = lacking(node.schema, role)
+        if lacks:
+            raise InvalidValueError(
+                f"{name}._target_={node.target} is not a {dotted_name(role)}: it has no {', '.join(lacks)}. "
+                f"unirl config show RECIPE names classes that fit; docs/extending.md says how to write one"
+            )
+
+
 # Sampling and model
+
+
+@contextmanager
+def refusing(kind: type[ConfigError], prefix: str = "") -> Iterator[None]:
+    """Turns a plain ValueError of settings or facts, which stand below this package, into an error of `kind`."""
+    try:
+        yield
+    except UniRLError:
+        raise
+    except ValueError as error:
+        raise kind(f"{prefix}{error}") from error
 
 
 def check_sampling_contract(config: RecipeConfig) -> None:
@@ -116,18 +174,12 @@ def check_sampling(config: RecipeConfig, needs: Needs) -> None:
     sampling: Sampling = build(config.sampling)
     algorithm = build(config.algorithm)
     loss = config.algorithm.class_name
-    try:
+    with refusing(IncompatibleError):
         sampling_as(algorithm.sampled_by, sampling, f"{loss} trains what is sampled by")
-    except ValueError as error:
-        raise IncompatibleError(str(error)) from error
     algorithm.check_sampling(sampling)
-    try:
+    with refusing(InvalidValueError):
         density = sampling.density_problem(0) if needs.density else None
         variety = sampling.variety_problem(0) if sampling.samples_per_prompt > 1 else None
-    except UniRLError:
-        raise
-    except ValueError as error:
-        raise InvalidValueError(str(error)) from error
     if density is not None:
         raise IncompatibleError(f"{loss} trains on log-probs, and {density}")
     if variety is not None:
@@ -150,16 +202,35 @@ def check_model(config: RecipeConfig) -> None:
     """A local model directory must exist, and the model must be able to sample as the recipe says."""
     if config.model_path is not None:
         check_model_path(config.model_path, config.bundle.path)
-    for name, source in (config.backend.values.get("snapshots") or {}).items():
-        check_model_path(source.values["path"], f"backend.snapshots.{name}")
+    for name, source in config.loaded_snapshots.items():
+        check_model_path(source.require("path", str), f"backend.snapshots.{name}")
     sampling: Sampling = build(config.sampling)
-    sized = [(f"data_source.sizes={list(size)}: ", _at_size(sampling, size)) for size in sizes_of(config)]
+    with refusing(IncompatibleError):
+        sized = [(f"data_source.sizes={list(size)}: ", sampling.at_size(*size)) for size in sizes_of(config)]
     facts = known_facts(config)
     if facts is not None:
         check_component(config.backend.get("trainable_attr", str), facts)
+        check_adapted(config)
         evaluation = sampling.for_evaluation(config.evaluation.settings(sampling.evaluation_keys))
         for where, settings in (("", sampling), ("in evaluations, ", evaluation), *sized):
-            _check_fit(facts, settings, where)
+            with refusing(InvalidValueError, where):
+                facts.check(settings)
+
+
+def check_adapted(config: RecipeConfig) -> None:
+    """Every entry of `target_modules` must be the end of a linear layer's name. No weights are read."""
+    targets = None if config.lora is None else config.lora.get("target_modules", tuple)
+    owner = config.bundle.schema.owner
+    if not targets or not isinstance(owner, Estimated) or config.model_path is None:
+        return
+    names = owner.estimate(config.model_path, config.model_revision).linears
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()})
+            raise InvalidValueError(
+                f"backend.lora_cfg.target_modules: '{target}' is the end of no linear layer's name in the model."
+                f"{did_you_mean(target, ends)} The ends are {', '.join(ends[:SHOWN_ENDS])}"
+            )
 
 
 def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
@@ -174,15 +245,12 @@ def sizes_of(config: RecipeConfig) -> Sequence[tuple[int, int]]:
     return sizes
 
 
-def _at_size(sampling: Sampling, size: tuple[int, int]) -> Sampling:
-    try:
-        return sampling.at_size(*size)
-    except ValueError as error:
-        raise IncompatibleError(str(error)) from error
-
-
 def check_model_path(path: str, key: str) -> None:
     """Raises NotFoundError (4001) for text that is written like a directory and names none."""
+    if not path:
+        raise NotFoundError(
+            f"{key}.path is empty. Set it, or the environment variable PRETRAINED_MODEL, to a directory or a hub id"
+        )
     spelled_as_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if spelled_as_path and not Path(path).expanduser().is_dir():
         raise NotFoundError(
@@ -207,31 +275,24 @@ def known_facts(config: RecipeConfig) -> ModelFacts | None:
         raise
 
 
-def _check_fit(facts: ModelFacts, sampling: Sampling, where: str = "") -> None:
-    try:
-        facts.check(sampling)
-    except ValueError as error:
-        raise InvalidValueError(f"{where}{error}") from error
-
-
 # Files
 
 
 def check_data(config: RecipeConfig) -> None:
-    """The prompt files must exist."""
-    check_data_path(config.data_path, "data_source.data_path", "DATA_PATH")
-    check_data_path(config.evaluation.data_path, "evaluation.data_path", "EVAL_DATA_PATH")
-
-
-def check_data_path(path: str | Path | None, key: str, variable: str) -> None:
-    """Raises DataError (4002) for a file that does not exist, naming the most similar file of its folder."""
-    if path is None or Path(path).expanduser().is_file():
-        return
-    folder = Path(path).expanduser().parent
-    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-    similar = difflib.get_close_matches(Path(path).name, names, 1)
-    hint = f" Did you mean '{folder / similar[0]}'?" if similar else ""
-    raise DataError(f"{key}={path}: there is no such file (seen from {Path.cwd()}).{hint} Set {key}=... or {variable}")
+    """Raises DataError (4002) for a prompt file that does not exist, naming the most similar file of its folder."""
+    for path, key, variable in (
+        (config.data_path, "data_source.data_path", "DATA_PATH"),
+        (config.evaluation.data_path, "evaluation.data_path", "EVAL_DATA_PATH"),
+    ):
+        if path is None or Path(path).expanduser().is_file():
+            continue
+        folder = Path(path).expanduser().parent
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        similar = difflib.get_close_matches(Path(path).name, names, 1)
+        hint = f" Did you mean '{folder / similar[0]}'?" if similar else ""
+        raise DataError(
+            f"{key}={path}: there is no such file (seen from {Path.cwd()}).{hint} Set {key}=... or {variable}"
+        )
 
 
 def check_disk(directory: Path, num_bytes: float, what: str) -> None:
@@ -258,14 +319,28 @@ def notices(recipe: Recipe, plan: PlacementPlan, geometry: Geometry, needs: Need
     yield from layout_notices(config, plan, geometry.num_samples)
     if geometry.samples_per_prompt == 1 and config.advantage.get("scope", str) == "group" and needs.advantages:
         yield "sampling.samples_per_prompt=1: a group of one has no advantage, so nothing is learned"
-    if geometry.micro_batch_tokens is not None and config.scale == "full" and geometry.micro_batch_size != 1:
+    fixed_rows = not geometry.micro_is_auto
+    if geometry.micro_batch_tokens is not None and config.scale == "full" and fixed_rows:
         yield (
             f"stack.micro_batch_size={geometry.micro_batch_size} has no effect: stack.micro_batch_tokens cuts the rows"
         )
+    yield from _unusual_values(config, geometry)
     yield from _idle_backend_blocks(config, needs)
     for layer in recipe.composed.layers:
         if layer.source == "environment":
             yield from (f"{path} is set by the environment variable {name}" for path, name in layer.places.items())
+
+
+def _unusual_values(config: RecipeConfig, geometry: Geometry) -> Iterator[str]:
+    rows, micro = geometry.rows_per_device, geometry.micro_batch_size
+    if geometry.micro_batch_tokens is None and micro > rows and config.scale == "full":
+        yield f"stack.micro_batch_size={micro} is more than the {rows} rows of an update on a device: it has {rows}"
+    rate = config.learning_rate
+    if rate is not None and rate > HIGH_RATE:
+        yield (
+            f"backend.optimizer_cfg.learning_rate={rate:g} is far above usual rates of AdamW, 1e-6 to 1e-3: training "
+            "will probably diverge"
+        )
 
 
 def _idle_backend_blocks(config: RecipeConfig, needs: Needs) -> Iterator[str]:

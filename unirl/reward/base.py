@@ -4,15 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from unirl.config.errors import RewardError
+from unirl.distributed.group.rank import own_device
+from unirl.types.device import CPU, move_module
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerCost:
+    """The cost of a scorer, for plans."""
+
+    parameters: int = 0
+    """Parameters of its network, in float32."""
+    flops: float = 0.0
+    """Operations for one sample."""
+
+    def on_frames(self, count: int) -> ScorerCost:
+        """The cost of scoring so many images of one sample."""
+        return replace(self, flops=count * self.flops)
+
+
+CLIP_L = ScorerCost(parameters=428_000_000, flops=0.18e12)
+CLIP_H = ScorerCost(parameters=986_000_000, flops=0.38e12)
+"""CLIP ViT-L-14 and ViT-H-14 on one image (304M and 632M parameters, 257 tokens) and its prompt (77 tokens)."""
 
 
 class RewardScorer(ABC):
@@ -21,7 +44,14 @@ class RewardScorer(ABC):
     reads: tuple[str, ...]
     """Columns of the request that the scorer needs: prompts, images, videos, texts, lengths, sources, metadata.
     The other columns are None."""
+    reads_levels: bool = False
+    """True: `score` takes images and videos as uint8, as they are stored, and converts the rows that it works on.
+    False: it gets all of them as floats in [0, 1], which need four times the memory."""
     capabilities: Capabilities = Capabilities(modalities=("image",))
+    cost: ClassVar[ScorerCost | None] = ScorerCost()
+    """The cost of this scorer without its parts, for plans. None: not known."""
+    parts: Sequence[RewardScorer] = ()
+    """The scorers that this one calls."""
 
     @abstractmethod
     def score(self, request: RewardRequest) -> RewardResponse:
@@ -31,58 +61,59 @@ class RewardScorer(ABC):
             RewardError: a row cannot be scored; the message names its sample id. A failure is never returned as 0.
         """
 
-    def offload(self) -> None:  # noqa: B027 - most scorers hold no memory worth moving
-        """Moves the scorer's weights off the device between reward phases."""
-
-    def onload(self) -> None:  # noqa: B027
-        """Moves the scorer's weights back to the device."""
-
-
-@runtime_checkable
-class DifferentiableScorer(Protocol):
-    """An image scorer whose score has a gradient. It declares `Capabilities.differentiable`."""
-
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Returns the total of `score` [B], differentiable in images [B, 3, H, W] in [0, 1] that are not rounded."""
-        ...
+        """Returns the total of `score` [B], differentiable in images [B, 3, H, W] in [0, 1] that are not rounded.
 
+        A scorer that implements it declares `Capabilities.differentiable`.
+        """
+        name = type(self).__name__
+        raise RewardError(f"reward {name!r} has no gradient: give it `objective(images, prompts)`, or choose another")
 
-@runtime_checkable
-class PromptChecker(Protocol):
-    """A scorer that can tell from a prompt and its metadata that no sample of this prompt could be scored.
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
+        """Raises RewardError when the prompt lacks something without which none of its samples could be scored.
 
-    The start of a run and `unirl data check` call it with every prompt.
-    """
-
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Raises RewardError when the prompt lacks something that the scorer needs."""
-        ...
-
-
-@runtime_checkable
-class StartChecker(Protocol):
-    """A scorer that depends on a server. A run checks the server before it loads a model."""
+        The start of a run and `unirl data check` call it with every prompt.
+        """
+        for scorer in self.parts:
+            scorer.check_prompt(prompt, metadata)
 
     def check_start(self) -> None:
-        """Raises RewardError or ConfigError, with the way out, when the server cannot score anything."""
-        ...
+        """Raises RewardError or ConfigError, with the way out, when a server that the scorer needs cannot score.
+
+        A run calls it before it loads a model.
+        """
+        for scorer in self.parts:
+            scorer.check_start()
+
+    def offload(self) -> None:
+        """Moves the scorer's weights off the device between reward phases."""
+        for scorer in self.parts:
+            scorer.offload()
+
+    def onload(self) -> None:
+        """Moves the scorer's weights back to the device."""
+        for scorer in self.parts:
+            scorer.onload()
 
 
-class LocalRewardBackend(RewardScorer):
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class LocalRewardBackend(RewardScorer, Generic[ModelT]):
     """A scorer with a network, which is built on first use and can move between the device and the CPU."""
 
-    toy: ClassVar[dict[str, object]] = {}
+    cost: ClassVar[ScorerCost | None] = None
 
     def __init__(self, *, device: Device = "auto") -> None:
-        self.device = resolve_device(device)
-        self._model: nn.Module | None = None
+        self.device = own_device() if device == "auto" else torch.device(device)
+        self._model: ModelT | None = None
 
     @abstractmethod
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> ModelT:
         """Returns the network on the CPU. Heavy libraries are imported here."""
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> ModelT:
         """The network on the device, in eval mode, with frozen weights."""
         if self._model is None:
             self._model = self.load_model().eval().requires_grad_(False).to(self.device)
@@ -90,18 +121,11 @@ class LocalRewardBackend(RewardScorer):
 
     def offload(self) -> None:
         if self._model is not None:
-            self._model.to("cpu")
+            move_module(self._model, CPU)
 
     def onload(self) -> None:
         if self._model is not None:
-            self._model.to(self.device)
-
-
-def resolve_device(device: Device) -> torch.device:
-    """Returns the device of that name; `auto` is CUDA where it is available, otherwise the CPU."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+            move_module(self._model, self.device)
 
 
 def single(name: str, scores: Tensor) -> RewardResponse:

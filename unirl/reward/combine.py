@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import ConfigError, RewardError, did_you_mean
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import check_prompt, check_start, objective_of, response_of
-from unirl.types.protocols import Capabilities, Scorer
-from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
+from unirl.reward.scoring import COMPONENT, PLAIN_NAME, failed_response, objective_of, response_of
+from unirl.types.protocols import Capabilities
+from unirl.types.reward import Answer, Failures, RewardRequest, RewardResponse
 
 
 class WeightedRewards(RewardScorer):
@@ -23,9 +22,10 @@ class WeightedRewards(RewardScorer):
     come last.
     """
 
+    reads_levels = True
     capabilities = Capabilities()  # of the class; an object has the capabilities of its scorers
 
-    def __init__(self, *, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
+    def __init__(self, *, scorers: Mapping[str, RewardScorer], weights: Mapping[str, float]) -> None:
         """
         Args:
             scorers: the scorers by name.
@@ -35,9 +35,13 @@ class WeightedRewards(RewardScorer):
             raise ConfigError(
                 f"weights.{name} names no scorer.{did_you_mean(name, scorers)} There are {sorted(scorers)}"
             )
+        for name in scorers:
+            if not COMPONENT.fullmatch(name):
+                raise ConfigError(f"scorers.{name}: the name becomes part of a metric: {PLAIN_NAME}")
         for name in scorers.keys() - weights.keys():
             raise ConfigError(f"scorers.{name} has no weight: add weights.{name}, such as 1.0")
         self.scorers = dict(scorers)
+        self.parts = tuple(scorers.values())
         self.weights = dict(weights)
         self.reads = tuple(sorted({column for scorer in scorers.values() for column in scorer.reads}))
         modalities = {m for scorer in scorers.values() for m in scorer.capabilities.modalities}
@@ -46,47 +50,28 @@ class WeightedRewards(RewardScorer):
 
     def score(self, request: RewardRequest) -> RewardResponse:
         total = torch.zeros(len(request), dtype=torch.float64)
-        components: dict[str, Tensor] = {}
-        logged_rewards: dict[str, Tensor] = {}
-        failures: dict[int, Failures] = {}
-        answers: Sequence[Answer | None] | None = None
+        responses = {}
         for name, weight in sorted(self.weights.items(), key=lambda item: not item[1]):
-            response = response_of(self.scorers[name], request, name) if weight else self._logged_only(name, request)
-            total += weight * response.total.double() if weight else 0.0
-            (components if weight else logged_rewards).update(_prefixed(name, response))
-            for row, row_failures in response.failures.items():
-                failures[row] = failures.get(row, ()) + row_failures
-            answers = response.answers if answers is None else answers
-        return RewardResponse(
-            total=total.float(),
-            components=components,
-            logged_rewards=logged_rewards,
-            failures=failures,
-            answers=answers,
-        )
+            try:
+                responses[name] = response_of(self.scorers[name], request, name)
+            except RewardError as error:
+                if weight:
+                    raise
+                responses[name] = failed_response(request, name, error)
+            if weight:
+                total += weight * responses[name].total.double()
+        return combined(total.float(), responses, {name for name, weight in self.weights.items() if not weight})
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         """Runs the check of every scorer except the logged-only ones, which may fail."""
         for name, weight in self.weights.items():
             if weight:
-                check_prompt(self.scorers[name], prompt, metadata)
+                self.scorers[name].check_prompt(prompt, metadata)
 
     def check_start(self) -> None:
-        """Runs the check of every scorer except the logged-only ones, which may fail."""
         for name, weight in self.weights.items():
             if weight:
-                check_start(self.scorers[name])
-
-    def _logged_only(self, name: str, request: RewardRequest) -> RewardResponse:
-        """Returns the response of a logged-only scorer. All its scores are NaN when it fails as a whole."""
-        try:
-            return response_of(self.scorers[name], request, name)
-        except RewardError as error:
-            failure = (Failure(name, str(error), error.code),)
-            no_scores = torch.full((len(request),), torch.nan)
-            return RewardResponse(
-                total=no_scores, components={name: no_scores}, failures=dict.fromkeys(range(len(request)), failure)
-            )
+                self.scorers[name].check_start()
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Returns the differentiable total [B] of `score`. A logged-only scorer needs no gradient."""
@@ -96,16 +81,22 @@ class WeightedRewards(RewardScorer):
                 total = total + weight * objective_of(self.scorers[name], images, prompts)
         return total
 
-    def offload(self) -> None:
-        for scorer in self.scorers.values():
-            scorer.offload()
 
-    def onload(self) -> None:
-        for scorer in self.scorers.values():
-            scorer.onload()
+def combined(total: Tensor, responses: Mapping[str, RewardResponse], logged: Collection[str]) -> RewardResponse:
+    """Returns the response of several rewards by name. Those in `logged` are logged only.
 
-
-def _prefixed(name: str, response: RewardResponse) -> dict[str, Tensor]:
-    """Returns a scorer's total under its name and, where it has several components, those as `<name>_<component>`."""
-    parts = response.components if len(response.components) > 1 else {}
-    return {name: response.total} | {f"{name}_{part}": scores for part, scores in parts.items()}
+    The total of a reward is named after it and, if it has several components, these are named `<reward>_<component>`.
+    """
+    columns: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
+    failures: dict[int, Failures] = {}
+    answers: Sequence[Answer | None] | None = None
+    for name in sorted(responses, key=lambda name: name in logged):
+        response = responses[name]
+        parts = response.components if len(response.components) > 1 else {}
+        columns[name in logged] |= {name: response.total} | {f"{name}_{part}": column for part, column in parts.items()}
+        for row, row_failures in response.failures.items():
+            failures[row] = failures.get(row, ()) + row_failures
+        answers = response.answers if answers is None else answers
+    return RewardResponse(
+        total=total, components=columns[False], logged_rewards=columns[True], failures=failures, answers=answers
+    )

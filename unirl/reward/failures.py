@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from unirl.config.errors import InvalidValueError, RewardError
+from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import checked_score, concat_responses, refuse_failures, score_by_halves
-from unirl.types.protocols import Scorer, State
+from unirl.types.protocols import State
 from unirl.types.reward import Failure, RewardRequest, RewardResponse
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
@@ -42,7 +43,7 @@ class FailurePolicy:
         if self.window < 1:
             raise InvalidValueError(f"on_failure.window must be >= 1 step, got {self.window}; 20 is usual")
 
-    def score(self, scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
+    def score(self, scorer: RewardScorer, request: RewardRequest, name: str) -> RewardResponse:
         """Returns the scorer's response after all retries.
 
         Raises:
@@ -102,9 +103,7 @@ class DropBudget:
 
     def _overdrawn(self, resp: RolloutResp, samples: int, dropped: int) -> str:
         name, row, failure = first_failure(resp)
-        reasons = Counter[str]()
-        for track in resp.tracks.values():
-            reasons.update(drop_reasons(track))
+        reasons = sum((drop_reasons(track) for track in resp.tracks.values()), Counter[str]())
         counts = ", ".join(f"{count} by {reason}" for reason, count in sorted(reasons.items()))
         return (
             f"{dropped} of the {samples} samples of the last {len(self.counts)} steps were dropped, because they or "
@@ -131,16 +130,14 @@ def drop_failed(resp: RolloutResp) -> RolloutResp:
     return resp.drop(groups) if groups else resp
 
 
-def drop_reasons(track: RolloutTrack) -> dict[str, int]:
+def drop_reasons(track: RolloutTrack) -> Counter[str]:
     """Counts the samples of weight 0 by the reward that failed, or as `sibling` if another of their group failed."""
     failures = track.failures or [()] * len(track)
     has_reward = track.rewards.isfinite().tolist() if track.rewards is not None else [True] * len(track)
-    return dict(
-        Counter(
-            SIBLING if scored else failures[row][0].reward
-            for row, (weight, scored) in enumerate(zip(track.weight.tolist(), has_reward, strict=True))
-            if weight == 0
-        )
+    return Counter(
+        SIBLING if scored else failures[row][0].reward
+        for row, (weight, scored) in enumerate(zip(track.weight.tolist(), has_reward, strict=True))
+        if weight == 0
     )
 
 

@@ -6,47 +6,39 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import unirl.reward.local
 from unirl.config.build import SPECIAL, build, check_node
 from unirl.config.errors import ConfigError, did_you_mean
-from unirl.config.schema import Schema, is_config, schema_of
+from unirl.config.schema import schema_of
 from unirl.config.targets import find_target
 from unirl.reward.base import RewardScorer
-from unirl.types.protocols import Scorer
 
 SUFFIX = "RewardScorer"
 
 
 def scorers() -> dict[str, type[RewardScorer]]:
     """Returns the class of every local scorer by name: `pickscore`, `jpeg_compressibility`, ..."""
-    package = unirl.reward.local
-    modules = [
-        importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
-    ]
-    return {_name(cls, module): cls for module in modules for cls in _classes(module)}
+    named = {}
+    for info in pkgutil.iter_modules(unirl.reward.local.__path__, f"{unirl.reward.local.__name__}."):
+        for cls in vars(importlib.import_module(info.name)).values():
+            is_scorer = inspect.isclass(cls) and issubclass(cls, RewardScorer) and not inspect.isabstract(cls)
+            if is_scorer and cls.__module__ == info.name:
+                named[_name(cls)] = cls
+    return named
 
 
-def _classes(module: ModuleType) -> list[type[RewardScorer]]:
-    return [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, RewardScorer) and value.__module__ == module.__name__
-        if not inspect.isabstract(value)
-    ]
-
-
-def _name(cls: type, module: ModuleType) -> str:
+def _name(cls: type) -> str:
     """Returns the module's name if the class has the same name, otherwise the words of the class in snake case."""
     words = cls.__name__.removesuffix(SUFFIX)
-    stem = module.__name__.rpartition(".")[2]
+    stem = cls.__module__.rpartition(".")[2]
     return stem if words.lower() == stem.replace("_", "") else re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
 
 
-def make_scorer(name: str, params: Mapping[str, Any], *, toy: bool = False, plugins: Sequence[str] = ()) -> Scorer:
+def make_scorer(
+    name: str, params: Mapping[str, object], *, toy: bool = False, plugins: Sequence[str] = ()
+) -> RewardScorer:
     """Returns the local scorer `name`, or the class with that dotted name in one of the packages `plugins`.
 
     Args:
@@ -57,14 +49,14 @@ def make_scorer(name: str, params: Mapping[str, Any], *, toy: bool = False, plug
         ConfigError: there is no such scorer, or it does not accept `params`; the message lists what exists.
     """
     schema = schema_of(_find(name, plugins))
-    spec = _spec(schema)
-    values = dict((spec or schema).toy if toy else {}) | dict(params)
+    spec = schema.keys["config"].annotation if list(schema.keys) == ["config"] else None
+    values = dict(schema_of(spec or schema.target).toy if toy else {}) | dict(params)
     tree = {SPECIAL: schema.name} | ({"config": values} if spec else values)
-    scorer: Scorer = build(check_node(tree, RewardScorer, name, tuple(plugins)))
+    scorer: RewardScorer = build(check_node(tree, RewardScorer, name, tuple(plugins)))
     return scorer
 
 
-def _find(name: str, plugins: Sequence[str]) -> Any:
+def _find(name: str, plugins: Sequence[str]) -> Callable[..., object]:
     if "." in name:
         return find_target(name, "scorer", tuple(plugins))
     known = scorers()
@@ -74,11 +66,3 @@ def _find(name: str, plugins: Sequence[str]) -> Any:
             "scorer of your own, write its dotted name and list its package in `plugins`"
         )
     return known[name]
-
-
-def _spec(schema: Schema) -> Schema | None:
-    """Returns the schema of the scorer's spec if `config` is its only argument."""
-    if list(schema.keys) != ["config"]:
-        return None
-    kind: Any = type(schema.keys["config"].default)
-    return schema_of(kind) if is_config(kind) else schema_of(schema.keys["config"].annotation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -17,10 +17,11 @@ from unirl.config.errors import ConfigError, InvalidScoreError, RewardError, Rew
 from unirl.reward.base import RewardScorer
 from unirl.reward.client.connection import PROBE_TIMEOUT_S, Connection, ConnectionConfig
 from unirl.reward.client.encoding import encode_image, encode_video
-from unirl.reward.client.retries import ItemResult, ScoresOrError, score_items
+from unirl.reward.client.retries import ItemResult, score_items
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
+from unirl.reward.combine import combined
 from unirl.types.protocols import Capabilities
-from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
+from unirl.types.reward import Answer, Failure, RewardRequest, RewardResponse
 
 TOY = "toy"
 TOTAL = "total"
@@ -105,6 +106,8 @@ class RemoteRewardSpec(ConnectionConfig):
 class RemoteRewardBackend(RewardScorer):
     """Sends rows to a reward service and retries until it has their scores. Threads may share it."""
 
+    reads_levels = True
+
     def __init__(self, *, config: RemoteRewardSpec) -> None:
         self.config = config
         self.reads = ("prompts", COLUMN[config.input_kind], "metadata", *(("sources",) if config.sends_sources else ()))
@@ -113,8 +116,11 @@ class RemoteRewardBackend(RewardScorer):
         self._starting = threading.Lock()
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        results = score_items(self.connection(), RequestItems(request, self.config))
-        return response_from(results, self.config)
+        config = self.config
+        results = score_items(self.connection(), RequestItems(request, config))
+        responses = {name: reward_response(name, results, config) for name in config.required_rewards}
+        total = aggregate({name: response.total for name, response in responses.items()}, config)
+        return combined(total, responses, config.logged_rewards)
 
     def check_start(self) -> None:
         """Checks that the service answers, accepts the token and has every required reward. Skipped at toy scale.
@@ -123,8 +129,19 @@ class RemoteRewardBackend(RewardScorer):
             RewardError: 6001 the service does not answer; 6002 it refuses the token.
             ConfigError: the service lacks a reward.
         """
-        if self.config.base_url != TOY:
-            check_required_rewards(self.connection(), self.config)
+        config = self.config
+        if config.base_url == TOY:
+            return
+        try:
+            known = self.connection().health(config.startup_s).rewards
+        except RewardUnreachableError as error:
+            raise RewardUnreachableError(f"{error}. If it is still starting, write a larger startup_s") from error
+        for name in config.required_rewards:
+            if name not in known:
+                raise ConfigError(
+                    f"required_rewards names {name!r}, which the service at {config.base_url} does not have."
+                    f"{did_you_mean(name, known)} It has {', '.join(known) or 'none'}"
+                )
 
     def connection(self) -> Connection:
         """Returns the connection. At toy scale, the first call starts a service on this machine."""
@@ -134,26 +151,8 @@ class RemoteRewardBackend(RewardScorer):
             return self._connection
 
 
-def check_required_rewards(connection: Connection, config: RemoteRewardSpec) -> None:
-    """Raises ConfigError when the service lacks a required reward, RewardError (6001) when it does not answer."""
-    try:
-        known = connection.health(config.startup_s).rewards
-    except RewardUnreachableError as error:
-        raise RewardUnreachableError(f"{error}. If it is still starting, write a larger startup_s") from error
-    for name in config.required_rewards:
-        if name not in known:
-            raise ConfigError(
-                f"required_rewards names {name!r}, which the service at {config.base_url} does not have."
-                f"{did_you_mean(name, known)} It has {', '.join(known) or 'none'}"
-            )
-
-
 def toy_service(config: RemoteRewardSpec) -> ConnectionConfig:
-    """Starts a service with the toys of the required rewards, and returns its address. It ends with this process.
-
-    Raises:
-        DependencyError: the package of the service is not installed.
-    """
+    """Starts a service with the toys of the required rewards, and returns its address. It ends with this process."""
     need("reward_service", by="base_url=toy, which starts a service,", install="pip install ./unirl-reward-service")
     from reward_service.running import RunningService
 
@@ -197,73 +196,47 @@ class RequestItems:
         assert request.videos is not None
         start, end = request.videos.offsets[row : row + 2].tolist()
         video = encode_video(request.videos.frames[start:end], config.video_format, config.video_fps)
-        return [
-            Turn(text=prompt, video_b64=_base64(video)) if config.encoding == "json" else Turn(text=prompt, video=video)
-        ]
+        as_text = config.encoding == "json"
+        return [Turn(text=prompt, video_b64=_base64(video)) if as_text else Turn(text=prompt, video=video)]
 
     def _image_turn(self, prompt: str, pixels: Tensor) -> Turn:
         image = encode_image(pixels, self._config.image_format, self._config.image_quality)
-        if self._config.encoding == "json":
-            return Turn(text=prompt, image_b64=_base64(image))
-        return Turn(text=prompt, image=image)
+        as_text = self._config.encoding == "json"
+        return Turn(text=prompt, image_b64=_base64(image)) if as_text else Turn(text=prompt, image=image)
 
 
 def _base64(payload: MediaPayload) -> str:
     return base64.b64encode(payload.data).decode()
 
 
-def response_from(results: Sequence[ItemResult], config: RemoteRewardSpec) -> RewardResponse:
-    """Returns the scores of all rows as columns, and the failures of rows that a reward could not score.
+def reward_response(name: str, results: Sequence[ItemResult], config: RemoteRewardSpec) -> RewardResponse:
+    """Returns the scores by one reward: the reduction of its parts, and the parts. Rows without scores are NaN.
 
-    Raises:
-        RewardError: 6002 a reward returns different parts for different rows.
+    Raises RewardError when the reward gives different parts for different rows.
     """
-    columns = {
-        name: score_columns([result.scores[name] for result in results], name, config)
-        for name in config.required_rewards
-    }
-    failures: dict[int, Failures] = {}
-    for name in sorted(columns, key=lambda name: name in config.logged_rewards):
-        for row, result in enumerate(results):
-            scores = result.scores[name]
-            if isinstance(scores, ItemError):
-                failure = Failure(name, f"{name}: {scores}", CODES.get(scores.kind, RewardError.code))
-                failures[row] = (*failures.get(row, ()), failure)
-    named = {name: name_components(name, parts) for name, parts in columns.items()}
-    return RewardResponse(
-        total=aggregate({name: parts[TOTAL] for name, parts in columns.items()}, config),
-        components=_merge(parts for name, parts in named.items() if name not in config.logged_rewards),
-        logged_rewards=_merge(parts for name, parts in named.items() if name in config.logged_rewards),
-        failures=failures,
-        answers=answers_from(results, config),
-    )
-
-
-def answers_from(results: Sequence[ItemResult], config: RemoteRewardSpec) -> list[Answer | None] | None:
-    """Returns each row's answer as the first reward reports it that reports any. Logged-only rewards come last."""
-    for name in sorted(config.required_rewards, key=lambda name: name in config.logged_rewards):
-        answers = [result.answers.get(name) for result in results]
-        if any(answers):
-            return [None if answer is None else Answer(right=answer.right, text=answer.text) for answer in answers]
-    return None
-
-
-def score_columns(results: Sequence[ScoresOrError], name: str, config: RemoteRewardSpec) -> dict[str, Tensor]:
-    """Returns one reward's parts [B], and as `total` their reduction. Rows that it could not score are NaN."""
-    scored = [result for result in results if not isinstance(result, ItemError)]
-    parts = list(scored[0]) if scored else []
-    for scores in scored:
+    rows = [result.scores[name] for result in results]
+    errors = {row: scores for row, scores in enumerate(rows) if isinstance(scores, ItemError)}
+    scored = {row: scores for row, scores in enumerate(rows) if not isinstance(scores, ItemError)}
+    parts = list(next(iter(scored.values()), ()))
+    for scores in scored.values():
         if scores.keys() != set(parts):
             raise RewardError(f"reward {name!r} gives the parts {parts} for one sample and {list(scores)} for another")
-    totals = [
-        math.nan if isinstance(result, ItemError) else reduce_parts(result, config.sub_metric_reduce)
-        for result in results
-    ]
-    return {TOTAL: torch.tensor(totals)} | {
-        part: torch.tensor([math.nan if isinstance(result, ItemError) else result[part] for result in results])
-        for part in parts
-        if part != TOTAL
-    }
+    total = torch.full((len(rows),), math.nan)
+    components = {part: total.clone() for part in parts if part != TOTAL}
+    for row, scores in scored.items():
+        total[row] = reduce_parts(scores, config.sub_metric_reduce)
+        for part, column in components.items():
+            column[row] = scores[part]
+    answers = [result.answers.get(name) for result in results]
+    return RewardResponse(
+        total=total,
+        components=components,
+        failures={
+            row: (Failure(name, f"{name}: {error}", CODES.get(error.kind, RewardError.code)),)
+            for row, error in errors.items()
+        },
+        answers=[None if a is None else Answer(a.right, a.text) for a in answers] if any(answers) else None,
+    )
 
 
 def reduce_parts(parts: Mapping[str, float], how: str) -> float:
@@ -272,12 +245,6 @@ def reduce_parts(parts: Mapping[str, float], how: str) -> float:
         return next(iter(parts.values()))
     others = [score for part, score in parts.items() if part != TOTAL] or list(parts.values())
     return max(others) if how == "max" else sum(others) / len(others)
-
-
-def name_components(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the total under the reward's name and, where there are several other parts, those as `<name>_<part>`."""
-    others = {f"{name}_{part}": scores for part, scores in parts.items() if part != TOTAL}
-    return {name: parts[TOTAL]} | (others if len(others) > 1 else {})
 
 
 def aggregate(totals: Mapping[str, Tensor], config: RemoteRewardSpec) -> Tensor:
@@ -290,7 +257,3 @@ def aggregate(totals: Mapping[str, Tensor], config: RemoteRewardSpec) -> Tensor:
     if config.aggregation_method == "mean":
         return stacked.mean(dim=0).float()
     return (stacked.amin(dim=0) if config.aggregation_method == "min" else stacked.amax(dim=0)).float()
-
-
-def _merge(columns: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: scores for column in columns for name, scores in column.items()}

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextvars import copy_context
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import InvalidScoreError, RewardError, RewardUnreachableError, UniRLError
-from unirl.reward.base import DifferentiableScorer, PromptChecker, StartChecker
-from unirl.types.protocols import Scorer
+from unirl.config.plugins import contract_of, definition, explained
+from unirl.reward.base import RewardScorer
+from unirl.types.progress import progress
 from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
 
+COMPONENT = re.compile(r"[\w.+-]+")
+"""The name of a component, which is a word of a metric (unirl/tracking/metrics.py)."""
+PLAIN_NAME = "use letters, digits, '_', '.', '+' and '-', without blanks"
 
-def name_of(scorer: Scorer) -> str:
+
+def name_of(scorer: RewardScorer) -> str:
     """Returns the name of a scorer in error messages: its class."""
     return type(scorer).__name__
 
 
-def check_prompt(scorer: Scorer, prompt: str, metadata: Mapping[str, Any]) -> None:
-    """Raises RewardError when the scorer reports that no sample of this prompt could be scored."""
-    if isinstance(scorer, PromptChecker):
-        scorer.check_prompt(prompt, metadata)
-
-
-def check_start(scorer: Scorer) -> None:
-    """Raises RewardError or ConfigError when the scorer depends on a server that cannot score."""
-    if isinstance(scorer, StartChecker):
-        scorer.check_start()
-
-
-def checked_score(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
+def checked_score(scorer: RewardScorer, request: RewardRequest, name: str) -> RewardResponse:
     """Returns the scorer's response, whose scores have the right count, are finite, and are float32 on the CPU.
 
     Raises:
@@ -43,7 +38,7 @@ def checked_score(scorer: Scorer, request: RewardRequest, name: str) -> RewardRe
     return response
 
 
-def response_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
+def response_of(scorer: RewardScorer, request: RewardRequest, name: str) -> RewardResponse:
     """Returns the scorer's response to the columns that it reads.
 
     A row that has a score that is not finite, or that the scorer could not score, is listed in `failures`.
@@ -51,25 +46,26 @@ def response_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardResp
     Raises:
         RewardError: 6002 when the scorer fails as a whole or the count is wrong.
     """
-    columns: dict[str, Any] = {column: getattr(request, column) for column in scorer.reads}
     try:
-        response = scorer.score(RewardRequest(sample_ids=request.sample_ids, **columns))
+        response = scorer.score(request.columns(scorer.reads, scorer.reads_levels))
     except UniRLError:
         raise
-    except Exception as error:  # a scorer is foreign code: whatever it raises, the error must name the reward
+    except (Exception, SystemExit) as error:  # a scorer is foreign code: whatever it raises, the error must name it
         raise RewardError(
             f"reward {name!r} failed on {len(request)} samples from {request.sample_ids[0]!r} on: "
-            f"{type(error).__name__}: {error}. No reward was attached; a failed reward is never counted as zero"
+            f"{explained(error) or f'{type(error).__name__}: {error}'}"
+            "\n  No reward was attached; a failed reward is never counted as zero"
         ) from error
+    _check_form(scorer, response, name)
     if not response.components:
         raise RewardError(f"reward {name!r} returned no components: give each score a name")
     if response.answers is not None and len(response.answers) != len(request):
         raise RewardError(f"reward {name!r} returned {len(response.answers)} answers for {len(request)} samples")
     total = column_of(response.total, request, name)
-    components = {part: column_of(scores, request, f"{name}.{part}") for part, scores in response.components.items()}
-    logged_rewards = {
-        part: column_of(scores, request, f"{name}.{part}") for part, scores in response.logged_rewards.items()
-    }
+    components, logged_rewards = (
+        {part: column_of(scores, request, f"{name}.{part}") for part, scores in columns.items()}
+        for columns in (response.components, response.logged_rewards)
+    )
     failures: dict[int, Failures] = dict(response.failures)
     for part, scores in [(name, total), *((f"{name}.{part}", scores) for part, scores in components.items())]:
         for row in (~torch.isfinite(scores)).nonzero().flatten().tolist():
@@ -78,9 +74,21 @@ def response_of(scorer: Scorer, request: RewardRequest, name: str) -> RewardResp
                 why = f"reward {part!r} gave {float(scores[row])} to sample {request.sample_ids[row]!r}"
                 failures[row] = (Failure(name, why, InvalidScoreError.code), *known)
             total[row] = torch.nan
-    return RewardResponse(
-        total=total, components=components, logged_rewards=logged_rewards, failures=failures, answers=response.answers
-    )
+    return replace(response, total=total, components=components, logged_rewards=logged_rewards, failures=failures)
+
+
+def _check_form(scorer: RewardScorer, response: object, name: str) -> None:
+    """Raises RewardError (6002) unless a scorer of a plugin returned tensors under names that metrics can have."""
+    subject = f"reward {name!r}: {definition(type(scorer))} returned"
+    rule = "\n  ".join(["", *contract_of(type(scorer), "score"), "unirl.reward.base.single makes such a response"])
+    if not isinstance(response, RewardResponse):
+        raise RewardError(f"{subject} {type(response).__name__}, not a RewardResponse{rule}")
+    columns = {"total": response.total, **response.components, **response.logged_rewards}
+    for part, scores in columns.items():
+        if not COMPONENT.fullmatch(part):
+            raise RewardError(f"{subject} a component named {part!r}. A name becomes part of a metric: {PLAIN_NAME}")
+        if not isinstance(scores, Tensor):
+            raise RewardError(f"{subject} {part!r} as {type(scores).__name__}, not a tensor{rule}")
 
 
 def refuse_failures(response: RewardResponse, request: RewardRequest) -> None:
@@ -104,7 +112,7 @@ def column_of(scores: Tensor, request: RewardRequest, name: str) -> Tensor:
     return scores.detach().to("cpu", torch.float32, copy=True)
 
 
-def score_by_halves(scorer: Scorer, request: RewardRequest, name: str) -> RewardResponse:
+def score_by_halves(scorer: RewardScorer, request: RewardRequest, name: str) -> RewardResponse:
     """Returns the scorer's response. A request that fails is split in halves until only the rows that fail are left.
 
     Raises:
@@ -116,67 +124,56 @@ def score_by_halves(scorer: Scorer, request: RewardRequest, name: str) -> Reward
         if isinstance(error, RewardUnreachableError):
             raise
         if len(request) == 1:
-            no_score = torch.full((1,), torch.nan)
-            return RewardResponse(total=no_score, components={}, failures={0: (Failure(name, str(error), error.code),)})
+            return failed_response(request, name, error)
     middle = len(request) // 2
     halves = [range(middle), range(middle, len(request))]
     return concat_responses([score_by_halves(scorer, request.select(rows), name) for rows in halves])
 
 
+def failed_response(request: RewardRequest, name: str, error: RewardError) -> RewardResponse:
+    """Returns a response without scores, in which every row failed with this error."""
+    failures = dict.fromkeys(range(len(request)), (Failure(name, str(error), error.code),))
+    return RewardResponse(total=torch.full((len(request),), torch.nan), components={}, failures=failures)
+
+
 def concat_responses(responses: Sequence[RewardResponse]) -> RewardResponse:
     """Joins the responses to consecutive rows. A component that is missing, because all rows failed, is NaN."""
     failures: dict[int, Failures] = {}
-    offset = 0
+    answers: list[Answer | None] = []
     for response in responses:
-        failures |= {offset + row: row_failures for row, row_failures in response.failures.items()}
-        offset += len(response.total)
+        failures |= {len(answers) + row: row_failures for row, row_failures in response.failures.items()}
+        answers += response.answers or [None] * len(response.total)
     return RewardResponse(
         total=torch.cat([response.total for response in responses]),
         components=_concat_columns([response.components for response in responses], responses),
         logged_rewards=_concat_columns([response.logged_rewards for response in responses], responses),
         failures=failures,
-        answers=concat_answers([(response.answers, len(response.total)) for response in responses]),
+        answers=answers if any(response.answers is not None for response in responses) else None,
     )
 
 
-def concat_answers(parts: Sequence[tuple[Sequence[Answer | None] | None, int]]) -> list[Answer | None] | None:
-    """Joins the answers of consecutive parts, each given with its number of rows. A part without answers gives None."""
-    if all(answers is None for answers, _ in parts):
-        return None
-    return [answer for answers, count in parts for answer in (answers or [None] * count)]
-
-
 def _concat_columns(parts: Sequence[Mapping[str, Tensor]], responses: Sequence[RewardResponse]) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for part in parts for name in part)
     blanks = [torch.full_like(response.total, torch.nan) for response in responses]
     return {
-        name: torch.cat([part.get(name, blank) for part, blank in zip(parts, blanks, strict=True)]) for name in names
+        name: torch.cat([part.get(name, blank) for part, blank in zip(parts, blanks, strict=True)])
+        for name in dict.fromkeys(name for part in parts for name in part)
     }
 
 
-def objective_of(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Returns the scorer's differentiable total [B] on the device of the images.
-
-    Raises:
-        RewardError: 6002 when the scorer has no gradient, or returns another number of scores.
-    """
-    name = name_of(scorer)
-    if not isinstance(scorer, DifferentiableScorer):
-        raise RewardError(f"reward {name!r} has no gradient: give it `objective(images, prompts)`, or choose another")
+def objective_of(scorer: RewardScorer, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Returns the scorer's differentiable total [B] on the images' device. Raises RewardError (6002) if it has none."""
     scores = scorer.objective(images, prompts)
     if scores.shape != (len(images),):
         raise RewardError(
-            f"reward {name!r} gave an objective of shape {list(scores.shape)} for {len(images)} images: "
+            f"reward {name_of(scorer)!r} gave an objective of shape {list(scores.shape)} for {len(images)} images: "
             "it must give one number per image"
         )
     return scores.to(images.device)
 
 
-ScoreRow = Callable[[int], Mapping[str, float]]
-"""Returns the scores of one row by name, or raises."""
-
-
-def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow, threads: int = 1) -> RewardResponse:
+def score_rows(
+    request: RewardRequest, names: Sequence[str], score_row: Callable[[int], Mapping[str, float]], threads: int = 1
+) -> RewardResponse:
     """Scores a request row by row. A row on which `score_row` raises is listed in `failures`; the others keep scores.
 
     Args:
@@ -188,8 +185,15 @@ def score_rows(request: RewardRequest, names: Sequence[str], score_row: ScoreRow
     """
     scores = torch.full((len(names), len(request)), torch.nan)
     failures: dict[int, Failures] = {}
+
+    def reported(row: int) -> Mapping[str, float]:
+        try:
+            return score_row(row)
+        finally:
+            progress("scored sample")
+
     with ThreadPoolExecutor(threads) as pool:
-        attempts = [pool.submit(score_row, row) for row in range(len(request))]
+        attempts = [pool.submit(copy_context().run, reported, row) for row in range(len(request))]
     for row, attempt in enumerate(attempts):
         error = attempt.exception()
         if error is None:

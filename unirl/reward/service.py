@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,16 +13,20 @@ from unirl.config.errors import ConfigError, DataError, InvalidScoreError, Rewar
 from unirl.distributed.group.dispatch import broadcast, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.models.images import fit_image, read_image
+from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, FailurePolicy
-from unirl.reward.scoring import check_prompt, check_start, checked_score, concat_answers, name_of, objective_of
+from unirl.reward.scoring import checked_score, name_of, objective_of
 from unirl.types.primitives import Images, Texts, Videos
-from unirl.types.protocols import Scorer
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.sampling import ARSamplingParams, Sampling, sampling_as
+from unirl.types.segments import TextSegment
 
 COLUMNS = ("prompts", "images", "videos", "texts", "lengths", "sources", "metadata")
-DecodedT = TypeVar("DecodedT", Images, Videos, Texts)
+Metadata = Mapping[str, object]
+Columns = dict[str, Tensor]
+DecodedT = TypeVar("DecodedT")
 
 
 def with_rewards(track: RolloutTrack, response: RewardResponse, seconds: float) -> RolloutTrack:
@@ -40,44 +43,33 @@ def with_rewards(track: RolloutTrack, response: RewardResponse, seconds: float) 
 
 def concat_scored(parts: Sequence[RolloutResp]) -> RolloutResp:
     """Joins scored responses. A component that a part lacks, because all its rows failed, is NaN in that part."""
-    for field in ("component_rewards", "logged_rewards"):
-        parts = _same_columns(parts, field)
-    return RolloutResp.concat(_same_answers(parts))
+    return RolloutResp.concat([_with_blanks(part, parts) for part in parts])
 
 
-def _same_answers(parts: Sequence[RolloutResp]) -> list[RolloutResp]:
-    """Returns the parts with answers on a track in every part if the track has answers in any part."""
-    filled = list(parts)
-    for name in parts[0].tracks:
-        tracks = [part.tracks[name] for part in parts]
-        answers = concat_answers([(track.answers, len(track)) for track in tracks])
-        if answers is not None:
-            rows = iter(answers)
-            filled = [
-                part.with_track(name, track.replace(answers=list(islice(rows, len(track)))))
-                for part, track in zip(filled, tracks, strict=True)
-            ]
-    return filled
+def _with_blanks(part: RolloutResp, parts: Sequence[RolloutResp]) -> RolloutResp:
+    """Returns a part with all scores and answers that any part has: NaN and None where it has none."""
+    for name, track in part.tracks.items():
+        if track.rewards is not None:
+            others = [other.tracks[name] for other in parts]
+            blank = torch.full_like(track.rewards, torch.nan)
+            answers = [None] * len(track) if any(other.answers is not None for other in others) else None
+            track = track.replace(
+                component_rewards=_columns(track.component_rewards, [o.component_rewards for o in others], blank),
+                logged_rewards=_columns(track.logged_rewards, [o.logged_rewards for o in others], blank),
+                answers=answers if track.answers is None else track.answers,
+            )
+            part = part.with_track(name, track)
+    return part
 
 
-def _same_columns(parts: Sequence[RolloutResp], field: str) -> list[RolloutResp]:
-    """Returns the parts with the same score names in `field`, NaN where a part has no such score."""
-    filled = []
-    for part in parts:
-        for name, track in part.tracks.items():
-            if track.rewards is not None:
-                names = dict.fromkeys(key for other in parts for key in getattr(other.tracks[name], field))
-                blank = torch.full_like(track.rewards, torch.nan)
-                columns = {key: getattr(track, field).get(key, blank) for key in names}
-                part = part.with_track(name, track.replace(**{field: columns}))
-        filled.append(part)
-    return filled
+def _columns(own: Columns | None, all_columns: Sequence[Columns | None], blank: Tensor) -> Columns:
+    return {name: (own or {}).get(name, blank) for columns in all_columns for name in columns or {}}
 
 
 class RewardService:
     """Holds one scorer or a weighted set of scorers. By default, the first sample without a score stops the run."""
 
-    def __init__(self, *, backend: Scorer, on_failure: FailurePolicy = STRICT) -> None:
+    def __init__(self, *, backend: RewardScorer, on_failure: FailurePolicy = STRICT) -> None:
         """
         Args:
             backend: the scorer. `unirl.reward.combine.WeightedRewards` combines several.
@@ -92,15 +84,12 @@ class RewardService:
         self.backend = backend
         self.on_failure = on_failure
 
-    @scatter(concat_scored, order=RolloutResp.select)
+    @scatter(concat_scored, order=RolloutResp.select, unread=("conditions", "segment"))
     def score_and_attach(self, req: RolloutReq, resp: RolloutResp) -> RolloutResp:
         """Returns the response with rewards [B] and component rewards on every leaf track.
 
         If `on_failure` allows samples of weight 0, a sample that cannot be scored gets the reward NaN, and its failures
-        give the reason.
-
-        Raises:
-            RewardError: the scorer failed or returned a missing, extra or non-finite score.
+        give the reason. Otherwise RewardError is raised.
         """
         parents = {track.parent_track for track in resp.tracks.values()}
         for name in [name for name in resp.tracks if name not in parents]:
@@ -114,31 +103,31 @@ class RewardService:
         track = resp.tracks[name]
         if track.rewards is not None:
             raise RewardError(f"sample {track.sample_ids[0]!r} already has a reward: rewards are attached once")
-        rows = root_rows(req, resp, track)
-        texts: Any = req.primitives.get("text")
+        rows, uris = root_rows(req, resp, track), req.prompt_image_uris()
         reads = self.backend.reads
-        if "lengths" in reads:
-            self._decoded_as(Texts, "lengths", track)
         return RewardRequest(
             sample_ids=track.sample_ids,
-            lengths=response_lengths(req.tracks[name].sampling, track) if "lengths" in reads else None,
-            prompts=[texts.texts[row] for row in rows] if "prompts" in reads else None,
+            lengths=self._lengths(req.tracks[name].sampling, track) if "lengths" in reads else None,
+            prompts=[req.prompts()[row] for row in rows] if "prompts" in reads else None,
             images=self._decoded_as(Images, "images", track).pixels if "images" in reads else None,
             videos=self._decoded_as(Videos, "videos", track) if "videos" in reads else None,
             texts=self._decoded_as(Texts, "texts", track).texts if "texts" in reads else None,
-            sources=self._sources(req.prompt_image_uris(), rows, track) if "sources" in reads else None,
+            sources=self._sources([uris[row] for row in rows], track) if "sources" in reads else None,
             metadata=[req.metadata[row] for row in rows] if "metadata" in reads else None,
         )
 
-    def _sources(
-        self, prompt_image_uris: Sequence[tuple[str, ...]], rows: Sequence[int], track: RolloutTrack
-    ) -> list[list[Tensor]]:
+    def _lengths(self, sampling: Sampling, track: RolloutTrack) -> list[ResponseLength]:
+        """Returns the number of tokens of each text [B] of a track and the limit at which sampling cuts it off."""
+        self._decoded_as(Texts, "lengths", track)
+        limit = sampling_as(ARSamplingParams, sampling, "the track of the responses is sampled with").max_new_tokens
+        return [ResponseLength(tokens, limit) for tokens in track.sampled_as(TextSegment).segment.lengths.tolist()]
+
+    def _sources(self, uris: Sequence[tuple[str, ...]], track: RolloutTrack) -> list[list[Tensor]]:
         """Returns the source images of each row's prompt, cropped to the sample's size as the model saw them.
 
         Each file is read once.
         """
         height, width = self._decoded_as(Images, "images", track).pixels.shape[-2:]
-        uris = [prompt_image_uris[row] for row in rows]
         for sample, sample_uris in zip(track.sample_ids, uris, strict=True):
             if not sample_uris:
                 raise RewardError(
@@ -159,17 +148,17 @@ class RewardService:
         return track.decoded
 
     @rank0
-    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> None:
+    def check_prompts(self, prompts: Sequence[str], metadata: Sequence[Metadata], ids: Sequence[str]) -> None:
         """Checks, before anything is generated, the scorer's server and every prompt.
 
         Raises:
             RewardError, ConfigError: the server that the scorer depends on cannot be used from this process.
             DataError: 4002 a prompt lacks something that the scorer needs; the message names the prompt.
         """
-        check_start(self.backend)
+        self.backend.check_start()
         for prompt, prompt_metadata, prompt_id in zip(prompts, metadata, ids, strict=True):
             try:
-                check_prompt(self.backend, prompt, prompt_metadata)
+                self.backend.check_prompt(prompt, prompt_metadata)
             except RewardError as error:
                 raise DataError(
                     f"prompt {prompt_id!r} has no sample that reward {name_of(self.backend)!r} could score: {error}"
@@ -201,11 +190,6 @@ class RewardService:
         """Moves the scorer back to the device unless `names` is empty."""
         if names:
             self.backend.onload()
-
-
-def response_lengths(sampling: Any, track: RolloutTrack) -> list[ResponseLength]:
-    """Returns the number of tokens of each text [B] of a track and the limit at which sampling cuts it off."""
-    return [ResponseLength(tokens, sampling.max_new_tokens) for tokens in track.segment.lengths.tolist()]
 
 
 def root_rows(req: RolloutReq, resp: RolloutResp, track: RolloutTrack) -> list[int]:

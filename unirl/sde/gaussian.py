@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unirl.types.device import to_device
+
 if TYPE_CHECKING:
     from jaxtyping import Float
 
@@ -62,12 +64,14 @@ class Gaussian:
 
     def sample(self, noise: Float[Tensor, "B *latent"]) -> Float[Tensor, "B *latent"]:
         """mean + std * noise."""
-        return self.mean + per_row(self.std, self.mean) * noise.to(self.mean)
+        return self.mean + per_row(self.std, self.mean) * to_device(noise, self.mean.device).to(self.mean.dtype)
 
     def log_prob(self, x_next: Float[Tensor, "B *latent"]) -> Float[Tensor, "B"]:
         """Log-density in nats, mean over latent elements; `x_next` is detached. Flow-GRPO, arXiv:2505.05470."""
         z = self._error(x_next) / per_row(self.std, self.mean)
-        return -0.5 * row_means(z.square()) - self._log_std() - HALF_LOG_TWO_PI
+        # Computed in float64 and rounded, so that a scalar std and a batch of them give the same bits.
+        log_std = self.std.double().log().to(self.std.dtype)
+        return -0.5 * row_means(z.square()) - log_std - HALF_LOG_TWO_PI
 
     def kl(self, other: Gaussian) -> Float[Tensor, "B"]:
         """KL(self || other) in nats, mean over latent elements.
@@ -96,10 +100,6 @@ class Gaussian:
         if x_next.shape != self.mean.shape:
             raise ValueError(f"x_next {tuple(x_next.shape)} must have the mean's shape {tuple(self.mean.shape)}")
         return x_next.detach().to(self.mean) - self.mean
-
-    def _log_std(self) -> Tensor:
-        # Computed in float64 and rounded, so that a scalar std and a batch of them give the same bits.
-        return self.std.double().log().to(self.std.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,29 +93,6 @@ class Guidance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormCorrectedGuidance(Guidance):
-    """Classic guidance, rescaled so that each token has the norm that it has in the conditional branch."""
-
-    patch_size: int
-    """Latent elements per token along one side: the norm is over the C patch_size^2 elements of a token."""
-
-    def combine(
-        self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
-    ) -> Float[Tensor, "B *latent"]:
-        guided = super().combine(uncond, cond, sigma)
-        return guided * (self._norms(cond) / self._norms(guided))
-
-    def _norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 H W"]:
-        """For each position, the norm of its token."""
-        p = self.patch_size
-        squares = v.square().sum(1)  # [B, H, W]
-        rows, columns = squares.shape[1] // p, squares.shape[2] // p
-        patches = squares.reshape(len(v), rows, p, columns, p).sum((2, 4))
-        norms: Tensor = patches.sqrt().repeat_interleave(p, 1).repeat_interleave(p, 2)
-        return norms[:, None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class LineNormGuidance(Guidance):
     """Classic guidance, rescaled so that each line of a latent channel has its norm in the conditional branch."""
 
@@ -123,8 +100,28 @@ class LineNormGuidance(Guidance):
         self, uncond: Float[Tensor, "B *latent"], cond: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"]
     ) -> Float[Tensor, "B *latent"]:
         guided = super().combine(uncond, cond, sigma)
-        scale: Tensor = vector_norm(cond, dim=-1, keepdim=True) / vector_norm(guided, dim=-1, keepdim=True)
-        return guided * scale
+        return guided * (self.norms(cond) / self.norms(guided))
+
+    def norms(self, v: Float[Tensor, "B *latent"]) -> Float[Tensor, "..."]:
+        """The norms that are kept, in a shape that broadcasts over `v`."""
+        norms: Tensor = vector_norm(v, dim=-1, keepdim=True)
+        return norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormCorrectedGuidance(LineNormGuidance):
+    """Classic guidance, rescaled so that each token has the norm that it has in the conditional branch."""
+
+    patch_size: int
+    """Latent elements per token along one side: the norm is over the C patch_size^2 elements of a token."""
+
+    def norms(self, v: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 1 H W"]:
+        p = self.patch_size
+        squares = v.square().sum(1)  # [B, H, W]
+        rows, columns = squares.shape[1] // p, squares.shape[2] // p
+        patches = squares.reshape(len(v), rows, p, columns, p).sum((2, 4))
+        norms: Tensor = patches.sqrt().repeat_interleave(p, 1).repeat_interleave(p, 2)
+        return norms[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)

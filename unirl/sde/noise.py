@@ -7,16 +7,15 @@ Draws are made on the CPU in float32, so they have the same bits for any device,
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -58,54 +57,33 @@ class NoiseSource:
         return self._draw(ids, what, shape, lambda row, generator: row.uniform_(generator=generator))
 
     def _draw(
-        self, ids: Sequence[str], what: str, shape: Sequence[int], fill: Callable[[Tensor, Generator], Tensor]
+        self, ids: Sequence[str], what: str, shape: Sequence[int], fill: Callable[[Tensor, torch.Generator], Tensor]
     ) -> Tensor:
         rows = torch.empty(len(ids), *shape, dtype=torch.float32)
         for id, row in zip(ids, rows, strict=True):
-            fill(row, Generator().manual_seed(key_seed(self.seed, self.key(id, what))))
+            fill(row, torch.Generator().manual_seed(key_seed(self.seed, self.key(id, what))))
         return rows
 
 
-class NoiseAhead:
+@contextmanager
+def noise_ahead(
+    source: NoiseSource, ids: Sequence[str], draws: Sequence[str], shape: Sequence[int]
+) -> Iterator[Iterator[Float[Tensor, "B *shape"]]]:
     """Iterator over the normal draws `draws`. A thread computes each one while the caller uses the one before.
 
-        with NoiseAhead(source, ids, [f"s{i}" for i in sde_indices], shape) as ahead:
+        with noise_ahead(source, ids, [f"s{i}" for i in sde_indices], shape) as ahead:
             noise = next(ahead)  # == source.normal(ids, "s0", shape), byte for byte
 
     At most one draw is computed ahead. An error in the thread is raised by the `next` that would return its draw.
     """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="noise-ahead") as thread:
+        started = (thread.submit(source.normal, ids, what, shape) for what in draws)  # starts a draw when it is asked
 
-    def __init__(self, source: NoiseSource, ids: Sequence[str], draws: Sequence[str], shape: Sequence[int]) -> None:
-        self._source, self._ids, self._shape = source, tuple(ids), tuple(shape)
-        self._draws = deque(draws)
-        self._pending: Future[Tensor] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="noise-ahead")
+        def iterate(pending: Future[Tensor] | None) -> Generator[Tensor]:
+            while pending is not None:
+                noise = pending.result()
+                pending = next(started, None)
+                yield noise
 
-    def __enter__(self) -> NoiseAhead:
-        self._submit()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pending = None
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def __iter__(self) -> Iterator[Float[Tensor, "B *shape"]]:
-        return self
-
-    def __next__(self) -> Float[Tensor, "B *shape"]:
-        """The next draw. Raises StopIteration after the last one."""
-        if self._pending is None:
-            raise StopIteration
-        noise = self._pending.result()
-        self._submit()
-        return noise
-
-    def _submit(self) -> None:
-        """Starts the next draw, if there is one."""
-        if self._draws:
-            what = self._draws.popleft()
-            self._pending = self._thread.submit(self._source.normal, self._ids, what, self._shape)
-        else:
-            self._pending = None
+        with closing(iterate(next(started, None))) as ahead:
+            yield ahead

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.sde.linear import check_choice
+from unirl.sde.kernels import check_choice
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,22 +31,6 @@ def static_shift(tau: float, shift: float) -> float:
     return shift * tau / (1.0 + (shift - 1.0) * tau)
 
 
-def exponential_shift(tau: float, mu: float) -> float:
-    """e^mu / (e^mu + 1 / tau - 1): a static shift of e^mu, as in FLUX."""
-    return math.exp(mu) / (math.exp(mu) + (1.0 / tau - 1.0))
-
-
-def linear_shift(tau: float, mu: float) -> float:
-    """mu / (mu + 1 / tau - 1): a static shift of mu."""
-    return mu / (mu + (1.0 / tau - 1.0))
-
-
-def mu_on_line(image_seq_len: int, start: tuple[int, float], end: tuple[int, float]) -> float:
-    """mu on the line through the points `start` and `end`, each (image tokens, mu)."""
-    slope = (end[1] - start[1]) / (end[0] - start[0])
-    return start[1] + slope * (image_seq_len - start[0])
-
-
 def flux2_mu(image_seq_len: int, num_inference_steps: int) -> float:
     """The empirical mu of FLUX.2: one line for 200 steps and one for 10, linear in the number of steps."""
     at_200 = 0.00016927 * image_seq_len + 0.45666666
@@ -54,12 +38,6 @@ def flux2_mu(image_seq_len: int, num_inference_steps: int) -> float:
         return at_200
     at_10 = 8.73809524e-05 * image_seq_len + 1.89833333
     return at_200 + (at_200 - at_10) / 190.0 * (num_inference_steps - 200)
-
-
-def stretch_to_terminal(sigmas: list[float], terminal: float) -> list[float]:
-    """`sigmas` with 1 - sigma scaled so that the last one is `terminal`: the `shift_terminal` of Qwen-Image."""
-    scale = (1.0 - sigmas[-1]) / (1.0 - terminal)
-    return [1.0 - (1.0 - sigma) / scale for sigma in sigmas]
 
 
 def even_grid(num_inference_steps: int, last: float) -> list[float]:
@@ -131,16 +109,18 @@ class SigmaSchedule:
     def sigmas(
         self, num_inference_steps: int, image_seq_len: int | None = None
     ) -> Float[Tensor, "{num_inference_steps}+1"]:
-        """Decreasing sigmas, float32 on the CPU. The last one is exactly 0.
-
-        Args:
-            image_seq_len: number of image tokens, needed only by a dynamic schedule.
-        """
+        """Decreasing sigmas, float32 on the CPU; the last is exactly 0. A dynamic schedule needs `image_seq_len`."""
         if num_inference_steps < 1:
             raise ValueError(f"num_inference_steps={num_inference_steps} must be >= 1")
         levels = [self._shift(tau, num_inference_steps, image_seq_len) for tau in self._grid(num_inference_steps)]
         if self.shift_terminal:
-            levels = self._stretch(levels)
+            if len(levels) == 1:
+                raise ValueError(
+                    f"shift_terminal={self.shift_terminal} is not possible with num_inference_steps=1: "
+                    "the only level is 1. Use at least 2 steps, or shift_terminal=0"
+                )
+            scale = (1.0 - levels[-1]) / (1.0 - self.shift_terminal)  # as Qwen-Image does
+            levels = [1.0 - (1.0 - level) / scale for level in levels]
         return torch.tensor([*levels, 0.0], dtype=torch.float64).to(torch.float32)
 
     def mu_at(self, num_inference_steps: int, image_seq_len: int | None) -> float:
@@ -149,8 +129,8 @@ class SigmaSchedule:
             raise ValueError(f"dynamic={self.dynamic!r} needs image_seq_len, the number of image tokens")
         if self.mu == "flux2":
             return flux2_mu(image_seq_len, num_inference_steps)
-        start = (self.base_image_seq_len, self.base_shift)
-        return mu_on_line(image_seq_len, start, (self.max_image_seq_len, self.max_shift))
+        slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
+        return self.base_shift + slope * (image_seq_len - self.base_image_seq_len)
 
     def _grid(self, num_inference_steps: int) -> list[float]:
         """T levels before the shift, starting at 1."""
@@ -162,19 +142,12 @@ class SigmaSchedule:
         return even_grid(num_inference_steps, static_shift(finest, self.shift) if self.dynamic == "off" else finest)
 
     def _shift(self, tau: float, num_inference_steps: int, image_seq_len: int | None) -> float:
+        """A static shift, of `shift` or of e^mu (exponential, as in FLUX) or mu (linear) of a dynamic schedule."""
         if self.dynamic == "off":
             return static_shift(tau, self.shift)
         mu = self.mu_at(num_inference_steps, image_seq_len)
-        return exponential_shift(tau, mu) if self.dynamic == "exponential" else linear_shift(tau, mu)
-
-    def _stretch(self, levels: list[float]) -> list[float]:
-        if len(levels) == 1:
-            raise ValueError(
-                f"shift_terminal={self.shift_terminal} is not possible with num_inference_steps=1: "
-                "the only level is 1. Use at least 2 steps, or shift_terminal=0"
-            )
-        assert self.shift_terminal
-        return stretch_to_terminal(levels, self.shift_terminal)
+        shift = math.exp(mu) if self.dynamic == "exponential" else mu
+        return shift / (shift + (1.0 / tau - 1.0))  # equals static_shift, with the rounding of diffusers
 
 
 def check_flow_sigmas(config: Mapping[str, object]) -> None:

@@ -12,6 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from unirl.sde.noise import key_seed
+from unirl.types.protocols import StepChoice
 
 
 def choice_random(seed: int, step: int) -> Random:
@@ -31,16 +32,11 @@ def trainable_pool(owner: str, num_inference_steps: int, low: float, high: float
     return pool
 
 
-def check_part(owner: str, low: float, high: float) -> None:
-    """Raises ValueError unless 0 <= low < high <= 1."""
-    if not 0.0 <= low < high <= 1.0:
-        raise ValueError(f"{owner}: low={low:g} and high={high:g} must satisfy 0 <= low < high <= 1 (fractions of T)")
-
-
-def check_at_least(name: str, value: int, minimum: int) -> None:
-    """Raises ValueError unless value >= minimum."""
-    if value < minimum:
-        raise ValueError(f"{name}={value} must be >= {minimum}")
+def check_at_least(minimum: int, choice: StepChoice, *fields: str) -> None:
+    """Raises ValueError unless each of the `fields` of `choice` is >= minimum."""
+    for name in fields:
+        if vars(choice)[name] < minimum:
+            raise ValueError(f"{type(choice).__name__}.{name}={vars(choice)[name]} must be >= {minimum}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +49,43 @@ class AllSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FractionSteps:
-    """`num_steps` distinct random steps from a range of the trajectory, chosen again at each step of the loop."""
-
-    toy: ClassVar[Mapping[str, object]] = {"num_steps": 2}
+class StepRange:
+    """Recipe keys of a choice from a range of the trajectory."""
 
     low: float = 0.0
     """Start of the range, as a fraction of T."""
     high: float = 0.5
     """End of the range (exclusive), as a fraction of T."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low < self.high <= 1.0:
+            raise ValueError(
+                f"{type(self).__name__}: low={self.low:g} and high={self.high:g} must satisfy 0 <= low < high <= 1 "
+                "(fractions of T)"
+            )
+
+    def pool(self, num_inference_steps: int, count: int) -> range:
+        """The steps of the range that may be trained. Raises ValueError if fewer than `count`."""
+        return trainable_pool(type(self).__name__, num_inference_steps, self.low, self.high, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FractionSteps(StepRange):
+    """`num_steps` distinct random steps from a range of the trajectory, chosen again at each step of the loop."""
+
+    toy: ClassVar[Mapping[str, object]] = {"num_steps": 2}
+
     num_steps: int | None = 3
     """Number of steps; null = all steps of the range."""
 
     def __post_init__(self) -> None:
-        check_part("FractionSteps", self.low, self.high)
+        super().__post_init__()
         if self.num_steps is not None:
-            check_at_least("FractionSteps.num_steps", self.num_steps, 1)
+            check_at_least(1, self, "num_steps")
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """Sorted steps within [int(T low), int(T high)) and [0, T - 2]."""
-        pool = trainable_pool("FractionSteps", num_inference_steps, self.low, self.high, self.num_steps or 1)
+        pool = self.pool(num_inference_steps, self.num_steps or 1)
         if self.num_steps is None:
             return tuple(pool)
         return tuple(sorted(choice_random(seed, step).sample(pool, self.num_steps)))
@@ -92,7 +105,7 @@ class EquallySpacedSteps:
     """Number of steps."""
 
     def __post_init__(self) -> None:
-        check_at_least("EquallySpacedSteps.num_steps", self.num_steps, 1)
+        check_at_least(1, self, "num_steps")
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """(first, first + interval, ...) within [0, T - 2]."""
@@ -113,7 +126,7 @@ class LastSteps:
     """Number of steps."""
 
     def __post_init__(self) -> None:
-        check_at_least("LastSteps.num_steps", self.num_steps, 1)
+        check_at_least(1, self, "num_steps")
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """(T - 1 - num_steps, ..., T - 2), for any seed and step."""
@@ -121,43 +134,33 @@ class LastSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomTail:
-    """All steps from a random first one to the end: AlignProp, arXiv:2310.03739."""
+class RandomTail(StepRange):
+    """All steps from a random first one, which lies in the range, to the end: AlignProp, arXiv:2310.03739."""
 
-    low: float = 0.0
-    """Start of the range of the first step, as a fraction of T."""
     high: float = 1.0
-    """End of the range (exclusive), as a fraction of T."""
-
-    def __post_init__(self) -> None:
-        check_part("RandomTail", self.low, self.high)
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """(first, ..., T - 2), first within [int(T low), int(T high))."""
-        pool = trainable_pool("RandomTail", num_inference_steps, self.low, self.high, 1)
+        pool = self.pool(num_inference_steps, 1)
         return tuple(range(choice_random(seed, step).choice(pool), num_inference_steps - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomWindow:
+class RandomWindow(StepRange):
     """`size` adjacent steps at a random position in a range of the trajectory: Flow-GRPO-Fast."""
 
     toy: ClassVar[Mapping[str, object]] = {"size": 2}
 
     size: int = 3
     """Number of steps in the window."""
-    low: float = 0.0
-    """Start of the range, as a fraction of T."""
-    high: float = 0.5
-    """End of the range (exclusive), as a fraction of T."""
 
     def __post_init__(self) -> None:
-        check_part("RandomWindow", self.low, self.high)
-        check_at_least("RandomWindow.size", self.size, 1)
+        super().__post_init__()
+        check_at_least(1, self, "size")
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """(start, ..., start + size - 1) within [int(T low), int(T high)) and [0, T - 2]."""
-        pool = trainable_pool("RandomWindow", num_inference_steps, self.low, self.high, self.size)
+        pool = self.pool(num_inference_steps, self.size)
         start = choice_random(seed, step).randrange(pool.start, pool.stop - self.size + 1)
         return tuple(range(start, start + self.size))
 
@@ -184,10 +187,8 @@ class ProgressiveWindow:
     """After the last window, start again (true) or stay there (false)."""
 
     def __post_init__(self) -> None:
-        check_at_least("ProgressiveWindow.size", self.size, 1)
-        check_at_least("ProgressiveWindow.iters_per_window", self.iters_per_window, 1)
-        check_at_least("ProgressiveWindow.stride", self.stride, 0)
-        check_at_least("ProgressiveWindow.start", self.start, 0)
+        check_at_least(1, self, "size", "iters_per_window")
+        check_at_least(0, self, "stride", "start")
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """(left, ..., left + size - 1) within [0, T - 2], for any seed."""
@@ -198,7 +199,6 @@ class ProgressiveWindow:
         return tuple(range(left, min(left + self.size, num_inference_steps - 1)))
 
     def _num_windows(self, num_inference_steps: int) -> int:
-        """The number of windows."""
         last_left = min(num_inference_steps - self.size, num_inference_steps - 2)
         if last_left < self.start:
             raise ValueError(

@@ -6,13 +6,14 @@ check_algorithm(MyLoss(), stage, toy_track(stage))
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, StageAlgorithm
+from unirl.algorithms.base import START, SegmentT, StageAlgorithm, StageT
 from unirl.types.protocols import Anchor, TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
@@ -20,29 +21,30 @@ from unirl.types.rollout_resp import RolloutTrack
 TOLERANCE = 1e-5
 """Relative difference allowed between sums of the same float32 numbers in another order."""
 
-Algorithm = StageAlgorithm[Any]
 
-
-def check_algorithm(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> None:
+def check_algorithm(algorithm: StageAlgorithm[StageT, SegmentT], stage: StageT, track: RolloutTrack[SegmentT]) -> None:
     """Raises AssertionError with the rule that is broken. `track` is a rollout of `stage` with at least four rows.
 
     All anchors, also those of snapshots, are computed with the current weights of the stage.
     """
-    _parts_come_from_shared_fields(algorithm, track)
-    _anchors_are_declared(algorithm)
-    prepared = prepared_track(algorithm, stage, track)
-    _anchor_pass_equals_the_forward(algorithm, stage, prepared)
-    prepared = moved_away(prepared)
-    _totals_add_up(algorithm, prepared)
-    now = step_of(algorithm, prepared)
-    _sum_over_rows(algorithm, stage, prepared, now)
-    _weights_are_linear(algorithm, stage, prepared, now)
-    _order_of_rows(algorithm, stage, prepared, now)
-    _outputs_are_detached(algorithm, stage, prepared, now)
-    _metrics_are_named_and_finite(algorithm, stage, prepared, now)
+    check = _Check(algorithm, stage, track)
+    check.parts_come_from_shared_fields()
+    check.anchors_are_declared()
+    check.rows = prepared_track(algorithm, stage, track)
+    check.anchor_pass_equals_the_forward()
+    check.rows = moved_away(check.rows)
+    check.totals_add_up()
+    check.now = check.progress()
+    check.loss_is_a_sum_over_rows()
+    check.weights_are_linear()
+    check.order_of_rows_does_not_matter()
+    check.outputs_are_detached()
+    check.metrics_are_named_and_finite()
 
 
-def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> RolloutTrack:
+def prepared_track(
+    algorithm: StageAlgorithm[StageT, SegmentT], stage: StageT, track: RolloutTrack[SegmentT]
+) -> RolloutTrack[SegmentT]:
     """The track with all anchors. Every snapshot has the current weights of the stage."""
     for snapshot in sorted({anchor.snapshot for anchor in algorithm.anchors().values()}):
         with torch.no_grad():
@@ -51,135 +53,120 @@ def prepared_track(algorithm: Algorithm, stage: Any, track: RolloutTrack) -> Rol
     return track
 
 
-def moved_away(track: RolloutTrack) -> RolloutTrack:
+def moved_away(track: RolloutTrack[SegmentT]) -> RolloutTrack[SegmentT]:
     """The track with slightly different anchors. With equal anchors, many losses are 0."""
     generator = torch.Generator().manual_seed(0)
-
-    def moved(anchor: Tensor) -> Tensor:
-        noise = torch.randn(anchor.shape, generator=generator).to(anchor)
-        return anchor + 1e-2 * noise
-
-    anchors = {name: moved(anchor) for name, anchor in track.segment.anchors.items()}
+    anchors = {
+        name: anchor + 1e-2 * torch.randn(anchor.shape, generator=generator).to(anchor)
+        for name, anchor in track.segment.anchors.items()
+    }
     return track.replace(segment=track.segment.replace(anchors=anchors))
 
 
-def step_of(algorithm: Algorithm, prepared: RolloutTrack) -> TrainingProgress:
-    """Progress at the start of a run, for a step with exactly these rows."""
-    return replace(START, totals=tuple(algorithm.totals(prepared, START).tolist())) if algorithm.needs.totals else START
+@dataclass
+class _Check(Generic[StageT, SegmentT]):
+    """The rules of the contract, for one algorithm, one stage and a few rows."""
 
+    algorithm: StageAlgorithm[StageT, SegmentT]
+    stage: StageT
+    rows: RolloutTrack[SegmentT]
+    now: TrainingProgress = START
 
-def total_loss(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress = START) -> Tensor:
-    """[] the sum of the losses of all parts, with its graph."""
-    return torch.stack([algorithm.loss(stage, rows, part, now).loss for part in algorithm.parts(rows.segment)]).sum()
+    def expect(self, holds: bool, rule: str) -> None:
+        assert holds, f"{type(self.algorithm).__name__}: {rule}"
 
+    def chunks(self) -> list[RolloutTrack[SegmentT]]:
+        """The smallest chunks of rows that the algorithm accepts."""
+        return self.rows.chunk(self.algorithm.needs.rows_together)
 
-def _expect(algorithm: Algorithm, holds: bool, rule: str) -> None:
-    if not holds:
-        raise AssertionError(f"{type(algorithm).__name__}: {rule}")
+    def progress(self) -> TrainingProgress:
+        """Progress at the start of a run, for a step with exactly these rows."""
+        if not self.algorithm.needs.totals:
+            return START
+        return replace(START, totals=tuple(self.algorithm.totals(self.rows, START).tolist()))
 
+    def total(self, rows: RolloutTrack[SegmentT]) -> Tensor:
+        """[] the sum of the losses of all parts, with its graph."""
+        parts = self.algorithm.parts(rows.segment)
+        return torch.stack([self.algorithm.loss(self.stage, rows, part, self.now).loss for part in parts]).sum()
 
-def _close(a: Tensor, b: Tensor, scale: float) -> bool:
-    return bool((a.detach() - b.detach()).abs() <= TOLERANCE * max(scale, 1e-12))
+    @cached_property
+    def scale(self) -> float:
+        """The sum of the absolute losses of the rows, to which round-off errors are relative."""
+        return sum(abs(self.total(chunk).item()) for chunk in self.chunks())
 
+    def expect_close(self, a: Tensor, b: Tensor, rule: str) -> None:
+        self.expect(bool((a.detach() - b.detach()).abs() <= TOLERANCE * max(self.scale, 1e-12)), rule)
 
-def _size(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> float:
-    """The sum of the absolute losses of the rows, to which round-off errors are relative."""
-    return sum(abs(total_loss(algorithm, stage, row, now).item()) for row in rows.chunk(algorithm.needs.rows_together))
+    def parts_come_from_shared_fields(self) -> None:
+        parts = self.algorithm.parts(self.rows.segment)
+        self.expect(len(parts) > 0 and all(parts), "parts() must return at least one part, and no empty part")
+        few = self.chunks()[0]
+        self.expect(self.algorithm.parts(few.segment) == parts, "parts() must not depend on the rows")
+        entries = [entry for part in parts for entry in part]
+        self.expect(len(set(entries)) == len(entries), "an entry must be in one part only")
 
+    def anchors_are_declared(self) -> None:
+        anchors = self.algorithm.anchors().values()
+        self.expect(all(isinstance(anchor, Anchor) for anchor in anchors), "anchors() must contain Anchor values")
+        missing = sorted({anchor.snapshot for anchor in anchors} - {"live", *self.algorithm.needs.snapshots})
+        self.expect(not missing, f"needs.snapshots must contain the snapshots of anchors(); {missing} are missing")
 
-def _parts_come_from_shared_fields(algorithm: Algorithm, track: RolloutTrack) -> None:
-    parts = algorithm.parts(track.segment)
-    few = track.slice(0, algorithm.needs.rows_together)
-    _expect(algorithm, len(parts) > 0 and all(parts), "parts() must return at least one part, and no empty part")
-    _expect(algorithm, algorithm.parts(few.segment) == parts, "parts() must not depend on the rows")
-    entries = [entry for part in parts for entry in part]
-    _expect(algorithm, len(set(entries)) == len(entries), "an entry must be in one part only")
+    def anchor_pass_equals_the_forward(self) -> None:
+        now = self.progress()
+        for part in self.algorithm.parts(self.rows.segment):
+            outputs = self.algorithm.loss(self.stage, self.rows, part, now).outputs
+            for name, anchor in self.algorithm.anchors().items():
+                value = self.algorithm.anchor(self.rows, name, part)
+                same = value is not None and torch.equal(value, outputs[anchor.quantity])
+                self.expect(same, f"anchor {name!r} of measure() must have the bits of loss()")
 
+    def totals_add_up(self) -> None:
+        if self.algorithm.needs.totals:
+            per_chunk = [self.algorithm.totals(chunk, START) for chunk in self.chunks()]
+            whole = self.algorithm.totals(self.rows, START)
+            self.expect(torch.allclose(torch.stack(per_chunk).sum(0), whole), "totals() must be sums over rows")
 
-def _anchors_are_declared(algorithm: Algorithm) -> None:
-    anchors = algorithm.anchors()
-    _expect(algorithm, all(isinstance(a, Anchor) for a in anchors.values()), "anchors() must contain Anchor values")
-    missing = {anchor.snapshot for anchor in anchors.values()} - {"live"} - set(algorithm.needs.snapshots)
-    _expect(
-        algorithm,
-        not missing,
-        f"needs.snapshots must contain the snapshots of anchors(); {sorted(missing)} are missing",
-    )
+    def loss_is_a_sum_over_rows(self) -> None:
+        apart = torch.stack([self.total(chunk).detach() for chunk in self.chunks()]).sum()
+        self.expect_close(self.total(self.rows), apart, "loss() must be a SUM over rows")
+        count = sum(self.algorithm.count(chunk) for chunk in self.chunks())
+        self.expect(abs(count - self.algorithm.count(self.rows)) < 1e-6, "count() must be a sum over rows")
 
+    def weights_are_linear(self) -> None:
+        size = self.algorithm.needs.rows_together
+        counted = self.rows.slice(size, len(self.rows))
+        weight = self.rows.weight.clone()
+        weight[:size] = 0.0
+        masked = self.rows.replace(weight=weight)
+        self.expect_close(self.total(counted), self.total(masked), "a row of weight 0 must not change the loss")
+        counts = self.algorithm.count(masked) - self.algorithm.count(counted)
+        self.expect(abs(counts) < 1e-6, "a row of weight 0 must not be counted")
+        half_of_double = self.total(self.rows.replace(weight=2 * self.rows.weight)) / 2
+        self.expect_close(half_of_double, self.total(self.rows), "the loss must be linear in the weights")
 
-def _anchor_pass_equals_the_forward(algorithm: Algorithm, stage: Any, prepared: RolloutTrack) -> None:
-    now = step_of(algorithm, prepared)
-    for part in algorithm.parts(prepared.segment):
-        outputs = algorithm.loss(stage, prepared, part, now).outputs
-        for name, anchor in algorithm.anchors().items():
-            value = algorithm.anchor(prepared, name, part)
-            same = value is not None and torch.equal(value, outputs[anchor.quantity])
-            _expect(algorithm, same, f"anchor {name!r} of measure() must have the bits of loss()")
+    def order_of_rows_does_not_matter(self) -> None:
+        size = self.algorithm.needs.rows_together
+        starts = range(len(self.rows) - size, -1, -size)
+        turned = self.rows.select([start + i for start in starts for i in range(size)])
+        self.expect_close(self.total(turned), self.total(self.rows), "the loss must not depend on the order of rows")
 
+    def outputs_are_detached(self) -> None:
+        part = self.algorithm.parts(self.rows.segment)[0]
+        result = self.algorithm.loss(self.stage, self.rows, part, self.now)
+        self.expect(result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
+        per_chunk = [self.algorithm.loss(self.stage, chunk, part, self.now).outputs for chunk in self.chunks()]
+        for name, output in result.outputs.items():
+            self.expect(not output.requires_grad, f"output {name!r} must be detached")
+            entries = sum(len(outputs[name]) for outputs in per_chunk)
+            self.expect(len(output) == entries, f"output {name!r} must have the entries of its rows and no others")
 
-def _totals_add_up(algorithm: Algorithm, rows: RolloutTrack) -> None:
-    if algorithm.needs.totals:
-        chunks = rows.chunk(algorithm.needs.rows_together)
-        per_chunk = [algorithm.totals(chunk, START) for chunk in chunks]
-        whole = algorithm.totals(rows, START)
-        _expect(algorithm, torch.allclose(torch.stack(per_chunk).sum(0), whole), "totals() must be sums over rows")
-
-
-def _sum_over_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
-    size = algorithm.needs.rows_together
-    chunks = rows.chunk(size)
-    apart = torch.stack([total_loss(algorithm, stage, chunk, now).detach() for chunk in chunks]).sum()
-    together = total_loss(algorithm, stage, rows, now)
-    _expect(algorithm, _close(together, apart, _size(algorithm, stage, rows, now)), "loss() must be a SUM over rows")
-    count = sum(algorithm.count(chunk) for chunk in chunks)
-    _expect(algorithm, abs(count - algorithm.count(rows)) < 1e-6, "count() must be a sum over rows")
-
-
-def _weights_are_linear(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
-    size = algorithm.needs.rows_together
-    counted = rows.slice(size, len(rows))
-    weight = rows.weight.clone()
-    weight[:size] = 0.0
-    masked = rows.replace(weight=weight)
-    scale = _size(algorithm, stage, rows, now)
-    alone, among = total_loss(algorithm, stage, counted, now), total_loss(algorithm, stage, masked, now)
-    _expect(algorithm, _close(alone, among, scale), "a row of weight 0 must not change the loss")
-    counts = algorithm.count(masked) - algorithm.count(counted)
-    _expect(algorithm, abs(counts) < 1e-6, "a row of weight 0 must not be counted")
-    double = total_loss(algorithm, stage, rows.replace(weight=2 * rows.weight), now)
-    _expect(
-        algorithm,
-        _close(double, 2 * total_loss(algorithm, stage, rows, now), 2 * scale),
-        "the loss must be linear in the weights",
-    )
-
-
-def _order_of_rows(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
-    size = algorithm.needs.rows_together
-    starts = range(len(rows) - size, -1, -size)
-    turned = rows.select([start + i for start in starts for i in range(size)])
-    scale = _size(algorithm, stage, rows, now)
-    same = _close(total_loss(algorithm, stage, turned, now), total_loss(algorithm, stage, rows, now), scale)
-    _expect(algorithm, same, "the loss must not depend on the order of rows")
-
-
-def _outputs_are_detached(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
-    part = algorithm.parts(rows.segment)[0]
-    result = algorithm.loss(stage, rows, part, now)
-    _expect(algorithm, result.loss.requires_grad and result.loss.dim() == 0, "loss must be a scalar with a gradient")
-    chunks = rows.chunk(algorithm.needs.rows_together)
-    per_chunk = [algorithm.loss(stage, chunk, part, now).outputs for chunk in chunks]
-    for name, output in result.outputs.items():
-        _expect(algorithm, not output.requires_grad, f"output {name!r} must be detached")
-        entries = sum(len(outputs[name]) for outputs in per_chunk)
-        _expect(algorithm, len(output) == entries, f"output {name!r} must have the entries of its rows and no others")
-
-
-def _metrics_are_named_and_finite(algorithm: Algorithm, stage: Any, rows: RolloutTrack, now: TrainingProgress) -> None:
-    metrics = algorithm.loss(stage, rows, algorithm.parts(rows.segment)[0], now).metrics
-    misnamed = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
-    _expect(algorithm, not misnamed, f"metrics must be named train/... or rollout/..., not {misnamed}")
-    tracked = [name for name, m in metrics.items() if isinstance(m.total, Tensor) and m.total.requires_grad]
-    _expect(algorithm, not tracked, f"metrics must not require gradients: {tracked}")
-    bad = [name for name, value in values(metrics).items() if value != value or abs(value) == float("inf")]
-    _expect(algorithm, not bad, f"metrics must be finite: {bad}")
+    def metrics_are_named_and_finite(self) -> None:
+        part = self.algorithm.parts(self.rows.segment)[0]
+        metrics = self.algorithm.loss(self.stage, self.rows, part, self.now).metrics
+        misnamed = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
+        self.expect(not misnamed, f"metrics must be named train/... or rollout/..., not {misnamed}")
+        tracked = [name for name, m in metrics.items() if isinstance(m.total, Tensor) and m.total.requires_grad]
+        self.expect(not tracked, f"metrics must not require gradients: {tracked}")
+        bad = [name for name, value in values(metrics).items() if value != value or abs(value) == float("inf")]
+        self.expect(not bad, f"metrics must be finite: {bad}")

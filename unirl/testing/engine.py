@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import SyncError
-from unirl.distributed.group.pool import Pool, open_pool
-from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.base import Pool
+from unirl.distributed.group.handle import Handle, Remote
+from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.endpoints import WeightSender
-from unirl.distributed.weight_sync.sync import EngineSync, SyncEndpoint
+from unirl.distributed.weight_sync.sync import EngineSync
 from unirl.models.base import Pipeline
 from unirl.rollout.engine.base import DedicatedEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
@@ -52,42 +55,31 @@ def check_engine(
         f"{type(engine).__name__} has no weights of its own (capabilities.dedicated is False), so there is nothing to "
         "compare with the trainside engine"
     )
-    pool = open_pool("local", 2, deadline_s=600.0)
-    try:
-        _Check(engine, pipeline, backend, req, atol, join(pool, engine, pipeline, backend, **sync_keys)).run()
-    finally:
-        pool.close()
+    assert len(req) >= 3, f"check_engine needs at least 3 rows, got {len(req)}"
+    trainside = TrainsideRolloutEngine(pipeline, backend)
+    with closing(open_pool("local", 2, deadline_s=600.0)) as pool:
+        sender = _placed(pool, 0, "sender", WeightSender(backend, pipeline.stage, engine))
+        sync = EngineSync(sender, _placed(pool, 1, "rollout", engine), **sync_keys)
+        _Check(engine, trainside, backend, req, atol, sync).run()
 
 
-def join(pool: Pool, engine: DedicatedEngine, pipeline: Pipeline, backend: TrainBackend, **keys: Any) -> EngineSync:
-    """The weight sync from a trainer to an engine in this process, on two devices of a local pool."""
-    sender = WeightSender(backend, pipeline.stage, engine)
-    return EngineSync(_placed(pool, 0, "sender", sender), _placed(pool, 1, "rollout", engine), **keys)
-
-
-def _placed(pool: Pool, device: int, name: str, role: Any) -> SyncEndpoint:
+def _placed(pool: Pool, device: int, name: str, role: object) -> Handle:
     group = pool.group(DeviceSet("device", (device,)))
-    return SyncEndpoint(group, group.place(Remote(name, lambda siblings: role)))
+    return group.place(Remote(name, lambda siblings: role))
 
 
+@dataclass
 class _Check:
-    def __init__(
-        self,
-        engine: DedicatedEngine,
-        pipeline: Pipeline,
-        backend: TrainBackend,
-        req: RolloutReq,
-        atol: float,
-        sync: EngineSync,
-    ) -> None:
-        assert len(req) >= 3, f"check_engine needs at least 3 rows, got {len(req)}"
-        self.engine = engine
-        self.name = type(engine).__name__
-        self.trainside = TrainsideRolloutEngine(pipeline, backend)
-        self.backend = backend
-        self.req = req
-        self.atol = atol
-        self.sync = sync
+    engine: DedicatedEngine
+    trainside: TrainsideRolloutEngine
+    backend: TrainBackend
+    req: RolloutReq
+    atol: float
+    sync: EngineSync
+
+    @property
+    def name(self) -> str:
+        return type(self.engine).__name__
 
     def run(self) -> None:
         self.refuses(self.asking("live"), "before it has received any")
@@ -158,20 +150,21 @@ class _Check:
         self.engine.wake_up()
         assert equal(self.sampled(req).segment, before), f"{self.name}: samples differ after sleep and wake_up"
 
-    def assert_close(self, field: str, kind: Kind, ours: Any, theirs: Any, when: str) -> None:
+    def assert_close(self, field: str, kind: Kind, ours: object, theirs: object, when: str) -> None:
         """Per-row numbers agree within the tolerance; all other fields are equal."""
         if field == "logp" and not self.engine.capabilities.behaviour_logp:
             return
-        what = {"logp": "log-probs"}.get(field, field)
-        if kind in (Kind.SHARED, Kind.OFFSETS) or not isinstance(ours, Tensor):
+        what = "log-probs" if field == "logp" else field
+        if kind in (Kind.SHARED, Kind.OFFSETS) or not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
             assert same(ours, theirs), f"{self.name}: {what} must be those of the request, and differ {when}"
             return
         assert ours.shape == theirs.shape, f"{self.name}: {what} of {list(ours.shape)} {when}, not {list(theirs.shape)}"
-        gap = float((ours.float() - theirs.to(ours.device).float()).abs().max())
+        scale = 255 if ours.dtype is torch.uint8 else 1  # levels of pixels in [0, 1]
+        gap = float((ours.float() - theirs.to(ours.device).float()).abs().max()) / scale
         assert gap <= self.atol, f"{self.name}: {what} differ by {gap:.3g} {when} ({self.atol:g} is allowed)"
 
 
-def values_of(batch: Batch, other: Batch) -> Iterator[tuple[str, Kind, Any, Any]]:
+def values_of(batch: Batch, other: Batch) -> Iterator[tuple[str, Kind, object, object]]:
     """(name, kind, value in `batch`, value in `other`) of every field."""
     for name, kind in batch.kinds().items():
         yield name, kind, vars(batch)[name], vars(other)[name]

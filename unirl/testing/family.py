@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
+from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.diffusers_pipeline import (
     DiffusersPipeline,
     PlainPipeline,
@@ -22,6 +22,7 @@ from unirl.sde.kernels import EulerODE
 from unirl.testing.bundle import PROMPTS, check_bundle, expect
 from unirl.types.sampling import DiffusionSamplingParams
 
+FamilyPipeline = DiffusersPipeline[DiffusersBundle]
 Size = tuple[int, int, int]
 """Height, width, frames."""
 TOLERANCE = 1e-4
@@ -36,7 +37,7 @@ WHERE_TO_LOOK = (
 
 
 def check_family(
-    pipeline: DiffusersPipeline[Any],
+    pipeline: FamilyPipeline,
     sizes: Sequence[Size] = ((32, 32, 1), (32, 48, 1)),
     scales: Sequence[float] = (1.0, 4.5),
     max_sequence_length: int = 16,
@@ -54,10 +55,9 @@ def check_family(
     for params in settings:
         check_samples(pipeline, params)
     check_sensitivity(pipeline, settings[len(scales) - 1])
-    with TemporaryDirectory() as folder:
-        check_model_export(pipeline, settings[len(scales) - 1], Path(folder))
-    with TemporaryDirectory() as folder:
-        check_lora_export(pipeline, settings[len(scales) - 1], Path(folder))
+    for check_export in (check_model_export, check_lora_export):
+        with TemporaryDirectory() as folder:
+            check_export(pipeline, settings[len(scales) - 1], Path(folder))
 
 
 def euler(size: Size, scale: float, max_sequence_length: int, steps: int = 4) -> DiffusionSamplingParams:
@@ -74,12 +74,12 @@ def euler(size: Size, scale: float, max_sequence_length: int, steps: int = 4) ->
     )
 
 
-def untrained(pipeline: DiffusersPipeline[Any]) -> PlainPipeline:
+def untrained(pipeline: FamilyPipeline) -> PlainPipeline:
     """The diffusers pipeline with the weights of the checkpoint."""
     return plain_pipeline(pipeline.bundle, pipeline.bundle.untrained())
 
 
-def check_levels(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams) -> None:
+def check_levels(pipeline: FamilyPipeline, params: DiffusionSamplingParams) -> None:
     """The sigmas equal those of diffusers up to 1e-6 and float32 rounding (the first one of UniPC is 1 - 1e-6)."""
     for steps in (2, params.num_inference_steps + 1):
         asked, plain = replace(params, num_inference_steps=steps), untrained(pipeline)
@@ -91,7 +91,7 @@ def check_levels(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingPara
         )
 
 
-def check_samples(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams) -> None:
+def check_samples(pipeline: FamilyPipeline, params: DiffusionSamplingParams) -> None:
     """Samples from the same noise are equal, with the schedule of diffusers if its scheduler takes Euler steps."""
     plain = untrained(pipeline)
     is_euler = type(plain.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
@@ -100,7 +100,7 @@ def check_samples(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingPar
     expect(apart < TOLERANCE, f"{about}: our samples differ by {apart:.2g} from those of diffusers. {WHERE_TO_LOOK}")
 
 
-def check_sensitivity(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams) -> None:
+def check_sensitivity(pipeline: FamilyPipeline, params: DiffusionSamplingParams) -> None:
     """Samples depend on weights, prompts and guidance. Otherwise equal samples would prove nothing."""
     wrong = untrained(pipeline)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def check_sensitivity(pipeline: DiffusersPipeline[Any], params: DiffusionSamplin
     expect(guided, f"guidance {params.guidance_scale:g} gives the same samples as 1")
 
 
-def check_model_export(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams, folder: Path) -> None:
+def check_model_export(pipeline: FamilyPipeline, params: DiffusionSamplingParams, folder: Path) -> None:
     """An exported model with other weights is read by diffusers and by us. Changes the weights of the pipeline."""
     bundle, generator = pipeline.bundle, torch.Generator().manual_seed(6)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def check_model_export(pipeline: DiffusersPipeline[Any], params: DiffusionSampli
         expect(torch.equal(saved.read(name), tensor), f"bundle.saved() reads other values of {name}")
 
 
-def check_lora_export(pipeline: DiffusersPipeline[Any], params: DiffusionSamplingParams, folder: Path) -> None:
+def check_lora_export(pipeline: FamilyPipeline, params: DiffusionSamplingParams, folder: Path) -> None:
     """Exported adapters with random weights are read by diffusers. Adds adapters to the pipeline."""
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributions import Normal
 
 from unirl.sde.kernels import EulerODE, predicted_x0
 from unirl.sde.schedule import SigmaSchedule
-from unirl.types.protocols import Kernel, Previous, Transition
+from unirl.types.protocols import Kernel, Previous
 
 NUM_STEPS = 10
 MEAN, STD = 0.7, 0.5
@@ -37,8 +38,7 @@ def check_kernel(kernel: Kernel) -> None:
 
 def schedule_steps() -> list[tuple[float, float]]:
     """(sigma, sigma_next) of the steps of the SD3 schedule, from exactly 1 to exactly 0."""
-    sigmas = SigmaSchedule(shift=3.0).sigmas(NUM_STEPS).tolist()
-    return list(pairwise(sigmas))
+    return list(pairwise(SigmaSchedule(shift=3.0).sigmas(NUM_STEPS).tolist()))
 
 
 def mean_weights(kernel: Kernel, sigma: float, sigma_next: float) -> tuple[float, float, float]:
@@ -65,15 +65,16 @@ def _latents(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
 def _by_value(kernel: Kernel) -> None:
     _expect(kernel, is_dataclass(kernel), "must be a frozen dataclass, so that segments can share it")
     twin = replace(kernel)  # type: ignore[type-var]  # a dataclass, as was just checked
-    _expect(kernel, twin == kernel and _hashable(kernel), "a copy must be equal and hashable: freeze the dataclass")
+    same = twin == kernel and not _raises(TypeError, lambda: hash(kernel))
+    _expect(kernel, same, "a copy must be equal and hashable: freeze the dataclass")
 
 
-def _hashable(kernel: Kernel) -> bool:
+def _raises(error: type[Exception], call: Callable[[], object]) -> bool:
     try:
-        hash(kernel)
-    except TypeError:  # a field cannot be hashed
-        return False
-    return True
+        call()
+    except error:
+        return True
+    return False
 
 
 def _linear(kernel: Kernel) -> None:
@@ -138,15 +139,8 @@ def _density(kernel: Kernel) -> None:
         _expect(kernel, last or dense == (std > 0.0), f"has_density({i}, {NUM_STEPS}) is {dense}, std is {std:g}")
         _expect(kernel, math.isfinite(std) and bool(step.mean.isfinite().all()), f"step {i} is not finite")
         if std == 0.0:
-            _expect(kernel, _refuses_log_prob(step, x), "log_prob at std 0 must raise ValueError")
-
-
-def _refuses_log_prob(step: Transition, x_next: Tensor) -> bool:
-    try:
-        step.log_prob(x_next)
-    except ValueError:
-        return True
-    return False
+            refuses = _raises(ValueError, partial(step.log_prob, x))
+            _expect(kernel, refuses, "log_prob at std 0 must raise ValueError")
 
 
 def _euler_without_noise(kernel: Kernel) -> None:
@@ -156,11 +150,8 @@ def _euler_without_noise(kernel: Kernel) -> None:
     for i, (sigma, sigma_next) in enumerate(schedule_steps()):
         mean = without_noise.transition(*x_v, sigma, sigma_next).mean
         same = torch.allclose(mean, EulerODE().transition(*x_v, sigma, sigma_next).mean, rtol=0, atol=1e-12)
-        _expect(
-            kernel,
-            same and not without_noise.has_density(i, NUM_STEPS),
-            "eta = 0 must be the Euler step, without a density",
-        )
+        dense = without_noise.has_density(i, NUM_STEPS)
+        _expect(kernel, same and not dense, "eta = 0 must be the Euler step, without a density")
 
 
 # --- the properties that a kernel may preserve, on Gaussian data -----------------------------------------------------
@@ -178,26 +169,6 @@ def marginal_variance(sigma: float) -> float:
     return (1.0 - sigma) ** 2 * STD**2 + sigma**2
 
 
-def variance_trace(kernel: Kernel, sigmas: list[float]) -> list[float]:
-    """The variance of x at each of `sigmas` with exact predictions, starting from the exact variance."""
-    variances = [marginal_variance(sigmas[0])]
-    for sigma, sigma_next in pairwise(sigmas):
-        a, b, std = mean_weights(kernel, sigma, sigma_next)
-        slope = (sigma - (1.0 - sigma) * STD**2) / marginal_variance(sigma)  # of the exact velocity in x
-        variances.append((a + b * slope) ** 2 * variances[-1] + std**2)
-    return variances
-
-
-def path(kernel: Kernel, x: Tensor, sigmas: list[float]) -> Tensor:
-    """x at the last of `sigmas` after deterministic steps with exact predictions."""
-    previous = None
-    for sigma, sigma_next in pairwise(sigmas):
-        v = gaussian_velocity(x, sigma)
-        step = kernel.transition(x, v, sigma, sigma_next, previous)
-        previous, x = Previous(sigma, predicted_x0(x, v, sigma)), step.mean
-    return x
-
-
 def _uniform(num_steps: int) -> list[float]:
     # Inside (0, 1): at sigma = 1 Flow-SDE's noise is singular, and its error there does not fall with the step.
     return [0.9 + (0.05 - 0.9) * i / num_steps for i in range(num_steps + 1)]
@@ -211,9 +182,14 @@ def _falls(kernel: Kernel, error: Callable[[int], float], order: int, what: str)
 
 def _marginals(kernel: Kernel) -> None:
     def error(num_steps: int) -> float:
-        sigmas = _uniform(num_steps)
-        pairs = zip(variance_trace(kernel, sigmas), map(marginal_variance, sigmas), strict=True)
-        return max(abs(actual - exact) for actual, exact in pairs)
+        sigmas, errors = _uniform(num_steps), []
+        variance = marginal_variance(sigmas[0])
+        for sigma, sigma_next in pairwise(sigmas):
+            a, b, std = mean_weights(kernel, sigma, sigma_next)
+            slope = (sigma - (1.0 - sigma) * STD**2) / marginal_variance(sigma)  # of the exact velocity in x
+            variance = (a + b * slope) ** 2 * variance + std**2
+            errors.append(abs(variance - marginal_variance(sigma_next)))
+        return max(errors)
 
     _falls(kernel, error, 1, "marginal variance")
 
@@ -239,16 +215,20 @@ def _posterior(kernel: Kernel) -> None:
 
 def _path(kernel: Kernel) -> None:
     for sigma, sigma_next in schedule_steps():
-        _expect(
-            kernel, mean_weights(kernel, sigma, sigma_next)[2] == 0.0, "a kernel that preserves the path has no noise"
-        )
+        std = mean_weights(kernel, sigma, sigma_next)[2]
+        _expect(kernel, std == 0.0, "a kernel that preserves the path has no noise")
 
     def error(num_steps: int) -> float:
         sigmas = _uniform(num_steps)
         x = torch.linspace(-2.0, 2.0, 5, dtype=torch.float64)[:, None]
         scale = math.sqrt(marginal_variance(sigmas[-1]) / marginal_variance(sigmas[0]))
         exact = (1.0 - sigmas[-1]) * MEAN + scale * (x - (1.0 - sigmas[0]) * MEAN)
-        return float((path(kernel, x, sigmas) - exact).abs().max())
+        previous = None
+        for sigma, sigma_next in pairwise(sigmas):
+            v = gaussian_velocity(x, sigma)
+            step = kernel.transition(x, v, sigma, sigma_next, previous)
+            previous, x = Previous(sigma, predicted_x0(x, v, sigma)), step.mean
+        return float((x - exact).abs().max())
 
     _falls(kernel, error, 2 if kernel.multistep else 1, "path")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import checked_score, name_of, objective_of
-from unirl.types.protocols import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
-def check_reward(scorer: Scorer, request: RewardRequest, *, atol: float = 1e-5) -> RewardResponse:
+def check_reward(scorer: RewardScorer, request: RewardRequest, *, atol: float = 1e-5) -> RewardResponse:
     """The scores of `request`. Raises AssertionError or RewardError if the scorer breaks its contract.
 
     Scores must be finite, one per row. The score of a row must not depend on its position, on other rows, on the size
@@ -46,7 +46,7 @@ def _assert_same(answer: RewardResponse, again: RewardResponse, rows: list[int],
         )
 
 
-def check_gradient(scorer: Scorer, request: RewardRequest, *, rtol: float = 0.05, gap: float = 0.05) -> None:
+def check_gradient(scorer: RewardScorer, request: RewardRequest, *, rtol: float = 0.05, gap: float = 0.05) -> None:
     """Raises AssertionError or RewardError unless `objective` equals `score` and has the right gradient.
 
     `objective` gets images that are not rounded to uint8 levels.

@@ -2,33 +2,27 @@
 
 stage = toy_stage()                        an MLP velocity field on [B, 3, 4, 4] latents
 track = toy_track(stage, prompts=2)        a rollout of it: 4 samples per prompt, conditions, segment, log-probs
-ToyPipeline(ToyBundle())                   prompts in, 4 x 4 images out
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from unirl.models.base import components_to_load
-from unirl.models.denoising.bundle import DiffusionBundle
-from unirl.models.denoising.pipeline import DiffusionPipeline
 from unirl.models.denoising.stage import DiffusionStage
-from unirl.models.loading.saved_weights import ModuleWeights, SavedWeights
 from unirl.sde.guidance import NEGATIVE, Guidance
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import NoiseSource
 from unirl.sde.schedule import SigmaSchedule
+from unirl.testing.bundle import request_of
 from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.primitives import Texts
 from unirl.types.protocols import Kernel
-from unirl.types.rollout_req import RolloutReq, TrackSpec
+from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -64,6 +58,10 @@ class ToyDenoiser(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.output_layer(hidden).view_as(x).clone()  # FSDP2 hooks the root's output and warns about views
+
+    def block_chains(self) -> list[list[nn.Module]]:
+        """Implements `BlockwiseDenoiser.block_chains`."""
+        return [list(self.blocks)]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """Implements `Denoiser.velocity`."""
@@ -128,26 +126,15 @@ def toy_params(kernel: Kernel | None = None, **changes: object) -> DiffusionSamp
         "sde_indices": (0, 1, 3),
     }
     params = DiffusionSamplingParams(**(values | changes))  # type: ignore[arg-type]
-    if params.sigmas is not None:
-        return params.pinned(0, params.sigmas)
-    return params.pinned(0, tuple(toy_facts().schedule.sigmas(params.num_inference_steps, SIDE**2).tolist()))
+    schedule = toy_facts().schedule.sigmas(params.num_inference_steps, SIDE**2)
+    return params.pinned(0, tuple(schedule.tolist()) if params.sigmas is None else params.sigmas)
 
 
 def toy_request(prompts: int = 2, params: DiffusionSamplingParams | None = None, step: int = 0) -> RolloutReq:
     """A training request for `prompts` prompts."""
     params = params or toy_params()
-    groups = [f"p{i}@0" for i in range(prompts)]
-    return RolloutReq(
-        sample_ids=groups,
-        group_ids=groups,
-        primitives={"text": Texts(texts=[f"prompt {i}" for i in range(prompts)])},
-        metadata=[{"index": i} for i in range(prompts)],
-        tracks={"image": TrackSpec(sampling=params)},
-        purpose="r",
-        step=step,
-        weights="live",
-        weight_version=0,
-    ).expand(params.samples_per_prompt)
+    req = request_of([f"prompt {i}" for i in range(prompts)], "image", params, step)
+    return req.expand(params.samples_per_prompt)
 
 
 def toy_track(
@@ -177,65 +164,3 @@ def toy_track(
         weight=torch.ones(len(req)),
         weight_version=torch.zeros(len(req), dtype=torch.int64),
     )
-
-
-class _HashEncoder:
-    components: tuple[str, ...] = ()
-
-    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        return toy_text(texts)
-
-
-class _ImageDecoder:
-    components: tuple[str, ...] = ()
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return (latents / 2 + 0.5).clamp(0, 1)
-
-
-class _ImageEncoder:
-    components: tuple[str, ...] = ()
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        return pixels * 2 - 1
-
-
-class ToyBundle(DiffusionBundle):
-    """The toy as a bundle. Recipes in tests use it as a target."""
-
-    toy: ClassVar[Mapping[str, object]] = {}
-
-    def __init__(
-        self,
-        components: Sequence[str] | None = None,
-        *,
-        init_seed: int = 0,
-        width: int = 16,
-        blocks: int = 1,
-        meta_init: bool = False,
-    ) -> None:
-        components_to_load(components, ("denoiser",), "denoiser")
-        self.fresh = partial(toy_denoiser, init_seed, width=width, blocks=blocks)
-        denoiser = self.fresh().to("meta") if meta_init else self.fresh()
-        super().__init__({"denoiser": denoiser}, toy_facts(), dtype=torch.float32, device=torch.device("cpu"))
-
-    def saved(self) -> SavedWeights:
-        return ModuleWeights(self.fresh())
-
-    def denoiser(self) -> ToyDenoiser:
-        denoiser = self.trainable()
-        assert isinstance(denoiser, ToyDenoiser)
-        return denoiser
-
-    def text_encoder(self) -> _HashEncoder:
-        return _HashEncoder()
-
-    def decoder(self) -> _ImageDecoder:
-        return _ImageDecoder()
-
-    def encoder(self) -> _ImageEncoder:
-        return _ImageEncoder()
-
-
-class ToyPipeline(DiffusionPipeline[ToyBundle]):
-    """The general pipeline with the toy bundle."""

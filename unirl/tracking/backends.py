@@ -6,12 +6,12 @@ import html
 import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
-from unirl.tracking.mirrors import ImageFile, Mirror, RunInfo, VideoFile
+from unirl.tracking.mirrors import Mirror, Preview, RunInfo
 from unirl.tracking.videos import gif_of
 
 
@@ -20,12 +20,10 @@ class WandbMirror:
 
     name: ClassVar[str] = "wandb"
 
-    def __init__(self) -> None:
-        self._run: Any = None
-
     def start(self, about: RunInfo) -> None:
         import wandb
 
+        self._wandb = wandb
         self._run = wandb.init(
             project=about.project,
             entity=about.entity,
@@ -44,26 +42,21 @@ class WandbMirror:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
-        import wandb
-
-        media = [wandb.Image(str(preview.path), caption=preview.caption) for preview in previews]
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+        media = [self._wandb.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({"step": step, f"media/{key}": media})
 
-    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         """As MP4 where there is one, else as GIF: W&B takes no WebP."""
-        import wandb
-
         media = []
         for preview in previews:
-            source = str(preview.mp4) if preview.mp4 else io.BytesIO(gif_of(preview.webp))
-            media.append(wandb.Video(source, caption=preview.caption, format="mp4" if preview.mp4 else "gif"))
+            mp4 = preview.mp4
+            source = str(mp4) if mp4 else io.BytesIO(gif_of(preview.path))
+            media.append(self._wandb.Video(source, caption=preview.caption, format="mp4" if mp4 else "gif"))
         self._run.log({"step": step, f"media/{key}_videos": media})
 
     def text(self, step: int, key: str, page: str) -> None:
-        import wandb
-
-        self._run.log({"step": step, f"media/{key}": wandb.Html(f"<pre>{html.escape(page)}</pre>", inject=False)})
+        self._run.log({"step": step, f"media/{key}": self._wandb.Html(f"<pre>{html.escape(page)}</pre>", inject=False)})
 
     def finish(self, code: int) -> None:
         self._run.finish(exit_code=code)
@@ -73,9 +66,6 @@ class TensorBoardMirror:
     """Writes `<run.dir>/tensorboard`; after a resume, points of later steps are purged by TensorBoard itself."""
 
     name: ClassVar[str] = "tensorboard"
-
-    def __init__(self) -> None:
-        self._writer: Any = None
 
     def start(self, about: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -88,17 +78,17 @@ class TensorBoardMirror:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         for number, preview in enumerate(previews):
             with Image.open(preview.path) as image:
                 self._writer.add_image(f"{key}/{number}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
-    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         """As GIF among the images: TensorBoard has no videos of its own."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for number, preview in enumerate(previews):
-            gif = gif_of(preview.webp)
+            gif = gif_of(preview.path)
             with Image.open(io.BytesIO(gif)) as image:
                 width, height = image.size
             image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=gif)
@@ -117,12 +107,10 @@ class SwanLabMirror:
 
     name: ClassVar[str] = "swanlab"
 
-    def __init__(self) -> None:
-        self._run: Any = None
-
     def start(self, about: RunInfo) -> None:
         import swanlab
 
+        self._swanlab = swanlab
         log_dir = about.root / "swanlab"
         log_dir.mkdir(exist_ok=True)
         self._run = swanlab.init(
@@ -137,23 +125,17 @@ class SwanLabMirror:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
-        import swanlab
-
-        media = [swanlab.Image(str(preview.path), caption=preview.caption) for preview in previews]
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
+        media = [self._swanlab.Image(str(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({f"media/{key}": media}, step=step)
 
-    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         """As GIF, the one format that SwanLab takes."""
-        import swanlab
-
-        media = [swanlab.Video(gif_of(preview.webp), caption=preview.caption) for preview in previews]
+        media = [self._swanlab.Video(gif_of(preview.path), caption=preview.caption) for preview in previews]
         self._run.log({f"media/{key}_videos": media}, step=step)
 
     def text(self, step: int, key: str, page: str) -> None:
-        import swanlab
-
-        self._run.log({f"media/{key}": swanlab.Text(page)}, step=step)
+        self._run.log({f"media/{key}": self._swanlab.Text(page)}, step=step)
 
     def finish(self, code: int) -> None:
         self._run.finish() if code == 0 else self._run.finish(state="crashed", error=f"exit status {code}")

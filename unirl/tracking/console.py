@@ -5,6 +5,7 @@ Text from users (prompts, names, paths) is never interpreted as markup, and cont
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -12,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from pathlib import Path
+from typing import TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -21,88 +23,71 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from unirl.tracking.streams import LosableStream
+
 MAX_COLUMNS = 200
-PHASES = {"generate": "gen", "reward": "rwd", "train": "trn", "sync": "syn"}
 MAX_COMPONENTS = 4
 ACCURACIES = ("eval/avg@", "eval/pass@", "eval/maj@")
 """Prefixes of the metrics that are shares of right answers."""
+TRAINING = {
+    "train/clip_fraction": "clip={:.2f}",
+    "train/kl": "kl={:.3f}",
+    "rollout/zero_std_group_ratio": "zstd={:.2f}",
+    "rollout/response_len_mean": "len={:.0f}",
+    "rollout/truncated_fraction": "cut={:.2f}",
+}
+"""Metrics of the policy, and the form of each on the console."""
+PHASES = {
+    "time/step": "{:.1f}s",
+    "time/generate": "gen={:.1f}",
+    "time/reward": "rwd={:.1f}",
+    "time/train": "trn={:.1f}",
+    "time/sync": "syn={:.1f}",
+    "throughput/samples_per_s": "{:.1f}/s",
+    "throughput/tokens_per_s": "{:.0f}tok/s",
+}
+PLUS_MINUS = "\u00b1"
+BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+ASCII = str.maketrans(dict(zip(PLUS_MINUS + BARS, ("+-", *"_..-=**#"), strict=True)))
+"""Substitutes for streams whose encoding has only ASCII."""
 
 
-@dataclass(frozen=True)
-class Glyphs:
-    """Characters beyond letters that a stream can show."""
-
-    plus_minus: str
-    spark: str
-
-    @staticmethod
-    def of(encoding: str | None) -> Glyphs:
-        """Unicode characters if the encoding of the stream has them, otherwise ASCII."""
-        rich = Glyphs("\u00b1", "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588")
-        try:
-            (rich.plus_minus + rich.spark).encode(encoding or "ascii")
-        except (UnicodeEncodeError, LookupError):
-            return Glyphs("+-", "_.-=*#")
-        return rich
-
-
-def step_line(
-    clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None, glyphs: Glyphs
-) -> str:
+def step_line(clock: str, step: int, total: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
     """One step as one line. Parts whose metrics are absent are left out.
 
     11:21:52 step 12/60 reward=0.412+-0.083 shape=0.09 | ratio=1.0000 | 3.1s gen=1.9 trn=0.7 20.6/s | eta 2m29s
     """
-    head = f"{clock} step {step}/{total} {reward(metrics, glyphs)}".rstrip()
-    rest = [training(metrics, glyphs), phases(metrics), drops_and_memory(metrics)]
+    head = f"{clock} step {step}/{total} {reward(metrics)}".rstrip()
+    rest = [training(metrics), formatted(metrics, PHASES), drops_and_memory(metrics)]
     if eta_s is not None:
         rest.append(f"eta {duration(eta_s)}")
     line = " | ".join(part for part in (head, *rest) if part)
     return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 3] + "..."
 
 
-def reward(metrics: Mapping[str, float], glyphs: Glyphs) -> str:
+def reward(metrics: Mapping[str, float]) -> str:
     """`reward=0.412+-0.083 colour=0.55 shape=0.09`."""
     prefix, suffix = "reward/", "_mean"
     means = [name for name in metrics if name.startswith(prefix) and name.endswith(suffix)][:MAX_COMPONENTS]
-    shown = [f"{printable(name[len(prefix) : -len(suffix)])}={metrics[name]:.2f}" for name in means]
-    return _join([_with_spread("reward", metrics, "rollout/reward_mean", "rollout/reward_std", 3, glyphs), *shown])
+    shown = [f"{name[len(prefix) : -len(suffix)]}={metrics[name]:.2f}" for name in means]
+    return _join([_with_spread("reward", metrics, "rollout/reward", 3), *shown])
 
 
-def training(metrics: Mapping[str, float], glyphs: Glyphs) -> str:
+def training(metrics: Mapping[str, float]) -> str:
     """`ratio=1.0000+-0.0004 clip=0.00 kl=0.003 zstd=0.06`."""
-    return _join(
-        [
-            _with_spread("ratio", metrics, "train/ratio_mean", "train/ratio_std", 4, glyphs),
-            _value("clip", metrics, "train/clip_fraction", 2),
-            _value("kl", metrics, "train/kl", 3),
-            _value("zstd", metrics, "rollout/zero_std_group_ratio", 2),
-            _value("len", metrics, "rollout/response_len_mean", 0),
-            _value("cut", metrics, "rollout/truncated_fraction", 2),
-        ]
-    )
+    return _join([_with_spread("ratio", metrics, "train/ratio", 4), formatted(metrics, TRAINING)])
 
 
-def phases(metrics: Mapping[str, float]) -> str:
-    """`3.1s gen=1.9 rwd=0.4 trn=0.7 syn=0.1 20.6/s 1650tok/s`."""
-    total = [f"{metrics['time/step']:.1f}s"] if "time/step" in metrics else []
-    parts = [_value(short, metrics, f"time/{name}", 1) for name, short in PHASES.items()]
-    rate, tokens = metrics.get("throughput/samples_per_s"), metrics.get("throughput/tokens_per_s")
-    rates = [f"{rate:.1f}/s" if rate is not None else "", f"{tokens:.0f}tok/s" if tokens is not None else ""]
-    return _join([*total, *parts, *rates])
+def formatted(metrics: Mapping[str, float], formats: Mapping[str, str]) -> str:
+    """The metrics that are present, each in its format, in the order of `formats`."""
+    return _join(form.format(metrics[name]) for name, form in formats.items() if name in metrics)
 
 
 def drops_and_memory(metrics: Mapping[str, float]) -> str:
     """`drop=0 skip=1 mem=1.2G`."""
-    skipped = metrics.get("train/skipped_updates", 0.0)
-    memory = metrics.get("mem/device_peak_gib", metrics.get("mem/host_peak_gib"))
-    return _join(
-        [
-            _value("drop", metrics, "samples/dropped", 0),
-            f"skip={skipped:.0f}" if skipped else "",
-            f"mem={memory:.1f}G" if memory is not None else "",
-        ]
-    )
+    memory = "mem/device_peak_gib" if "mem/device_peak_gib" in metrics else "mem/host_peak_gib"
+    skipped = {"train/skipped_updates": "skip={:.0f}"} if metrics.get("train/skipped_updates") else {}
+    return formatted(metrics, {"samples/dropped": "drop={:.0f}", **skipped, memory: "mem={:.1f}G"})
 
 
 def evaluation(metrics: Mapping[str, float]) -> str:
@@ -122,14 +107,14 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def sparkline(values: Sequence[float], glyphs: Glyphs, width: int = 40) -> str:
+def sparkline(values: Sequence[float], width: int = 40) -> str:
     """The last `width` values as bars scaled to their range. Values that are not finite are left out."""
     shown = [value for value in values[-width:] if math.isfinite(value)]
     if not shown:
         return ""
     low, high = min(shown), max(shown)
-    top = len(glyphs.spark) - 1
-    return "".join(glyphs.spark[round((value - low) / (high - low) * top) if high > low else 0] for value in shown)
+    top = len(BARS) - 1
+    return "".join(BARS[round((value - low) / (high - low) * top) if high > low else 0] for value in shown)
 
 
 def printable(text: str) -> str:
@@ -137,30 +122,18 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def _with_spread(label: str, metrics: Mapping[str, float], mean: str, std: str, digits: int, glyphs: Glyphs) -> str:
-    if mean not in metrics:
+def _with_spread(label: str, metrics: Mapping[str, float], name: str, digits: int) -> str:
+    mean, std = metrics.get(f"{name}_mean"), metrics.get(f"{name}_std")
+    if mean is None:
         return ""
-    spread = f"{glyphs.plus_minus}{metrics[std]:.{digits}f}" if std in metrics else ""
-    return f"{label}={metrics[mean]:.{digits}f}{spread}"
-
-
-def _value(label: str, metrics: Mapping[str, float], name: str, digits: int) -> str:
-    return f"{label}={metrics[name]:.{digits}f}" if name in metrics else ""
+    return f"{label}={mean:.{digits}f}" + (f"{PLUS_MINUS}{std:.{digits}f}" if std is not None else "")
 
 
 def _join(parts: Iterable[str]) -> str:
     return " ".join(part for part in parts if part)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Banner:
-    """The output before the first step: label and text of each line, in order."""
-
-    title: str
-    lines: Sequence[tuple[str, str]] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """One metric at the start and at the end of a run."""
 
@@ -169,15 +142,6 @@ class Change:
     end: float
     spread: float | None = None
     """Standard error of `end`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The output after the last step."""
-
-    title: str
-    changes: Sequence[Change] = ()
-    lines: Sequence[tuple[str, str]] = ()
 
 
 @dataclass
@@ -204,68 +168,89 @@ class Pace:
 
 
 class Console:
-    """Writes to one stream: a live display on a terminal, plain lines elsewhere (a file, CI, TERM=dumb)."""
+    """Writes to a stream: a live display on a terminal, plain lines elsewhere (a file, CI, TERM=dumb).
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> None:
+    Every line also goes to a log file. When nobody reads the stream any more, the log file alone gets them.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO | None = None,
+        environ: Mapping[str, str] = os.environ,
+        log: Path | None = None,
+    ) -> None:
         self.stream = stream or sys.stderr
         self.total_steps = total_steps
         self.live_wanted = is_live(self.stream, environ)
-        self.glyphs = Glyphs.of(self.stream.encoding)
         colour = "NO_COLOR" not in environ and self.live_wanted
         self._rich = RichConsole(
-            file=self.stream, markup=False, highlight=False, emoji=False, soft_wrap=True,
+            file=cast(TextIO, LosableStream(self.stream)), markup=False, highlight=False, emoji=False, soft_wrap=True,
             force_terminal=self.live_wanted, no_color=not colour, _environ=environ,
         )  # fmt: skip
+        self._substitutes = {} if _has_unicode(self.stream.encoding) else ASCII
         self._pace = Pace(total_steps)
         self._rewards: list[float] = []
         self._live: Live | None = None
+        self._log_file = None if log is None else log.open("a", encoding="utf-8", errors="backslashreplace")
+        self._log = RichConsole(
+            file=self._log_file or io.StringIO(), markup=False, highlight=False, emoji=False, soft_wrap=True,
+            color_system=None, width=MAX_COLUMNS, _environ={},
+        )  # fmt: skip
 
-    def banner(self, banner: Banner) -> None:
-        """Prints the start of a run."""
-        self._print(Text(printable(banner.title), style="bold"))
-        self._labelled(banner.lines)
+    def banner(self, title: str, lines: Sequence[tuple[str, str]]) -> None:
+        """Prints the start of a run: a title, and lines that each have a label."""
+        self._print(title, "bold")
+        self._labelled(lines)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step."""
         self._pace.mark(metrics.get("time/step"))
         self._rewards.append(metrics.get("rollout/reward_mean", float("nan")))
         eta = self._pace.remaining_s(step)
+        line = self._text(step_line(time.strftime("%H:%M:%S"), step, self.total_steps, metrics, eta))
         if self.live_wanted:
             self._show(self._panel(step, metrics, eta))
+            self._log.print(line)
         else:
-            clock = time.strftime("%H:%M:%S")
-            self._print(Text(step_line(clock, step, self.total_steps, metrics, eta, self.glyphs)))
+            self._write(line)
 
     def note(self, text: str) -> None:
         """Prints one line, such as the result of an evaluation."""
-        self._print(Text(printable(text)))
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning."""
-        self._print(Text("warning: " + printable(text), style="bold yellow"))
+        self._print("warning: " + text, "bold yellow")
 
-    def summary(self, summary: Summary) -> None:
+    def summary(self, title: str, changes: Sequence[Change], lines: Sequence[tuple[str, str]]) -> None:
         """Ends the live display and prints the end of a run."""
-        self.close()
-        self._print(Text(printable(summary.title), style="bold"))
-        if summary.changes:
-            self._print(_changes(summary.changes, self.glyphs))
-        self._labelled(summary.lines)
+        self._end_live()
+        self._print(title, "bold")
+        if changes:
+            self._write(self._table(changes))
+        self._labelled(lines)
 
     def close(self) -> None:
-        """Ends the live display; safe to call twice."""
+        """Ends the live display and the log; safe to call twice."""
+        self._end_live()
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log.file = io.StringIO()
+
+    def _end_live(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _panel(self, step: int, metrics: Mapping[str, float], eta: float | None) -> Group:
         bar = Table.grid(padding=(0, 1))
-        left = Text(f"step {step}/{self.total_steps}", style="bold")
-        right = Text(f"eta {duration(eta)}" if eta is not None else "", style="dim")
+        left = self._text(f"step {step}/{self.total_steps}", "bold")
+        right = self._text(f"eta {duration(eta)}" if eta is not None else "", "dim")
         bar.add_row(left, ProgressBar(total=self.total_steps, completed=step, width=40), right)
-        curve = Text(f"{sparkline(self._rewards, self.glyphs)} {reward(metrics, self.glyphs)}", style="cyan")
-        details = " | ".join(part for part in (training(metrics, self.glyphs), phases(metrics)) if part)
-        return Group(bar, curve, Text(details, style="dim"))
+        curve = self._text(f"{sparkline(self._rewards)} {reward(metrics)}", "cyan")
+        details = " | ".join(part for part in (training(metrics), formatted(metrics, PHASES)) if part)
+        return Group(bar, curve, self._text(details, "dim"))
 
     def _show(self, panel: Group) -> None:
         if self._live is None:
@@ -273,26 +258,41 @@ class Console:
             self._live.start()
         self._live.update(panel, refresh=True)
 
+    def _table(self, changes: Sequence[Change]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for heading in ("metric", "start", "end", "change"):
+            table.add_column(heading, justify="left" if heading == "metric" else "right")
+        for change in changes:
+            spread = f" {PLUS_MINUS} {change.spread:.3f}" if change.spread is not None else ""
+            numbers = (f"{change.start:.3f}", f"{change.end:.3f}{spread}", f"{change.end - change.start:+.3f}")
+            table.add_row(*map(self._text, (change.name, *numbers)))
+        return table
+
     def _labelled(self, lines: Sequence[tuple[str, str]]) -> None:
         width = max((len(label) for label, _ in lines), default=0)
         for label, text in lines:
-            self._print(Text.assemble((f"{printable(label):<{width}}  ", "dim"), printable(text)))
+            self._write(Text.assemble(self._text(f"{label:<{width}}  ", "dim"), self._text(text)))
 
-    def _print(self, what: Text | Table) -> None:
-        self._rich.print(what)
+    def _print(self, text: str, style: str = "") -> None:
+        self._write(self._text(text, style))
+
+    def _write(self, line: Text | Table) -> None:
+        self._rich.print(line)
+        self._log.print(line)
+
+    def _text(self, text: str, style: str = "") -> Text:
+        """The text without control characters, and without characters that the stream cannot show."""
+        return Text(printable(text).translate(self._substitutes), style=style)
+
+
+def _has_unicode(encoding: str | None) -> bool:
+    try:
+        (PLUS_MINUS + BARS).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def is_live(stream: TextIO, environ: Mapping[str, str]) -> bool:
     """Returns True if the stream is a terminal that can redraw and the environment does not ask for plain lines."""
     return stream.isatty() and environ.get("TERM", "") not in ("dumb", "unknown") and not environ.get("CI")
-
-
-def _changes(changes: Sequence[Change], glyphs: Glyphs) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("metric", "start", "end", "change"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right")
-    for change in changes:
-        spread = f" {glyphs.plus_minus} {change.spread:.3f}" if change.spread is not None else ""
-        cells = (change.name, f"{change.start:.3f}", f"{change.end:.3f}{spread}", f"{change.end - change.start:+.3f}")
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    return table

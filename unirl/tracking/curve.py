@@ -14,8 +14,7 @@ from unirl.tracking.sheets import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SM
 SCALE = 2
 """Curves are drawn this many times larger and averaged down, which smooths the lines."""
 BAND_OPACITY = 0.18
-SECOND = (94, 96, 170)
-COLOURS: tuple[Colour, ...] = (HIGH, SECOND)
+COLOURS: tuple[Colour, ...] = (HIGH, (94, 96, 170))
 
 
 @dataclass(frozen=True)

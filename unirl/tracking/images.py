@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from unirl.tracking.mirrors import ImageFile, Mirrors
-from unirl.tracking.samples import Media, MirroredPage, SampleRow, SampleTable, SavedMedium, Sides
-from unirl.tracking.sheets import Tiles, before_after_sheet, contact_sheet, saved, tile_size
+from unirl.tracking.mirrors import Mirrors, Preview
+from unirl.tracking.samples import Media, MirroredPage, SampleRow
+from unirl.tracking.sheets import TiledMedia, Tiles, saved, tile_size
 
 LOSSLESS_UP_TO = 160
 """Images with no longer side are stored lossless; larger ones as WebP of quality 90."""
@@ -24,7 +24,7 @@ MAX_PREVIEWS = 8
 
 
 @dataclass(frozen=True)
-class ImageMedia:
+class ImageMedia(TiledMedia):
     """Images of one size."""
 
     images: np.ndarray  # [B, H, W, 3] uint8
@@ -45,12 +45,12 @@ class ImageMedia:
                 images.append(np.asarray(image.convert("RGB")))
         return cls(np.stack(images))
 
-    def write(self, names: Sequence[str], folder: Path) -> list[SavedMedium]:
+    def write(self, rows: Sequence[SampleRow], names: Sequence[str], folder: Path) -> list[SampleRow]:
         """Writes one WebP file per image."""
         lossless = max(self.images.shape[1:3]) <= LOSSLESS_UP_TO
         for name, image in zip(names, self.images, strict=True):
             Image.fromarray(image).save(folder / f"{name}.webp", lossless=lossless, quality=90, method=0)
-        return [SavedMedium(file=f"{name}.webp") for name in names]
+        return [replace(row, file=f"{name}.webp") for row, name in zip(rows, names, strict=True)]
 
     def compares_with(self, other: Media) -> bool:
         """Returns True for images of the same size."""
@@ -60,13 +60,6 @@ class ImageMedia:
         """One tile per image."""
         return Tiles(list(self.images), *tile_size(self.images))
 
-    def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
-        return saved(contact_sheet(table, title), folder / "contact_sheet.png")
-
-    def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
-        sheet = before_after_sheet(before, after, sides, "Before and after training")
-        return saved(sheet, folder / "before_after.png")
-
     def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
         """Writes every image as PNG, and a grid with one row per prompt."""
         images = [Image.fromarray(image) for image in self.images]
@@ -75,18 +68,11 @@ class ImageMedia:
             image.save(folder / f"p{i // columns:02d}-s{i % columns:02d}.png")
         return saved(grid(images, columns), folder / "grid.png")
 
-    def console_lines(self) -> list[str]:
-        """None: a console cannot show images."""
-        return []
-
-    def remarks(self) -> list[str]:
-        return []
-
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page and the first images."""
         files = [(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in rows[:MAX_PREVIEWS]]
-        previews = [ImageFile(path, caption) for path, caption in [(page.path, page.title), *files]]
-        mirrors.images(page.step, page.key, previews)
+        previews = [Preview(path, caption) for path, caption in [(page.path, page.title), *files]]
+        mirrors.each(lambda mirror: mirror.images(page.step, page.key, previews))
 
 
 def pixels(images: Tensor) -> np.ndarray:

@@ -56,8 +56,7 @@ def lettering(text: str, size: int) -> tuple[str, Font]:
     text = printable(text)
     if text.isascii():
         return text, _ascii_font(size)
-    wide = _wide_font(size)
-    font = wide or _ascii_font(size)
+    font = _wide_font(size) or _ascii_font(size)
     return "".join(letter if _has(font, letter) else _plain(letter) for letter in text), font
 
 

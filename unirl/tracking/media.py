@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from pathlib import Path
-from typing import Any
 
 from unirl.tracking.images import ImageMedia, pixels
 from unirl.tracking.samples import Media, SampleRow, SampleTable
+from unirl.tracking.tables import Row
 from unirl.tracking.texts import TextMedia
 from unirl.tracking.videos import VideoMedia
 from unirl.types.batch import Batch
@@ -60,13 +60,13 @@ def table_of_evaluation(result: EvalResult) -> SampleTable[Media]:
     return SampleTable(tuple(rows), media_of(result.media))
 
 
-def read_samples(rows: Sequence[Mapping[str, Any]], folder: Path) -> SampleTable[Media]:
+def read_samples(rows: Sequence[Row], folder: Path) -> SampleTable[Media]:
     """Reads samples back from the rows of a manifest or of scores.json and the files in `folder`."""
     parsed = tuple(_row(entry) for entry in rows)
     return SampleTable(parsed, MEDIA[parsed[0].medium].read(parsed, folder))
 
 
-def _row(entry: Mapping[str, Any]) -> SampleRow:
+def _row(entry: Row) -> SampleRow:
     """nan and inf are stored as text, because JSON has no such numbers."""
     scores = {name: float(score) for name, score in entry["rewards"].items()}
     images = tuple(entry["images"])

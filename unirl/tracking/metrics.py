@@ -25,6 +25,8 @@ METRICS: Mapping[str, str] = {
     "rollout/response_len_min": "number of tokens in the shortest response",
     "rollout/response_len_max": "number of tokens in the longest response",
     "rollout/truncated_fraction": "share of responses that stopped at the length limit",
+    "rollout/skipped_blocks": "share of the calls of blocks that the step cache left out; only with "
+    "`sampling.cache_threshold`",
     "reward/<component>_mean": "mean of one reward component",
     "reward/<component>_std": "population standard deviation of one reward component",
     "reward/<component>_missing": "samples that a logged-only reward could not score",

@@ -1,14 +1,13 @@
-"""All mirrors of a run behind one face: started when first needed, and dropped with one loud word when they fail."""
+"""All mirrors of a run: started when first needed, and dropped with a warning when they fail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
-from unirl.tracking.run_directory import redact_tree
+from unirl.tracking.run_directory import redacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,37 +21,23 @@ class RunInfo:
     entity: str | None = None
     offline: bool = False
     """Write locally without network access."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     resumed_step: int | None = None
     """The step after which a resumed run continues. Later steps in the mirror are superseded."""
 
-    @staticmethod
-    def of(root: Path, run_id: str) -> RunInfo:
-        """The facts that follow from the run directory."""
-        return RunInfo(root=root, project=root.resolve().parent.name, run_id=run_id)
-
 
 @dataclass(frozen=True)
-class ImageFile:
-    """An image to show in a mirror."""
+class Preview:
+    """An image file, or a video as an animated WebP, to show in a mirror."""
 
     path: Path
     caption: str
 
-
-@dataclass(frozen=True)
-class VideoFile:
-    """A video to show in a mirror: an animated WebP, and an MP4 if one was written."""
-
-    webp: Path
-    mp4: Path | None
-    caption: str
-
-    @staticmethod
-    def of(webp: Path, caption: str) -> VideoFile:
-        """Finds the MP4 beside the WebP."""
-        mp4 = webp.with_suffix(".mp4")
-        return VideoFile(webp, mp4 if mp4.exists() else None, caption)
+    @property
+    def mp4(self) -> Path | None:
+        """The MP4 of a video, if one was written beside the WebP."""
+        path = self.path.with_suffix(".mp4")
+        return path if path.exists() else None
 
 
 class Mirror(Protocol):
@@ -68,11 +53,11 @@ class Mirror(Protocol):
         """The metrics of a step."""
         ...
 
-    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
+    def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         """Images of a step under a key such as `samples` or `eval`."""
         ...
 
-    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
+    def videos(self, step: int, key: str, previews: Sequence[Preview]) -> None:
         """Videos of a step under such a key."""
         ...
 
@@ -92,44 +77,31 @@ class Mirrors:
     """
 
     def __init__(self, mirrors: Sequence[Mirror], about: RunInfo, report: Callable[[str, Exception], None]) -> None:
-        self._waiting = list(mirrors)
-        self._working: list[Mirror] = []
-        self._about = replace(about, config=redact_tree(about.config))
+        self._mirrors = list(mirrors)
+        self._have_started = False
+        self._about = replace(about, config={key: redacted(value, key) for key, value in about.config.items()})
         self._report = report
 
     def resume_after(self, step: int) -> None:
         """Sets the step after which the run continues, for mirrors that have not started."""
         self._about = replace(self._about, resumed_step=step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._start()
-        self._working = [mirror for mirror in self._working if self._try(mirror, partial(mirror.log, step, metrics))]
-
-    def images(self, step: int, key: str, previews: Sequence[ImageFile]) -> None:
-        self._start()
-        self._working = [m for m in self._working if self._try(m, partial(m.images, step, key, previews))]
-
-    def videos(self, step: int, key: str, previews: Sequence[VideoFile]) -> None:
-        self._start()
-        self._working = [m for m in self._working if self._try(m, partial(m.videos, step, key, previews))]
-
-    def text(self, step: int, key: str, page: str) -> None:
-        self._start()
-        self._working = [m for m in self._working if self._try(m, partial(m.text, step, key, page))]
+    def each(self, call: Callable[[Mirror], None]) -> None:
+        """Calls `call` with every mirror, after starting it if needed."""
+        if not self._have_started:
+            self._have_started = True
+            self._try_each(lambda mirror: mirror.start(self._about))
+        self._try_each(call)
 
     def finish(self, code: int) -> None:
-        for mirror in self._working:
-            self._try(mirror, partial(mirror.finish, code))
-        self._working = []
+        """Closes the mirrors that have started."""
+        if self._have_started:
+            self._try_each(lambda mirror: mirror.finish(code))
 
-    def _start(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._working += [mirror for mirror in waiting if self._try(mirror, partial(mirror.start, self._about))]
-
-    def _try(self, mirror: Mirror, call: Callable[[], None]) -> bool:
-        try:
-            call()
-        except Exception as error:  # the library of a service may raise any error, and training must not stop
-            self._report(mirror.name, error)
-            return False
-        return True
+    def _try_each(self, call: Callable[[Mirror], None]) -> None:
+        for mirror in tuple(self._mirrors):
+            try:
+                call(mirror)
+            except Exception as error:  # the library of a service may raise any error, and training must not stop
+                self._mirrors.remove(mirror)
+                self._report(mirror.name, error)

@@ -20,14 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import unirl
-from unirl.tracking.tables import replace_text
+from unirl.tracking.tables import Row, replace_text
 
 SCHEMA_VERSION = 1
 HEARTBEAT_S = 5.0
@@ -131,7 +130,7 @@ class RunDirectory:
 
     def fresh_step_folder(self, kind: str, step: int) -> Path:
         """Creates an empty `samples/step-000010` or `eval/step-000010`."""
-        folder = step_folder(self.root, kind, step)
+        folder = self.root / kind / f"step-{step:06d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
@@ -144,9 +143,9 @@ class RunDirectory:
                 if match and int(match[1]) > step:
                     shutil.rmtree(folder)
 
-    def note(self, **entries: Any) -> None:
+    def note(self, **entries: object) -> None:
         """Adds entries to run.json, such as a mirror's address."""
-        _write_record(self.root, read_record(self.root) | entries)
+        _write_json(self.root / "run.json", read_record(self.root) | entries)
 
     def close(self, code: int, reason: str = "") -> None:
         """Records how the run ended and stops the heartbeat."""
@@ -162,15 +161,19 @@ class RunDirectory:
             )
 
     def _write_start(self) -> None:
-        session = {"started": now(), "pid": os.getpid(), "host": socket.gethostname(), "argv": _argv(self.identity)}
+        argv = [redact(word) for word in self.identity.argv]
+        session = {"started": now(), "pid": os.getpid(), "host": socket.gethostname(), "argv": argv}
         try:
             record = read_record(self.root)
         except RunDirectoryError:
-            record = _new_record(self.root, self.identity)
+            made = {"id": self.root.resolve().name, "created": now(), "sessions": []}
+            known = {key: value for key, value in vars(self.identity).items() if key != "argv"}
+            record = {"schema_version": SCHEMA_VERSION} | made | known
         record |= {"exit": None, "sessions": [*record["sessions"], session], "versions": _versions(), "git": _git()}
-        _write_record(self.root, record)
-        environment = {"variables": allowed_environment(os.environ), "machine": _machine(), "versions": _versions()}
-        replace_text(self.root / "env.json", json.dumps(environment, indent=1, sort_keys=True) + "\n")
+        _write_json(self.root / "run.json", record)
+        machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
+        environment = {"variables": allowed_environment(os.environ), "machine": machine, "versions": _versions()}
+        _write_json(self.root / "env.json", environment)
 
 
 def default_root(project: str, recipe: str, name: str | None = None, base: str | Path = "runs") -> Path:
@@ -195,7 +198,7 @@ def latest_run(project: str, recipe: str, base: str | Path = "runs") -> Path | N
     return max(records)[1] if records else None
 
 
-def read_record(root: str | Path) -> dict[str, Any]:
+def read_record(root: str | Path) -> Row:
     """Content of run.json. Raises RunDirectoryError if it is absent or damaged."""
     path = Path(root) / "run.json"
     try:
@@ -223,17 +226,12 @@ def status_of(root: str | Path) -> RunStatus:
     return RunStatus("stalled" if silent > STALLED_AFTER_S else "running")
 
 
-def step_folder(root: Path, kind: str, step: int) -> Path:
-    """`<root>/<kind>/step-000010`."""
-    return root / kind / f"step-{step:06d}"
-
-
 def now() -> str:
     """The current time for records (UTC, ISO 8601)."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _is_alive(heartbeat: Path, session: Mapping[str, Any]) -> bool:
+def _is_alive(heartbeat: Path, session: Row) -> bool:
     """Returns True if the last writer is alive. On other hosts only the age of the file shows it."""
     if session["host"] == socket.gethostname():
         return _process_exists(session["pid"]) and _is_locked(heartbeat)
@@ -246,7 +244,7 @@ def _process_exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # a process of another user
     return True
 
 
@@ -271,18 +269,8 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _new_record(root: Path, identity: RunIdentity) -> dict[str, Any]:
-    known = {key: value for key, value in asdict(identity).items() if key != "argv"}
-    made = {"schema_version": SCHEMA_VERSION, "id": root.resolve().name, "created": now(), "sessions": [], "exit": None}
-    return made | known
-
-
-def _write_record(root: Path, record: Mapping[str, Any]) -> None:
-    replace_text(root / "run.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-def _argv(identity: RunIdentity) -> list[str]:
-    return [redact(word) for word in identity.argv]
+def _write_json(path: Path, content: Row) -> None:
+    replace_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -295,11 +283,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _machine() -> dict[str, Any]:
-    return {"platform": platform.platform(), "cpus": os.cpu_count(), "python": sys.executable}
-
-
-def _git() -> dict[str, Any] | None:
+def _git() -> Row | None:
     """The commit of the code, and whether files differ from it. None outside a repository or without git."""
     where = ["git", "-C", str(Path(unirl.__file__).parent)]
     try:
@@ -317,10 +301,10 @@ def _four_letters() -> str:
 
 
 ALLOWED = (
-    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED",
-    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "PRETRAINED_MODEL", "DATA_PATH", "EVAL_DATA_PATH",
-    "OUTPUT_DIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "RAY_ADDRESS", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE",
-    "WANDB_RUN_NAME", "SWANLAB_MODE", "CI", "SLURM_JOB_ID", "SLURM_NNODES",
+    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR",
+    "PYTHONHASHSEED", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "PRETRAINED_MODEL", "DATA_PATH",
+    "EVAL_DATA_PATH", "OUTPUT_DIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "RAY_ADDRESS", "WANDB_PROJECT",
+    "WANDB_ENTITY", "WANDB_MODE", "WANDB_RUN_NAME", "SWANLAB_MODE", "CI", "SLURM_JOB_ID", "SLURM_NNODES",
 )  # fmt: skip
 """Environment variables that are recorded. No others are."""
 ALLOWED_STARTS = ("NCCL_", "TORCH_", "PYTORCH_", "GLOO_")
@@ -340,19 +324,15 @@ def redact(text: str) -> str:
     return KEY_SHAPES.sub(MASK, text)
 
 
-def redact_tree(value: Any) -> Any:
-    """Applies `redact` to every text in JSON data, and masks values whose keys have secret-sounding names."""
+def redacted(value: object, key: str = "") -> object:
+    """JSON data with `redact` applied to every text, and values whose keys have secret-sounding names masked."""
     if isinstance(value, str):
-        return redact(value)
+        return MASK if re.fullmatch(SECRET_NAME, str(key), re.IGNORECASE) else redact(value)
     if isinstance(value, Mapping):
-        return {key: MASK if _is_secret(key, entry) else redact_tree(entry) for key, entry in value.items()}
+        return {name: redacted(entry, name) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_tree(entry) for entry in value]
+        return [redacted(entry) for entry in value]
     return value
-
-
-def _is_secret(key: object, value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(SECRET_NAME, str(key), re.IGNORECASE) is not None
 
 
 def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from unirl.tracking.mirrors import Mirrors
-from unirl.tracking.tables import finite, read_rows, replace_text
+from unirl.tracking.tables import finite, replace_text
+from unirl.types.rows import rows_by_key
 
 Fact = float | bool | str
-MediaT = TypeVar("MediaT", bound="Media")
+MediaT = TypeVar("MediaT", bound="Media", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +62,6 @@ class SampleGroup:
         return [row for _, row in ranked]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedMedium:
-    """Where the medium of a sample was written: the name of a file, or the text itself."""
-
-    file: str = ""
-    text: str = ""
-    facts: Mapping[str, Fact] = field(default_factory=dict)
-    """Facts about the medium, which are added to those of the row."""
-
-
 class Media(Protocol):
     """The images, videos or texts of a table, one per row. Other code uses samples only through this protocol."""
 
@@ -84,8 +75,9 @@ class Media(Protocol):
         """Reads what `write` wrote, from the rows of a manifest and the files beside it."""
         ...
 
-    def write(self, names: Sequence[str], folder: Path) -> list[SavedMedium]:
-        """Writes one file per row, or none if the manifest itself can hold the medium.
+    def write(self, rows: Sequence[SampleRow], names: Sequence[str], folder: Path) -> list[SampleRow]:
+        """Writes one file per row, or none if the manifest itself can hold the medium; returns the rows with `file`
+        or `text`, and with facts about the medium.
 
         Args:
             names: file names without suffix.
@@ -96,11 +88,11 @@ class Media(Protocol):
         """Returns True if both can be shown side by side."""
         ...
 
-    def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
+    def page(self, table: SampleTable[Self], folder: Path, title: str) -> Path:
         """Writes one page that shows all samples of `table`, which has these media; returns its path."""
         ...
 
-    def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
+    def comparison(self, before: SampleTable[Self], after: SampleTable[Self], sides: Sides, folder: Path) -> Path:
         """Writes one page that shows two evaluations side by side; `after` has these media."""
         ...
 
@@ -112,12 +104,12 @@ class Media(Protocol):
         ...
 
     def console_lines(self) -> list[str]:
-        """The lines that a console can show."""
-        ...
+        """The lines that a console can show; none by default."""
+        return []
 
     def remarks(self) -> list[str]:
-        """Warnings about how the media are stored; the tracker prints each once."""
-        ...
+        """Warnings about how the media are stored; the tracker prints each once. None by default."""
+        return []
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the page and the first media to mirrors."""
@@ -154,15 +146,12 @@ class SampleTable(Generic[MediaT]):
 
     def groups(self) -> list[SampleGroup]:
         """Samples by group, in the order of their first row."""
-        numbers: dict[str, list[int]] = {}
-        for number, row in enumerate(self.rows):
-            numbers.setdefault(row.group_id, []).append(number)
-        return [self._group(rows) for rows in numbers.values()]
-
-    def _group(self, rows: list[int]) -> SampleGroup:
-        first = self.rows[rows[0]]
-        rewards = tuple(self.rows[row].reward for row in rows)
-        return SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards)
+        groups = []
+        for rows in rows_by_key(row.group_id for row in self.rows).values():
+            first = self.rows[rows[0]]
+            rewards = tuple(self.rows[row].reward for row in rows)
+            groups.append(SampleGroup(first.group_id, first.prompt, first.images, tuple(rows), rewards))
+        return groups
 
     def saved(self, folder: Path) -> SampleTable[MediaT]:
         """Writes the media under names like `p03-s05` (prompt 3, sample 5); returns the table with the file names.
@@ -171,16 +160,11 @@ class SampleTable(Generic[MediaT]):
         """
         groups = enumerate(self.groups())
         names = {row: f"p{p:02d}-s{s:02d}" for p, group in groups for s, row in enumerate(group.rows)}
-        written = self.media.write([names[row] for row in range(len(self.rows))], folder)
-        rows = [_located(row, self.media.kind, medium) for row, medium in zip(self.rows, written, strict=True)]
-        return replace(self, rows=tuple(rows))
+        rows = [replace(row, medium=self.media.kind) for row in self.rows]
+        return replace(self, rows=tuple(self.media.write(rows, [names[i] for i in range(len(rows))], folder)))
 
 
-def _located(row: SampleRow, kind: str, medium: SavedMedium) -> SampleRow:
-    return replace(row, medium=kind, file=medium.file, text=medium.text, facts={**row.facts, **medium.facts})
-
-
-def pairs_of(before: SampleTable[Any], after: SampleTable[Any]) -> list[tuple[SampleGroup, SampleGroup]]:
+def pairs_of(before: SampleTable[Media], after: SampleTable[Media]) -> list[tuple[SampleGroup, SampleGroup]]:
     """The groups that both tables have. Raises ValueError if there is none.
 
     Groups are matched by id and text, since two prompts may have the same text and different images.
@@ -193,11 +177,6 @@ def pairs_of(before: SampleTable[Any], after: SampleTable[Any]) -> list[tuple[Sa
     return pairs
 
 
-def write_manifest(table: SampleTable[Any], path: Path) -> None:
+def write_manifest(table: SampleTable[Media], path: Path) -> None:
     """Writes one JSON line per sample."""
     replace_text(path, "".join(json.dumps(finite(asdict(row)), sort_keys=True) + "\n" for row in table.rows))
-
-
-def manifest_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a manifest."""
-    return read_rows(path)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
-from unirl.tracking.samples import Media, SampleGroup, SampleTable, Sides, pairs_of
+from unirl.tracking.samples import Media, SampleTable, Sides, pairs_of
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -57,11 +57,19 @@ class Tiles:
 
 
 class TiledMedia(Media, Protocol):
-    """Media that can be shown on a sheet."""
+    """Media that are shown on sheets."""
 
     def tiles(self) -> Tiles:
         """One image per sample."""
         ...
+
+    def page(self, table: SampleTable[Self], folder: Path, title: str) -> Path:
+        """Writes a contact sheet."""
+        return saved(contact_sheet(table, title), folder / "contact_sheet.png")
+
+    def comparison(self, before: SampleTable[Self], after: SampleTable[Self], sides: Sides, folder: Path) -> Path:
+        sheet = before_after_sheet(before, after, sides, "Before and after training")
+        return saved(sheet, folder / "before_after.png")
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,11 @@ class Rectangle:
 class Sheet:
     """A page of fixed size with margins, a title and functions that draw on it."""
 
-    def __init__(self, width: int, height: int, title: str) -> None:
+    def __init__(self, width: int, height: int, title: str, subtitle: str) -> None:
         self.image = Image.new("RGB", (width, height), BACKGROUND)
         self.draw = ImageDraw.Draw(self.image)
         self.text(MARGIN, MARGIN - 6, title, TITLE_SIZE)
-
-    def subtitle(self, text: str) -> None:
-        self.text(MARGIN, MARGIN + 28, text, TEXT_SIZE, MUTED)
+        self.text(MARGIN, MARGIN + 28, subtitle, TEXT_SIZE, MUTED)
 
     def text(self, x: int, y: int, text: str, size: int, colour: Colour = INK, anchor: str = "la") -> None:
         draw_text(self.draw, (x, y), text, size, colour, anchor)
@@ -96,9 +102,6 @@ class Sheet:
             y += size + 5
         return y
 
-    def rule(self, y: int) -> None:
-        self.draw.line([(MARGIN, y), (self.image.width - MARGIN, y)], fill=RULE, width=1)
-
     def tile(self, box: Rectangle, image: np.ndarray, caption: str, level: float) -> None:
         """Draws one image [H, W, 3]. Below it are its reward as text and a bar whose length and colour show `level`."""
         self.image.paste(fit(image, box.width, box.height), (box.x, box.y))
@@ -108,25 +111,37 @@ class Sheet:
         self.text(box.x + box.width // 2, y + BAR + 3, caption, SMALL_SIZE, MUTED, anchor="ma")
 
 
+@dataclass(frozen=True)
+class Side:
+    """The samples in one column of a sheet."""
+
+    table: SampleTable[TiledMedia]
+    tiles: Tiles
+    heading: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One prompt on a sheet, and the rows that each side shows of it."""
+
+    prompt: str
+    means: str
+    colour: Colour
+    """Colour of `means`."""
+    rows: tuple[Sequence[int], ...]
+
+
 def contact_sheet(table: SampleTable[TiledMedia], title: str) -> Image.Image:
     """Samples by prompt, highest reward first, with the prompt and its mean reward beside them."""
-    groups = table.groups()[:MAX_GROUPS]
+    groups = table.groups()
+    shown = groups[:MAX_GROUPS]
     tiles = table.media.tiles()
-    columns = min(max(len(group.rows) for group in groups), tiles.across)
-    block = LABEL + columns * (tiles.width + GAP) - GAP
-    bands = _bands(groups, block, [_height(tiles, len(group.rows), columns) for group in groups])
-    sheet = Sheet(_page_width(bands, block), TOP + sum(band.height for band in bands) + MARGIN - GAP, title)
-    sheet.subtitle(_summary(table, len(groups), tiles.about))
-    scale = RewardScale.of(table)
-    y = TOP
-    for band in bands:
-        sheet.rule(y - 9)
-        for x, index in zip(_lefts(block), band.members, strict=False):
-            group = groups[index]
-            _label(sheet, Rectangle(x, y, LABEL - 14, _height(tiles, len(group.rows), columns) - BELOW), group)
-            _draw(sheet, table, tiles, Places(group.best_first(), x + LABEL, y, columns), scale)
-        y += band.height
-    return sheet.image
+    columns = min(max(len(group.rows) for group in shown), tiles.across)
+    means = [f"mean {group.mean_reward:.2f}" if len(group.rows) > 1 else "" for group in shown]
+    blocks = [Block(group.prompt, mean, MUTED, (group.best_first(),)) for group, mean in zip(shown, means, strict=True)]
+    more = f", {len(shown)} of {len(groups)} prompts shown" if len(shown) < len(groups) else ""
+    summary = f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, highest first{more}{_also(tiles.about)}"
+    return _sheet([Side(table, tiles)], blocks, columns, (title, summary))
 
 
 def before_after_sheet(
@@ -138,113 +153,95 @@ def before_after_sheet(
     fit, the first ones are shown; the means include all.
     """
     pairs = pairs_of(before, after)[:MAX_GROUPS]
-    both = (before.media.tiles(), after.media.tiles())
-    size = max(both, key=lambda tiles: tiles.width)
-    shown = min(max(len(old.rows) for old, _ in pairs), max(size.across // 2, FEWEST_SHOWN))
-    columns = min(shown, max(size.across // 2, 1))
+    sides = [Side(table, table.media.tiles(), name) for table, name in zip((before, after), names, strict=True)]
+    across = _widest(sides).across // 2
+    shown = min(max(len(old.rows) for old, _ in pairs), max(across, FEWEST_SHOWN))
+    blocks = [
+        Block(
+            old.prompt,
+            f"{old.mean_reward:.2f} to {new.mean_reward:.2f}",
+            HIGH if new.mean_reward > old.mean_reward else MUTED,
+            (old.rows[:shown], new.rows[:shown]),
+        )
+        for old, new in pairs
+    ]
+    change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
+    summary = f"evaluation prompts, same noise; {change}{_also(sides[1].tiles.about)}"
+    return _sheet(sides, blocks, min(shown, max(across, 1)), (title, summary))
+
+
+def _sheet(sides: Sequence[Side], blocks: Sequence[Block], columns: int, titles: tuple[str, str]) -> Image.Image:
+    """Draws blocks below each other, and also side by side if the page would become too long.
+
+    Args:
+        columns: tiles of a block that are side by side, on each side.
+    """
+    size = _widest(sides)
     half = columns * (size.width + GAP) - GAP
-    block = LABEL + 2 * half + 3 * GAP
-    heights = [_height(size, min(max(len(old.rows), len(new.rows)), shown), columns) for old, new in pairs]
-    bands = _bands(pairs, block, heights)
-    sheet = Sheet(_page_width(bands, block), TOP + HEADING + sum(band.height for band in bands) + MARGIN - GAP, title)
-    sheet.subtitle(_rise(before, after, both[1].about))
-    lefts = (LABEL, LABEL + half + 3 * GAP)
-    sides = list(zip(lefts, (before, after), both, names, strict=True))
-    scale = RewardScale.of(before, after)
-    y = TOP + HEADING
-    for x, _ in zip(_lefts(block), bands[0].members, strict=False):
-        for left, table, _, name in sides:
-            _heading(sheet, Rectangle(x + left, y - HEADING + 4, half, HEADING), name, table.mean_reward)
-    for band in bands:
-        sheet.rule(y - 9)
-        for x, index in zip(_lefts(block), band.members, strict=False):
-            _pair_label(sheet, Rectangle(x, y, LABEL - 14, heights[index] - BELOW), *pairs[index])
-            for (left, table, tiles, _), group in zip(sides, pairs[index], strict=True):
-                _draw(sheet, table, tiles, Places(group.rows[:shown], x + left, y, columns), scale)
-        y += band.height
+    lefts = [LABEL + number * (half + 3 * GAP) for number in range(len(sides))]
+    pitch = lefts[-1] + half + BETWEEN
+    heights = [_row_height(size) * -(-max(map(len, block.rows)) // columns) for block in blocks]
+    across = min(-(-sum(heights) // PAGE), max((PAGE + BETWEEN) // pitch, 1), len(blocks))
+    bands = [range(len(blocks))[start : start + across] for start in range(0, len(blocks), across)]
+    tops = list(accumulate((max(heights[i] for i in band) for band in bands), initial=TOP + HEADING * (len(sides) > 1)))
+    sheet = Sheet(max(2 * MARGIN + across * pitch - BETWEEN, MIN_WIDTH), tops[-1] + MARGIN - GAP, *titles)
+    if len(sides) > 1:
+        for x in range(MARGIN, MARGIN + across * pitch, pitch):
+            for left, side in zip(lefts, sides, strict=True):
+                _heading(sheet, Rectangle(x + left, tops[0] - HEADING + 4, half, HEADING), side)
+    bounds = _reward_bounds(sides)
+    for band, y in zip(bands, tops, strict=False):
+        sheet.draw.line([(MARGIN, y - 9), (sheet.image.width - MARGIN, y - 9)], fill=RULE, width=1)
+        for x, i in zip(count(MARGIN, pitch), band, strict=False):
+            bottom = sheet.wrapped(Rectangle(x, y, LABEL - 14, heights[i] - BELOW), blocks[i].prompt, TEXT_SIZE)
+            sheet.text(x, bottom + 2, blocks[i].means, SMALL_SIZE, blocks[i].colour)
+            for left, side, rows in zip(lefts, sides, blocks[i].rows, strict=True):
+                _draw(sheet, side, rows, (x + left, y), columns, bounds)
     return sheet.image
 
 
-@dataclass(frozen=True)
-class Band:
-    """Indices of the groups that are side by side on the page."""
-
-    members: tuple[int, ...]
-    height: int
-
-
-def _bands(groups: Sequence[object], block: int, heights: Sequence[int]) -> list[Band]:
-    """Arranges blocks of one width below each other, and side by side if the page would become too long."""
-    fitting = max((PAGE + BETWEEN) // (block + BETWEEN), 1)
-    across = min(-(-sum(heights) // PAGE), fitting)
-    numbers = [tuple(range(start, min(start + across, len(groups)))) for start in range(0, len(groups), across)]
-    return [Band(members, max(heights[member] for member in members)) for members in numbers]
-
-
-def _lefts(block: int) -> Iterator[int]:
-    return count(MARGIN, block + BETWEEN)
-
-
-def _page_width(bands: Sequence[Band], block: int) -> int:
-    across = len(bands[0].members)
-    return max(2 * MARGIN + across * (block + BETWEEN) - BETWEEN, MIN_WIDTH)
+def _widest(sides: Sequence[Side]) -> Tiles:
+    return max((side.tiles for side in sides), key=lambda tiles: tiles.width)
 
 
 def _row_height(tiles: Tiles) -> int:
     return tiles.height + BAR + CAPTION + GAP + 8
 
 
-def _height(tiles: Tiles, count: int, columns: int) -> int:
-    """Pixels that `count` tiles need in `columns` columns."""
-    return _row_height(tiles) * -(-count // columns)
+def _reward_bounds(sides: Sequence[Side]) -> tuple[float, float]:
+    """The range of all rewards, or (0, 1) if all lie in it."""
+    rewards = [row.reward for side in sides for row in side.table.rows]
+    low, high = min(rewards), max(rewards)
+    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
-@dataclass(frozen=True)
-class Places:
-    """Rows of the table and where they are drawn: from (x, y) to the right, then below."""
-
-    rows: Sequence[int]
-    x: int
-    y: int
-    columns: int
-
-
-def _draw(sheet: Sheet, table: SampleTable[TiledMedia], tiles: Tiles, places: Places, scale: RewardScale) -> None:
-    for position, row in enumerate(places.rows):
-        down, right = divmod(position, places.columns)
-        x, y = places.x + right * (tiles.width + GAP), places.y + down * _row_height(tiles)
-        reward = table.rows[row].reward
-        box = Rectangle(x, y, tiles.width, tiles.height)
-        sheet.tile(box, tiles.images[row], f"{reward:.2f}", scale.fraction(reward))
+def _draw(
+    sheet: Sheet, side: Side, rows: Sequence[int], at: tuple[int, int], columns: int, bounds: tuple[float, float]
+) -> None:
+    """Draws tiles from `at` to the right, then below; `bounds` are the smallest and largest reward of the sheet."""
+    low, high = bounds
+    tiles = side.tiles
+    for number, row in enumerate(rows):
+        down, right = divmod(number, columns)
+        x, y = at[0] + right * (tiles.width + GAP), at[1] + down * _row_height(tiles)
+        reward = side.table.rows[row].reward
+        level = (reward - low) / (high - low) if high > low else 1.0
+        sheet.tile(Rectangle(x, y, tiles.width, tiles.height), tiles.images[row], f"{reward:.2f}", level)
 
 
-def _heading(sheet: Sheet, box: Rectangle, name: str, mean: float) -> None:
-    """Draws the name and mean of a column, on one line if they fit."""
-    text = f"mean {mean:.2f}"
-    if width_of(f"{name}   {text}", HEAD_SIZE) <= box.width:
-        sheet.text(box.x, box.y + 6, name, HEAD_SIZE)
+def _heading(sheet: Sheet, box: Rectangle, side: Side) -> None:
+    """Draws the name and mean of a side, on one line if they fit."""
+    text = f"mean {side.table.mean_reward:.2f}"
+    if width_of(f"{side.heading}   {text}", HEAD_SIZE) <= box.width:
+        sheet.text(box.x, box.y + 6, side.heading, HEAD_SIZE)
         sheet.text(box.x + box.width, box.y + 6, text, HEAD_SIZE, MUTED, anchor="ra")
     else:
-        sheet.text(box.x, box.y - 6, name, SMALL_SIZE)
+        sheet.text(box.x, box.y - 6, side.heading, SMALL_SIZE)
         sheet.text(box.x, box.y + 11, text, SMALL_SIZE, MUTED)
 
 
-@dataclass(frozen=True)
-class RewardScale:
-    """Maps rewards to [0, 1]: from the range of all shown rewards, or unchanged if all lie in [0, 1]."""
-
-    low: float
-    high: float
-
-    @staticmethod
-    def of(*tables: SampleTable[TiledMedia]) -> RewardScale:
-        rewards = [row.reward for table in tables for row in table.rows]
-        if min(rewards) >= 0 and max(rewards) <= 1:
-            return RewardScale(0.0, 1.0)
-        return RewardScale(min(rewards), max(rewards))
-
-    def fraction(self, reward: float) -> float:
-        return (reward - self.low) / (self.high - self.low) if self.high > self.low else 1.0
+def _also(about: str) -> str:
+    return f"; {about}" if about else ""
 
 
 def tile_size(images: np.ndarray) -> tuple[int, int]:
@@ -268,32 +265,6 @@ def shade(level: float) -> Colour:
     first, second, part = (LOW, MIDDLE, 2 * level) if level < 0.5 else (MIDDLE, HIGH, 2 * level - 1)
     red, green, blue = (round(a + (b - a) * part) for a, b in zip(first, second, strict=True))
     return red, green, blue
-
-
-def _label(sheet: Sheet, box: Rectangle, group: SampleGroup) -> None:
-    y = sheet.wrapped(box, group.prompt, TEXT_SIZE)
-    if len(group.rows) > 1:
-        sheet.text(box.x, y + 2, f"mean {group.mean_reward:.2f}", SMALL_SIZE, MUTED)
-
-
-def _pair_label(sheet: Sheet, box: Rectangle, old: SampleGroup, new: SampleGroup) -> None:
-    y = sheet.wrapped(box, old.prompt, TEXT_SIZE)
-    colour = HIGH if new.mean_reward > old.mean_reward else MUTED
-    sheet.text(box.x, y + 2, f"{old.mean_reward:.2f} to {new.mean_reward:.2f}", SMALL_SIZE, colour)
-
-
-def _summary(table: SampleTable[TiledMedia], shown: int, about: str) -> str:
-    more = f", {shown} of {len(table.groups())} prompts shown" if shown < len(table.groups()) else ""
-    return f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, highest first{more}{_also(about)}"
-
-
-def _rise(before: SampleTable[TiledMedia], after: SampleTable[TiledMedia], about: str) -> str:
-    change = f"mean reward {before.mean_reward:.3f} to {after.mean_reward:.3f}"
-    return f"evaluation prompts, same noise; {change}{_also(about)}"
-
-
-def _also(about: str) -> str:
-    return f"; {about}" if about else ""
 
 
 def saved(sheet: Image.Image, path: Path) -> Path:

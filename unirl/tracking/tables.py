@@ -9,83 +9,88 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+Row = dict[str, Any]
+"""A JSON object that was read from a file."""
 
 
-class JsonLines:
-    """A file of one JSON object per line: keys sorted, floats as Python's repr."""
+class _Table:
+    """A text file to which rows are appended for the life of the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _drop_half_line(path)
-        self._file = open(path, "a", encoding="ascii", newline="\n")  # noqa: SIM115 open for the life of the run
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(finite(row), sort_keys=True, allow_nan=False) + "\n")
+        with open(path, "a+b") as file:  # a crash may have left half a line
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        self._open()
 
     def sync(self) -> None:
         """Makes every row durable."""
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def cut(self, step: int) -> None:
-        """Removes the rows of steps after `step`."""
-        self._file.flush()
-        text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in read_rows(self.path) if row["step"] <= step)
-        self._file.close()
-        replace_text(self.path, text)
-        self._file = open(self.path, "a", encoding="ascii", newline="\n")  # noqa: SIM115
 
     def close(self) -> None:
         self._file.close()
 
+    def _open(self) -> None:
+        self._file = open(self.path, "a", encoding="ascii", newline="")  # noqa: SIM115 open for the life of the run
 
-class CsvTable:
+    def _replace(self, text: str) -> None:
+        """Replaces the whole file by `text`."""
+        self._file.close()
+        replace_text(self.path, text)
+        self._open()
+
+
+class JsonLines(_Table):
+    """A file of one JSON object per line: keys sorted, floats as Python's repr."""
+
+    def append(self, row: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(finite(row), sort_keys=True, allow_nan=False) + "\n")
+
+    def cut(self, step: int) -> None:
+        """Removes the rows of steps after `step`."""
+        self._file.flush()
+        rows = [row for row in read_rows(self.path) if row["step"] <= step]
+        self._replace("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+
+
+class CsvTable(_Table):
     """A csv file. When a new column appears, the file is rewritten, and older rows are empty in that column."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        _drop_half_line(path)
-        self._rows = list(self._read())
+        super().__init__(path)
+        with open(path, encoding="ascii", newline="") as file:
+            self._rows = [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
         self._columns = _columns(self._rows)
-        self._file = open(path, "a", encoding="ascii", newline="")  # noqa: SIM115 open for the life of the run
 
     def append(self, row: Mapping[str, float]) -> None:
-        cells = {name: _cell(value) for name, value in row.items()}
+        cells = {name: repr(value) for name, value in row.items()}
         self._rows.append(cells)
         if set(cells) <= set(self._columns):
-            self._file.write(_csv_line([cells.get(name, "") for name in self._columns]))
+            self._writer(self._file).writerow(cells)
         else:
             self._rewrite()
-
-    def sync(self) -> None:
-        """Makes every row durable."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def cut(self, step: int) -> None:
         """Removes the rows of steps after `step`, and columns that only these rows had."""
         self._rows = [row for row in self._rows if int(row["step"]) <= step]
         self._rewrite()
 
-    def close(self) -> None:
-        self._file.close()
-
     def _rewrite(self) -> None:
         self._columns = _columns(self._rows)
-        lines = [self._columns, *([row.get(name, "") for name in self._columns] for row in self._rows)]
-        self._file.close()
-        replace_text(self.path, "".join(map(_csv_line, lines)) if self._rows else "")
-        self._file = open(self.path, "a", encoding="ascii", newline="")  # noqa: SIM115
+        text = io.StringIO()
+        if self._rows:
+            self._writer(text).writeheader()
+            self._writer(text).writerows(self._rows)
+        self._replace(text.getvalue())
 
-    def _read(self) -> Iterator[dict[str, str]]:
-        if self.path.exists():
-            with open(self.path, encoding="ascii", newline="") as file:
-                for row in csv.DictReader(file):
-                    yield {name: cell for name, cell in row.items() if cell}
+    def _writer(self, file: TextIO) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a JSON-lines file, up to the first line that a crash left incomplete."""
     if not path.exists():
         return
@@ -100,7 +105,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """`value` with `nan`, `inf` and `-inf` as text, because JSON has no such numbers. `float` reads the text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
@@ -121,26 +126,6 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _drop_half_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            file.truncate(end)
-
-
 def _columns(rows: list[dict[str, str]]) -> list[str]:
     names = {name for row in rows for name in row}
     return ["step", *sorted(names - {"step"})] if rows else []
-
-
-def _cell(value: float) -> str:
-    return repr(value)
-
-
-def _csv_line(cells: list[str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()

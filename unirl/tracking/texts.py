@@ -10,9 +10,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 from unirl.tracking.console import printable
 from unirl.tracking.mirrors import Mirrors
@@ -23,7 +23,6 @@ from unirl.tracking.samples import (
     SampleGroup,
     SampleRow,
     SampleTable,
-    SavedMedium,
     Sides,
     pairs_of,
 )
@@ -45,7 +44,7 @@ MAX_CONSOLE_TEXTS, CONSOLE_TEXT = 32, 160
 
 
 @dataclass(frozen=True)
-class TextMedia:
+class TextMedia(Media):
     """Generated texts."""
 
     texts: tuple[str, ...]
@@ -59,20 +58,20 @@ class TextMedia:
         """Takes the texts from the rows."""
         return cls(tuple(row.text for row in rows))
 
-    def write(self, names: Sequence[str], folder: Path) -> list[SavedMedium]:
+    def write(self, rows: Sequence[SampleRow], names: Sequence[str], folder: Path) -> list[SampleRow]:
         """Writes no files: the manifest holds any text exactly."""
-        return [SavedMedium(text=text) for text in self.texts]
+        return [replace(row, text=text) for row, text in zip(rows, self.texts, strict=True)]
 
     def compares_with(self, other: Media) -> bool:
         """Returns True for texts."""
         return other.kind == self.kind
 
-    def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
+    def page(self, table: SampleTable[Self], folder: Path, title: str) -> Path:
         path = folder / "samples.md"
         replace_text(path, samples_page(table, title))
         return path
 
-    def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
+    def comparison(self, before: SampleTable[Self], after: SampleTable[Self], sides: Sides, folder: Path) -> Path:
         path = folder / "before_after.md"
         replace_text(path, before_after_page(before, after, sides))
         return path
@@ -97,12 +96,10 @@ class TextMedia:
         lines = [" ".join(printable(text).split()) for text in self.texts[:MAX_CONSOLE_TEXTS]]
         return [text if len(text) <= CONSOLE_TEXT else f"{text[:CONSOLE_TEXT]} ..." for text in lines]
 
-    def remarks(self) -> list[str]:
-        return []
-
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the beginning of the page."""
-        mirrors.text(page.step, page.key, page.path.read_text(encoding="utf-8")[:MIRRORED_CHARACTERS])
+        text = page.path.read_text(encoding="utf-8")[:MIRRORED_CHARACTERS]
+        mirrors.each(lambda mirror: mirror.text(page.step, page.key, text))
 
 
 def samples_page(table: SampleTable[TextMedia], title: str) -> str:
@@ -110,7 +107,7 @@ def samples_page(table: SampleTable[TextMedia], title: str) -> str:
     return listing(table, title, lambda row, limit: block(table.media.texts[row], limit))
 
 
-def listing(table: SampleTable[Any], title: str, shown_as: Callable[[int, int], str]) -> str:
+def listing(table: SampleTable[Media], title: str, shown_as: Callable[[int, int], str]) -> str:
     """Markdown page of samples, by prompt and highest reward first, with the facts of each.
 
     Args:
@@ -138,7 +135,8 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
     limit = _characters_per_text(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
     parts = [f"# Before and after training\n\n{_rise(pairs)}{_shown_of(len(shown), len(pairs))}.\n\n"]
     for number, (old, new) in enumerate(shown):
-        parts.append(f"## Prompt {number + 1}: mean reward {_change(old, new)}\n\n{_prompt_block(new, limit)}")
+        change = f"mean reward {old.mean_reward:.3f} -> {new.mean_reward:.3f}"
+        parts.append(f"## Prompt {number + 1}: {change}\n\n{_prompt_block(new, limit)}")
         for place, rows in enumerate(list(zip(old.rows, new.rows, strict=False))[:MAX_PAIRS]):
             for table, row, side in zip((before, after), rows, sides, strict=True):
                 name = f"{side[:1].upper()}{side[1:]}, sample {place + 1}"
@@ -151,18 +149,14 @@ def _prompt_block(group: SampleGroup, limit: int) -> str:
     return block(group.prompt, limit) + (f"About {about}\n\n" if about else "")
 
 
-def facts_line(row: SampleRow) -> str:
-    """The facts of a sample except its reward, in one line: `advantage +0.58, tokens 17, finished, ...`."""
+def _sample(row: SampleRow, name: str, shown: str) -> str:
+    """One sample on a page. Below its reward is a line such as `advantage +0.58, tokens 17, finished, ...`."""
     facts = [inline(row.sample_id)]
     facts += [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     facts += [] if row.weight else ["not trained"]
     facts += [_fact_text(name, fact) for name, fact in sorted(row.facts.items())]
     facts += [f"{inline(name)} {score:.3f}" for name, score in row.rewards.items()]
-    return ", ".join(facts)
-
-
-def _sample(row: SampleRow, name: str, shown: str) -> str:
-    return f"### {name}: reward {row.reward:.3f}\n\n{facts_line(row)}\n\n{shown}"
+    return f"### {name}: reward {row.reward:.3f}\n\n{', '.join(facts)}\n\n{shown}"
 
 
 def _fact_text(name: str, fact: Fact) -> str:
@@ -179,10 +173,6 @@ def _characters_per_text(num_texts: int) -> int:
 
 def _shown_of(shown: int, total: int) -> str:
     return f"; {shown} of {total} prompts shown" if shown < total else ""
-
-
-def _change(old: SampleGroup, new: SampleGroup) -> str:
-    return f"{old.mean_reward:.3f} -> {new.mean_reward:.3f}"
 
 
 def _rise(pairs: Sequence[tuple[SampleGroup, SampleGroup]]) -> str:
@@ -224,7 +214,10 @@ def shortened(text: str, limit: int) -> str:
 
 def visible(text: str) -> str:
     """The text with characters that have no glyph (controls, surrogates, direction marks) written as <U+0000>."""
-    return "".join(c if c in "\n\t" or _has_glyph(c) else f"<U+{ord(c):04X}>" for c in text.replace("\r\n", "\n"))
+    return "".join(
+        c if c in "\n\t" or c.isprintable() or unicodedata.category(c) == "Zs" else f"<U+{ord(c):04X}>"
+        for c in text.replace("\r\n", "\n")
+    )
 
 
 def inline(text: str, limit: int = MAX_INLINE) -> str:
@@ -233,7 +226,3 @@ def inline(text: str, limit: int = MAX_INLINE) -> str:
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence, pad = "`" * (longest + 1), " " if shown[:1] == "`" or shown[-1:] == "`" else ""
     return f"{fence}{pad}{shown}{pad}{fence}" if shown else ""
-
-
-def _has_glyph(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"

@@ -3,71 +3,21 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
 
-from unirl.tracking.console import ACCURACIES, Banner, Change, Console, Summary, evaluation
+from unirl.tracking.console import ACCURACIES, Change, Console, evaluation
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
-from unirl.tracking.run_directory import RunDirectory, now
+from unirl.tracking.run_directory import RunDirectory, now, read_record
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
-from unirl.tracking.tables import CsvTable, JsonLines, finite, read_rows, replace_text
+from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, replace_text
+from unirl.tracking.timing import PhaseTimers, peak_memory
 from unirl.types.evaluation import EvalResult
 from unirl.types.protocols import State
-
-GIB = 2**30
-
-
-class PhaseTimers:
-    """Sums the wall time of named phases: `with timers.phase("generate"): ...`, then `take()` once per step."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times the block, also if it raises. Waits for the GPU, so queued work counts for the phase that queued it."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            _wait_for_device()
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        """Returns `time/<phase>` in seconds since the last call, and resets the timers."""
-        seconds = {f"time/{name}": value for name, value in self._seconds.items()}
-        self._seconds = {}
-        return seconds
-
-
-def peak_memory() -> dict[str, float]:
-    """`mem/*` in GiB: the largest resident size so far, and the largest device allocation since the last call."""
-    metrics = {"mem/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT / GIB}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        metrics["mem/device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        torch.cuda.reset_peak_memory_stats()
-    return metrics
-
-
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
-
-
-def _wait_for_device() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-BEFORE_AFTER = "eval/step-*/before_after.*"
 
 
 class Tracker:
@@ -88,13 +38,15 @@ class Tracker:
         self.timers = PhaseTimers()
         self.position = 0
         self._tracks = tracks
-        self._mirrors = Mirrors(mirrors, about or RunInfo.of(run.root, run.id), self._mirror_failed)
+        about = about or RunInfo(root=run.root, project=run.identity.project, run_id=run.id)
+        self._mirrors = Mirrors(mirrors, about, self._mirror_failed)
         self._recorded: dict[str, float] = {}
         self._metrics = JsonLines(run.metrics)
         self._table = CsvTable(run.root / "metrics.csv")
         self._eval_table = CsvTable(run.root / "eval_metrics.csv")
         self._ledger = JsonLines(run.root / "ledger.jsonl")
         self._events = JsonLines(run.root / "events.jsonl")
+        self._cut_tables = (self._metrics, self._table, self._eval_table, self._ledger)
         self._remarked: set[str] = set()
         self._closed = False
         self.event("run.start", argv=list(run.identity.argv))
@@ -124,7 +76,7 @@ class Tracker:
         self.event("step.end", step=step)
         if self.console:
             self.console.step(step, metrics)
-        self._mirrors.log(step, metrics)
+        self._mirrors.each(lambda mirror: mirror.log(step, metrics))
         return metrics
 
     def ledger(
@@ -181,16 +133,23 @@ class Tracker:
         self.event("eval.end", step=step, **metrics)
         if self.console:
             self.console.note(f"eval after step {step}: {evaluation(metrics)}, {page}")
-        self._mirrors.log(step, metrics)
+        self._mirrors.each(lambda mirror: mirror.log(step, metrics))
         saved.media.mirror(self._mirrors, MirroredPage(step, "eval", title, page), saved.rows)
         return page
 
     # Words
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Appends to events.jsonl, which is never cut back. Raises ValueError for an unknown event."""
         check_event(name)
         self._events.append({"t": now(), "v": 1, "ev": name, **fields})
+
+    def choice(self, key: str, value: object, why: str) -> None:
+        """Shows the value that a run chose for a setting `auto`, and writes it into run.json under `chosen`."""
+        entry = {"value": value, "why": why}
+        self.run.note(chosen={**read_record(self.run.root).get("chosen", {}), key: entry})
+        if self.console:
+            self.console.note(f"{key}=auto: {why}")
 
     def warn(self, text: str) -> None:
         """Shows a warning on the console and records it as an event."""
@@ -198,21 +157,18 @@ class Tracker:
         if self.console:
             self.console.warn(text)
 
-    def banner(self, banner: Banner) -> None:
-        """Says what is about to run."""
+    def summary(self, title: str, lines: Sequence[tuple[str, str]] = ()) -> None:
+        """Prints how the rewards changed, from the files of the whole run, and where the newest pages are."""
         if self.console:
-            self.console.banner(banner)
-
-    def summary(self, title: str, lines: Sequence[tuple[str, str]] = ()) -> Summary:
-        """Says what became of the metrics that matter, from the files of the whole run; gives it back."""
-        summary = Summary(title=title, changes=self.changes(), lines=[*lines, *self.pages()])
-        if self.console:
-            self.console.summary(summary)
-        return summary
+            self.console.summary(title, self.changes(), [*lines, *self.pages()])
 
     def pages(self) -> list[tuple[str, str]]:
         """Where the samples of the newest step and evaluation are, for people to look at."""
-        patterns = (("samples", "samples/step-*"), ("evaluation", "eval/step-*"), ("before/after", BEFORE_AFTER))
+        patterns = (
+            ("samples", "samples/step-*"),
+            ("evaluation", "eval/step-*"),
+            ("before/after", "eval/step-*/before_after.*"),
+        )
         newest = [(label, max(self.run.root.glob(pattern), default=None)) for label, pattern in patterns]
         return [(label, str(path)) for label, path in newest if path is not None]
 
@@ -221,14 +177,13 @@ class Tracker:
         self.flush()
         rows = list(read_rows(self.run.metrics))
         scores = [json.loads(path.read_text())["metrics"] for path in sorted(self.run.root.glob("eval/*/scores.json"))]
-        held_out = [_change(scores, name) for name in _reward_means(scores)] if len(scores) > 1 else []
-        return held_out + [_change(rows, name) for name in _reward_means(rows)]
+        return (_changes(scores) if len(scores) > 1 else []) + _changes(rows)
 
     # The life of a run
 
     def truncate(self, step: int) -> None:
         """Goes back to a checkpoint: removes everything about later steps from the files, except events."""
-        for table in (self._metrics, self._table, self._eval_table, self._ledger):
+        for table in self._cut_tables:
             table.cut(step)
         self.run.cut_step_folders(step)
         self.position = max(step, 0)
@@ -238,7 +193,7 @@ class Tracker:
 
     def flush(self) -> None:
         """Makes every row durable. Called at the end of a step, before its checkpoint."""
-        for table in (self._metrics, self._table, self._eval_table, self._ledger, self._events):
+        for table in (*self._cut_tables, self._events):
             table.sync()
 
     def finish(self, code: int = 0, reason: str = "") -> None:
@@ -251,7 +206,7 @@ class Tracker:
         if self.console:
             self.console.close()
         self.flush()
-        for table in (self._metrics, self._table, self._eval_table, self._ledger, self._events):
+        for table in (*self._cut_tables, self._events):
             table.close()
         self.run.close(code, reason)
 
@@ -279,12 +234,12 @@ class Tracker:
         """Samples and tokens per second of the whole step, and tokens per second of sampling."""
         samples, tokens = self._recorded.get("samples/generated"), self._recorded.get("samples/tokens")
         step_s, generate_s = clock.get("time/step"), clock.get("time/generate")
-        rates = {"throughput/samples_per_s": samples / step_s} if samples and step_s else {}
-        if tokens and step_s:
-            rates["throughput/tokens_per_s"] = tokens / step_s
-        if tokens and generate_s:
-            rates["throughput/generated_tokens_per_s"] = tokens / generate_s
-        return rates
+        rates = {
+            "throughput/samples_per_s": (samples, step_s),
+            "throughput/tokens_per_s": (tokens, step_s),
+            "throughput/generated_tokens_per_s": (tokens, generate_s),
+        }
+        return {name: count / seconds for name, (count, seconds) in rates.items() if count and seconds}
 
     def _remark(self, media: Media) -> None:
         """Shows each remark of the media once."""
@@ -321,17 +276,14 @@ def _same_prompts(before: SampleTable[Media], after: SampleTable[Media]) -> bool
     return False
 
 
-def _reward_means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of metrics in both the first and last row that are mean rewards or shares of right answers."""
+def _changes(rows: Sequence[Row]) -> list[Change]:
+    """First and last value of the mean rewards and shares of right answers that the first and last row have."""
     if not rows:
         return []
+    first, last = rows[0], rows[-1]
     starts = ("rollout/reward_mean", "reward/", "eval/")
-    means = [name for name in rows[0] if name.startswith(starts) and name.endswith("_mean") and name in rows[-1]]
-    shares = [name for name in rows[0] if name.startswith(ACCURACIES) and name in rows[-1]]
-    return [*shares, *sorted(means, key=lambda name: (not name.endswith("/reward_mean"), name))]
-
-
-def _change(rows: Sequence[Mapping[str, Any]], name: str) -> Change:
-    spread = rows[-1].get("eval/reward_stderr") if name == "eval/reward_mean" else None
-    error = None if spread is None else float(spread)
-    return Change(name=name, start=float(rows[0][name]), end=float(rows[-1][name]), spread=error)
+    means = [name for name in first if name.startswith(starts) and name.endswith("_mean") and name in last]
+    shares = [name for name in first if name.startswith(ACCURACIES) and name in last]
+    names = [*shares, *sorted(means, key=lambda name: (not name.endswith("/reward_mean"), name))]
+    spreads = {"eval/reward_mean": float(last["eval/reward_stderr"])} if "eval/reward_stderr" in last else {}
+    return [Change(name, float(first[name]), float(last[name]), spreads.get(name)) for name in names]

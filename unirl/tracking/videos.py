@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from PIL import Image, ImageSequence
+from PIL import Image, ImageOps, ImageSequence
 
 from unirl.tracking.images import LOSSLESS_UP_TO, grid
-from unirl.tracking.mirrors import ImageFile, Mirrors, VideoFile
-from unirl.tracking.samples import Fact, Media, MirroredPage, SampleRow, SampleTable, SavedMedium, Sides
-from unirl.tracking.sheets import (
-    BACKGROUND,
-    GAP,
-    LABEL,
-    MAX_PER_ROW,
-    PAGE,
-    Tiles,
-    before_after_sheet,
-    contact_sheet,
-    fit,
-    saved,
-)
+from unirl.tracking.mirrors import Mirrors, Preview
+from unirl.tracking.samples import Fact, Media, MirroredPage, SampleRow, SampleTable
+from unirl.tracking.sheets import BACKGROUND, GAP, LABEL, MAX_PER_ROW, PAGE, TiledMedia, Tiles, fit, saved
 from unirl.tracking.tables import replace_text
 from unirl.tracking.texts import listing
 from unirl.types.primitives import VideoPreviews
@@ -58,14 +46,9 @@ class StoredVideo:
         assert 1 <= len(self.pixels) <= self.num_frames
 
     @property
-    def seconds(self) -> float:
-        """Duration of the video."""
-        return self.num_frames / self.fps
-
-    @property
     def frame_ms(self) -> float:
         """Milliseconds for which each stored frame is shown."""
-        return 1000 * self.seconds / len(self.pixels)
+        return 1000 * (self.num_frames / self.fps) / len(self.pixels)
 
     def facts(self) -> dict[str, Fact]:
         """Facts for the manifest. `shown` is the number of stored frames."""
@@ -88,18 +71,18 @@ class StoredVideo:
         gap = np.full((len(frames[0]), STRIP_GAP, 3), BACKGROUND, np.uint8)
         return np.concatenate([frames[0], *(part for frame in frames[1:] for part in (gap, frame))], axis=1)
 
-    def write(self, name: str, folder: Path, mp4: bool) -> SavedMedium:
-        """Writes `name`.webp, `name`-strip.png and, if `mp4` is True, `name`.mp4."""
+    def write(self, name: str, folder: Path) -> str:
+        """Writes `name`.webp, `name`-strip.png and, if PyAV is installed, `name`.mp4. Returns the name of the WebP."""
         file = f"{name}.webp"
         write_webp(folder / file, self.pixels, self.frame_ms, lossless=max(self.pixels.shape[1:3]) <= LOSSLESS_UP_TO)
         Image.fromarray(self.strip()).save(folder / f"{name}-strip.png")
-        if mp4:
+        if can_write_mp4():
             write_mp4(folder / f"{name}.mp4", self.pixels, 1000 / self.frame_ms)
-        return SavedMedium(file=file, facts=self.facts())
+        return file
 
 
 @dataclass(frozen=True, eq=False)
-class VideoMedia:
+class VideoMedia(TiledMedia):
     """Videos with one frame size and any number of frames."""
 
     videos: tuple[StoredVideo, ...]
@@ -127,10 +110,13 @@ class VideoMedia:
         """Reads the files that the rows name."""
         return cls(tuple(StoredVideo.read(row, folder) for row in rows))
 
-    def write(self, names: Sequence[str], folder: Path) -> list[SavedMedium]:
+    def write(self, rows: Sequence[SampleRow], names: Sequence[str], folder: Path) -> list[SampleRow]:
         """Writes an animated WebP, a strip of frames and, if PyAV is installed, an MP4 for each video."""
-        mp4 = can_write_mp4()
-        return [video.write(name, folder, mp4) for name, video in zip(names, self.videos, strict=True)]
+        files = [video.write(name, folder) for name, video in zip(names, self.videos, strict=True)]
+        return [
+            replace(row, file=file, facts={**row.facts, **video.facts()})
+            for row, file, video in zip(rows, files, self.videos, strict=True)
+        ]
 
     def compares_with(self, other: Media) -> bool:
         """Returns True for videos with the same frame size."""
@@ -143,25 +129,26 @@ class VideoMedia:
         across = min(max((PAGE - LABEL) // (width + GAP), FEWEST_ACROSS), MAX_PER_ROW)
         return Tiles([_padded(strip, width) for strip in strips], width, height, across, self._about())
 
-    def page(self, table: SampleTable[Any], folder: Path, title: str) -> Path:
+    def page(self, table: SampleTable[Self], folder: Path, title: str) -> Path:
         """Writes a sheet of strips, and a Markdown page that plays the videos."""
-        replace_text(folder / "samples.md", samples_page(table, folder, title))
-        return saved(contact_sheet(table, title), folder / "contact_sheet.png")
 
-    def comparison(self, before: SampleTable[Any], after: SampleTable[Any], sides: Sides, folder: Path) -> Path:
-        sheet = before_after_sheet(before, after, sides, "Before and after training")
-        return saved(sheet, folder / "before_after.png")
+        def shown_as(row: int, _: int) -> str:
+            file, video = table.rows[row].file, table.media.videos[row]
+            height, width = enlarged(video.pixels[0], STRIP_SIDE).shape[:2]
+            moving = f'<img src="{file}" width="{width}" height="{height}" alt="sample {row}">'
+            mp4 = Path(file).with_suffix(".mp4").name
+            return f"{moving}\n\n[MP4]({mp4})\n\n" if (folder / mp4).exists() else f"{moving}\n\n"
+
+        replace_text(folder / "samples.md", listing(table, title, shown_as))
+        return super().page(table, folder, title)
 
     def gallery(self, prompts: Sequence[str], folder: Path) -> Path:
         """Writes the files of every video, and a grid of strips with one row per prompt."""
         columns = len(self.videos) // len(prompts)
-        self.write([f"p{i // columns:02d}-s{i % columns:02d}" for i in range(len(self.videos))], folder)
+        for i, video in enumerate(self.videos):
+            video.write(f"p{i // columns:02d}-s{i % columns:02d}", folder)
         cells = [_padded(strip, strip.shape[1] + 4 * STRIP_GAP, STRIP_GAP) for strip in self.tiles().images]
         return saved(grid([Image.fromarray(cell) for cell in cells], columns), folder / "grid.png")
-
-    def console_lines(self) -> list[str]:
-        """None: a console cannot show videos."""
-        return []
 
     def remarks(self) -> list[str]:
         """A note if MP4 files cannot be written here."""
@@ -171,9 +158,10 @@ class VideoMedia:
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
         """Sends the sheet and the first videos."""
-        mirrors.images(page.step, page.key, [ImageFile(page.path, page.title)])
-        files = [(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in rows[:MAX_MIRRORED_VIDEOS]]
-        mirrors.videos(page.step, page.key, [VideoFile.of(path, caption) for path, caption in files])
+        mirrors.each(lambda mirror: mirror.images(page.step, page.key, [Preview(page.path, page.title)]))
+        first = rows[:MAX_MIRRORED_VIDEOS]
+        previews = [Preview(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in first]
+        mirrors.each(lambda mirror: mirror.videos(page.step, page.key, previews))
 
     def _shape(self) -> set[tuple[int, ...]]:
         return {video.pixels.shape[1:] for video in self.videos}
@@ -187,19 +175,6 @@ class VideoMedia:
         return f"{strip} of {first.width} x {first.height}, {first.fps:g} per second"
 
 
-def samples_page(table: SampleTable[VideoMedia], folder: Path, title: str) -> str:
-    """Markdown page that plays the videos in `folder`, by prompt and highest reward first, with the facts of each."""
-
-    def shown_as(row: int, _: int) -> str:
-        file, video = table.rows[row].file, table.media.videos[row]
-        height, width = enlarged(video.pixels[0], STRIP_SIDE).shape[:2]
-        moving = f'<img src="{file}" width="{width}" height="{height}" alt="sample {row}">'
-        mp4 = Path(file).with_suffix(".mp4").name
-        return f"{moving}\n\n[MP4]({mp4})\n\n" if (folder / mp4).exists() else f"{moving}\n\n"
-
-    return listing(table, title, shown_as)
-
-
 def _framed(frame: np.ndarray) -> np.ndarray:
     """The frame [h, w, 3] in its size on a strip."""
     height, width = frame.shape[:2]
@@ -211,9 +186,7 @@ def _framed(frame: np.ndarray) -> np.ndarray:
 
 def _padded(image: np.ndarray, width: int, below: int = 0) -> np.ndarray:
     """The image with empty space to its right and below it."""
-    room = Image.new("RGB", (width, image.shape[0] + below), BACKGROUND)
-    room.paste(Image.fromarray(image), (0, 0))
-    return np.asarray(room)
+    return np.asarray(ImageOps.expand(Image.fromarray(image), (0, 0, width - image.shape[1], below), BACKGROUND))
 
 
 PLAYED_SIDE = 256
@@ -234,29 +207,19 @@ def write_webp(path: Path, frames: np.ndarray, frame_ms: float, lossless: bool) 
 
 def read_webp(path: Path, num_frames: int, frame_ms: float) -> np.ndarray:
     """[F, H, W, 3] uint8, the frames that `write_webp` wrote. A file stores equal adjacent frames only once."""
-    frames_of_file = _webp_frames(path)
-    shown = (
-        np.searchsorted([frame.start_ms for frame in frames_of_file], _starts(num_frames, frame_ms), side="right") - 1
-    )
-    return np.stack([frames_of_file[number].pixels for number in shown])
+    frames, durations = _webp_frames(path)
+    ends = np.cumsum(durations)[:-1]
+    return np.stack([frames[number] for number in np.searchsorted(ends, _starts(num_frames, frame_ms), side="right")])
 
 
-@dataclass(frozen=True)
-class WebpFrame:
-    """One stored frame of a file, and when it is shown."""
-
-    pixels: np.ndarray  # [H, W, 3] uint8
-    start_ms: int
-    duration_ms: int
-
-
-def _webp_frames(path: Path) -> list[WebpFrame]:
-    frames_of_file = []
+def _webp_frames(path: Path) -> tuple[list[np.ndarray], list[int]]:
+    """The stored frames [H, W, 3] of a file, and the milliseconds for which each is shown."""
+    frames, durations = [], []
     with Image.open(path, formats=["WEBP"]) as file:
         for frame in ImageSequence.Iterator(file):
-            image = np.asarray(frame.convert("RGB"))  # PIL sets the times when the pixels are read
-            frames_of_file.append(WebpFrame(image, frame.info.get("timestamp", 0), frame.info.get("duration", 0)))
-    return frames_of_file
+            frames.append(np.asarray(frame.convert("RGB")))
+            durations.append(frame.info.get("duration", 0))  # PIL sets it when the pixels are read
+    return frames, durations
 
 
 def _starts(count: int, frame_ms: float) -> list[int]:
@@ -266,24 +229,24 @@ def _starts(count: int, frame_ms: float) -> list[int]:
 
 def can_write_mp4() -> bool:
     """Returns True if PyAV is installed and has an H.264 encoder."""
-    if find_spec("av") is None:
-        return False
     try:
         import av
     except ImportError:
-        return False  # installed, but built for another system
+        return False  # not installed, or built for another system
     return ENCODER in av.codecs_available
 
 
 def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Writes frames [F, H, W, 3] uint8 as H.264 that any player shows. An odd side is padded by one line."""
+    """Writes frames [F, H, W, 3] uint8 as H.264 that any player shows. The last line of an odd side is repeated."""
     import av
 
-    images = [_even(enlarged(frame, PLAYED_SIDE)) for frame in frames]
+    large = np.stack([enlarged(frame, PLAYED_SIDE) for frame in frames])
+    height, width = large.shape[1:3]
+    images = np.pad(large, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     # With the index at the front, a browser can play the file while it loads.
     with av.open(str(path), mode="w", format="mp4", options={"movflags": "+faststart"}) as container:
         stream: Any = container.add_stream(ENCODER, rate=Fraction(fps).limit_denominator(1000), options=QUALITY)
-        stream.height, stream.width, stream.pix_fmt = *images[0].shape[:2], "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = images.shape[1], images.shape[2], "yuv420p"
         stream.thread_count = 1
         for frame in [*(av.VideoFrame.from_ndarray(image, format="rgb24") for image in images), None]:
             container.mux(stream.encode(frame))
@@ -291,9 +254,8 @@ def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
 
 def gif_of(webp: Path) -> bytes:
     """The animation of a WebP file as GIF, with 256 colours per frame."""
-    frames_of_file = _webp_frames(webp)
-    first, *others = [Image.fromarray(enlarged(frame.pixels, PLAYED_SIDE)) for frame in frames_of_file]
-    durations = [frame.duration_ms for frame in frames_of_file]
+    frames, durations = _webp_frames(webp)
+    first, *others = [Image.fromarray(enlarged(frame, PLAYED_SIDE)) for frame in frames]
     file = io.BytesIO()
     first.save(file, format="GIF", save_all=True, append_images=others, duration=durations, loop=0)
     return file.getvalue()
@@ -303,9 +265,3 @@ def enlarged(image: np.ndarray, side: int) -> np.ndarray:
     """The image [H, W, 3] with every pixel repeated as often as the image stays within `side`."""
     times = max(1, side // max(image.shape[:2]))
     return np.repeat(np.repeat(image, times, axis=0), times, axis=1)
-
-
-def _even(image: np.ndarray) -> np.ndarray:
-    """Repeats the last line if a side is odd, because H.264 needs even sides."""
-    height, width = image.shape[:2]
-    return np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

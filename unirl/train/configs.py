@@ -29,10 +29,16 @@ class FSDPConfig:
     """full = shard over all ranks; hybrid = copies of shard_size ranks each (HSDP). If absent, shard_size decides."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward pass and gather them again in the backward pass."""
+    prefetch_blocks: int = 0
+    """Number of blocks that are gathered ahead of the one that runs, in forward and backward passes.
+
+    With 0, FSDP2 gathers a block when the host reaches it, and in backward passes one block ahead.
+    """
     mixed_precision: bool = True
     """Gather the float32 master weights in the dtype that the bundle was loaded in.
 
-    This has no effect on one rank, or if the bundle was loaded in fp32.
+    Weights that their class keeps in float32 are gathered in float32, and so are the adapters of such a model. This has
+    no effect on one rank, or if the bundle was loaded in fp32.
     """
     defer_grad_sync: bool = True
     """Reduce gradients over the ranks once per update.
@@ -48,6 +54,8 @@ class FSDPConfig:
     def __post_init__(self) -> None:
         if self.shard_size is not None and self.shard_size < 1:
             raise InvalidValueError(f"fsdp_cfg.shard_size must be >= 1, got {self.shard_size}")
+        if self.prefetch_blocks < 0:
+            raise InvalidValueError(f"fsdp_cfg.prefetch_blocks must be >= 0, got {self.prefetch_blocks}")
         if self.fsdp_mode == "full" and self.shard_size is not None:
             raise IncompatibleError(
                 f"fsdp_cfg.fsdp_mode=full shards over all ranks, and shard_size={self.shard_size} contradicts it. "
@@ -88,7 +96,13 @@ class LoraConfig:
     target_modules: tuple[str, ...] | Literal["model"] = "model"
     """Name suffixes of the adapted modules. The word "model" selects the model's own list (ModelFacts.lora_targets)."""
 
-    toy: ClassVar[Mapping[str, object]] = {"rank": 4, "alpha": 8.0}
+    path: str | None = None
+    """A LoRA file, or the folder of one, with which the adapters start; absent = they start without an update.
+
+    It may be a file of diffusers, PEFT, kohya or ComfyUI. Its rank may be smaller than `rank`, and its alpha another.
+    """
+
+    toy: ClassVar[Mapping[str, object]] = {"rank": 4, "alpha": 8.0, "path": None}
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -171,6 +185,8 @@ class SnapshotConfig:
     """A hub id or the directory of a model, as in `bundle.path`. `unirl export` writes such directories."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+
+    toy: ClassVar[Mapping[str, object]] = {"path": "toy", "revision": None}
 
 
 @dataclass(frozen=True, kw_only=True)

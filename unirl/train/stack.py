@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from unirl.algorithms.base import START, StageAlgorithm
 from unirl.config.errors import DivergenceError, GeometryError, IncompatibleError, InvalidValueError
 from unirl.distributed import current
-from unirl.distributed.group.dispatch import scatter
+from unirl.distributed.group.dispatch import broadcast, collect, scatter
 from unirl.train.backend.base import TrainBackend, UpdateStats
+from unirl.train.memory import DeviceMemory, MicroBatchMemory, memory_of, peak_bytes
 from unirl.train.parity import parity_of
+from unirl.types.batch import map_value
+from unirl.types.progress import progress
 from unirl.types.protocols import REFERENCE, TrainingProgress
 from unirl.types.results import Metric, Metrics, TrainStepResult, merge
 from unirl.types.rollout_resp import RolloutTrack
@@ -28,6 +33,12 @@ def merge_ranks(results: Sequence[TrainStepResult]) -> TrainStepResult:
     return TrainStepResult(tuple(merge(ranks) for ranks in zip(*(r.updates for r in results), strict=True)))
 
 
+def joined(results: Sequence[list[MicroBatchMemory]]) -> list[MicroBatchMemory]:
+    """The measurements of all ranks."""
+    return [each for rank in results for each in rank]
+
+
+@dataclass(eq=False)
 class TrainStack:
     """Trains a track: anchors -> for each update: for each micro-batch: for each part: backward -> step.
 
@@ -38,46 +49,44 @@ class TrainStack:
 
     toy: ClassVar[Mapping[str, object]] = {"micro_batch_size": 2}
 
-    def __init__(
-        self,
-        backend: TrainBackend,
-        algorithm: StageAlgorithm[Any],
-        stage: Any,  # the policy that the algorithm replays; only the algorithm knows its type
-        *,
-        micro_batch_size: int = 1,
-        micro_batch_tokens: int | None = None,
-        max_grad_norm: float = 1.0,
-        num_updates_per_batch: int = 1,
-        max_nonfinite_updates: int = 3,
-    ) -> None:
-        """
-        Args:
-            micro_batch_size: number of rows per forward and backward pass. It changes memory and speed, not the
-                gradient.
-            micro_batch_tokens: replaces `micro_batch_size` for rows of unequal length. A micro-batch holds whole rows
-                with at most this many prompt and response tokens. A longer row forms a micro-batch by itself.
-            max_grad_norm: the gradient is clipped to this norm before each update.
-            num_updates_per_batch: number of optimizer updates per rollout. Each update uses different rows.
-            max_nonfinite_updates: stop the run after this many consecutive updates whose loss or gradient is not
-                finite.
-        """
-        self.backend = backend
-        self.algorithm = algorithm
-        self.stage = stage
-        self.micro_batch_size = micro_batch_size
-        self.micro_batch_tokens = micro_batch_tokens
-        self.max_grad_norm = max_grad_norm
-        self.num_updates_per_batch = num_updates_per_batch
-        self.max_nonfinite_updates = max_nonfinite_updates
+    backend: TrainBackend
+    algorithm: StageAlgorithm[Any]
+    stage: Any
+    """The policy that the algorithm replays. Only the algorithm knows its type."""
+    _: KW_ONLY
+    micro_batch_size: int | Literal["auto"] = "auto"
+    """Number of rows per forward and backward pass. It changes memory and speed, not the gradient.
+
+    A run with the word "auto" takes what its plan chooses for the memory of the device; on a GPU, a measurement before
+    the first update may lower it. A continued run takes the number of the first one.
+    """
+    micro_batch_tokens: int | None = None
+    """Replaces `micro_batch_size` for rows of unequal length.
+
+    A micro-batch holds whole rows with at most this many prompt and response tokens. A longer row forms a micro-batch
+    by itself.
+    """
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """The gradient is clipped to this norm before each update."""
+    num_updates_per_batch: int = 1
+    """Number of optimizer updates per rollout. Each update uses different rows."""
+    max_nonfinite_updates: int = 3
+    """Stop the run after this many consecutive updates whose loss or gradient is not finite."""
+
+    def __post_init__(self) -> None:
         self._check_settings()
-        for name in algorithm.needs.snapshots:
+        # Until the driver has chosen, "auto" is the smallest legal size.
+        fixed, together = self.micro_batch_size, self.algorithm.needs.rows_together
+        self.micro_rows = fixed if isinstance(fixed, int) else together
+        """Rows of a micro-batch."""
+        for name in self.algorithm.needs.snapshots:
             self._provide_snapshot(name)
-        if algorithm.needs.value:
-            self.stage.value_head = backend.provide_value_head(stage.build_value_head)
+        if self.algorithm.needs.value:
+            self.stage.value_head = self.backend.provide_value_head(self.stage.build_value_head)
 
     def _check_settings(self) -> None:
         for name in ("micro_batch_size", "micro_batch_tokens", "num_updates_per_batch", "max_nonfinite_updates"):
-            if vars(self)[name] is not None and vars(self)[name] < 1:
+            if vars(self)[name] not in (None, "auto") and vars(self)[name] < 1:
                 raise InvalidValueError(f"stack.{name} must be >= 1, got {vars(self)[name]}")
         if self.max_grad_norm <= 0:
             raise InvalidValueError(f"stack.max_grad_norm must be > 0, got {self.max_grad_norm}")
@@ -87,7 +96,8 @@ class TrainStack:
                 f"stack.num_updates_per_batch={self.num_updates_per_batch}: {name} is valid only for one update per "
                 "rollout. Use 1"
             )
-        if self.micro_batch_tokens is None and self.micro_batch_size % needs.rows_together:
+        fixed = self.micro_batch_size if self.micro_batch_tokens is None else "auto"
+        if isinstance(fixed, int) and fixed % needs.rows_together:
             raise GeometryError(
                 f"stack.micro_batch_size={self.micro_batch_size} would split the {needs.rows_together} adjacent rows "
                 f"that {name} compares. Use a multiple of {needs.rows_together}"
@@ -104,7 +114,7 @@ class TrainStack:
             )
         self.backend.snapshot(name)
 
-    @scatter(merge_ranks)
+    @scatter(merge_ranks, unread=("decoded",))
     def train_track(self, track: RolloutTrack, now: TrainingProgress = START) -> TrainStepResult:
         """Train on all rows of `track`. The result has one entry of metrics per update."""
         updates = self._split(track)
@@ -115,7 +125,7 @@ class TrainStack:
         self.backend.finish_step()
         return TrainStepResult(tuple(results))
 
-    @scatter(merge)
+    @scatter(merge, unread=("decoded",))
     def measure_parity(self, track: RolloutTrack) -> Metrics:
         """Statistics of the importance ratio between the live weights and the recorded log-probs, place by place.
 
@@ -142,7 +152,57 @@ class TrainStack:
         updates = [track.slice(u * size, (u + 1) * size) for u in range(num_updates)]
         if self.micro_batch_tokens is not None:
             return self._by_tokens(updates, self.micro_batch_tokens)
-        return [rows.chunk(self.micro_batch_size) for rows in updates]
+        return [rows.chunk(self.micro_rows) for rows in updates]
+
+    # stack.micro_batch_size=auto
+
+    @collect
+    def device_memory(self) -> DeviceMemory:
+        """The device of each rank."""
+        return memory_of(self.backend.device)
+
+    @broadcast
+    def use_micro_rows(self, rows: int) -> None:
+        """Cut updates into micro-batches of `rows` rows from now on."""
+        self.micro_rows = rows
+
+    @scatter(joined, unread=("decoded",))
+    def measure_memory(self, track: RolloutTrack, now: TrainingProgress = START) -> list[MicroBatchMemory]:
+        """The memory that micro-batches of the costliest rows take on each rank's device, which must not be a CPU.
+
+        Trains a quarter and a half of the present micro-batch, but at least one and two bundles of rows, and drops the
+        gradients, so no weight changes. `micro_rows` and the rows of each rank are at least two bundles. This is a
+        collective.
+        """
+        together = self.algorithm.needs.rows_together
+        many = max(self.micro_rows // (2 * together), 2) * together
+        few = many // (2 * together) * together
+        rows = self._costliest(track, many)
+        # The first pass allocates workspaces, some of which it frees.
+        _, low, high = (
+            peak_bytes(self.backend.device, partial(self._try, rows.slice(0, size), now)) for size in (few, few, many)
+        )
+        current().free_unused()
+        return [MicroBatchMemory((few, many), (low, high))]
+
+    def _costliest(self, track: RolloutTrack, count: int) -> RolloutTrack:
+        """The `count` rows with the most tokens, whole bundles; the first rows if all cost the same."""
+        together, costs = self.algorithm.needs.rows_together, track.costs()
+        starts = list(range(0, len(track), together))
+        if costs is not None:
+            starts.sort(key=lambda start: -int(costs[start : start + together].sum()))
+        return track.select([start + i for start in starts[: count // together] for i in range(together)])
+
+    def _try(self, rows: RolloutTrack, now: TrainingProgress) -> None:
+        """Compute the gradient of one micro-batch as an update would, and drop it."""
+        updates = [[rows]]
+        self._prepare(updates)
+        now, [[micro]] = self._with_totals(updates, now), updates
+        total = torch.zeros((), device=self.backend.device, dtype=torch.float64)
+        backward = partial(self._backward, total, 1.0, True)
+        self.algorithm.compute_loss_and_backward(self.stage, self._placed(micro), backward, now, first_update=True)
+        progress("micro-batch that is measured")
+        self.backend.drop_gradients()
 
     def _by_tokens(self, updates: list[RolloutTrack], budget: int) -> list[Update]:
         """Split each update into micro-batches of at most `budget` tokens.
@@ -179,6 +239,7 @@ class TrainStack:
             with torch.no_grad(), self.backend.weights(snapshot):
                 for micros in updates[first:]:
                     for i, micro in enumerate(micros):
+                        progress("anchors of a micro-batch")
                         segment, parity = self.algorithm.prepare_segment(self.stage, self._placed(micro), snapshot)
                         micros[i] = micro.replace(segment=micro.segment.replace(anchors=segment.anchors))
                         metrics.append(parity)
@@ -199,21 +260,29 @@ class TrainStack:
         if count == 0:
             # Every rank sees the same count, so all ranks return here together.
             return {"train/skipped_updates": Metric.sum(1.0)}
-        losses = _Losses(self.backend, 1.0 / count)
+        total = torch.zeros((), device=self.backend.device, dtype=torch.float64)
         metrics: list[Metrics] = []
         for i, micro in enumerate(micros):
-            losses.last_rows = i == len(micros) - 1
+            backward = partial(self._backward, total, 1.0 / count, i == len(micros) - 1)
             micro_metrics = self.algorithm.compute_loss_and_backward(
-                self.stage, self._placed(micro), losses.backward, now, first_update=first
+                self.stage, self._placed(micro), backward, now, first_update=first
             )
-            metrics.append(_widened(micro_metrics))
-        stats = self.backend.step(self.max_grad_norm, losses.total)
-        self._check_finite(stats, losses.total)
+            # In float64, sums do not depend on how rows are spread over micro-batches and ranks.
+            metrics.append(map_value(micro_metrics, Tensor.double))
+            progress("micro-batch")
+        stats = self.backend.step(self.max_grad_norm, total)
+        self._check_finite(stats, total)
         if stats.skipped:
             return _update_metrics(stats)
         # The losses of the ranks add up. A mean metric of weight 1 / dp on each rank merges to their sum.
-        loss = Metric(losses.total, 1.0 / rank.dp_size, "mean")
+        loss = Metric(total, 1.0 / rank.dp_size, "mean")
         return _update_metrics(stats) | {"train/loss": loss} | merge(metrics)
+
+    def _backward(self, total: Tensor, scale: float, last_rows: bool, loss: Tensor, last_part: bool) -> None:
+        """Scale the loss of one part, add it to `total` in place, and pass it to the backend."""
+        scaled = loss * scale
+        total += scaled.detach()
+        self.backend.backward(scaled, last=last_rows and last_part)
 
     def _placed(self, micro: RolloutTrack) -> RolloutTrack:
         return micro.to(self.backend.device)
@@ -233,24 +302,6 @@ def _micro(rows: RolloutTrack, piece: Micro) -> RolloutTrack:
     return chosen.replace(weight=torch.zeros_like(chosen.weight)) if piece.is_fill else chosen
 
 
-class _Losses:
-    """Scales the losses of one update, passes them to the backend, and adds them up.
-
-    `last_rows` is set before the last micro-batch, so that the backend knows which backward pass is the last.
-    """
-
-    def __init__(self, backend: TrainBackend, scale: float) -> None:
-        self.backend = backend
-        self.scale = scale
-        self.last_rows = False
-        self.total = torch.zeros((), device=backend.device, dtype=torch.float64)
-
-    def backward(self, loss: Tensor, last_part: bool) -> None:
-        scaled = loss * self.scale
-        self.total += scaled.detach()
-        self.backend.backward(scaled, last=self.last_rows and last_part)
-
-
 def _update_metrics(stats: UpdateStats) -> Metrics:
     """Learning rate, skip count and gradient norms of an update. A skipped update has no norms."""
     metrics = {"train/lr": Metric.mean(stats.lr), "train/skipped_updates": Metric.sum(float(stats.skipped))}
@@ -258,17 +309,6 @@ def _update_metrics(stats: UpdateStats) -> Metrics:
         return metrics
     norms = {"train/grad_norm": stats.grad_norm, "train/value_grad_norm": stats.value_grad_norm}
     return metrics | {name: Metric.mean(norm) for name, norm in norms.items() if norm is not None}
-
-
-def _widened(metrics: Metrics) -> Metrics:
-    """Convert metrics to float64, so that sums do not depend on how rows are spread over micro-batches and ranks."""
-    return {
-        name: Metric(_double(m.total), _double(m.weight), m.kind, _double(m.squares)) for name, m in metrics.items()
-    }
-
-
-def _double(value: Tensor | float) -> Tensor | float:
-    return value.double() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

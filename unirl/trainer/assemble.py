@@ -1,7 +1,6 @@
 """How a checked recipe becomes a trainer: every role is built here, and every line says what it is given.
 
 trainside    train devices:  bundle pipeline stage backend algorithm stack rollout
-             (the reward comes first where the loss differentiates through it)
 dedicated    train devices:  bundle stage backend algorithm stack sender   (only the trained module of the model)
              engine devices: bundle pipeline rollout                       (the whole model)
 reward       on the devices that the placement gives it
@@ -11,48 +10,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 from unirl.algorithms.base import StageAlgorithm
 from unirl.config.build import build
 from unirl.config.failures import Session, failure_of
 from unirl.config.load import Recipe
 from unirl.config.node import Node, nodes_below
-from unirl.config.recipe import EvaluationConfig, RecipeConfig
+from unirl.config.recipe import RecipeConfig
 from unirl.data.datasets import Prompt
-from unirl.data.images import check_counts
 from unirl.distributed import current
-from unirl.distributed.group.handle import Group, Handle
-from unirl.distributed.group.pool import Pool, open_pool
-from unirl.distributed.group.remote import Remote, Siblings
+from unirl.distributed.group.base import Pool
+from unirl.distributed.group.handle import Group, Handle, Remote, Siblings
+from unirl.distributed.group.pool import open_pool
 from unirl.distributed.weight_sync.base import NoSync
 from unirl.distributed.weight_sync.endpoints import WeightSender
-from unirl.distributed.weight_sync.sync import SyncEndpoint
+from unirl.models.base import Bundle, Pipeline
+from unirl.models.denoising.bundle import DiffusionBundle
 from unirl.models.denoising.differentiable import DifferentiableStage
+from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
-from unirl.plan.preflight import KnownModel, check_disk, known_facts, needs_of
-from unirl.reward.base import StartChecker
-from unirl.reward.failures import STRICT, DropBudget, FailurePolicy
-from unirl.reward.scoring import check_start
+from unirl.plan.preflight import KnownModel, check_disk, needs_of
+from unirl.plan.prompts import load_data
+from unirl.plan.tiling import KEY as TILING
+from unirl.plan.tiling import choose_tiling, leaves_tiling_open
+from unirl.reward.base import RewardScorer
+from unirl.reward.failures import STRICT, DropBudget
+from unirl.reward.service import RewardService
+from unirl.rollout.engine.base import RolloutEngine
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.base import TrainBackend
-from unirl.train.backend.checkpoint import CheckpointStore
-from unirl.train.configs import LoraConfig
-from unirl.trainer.loop import PUBLISHED, Trainer
-from unirl.trainer.parity import ParityGate
-from unirl.trainer.residency import Phases, Residency
-from unirl.trainer.resume import ResumePoint, check_resumable, resume_point
-from unirl.trainer.roles import Roles
-from unirl.trainer.run_folder import continuation, open_tracker
+from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint
+from unirl.train.backend.snapshots import LIVE
+from unirl.train.configs import EmaLoraConfig
+from unirl.train.parity import ParityGate
+from unirl.train.stack import TrainStack
+from unirl.trainer.loop import Trainer
+from unirl.trainer.micro_batch import MicroBatch, chooses_micro_batch
+from unirl.trainer.publishing import Publisher
+from unirl.trainer.residency import Phases, Residency, Roles
+from unirl.trainer.resume import check_resumable, resume_point
+from unirl.trainer.run_folder import continuation, open_tracker, run_root
 from unirl.trainer.run_state import RunState, environment
+from unirl.types.device import accelerator, device_kind
 from unirl.types.protocols import DataSource, Stateful
+from unirl.types.sampling import Sampling
+
+RoleT = TypeVar("RoleT")
 
 
 @contextmanager
 def build_trainer(
     recipe: Recipe, session: Session | None = None, *, tracker: Tracker | None = None
-) -> Iterator[Trainer[Any]]:
+) -> Iterator[Trainer[Sampling]]:
     """The trainer of a recipe that passed preflight, with its run directory open and its roles placed.
 
     When the block ends, all workers end, and the run directory says how the run ended.
@@ -62,17 +75,23 @@ def build_trainer(
         tracker: the tracker to report to. None opens the run directory of the recipe.
     """
     data = load_data(recipe)
+    is_own_run = tracker is None
+    root = run_root(recipe) if tracker is None else tracker.run.root
+    # A run that may not start leaves no folder.
+    checkpoints = CheckpointStore(root / "checkpoints", keep=recipe.config.keep_checkpoints)
+    resume = resume_point(checkpoints, recipe.config.resume)
+    lora = None if recipe.config.lora is None else build(recipe.config.lora)
+    check_resumable(resume, checkpoints.directory, recipe.resolved(), lora)
     if tracker is None:
         check_reward(recipe.config)
-        tracker = open_tracker(recipe, session.argv if session else ())
+        tracker = open_tracker(recipe, root, session.argv if session else ())
     if session is not None:
-        session.run_dir = tracker.run.root
-    with recorded_end(tracker):
-        checkpoints = CheckpointStore(tracker.run.checkpoints, keep=recipe.config.keep_checkpoints)
-        resume = resume_point(checkpoints, recipe.config.resume)
-        check_resumable(resume, checkpoints.directory, recipe.resolved(), lora_of(recipe.config))
-        with closing(pool_of(recipe, tracker)) as pool:
-            yield assemble(recipe, data, tracker, pool, checkpoints, resume)
+        session.run_dir = root
+    with recorded_end(tracker), closing(pool_of(recipe, tracker)) as pool:
+        trainer = assemble(recipe, data, tracker, pool, checkpoints, resume)
+        if is_own_run:
+            _check_disk(recipe.config, checkpoints, trainer.roles.backend)
+        yield trainer
 
 
 @contextmanager
@@ -91,6 +110,7 @@ def recorded_end(tracker: Tracker) -> Iterator[None]:
 def pool_of(recipe: Recipe, tracker: Tracker) -> Pool:
     """The devices of a recipe. Stalled calls write the stacks of all workers into the run's `logs`."""
     config = recipe.config
+    check_machine(config, tracker.warn)
     pool = open_pool(
         config.runtime_in_use,
         config.num_devices,
@@ -100,25 +120,42 @@ def pool_of(recipe: Recipe, tracker: Tracker) -> Pool:
         row_transport=config.row_transport,
     )
     pool.stack_dir = tracker.run.root / "logs"
+    if is_elsewhere(config) and config.scale != "toy":
+        pool.check_device = lambda devices, kind: check_memory(config, kind, tracker.warn, devices)
+    pool.connect_s = config.connect_timeout_s
+    pool.allow_mixed_devices = config.allow_mixed_devices
     return pool
 
 
 def assemble(
-    recipe: Recipe, data: DataSource, tracker: Tracker, pool: Pool, checkpoints: CheckpointStore, resume: ResumePoint
-) -> Trainer[Any]:
+    recipe: Recipe,
+    data: DataSource[Prompt],
+    tracker: Tracker,
+    pool: Pool,
+    checkpoints: CheckpointStore,
+    resume: ResumePoint,
+) -> Trainer[Sampling]:
     """Place the roles of a recipe on a pool, and join them in the trainer of its domain."""
-    config, plan = recipe.config, plan_of(recipe.config)
+    config, plan = with_tiling(recipe.config, tracker.choice), plan_of(recipe.config)
     sampling, advantage = build(config.sampling), build(config.advantage)
-    algorithm: StageAlgorithm[Any] = build(config.algorithm)
+    algorithm: StageAlgorithm[object] = build(config.algorithm)
     kl = algorithm.kl_controller()
-    drops = DropBudget(failure_policy(config))
+    on_failure = config.reward.get("on_failure", Node)
+    # A reward of a class other than ours stops at the first sample that cannot be scored.
+    drops = DropBudget(STRICT if on_failure is None else build(on_failure))
     place_roles = place_dedicated if plan.is_dedicated else place_trainside
     roles = place_roles(pool, plan, config, sampling.seed)
-    if roles.has_own_weights and config.weight_sync_interval > 1:
-        roles.backend.snapshot(PUBLISHED)
-    _check_disk(config, checkpoints, roles.backend)
-    candidates = {"data": data, "advantage": advantage, "kl": kl, "drops": drops}
+    publisher = Publisher(
+        roles.sync,
+        roles.backend,
+        interval=config.weight_sync_interval if roles.has_own_weights else 1,
+        weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
+    )
+    micro_batch = MicroBatch(config, roles.stack, tracker.choice) if chooses_micro_batch(config) else None
+    candidates = {"data": data, "advantage": advantage, "kl": kl, "drops": drops, "publisher": publisher}
     state = RunState(
+        backend=roles.backend,
+        tracker=tracker,
         stateful={name: item for name, item in candidates.items() if isinstance(item, Stateful)},
         recipe=recipe.resolved(),
         environment=environment(roles.train_ranks),
@@ -127,7 +164,7 @@ def assemble(
         resume_command=continuation(recipe, tracker.run.root),
         write_config=partial(tracker.run.write_config, recipe.composed.text(resolve_all=True), recipe.resolved_text()),
     )
-    trainer: Trainer[Any] = build(
+    trainer: Trainer[Sampling] = build(
         config.trainer,
         config=config,
         roles=roles,
@@ -137,11 +174,43 @@ def assemble(
         kl=kl,
         drops=drops,
         state=state,
-        tracker=tracker,
-        parity=parity_gate(config),
-        phases=Phases(timers=tracker.timers, pool=pool, residency=Residency(plan, roles)),
+        publisher=publisher,
+        parity=parity_gate(config, algorithm),
+        phases=Phases(
+            timers=tracker.timers,
+            pool=pool,
+            residency=Residency(plan, roles),
+            shortage=partial(memory_advice, config, micro_batch),
+        ),
+        micro_batch=micro_batch,
     )
     return trainer
+
+
+def with_tiling(config: RecipeConfig, report: Callable[[str, object, str], None]) -> RecipeConfig:
+    """The recipe with `pipeline.vae_tiling=auto` replaced by the choice for this machine's GPU; without one, by false.
+
+    Args:
+        report: called with the key, the choice and the reason, if there is a GPU.
+    """
+    if not leaves_tiling_open(config):
+        return config
+    memory = None if is_elsewhere(config) else device_kind(accelerator()).memory_gib
+    tiles = False
+    if memory is not None:
+        tiles, why = choose_tiling(config, memory)
+        report(f"pipeline.{TILING}", tiles, why)
+    values = {**config.pipeline.values, TILING: tiles}
+    return replace(config, pipeline=replace(config.pipeline, values=values))
+
+
+def memory_advice(config: RecipeConfig, micro_batch: MicroBatch | None, phase: str) -> str:
+    """What a plan says about a phase that ran out of memory."""
+    from unirl.plan.fit import shortage
+    from unirl.plan.sizes import RunSizes
+
+    run = RunSizes.of(config)
+    return shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
 
 
 # Placement of roles, one builder per relation of the engine to the trainer
@@ -150,25 +219,18 @@ def assemble(
 def place_trainside(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed: int) -> Roles:
     """The engine samples with the very weights that are trained, in the processes that train them."""
     train = pool.group(plan.train)
-    reward = place_node(pool.group(plan.reward), "reward", config.reward)
-    bundle = place_node(train, "bundle", config.bundle)
-    pipeline = place_node(train, "pipeline", config.pipeline, bundle=bundle)
+    reward = place_node(pool.group(plan.reward), "reward", RewardService, config.reward)
+    bundle = place_node(train, "bundle", Bundle, config.bundle)
+    pipeline = place_node(train, "pipeline", Pipeline, config.pipeline, bundle=bundle)
+    stage: object
     if needs_of(config).differentiable_reward:
         stage = place(train, "stage", differentiable_stage, pipeline=pipeline, reward=reward)
     else:
-        stage = place(train, "stage", stage_of_pipeline, pipeline=pipeline)
-    backend = place_node(train, "backend", config.backend, bundle=bundle, seed=seed, run_updates=config.total_updates)
-    algorithm = place_node(train, "algorithm", config.algorithm)
-    stack = place_node(train, "stack", config.stack, backend=backend, algorithm=algorithm, stage=stage)
-    rollout = place_node(train, "rollout", config.rollout, pipeline=pipeline, backend=backend)
+        stage = place(train, "stage", lambda pipeline: pipeline.stage, pipeline=pipeline)
+    backend, stack = place_training(train, config, seed, bundle, stage)
+    rollout = place_node(train, "rollout", RolloutEngine, config.rollout, pipeline=pipeline, backend=backend)
     return Roles(
-        rollout=rollout,
-        reward=reward,
-        stack=stack,
-        backend=backend,
-        sync=NoSync(),
-        train_ranks=train.num_ranks,
-        has_own_weights=False,
+        rollout=rollout, reward=reward, stack=stack, backend=backend, sync=NoSync(), train_ranks=train.num_ranks
     )
 
 
@@ -178,75 +240,74 @@ def place_dedicated(pool: Pool, plan: PlacementPlan, config: RecipeConfig, seed:
     The trainer needs neither encoders nor decoder, so its bundle holds only the trained module.
     """
     train, engine = pool.group(plan.train), pool.group(plan.rollout)
-    bundle = place_node(train, "bundle", config.bundle, components=trained_components(config))
-    stage = place(train, "stage", stage_of_bundle, bundle=bundle)
-    backend = place_node(train, "backend", config.backend, bundle=bundle, seed=seed, run_updates=config.total_updates)
-    algorithm = place_node(train, "algorithm", config.algorithm)
-    stack = place_node(train, "stack", config.stack, backend=backend, algorithm=algorithm, stage=stage)
+    bundle = place_node(train, "bundle", Bundle, config.bundle, components=trained_components(config))
+    stage = place(train, "stage", lambda bundle: bundle.stage(), bundle=bundle)
+    backend, stack = place_training(train, config, seed, bundle, stage)
 
-    engine_bundle = place_node(engine, "engine_bundle", config.bundle)
-    engine_pipeline = place_node(engine, "engine_pipeline", config.pipeline, bundle=engine_bundle)
-    rollout = place_node(engine, "rollout", config.rollout, pipeline=engine_pipeline)
+    engine_bundle = place_node(engine, "engine_bundle", Bundle, config.bundle)
+    engine_pipeline = place_node(engine, "engine_pipeline", Pipeline, config.pipeline, bundle=engine_bundle)
+    rollout = place_node(engine, "rollout", RolloutEngine, config.rollout, pipeline=engine_pipeline)
 
     # The sender reaches an engine in its own process directly: beside it on a worker, or in the driver's process.
     colocated = rollout if engine is train else engine.role_here("rollout")
-    sender = place(train, "sender", WeightSender, weights=backend, stage=stage, colocated_engine=colocated)
+    sender = place(train, "sender", WeightSender, weights=backend, stage=stage, engine_in_process=colocated)
     assert config.sync is not None, "preflight refuses a dedicated engine without a sync block"
-    sync = build(config.sync, train=SyncEndpoint(train, sender), rollout=SyncEndpoint(engine, rollout))
-    reward = place_node(pool.group(plan.reward), "reward", config.reward)
     return Roles(
         rollout=rollout,
-        reward=reward,
+        reward=place_node(pool.group(plan.reward), "reward", RewardService, config.reward),
         stack=stack,
         backend=backend,
-        sync=sync,
+        sync=build(config.sync, train=sender, rollout=rollout),
         train_ranks=train.num_ranks,
         has_own_weights=True,
     )
 
 
-def place(workers: Group, name: str, make: Callable[..., Any], **arguments: Any) -> Any:
-    """Build a role on every worker as `make(**arguments)`, and return its handle.
+def place_training(
+    train: Group, config: RecipeConfig, seed: int, bundle: Bundle, stage: object
+) -> tuple[TrainBackend, TrainStack]:
+    """The backend, which prepares the bundle's module for training in place, and the stack."""
+    run = {"seed": seed, "run_updates": config.total_updates}
+    backend = place_node(train, "backend", TrainBackend, config.backend, bundle=bundle, **run)
+    algorithm = place_node(train, "algorithm", StageAlgorithm, config.algorithm)
+    stack = place_node(train, "stack", TrainStack, config.stack, backend=backend, algorithm=algorithm, stage=stage)
+    return backend, stack
 
-    An argument that is the handle of a role on the same workers arrives there as that role itself. The handle is
-    typed as `Any`: `Roles` says once which class each role has.
+
+def place(workers: Group, name: str, make: Callable[..., RoleT], **arguments: object) -> RoleT:
+    """Build a role on every worker as `make(**arguments)`, and return its handle, typed as the role itself.
+
+    An argument that is the handle of a role on the same workers arrives there as that role itself.
     """
     siblings = {argument: value.role_name for argument, value in arguments.items() if isinstance(value, Handle)}
     values = {argument: value for argument, value in arguments.items() if not isinstance(value, Handle)}
-    return workers.place(Remote(name, partial(make_beside, make, siblings, values)))
+    return cast(RoleT, workers.place(Remote(name, partial(make_beside, make, siblings, values))))
 
 
-def place_node(workers: Group, name: str, node: Node, **arguments: Any) -> Any:
+def place_node(workers: Group, name: str, role: type[RoleT], node: Node, **arguments: object) -> RoleT:
     """Build the object of a recipe block on every worker, and return its handle.
 
     The class and the classes of its inner blocks may also take the `device` of the worker.
+
+    Args:
+        role: the contract that the object keeps.
     """
-    return place(workers, name, partial(build_on_device, node), **arguments)
+    return cast(RoleT, place(workers, name, partial(build_on_device, node), **arguments))
 
 
 def make_beside(
-    make: Callable[..., Any], siblings: Mapping[str, str], values: Mapping[str, Any], roles: Siblings
-) -> Any:
+    make: Callable[..., RoleT], siblings: Mapping[str, str], values: Mapping[str, object], roles: Siblings
+) -> RoleT:
     """Runs on a worker: call `make` with the values, and with the worker's roles that `siblings` names."""
     return make(**values, **{argument: roles[role] for argument, role in siblings.items()})
 
 
-def build_on_device(node: Node, **arguments: Any) -> Any:
+def build_on_device(node: Node, **arguments: object) -> object:
     """Runs on a worker: the object of a block of the recipe."""
     return build(node, device=current().device, **arguments)
 
 
-def stage_of_pipeline(pipeline: Any) -> Any:
-    """The policy of a whole model."""
-    return pipeline.stage
-
-
-def stage_of_bundle(bundle: Any) -> Any:
-    """The policy of a bundle that holds the trained module alone."""
-    return bundle.stage()
-
-
-def differentiable_stage(pipeline: Any, reward: Any) -> DifferentiableStage:
+def differentiable_stage(pipeline: DiffusionPipeline[DiffusionBundle], reward: RewardService) -> DifferentiableStage:
     """The policy, its decoder and the reward, for a loss on the gradient of the reward."""
     return DifferentiableStage(
         pipeline.stage,
@@ -268,26 +329,6 @@ def trained_components(config: RecipeConfig) -> tuple[str, ...] | None:
 # What a run needs beside its roles
 
 
-def load_data(recipe: Recipe) -> DataSource:
-    """The prompts of a recipe. They are read first: a bad line is known before a folder is made or a model loaded.
-
-    Raises:
-        DataError: a file is bad, or a prompt brings fewer or more images than the model takes, as far as that is known.
-    """
-    config = recipe.config
-    source: DataSource = build(config.data_source, seed=config.seed, eval_data_path=config.evaluation.data_path)
-    facts = known_facts(config)
-    if facts is not None:
-        check_counts(prompts_of(source, config.evaluation), facts)
-    return source
-
-
-def prompts_of(source: DataSource, evaluation: EvaluationConfig) -> list[Prompt]:
-    """Every prompt that a run may take, those of its evaluations included."""
-    held_out = source.eval_prompts(evaluation.max_prompts) if evaluation.enabled else ()
-    return [*source.prompts, *held_out]
-
-
 def check_reward(config: RecipeConfig) -> None:
     """Check that the services that a scorer asks are there. Raises RewardError or ConfigError.
 
@@ -296,25 +337,17 @@ def check_reward(config: RecipeConfig) -> None:
     if config.devices_per_node not in (None, config.num_devices):
         return
     backend = config.reward_backend
-    if backend is not None and any(issubclass(node.schema.owner, StartChecker) for node in nodes_below(backend)):
-        check_start(build(backend))
+    if backend is not None and any(_needs_server(node.schema.owner) for node in nodes_below(backend)):
+        build(backend).check_start()
 
 
-def failure_policy(config: RecipeConfig) -> FailurePolicy:
-    """What becomes of samples that cannot be scored. A reward of a class other than ours stops at the first."""
-    node = config.reward.values.get("on_failure", STRICT)
-    policy: FailurePolicy = node if isinstance(node, FailurePolicy) else build(node)
-    return policy
+def _needs_server(cls: type) -> bool:
+    """Returns True for a scorer with a check of its own at the start of a run."""
+    return issubclass(cls, RewardScorer) and cls.check_start is not RewardScorer.check_start
 
 
-def lora_of(config: RecipeConfig) -> LoraConfig | None:
-    """The adapters that a recipe trains; None when it trains all weights."""
-    return None if config.lora is None else build(config.lora)
-
-
-def parity_gate(config: RecipeConfig) -> ParityGate | None:
+def parity_gate(config: RecipeConfig, algorithm: StageAlgorithm[object]) -> ParityGate | None:
     """The gate of a loss with a trust region on log-probs that the engine records; None if both thresholds are off."""
-    algorithm: StageAlgorithm[Any] = build(config.algorithm)
     width = algorithm.trust_width()
     recorded = capabilities_of(config.rollout).behaviour_logp
     if width is None or not recorded or not (config.parity.warn or config.parity.stop):

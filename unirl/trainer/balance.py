@@ -37,22 +37,16 @@ def _assigned(update: range, costs: Sequence[int], num_ranks: int, together: int
     Greedy: the most expensive bundle of rows goes first, each one to the rank with the least work that is not full.
     """
     bundles = [update[start : start + together] for start in range(0, len(update), together)]
-    cost_of = {bundle.start: sum(costs[row] for row in bundle) for bundle in bundles}
+    cost_of = {bundle: sum(costs[row] for row in bundle) for bundle in bundles}
     share = len(bundles) // num_ranks
     assigned: list[list[range]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
-    for bundle in sorted(bundles, key=lambda bundle: (-cost_of[bundle.start], bundle.start)):
-        rank = min(
-            (rank for rank in range(num_ranks) if len(assigned[rank]) < share), key=lambda rank: (load[rank], rank)
-        )
+    for bundle in sorted(bundles, key=lambda bundle: (-cost_of[bundle], bundle.start)):
+        free = [rank for rank in range(num_ranks) if len(assigned[rank]) < share]
+        rank = min(free, key=lambda rank: (load[rank], rank))
         assigned[rank].append(bundle)
-        load[rank] += cost_of[bundle.start]
-    in_order = [bundles[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
-    if max(load) >= max(sum(cost_of[bundle.start] for bundle in rank_bundles) for rank_bundles in in_order):
+        load[rank] += cost_of[bundle]
+    in_order = [bundles[start : start + share] for start in range(0, len(bundles), share)]
+    if max(load) >= max(sum(cost_of[bundle] for bundle in rank_bundles) for rank_bundles in in_order):
         return list(update)
-    return [
-        row
-        for rank_bundles in assigned
-        for bundle in sorted(rank_bundles, key=lambda bundle: bundle.start)
-        for row in bundle
-    ]
+    return [row for rank_bundles in assigned for row in sorted(row for bundle in rank_bundles for row in bundle)]

@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic
 
 from unirl.config.errors import RewardError
+from unirl.config.recipe import EvaluationConfig
 from unirl.data.data_source import by_size
 from unirl.data.datasets import Prompt
+from unirl.plan.prompts import prompts_of
 from unirl.reward.failures import first_failure
 from unirl.trainer.monitoring import scored_rows
 from unirl.trainer.requests import RequestMaker
-from unirl.trainer.residency import Phases
-from unirl.trainer.roles import Roles
+from unirl.trainer.residency import Phases, Roles
 from unirl.types.evaluation import EvalResult
-from unirl.types.primitives import Preview
+from unirl.types.primitives import Decoded, Preview
 from unirl.types.protocols import DataSource
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.sampling import SamplingT
 
 EVALUATION = -1
 """The step number under which workers store the rows of an evaluation."""
 
 
-class Evaluator:
+@dataclass(frozen=True)
+class Evaluator(Generic[SamplingT]):
     """Generates and scores held-out prompts, size by size."""
 
-    def __init__(
-        self, requests: RequestMaker[Any], roles: Roles, data: DataSource, phases: Phases, max_prompts: int
-    ) -> None:
-        self.requests = requests
-        self.roles = roles
-        self.data = data
-        self.phase = phases
-        self.max_prompts = max_prompts
+    requests: RequestMaker[SamplingT]
+    roles: Roles
+    data: DataSource[Prompt]
+    phase: Phases
+    settings: EvaluationConfig
+
+    def check_prompts(self) -> None:
+        """Check that every prompt of this run can be taken and scored, before an hour of it has passed."""
+        prompts = prompts_of(self.data, self.settings)
+        self.requests.primitives(prompts)
+        self.roles.reward.check_prompts(
+            [prompt.text for prompt in prompts],
+            [prompt.metadata for prompt in prompts],
+            [prompt.prompt_id for prompt in prompts],
+        )
 
     def evaluate(self, version: int) -> EvalResult:
         """The scores of all held-out prompts.
@@ -41,7 +52,7 @@ class Evaluator:
         Args:
             version: optimizer updates behind the trained weights.
         """
-        prompts = self.data.eval_prompts(self.max_prompts)
+        prompts = self.data.eval_prompts(self.settings.max_prompts)
         result = EvalResult.joined([self._evaluate_size(same_size, version) for same_size in by_size(prompts)])
         self.phase.pool.release(EVALUATION)
         return result
@@ -56,14 +67,14 @@ class Evaluator:
         """Samples of prompts of one size, with the settings of evaluation. Their rows live until the next call."""
         req = self.requests.evaluation(prompts, version)
         self.phase.pool.release(EVALUATION)
-        self.phase.pool.begin(EVALUATION)
+        self.phase.pool.step = EVALUATION
         with self.phase("sync"):
             self.roles.sync.push(version, req.weights)
         with self.phase("eval"):
             return req, self.roles.rollout.generate(req)
 
 
-def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Preview]) -> EvalResult:
+def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]) -> EvalResult:
     """The scores of an evaluation with its prompts and media. Rows without a reward are counted.
 
     Raises:
@@ -78,7 +89,7 @@ def eval_result(req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], P
         )
     if unscored:
         req, track = req.select(rows), track.select(rows)
-    assert track.rewards is not None
+    assert track.rewards is not None and track.decoded is not None
     return EvalResult(
         sample_ids=tuple(track.sample_ids),
         group_ids=tuple(track.group_ids),

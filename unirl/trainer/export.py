@@ -2,63 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unirl.config.build import build
 from unirl.config.errors import CheckpointError, InvalidValueError
-from unirl.distributed.group.dispatch import rank0
+from unirl.models.denoising.bundle import DiffusersBundle
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.language.bundle import LanguageBundle
+from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
 from unirl.train.backend.base import TrainBackend
+from unirl.train.backend.checkpoint import still_there
 from unirl.train.configs import LoraConfig
-from unirl.trainer.saved_runs import SavedRun
-from unirl.types.facts import ModelFacts
+from unirl.trainer.run_folder import SavedRun, check_folder, check_weights
+from unirl.types.device import accelerator
 from unirl.types.sampling import Sampling
 
+ExportablePipeline = DiffusersPipeline[DiffusersBundle] | TextPipeline[LanguageBundle]
+"""The pipelines of models that have a home library."""
+
+EXPORTS = ("diffusers-lora", "peft", "full")
+"""The formats, each of which is written into a folder of its name. Language models do not have `diffusers-lora`."""
 TOLERANCE = 1e-4
 """Largest difference that float32 arithmetic explains, in pixel or latent units, or nats of a token's log-prob."""
-
-
-class ExportableBundle(Protocol):
-    """A bundle as the exporter uses it."""
-
-    path: str
-    dtype: torch.dtype
-    facts: ModelFacts
-
-    def untrained(self) -> nn.Module:
-        """The trained module with the checkpoint's own weights."""
-        ...
-
-
-class ExportablePipeline(Protocol):
-    """A pipeline as the exporter uses it."""
-
-    bundle: ExportableBundle
-    lora_formats: ClassVar[tuple[str, ...]]
-    """Adapter formats. `write_lora` writes the first one, and `verify_lora` loads it."""
-
-    def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """The whole model with these parameters, in the layout of its home library."""
-        ...
-
-    def write_lora(self, folder: Path, adapter: Adapter) -> Path:
-        """The adapter in the first of `lora_formats`."""
-        ...
-
-    def verify_lora(self, folder: Path, texts: Sequence[str], params: Any) -> float:
-        """Max abs difference between our sampler and the home library with the adapter in `folder`."""
-        ...
-
-    def verify_model(self, folder: Path, texts: Sequence[str], params: Any) -> float:
-        """Max abs difference between our sampler and the home library with the whole model in `folder`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -84,81 +57,113 @@ def export_checkpoint(
         texts: the prompts on which both sides are compared.
         formats: None writes the usual ones: adapters in all formats that the model has, or the whole model.
         weights: `live`, or the name of a snapshot.
-        folder: None writes into the run's `export/<checkpoint>`.
+        folder: None writes into the run's `export/<checkpoint>`. Any other folder must not hold an export already.
+
+    Raises:
+        ConfigError: 2004 for a folder that cannot be used, 2020 for weights that the run does not keep.
+        CheckpointError: 7001 for a file that its home library reads as another model, 7003 for a full disk.
     """
-    exporter = build_exporter(saved)
+    check_weights(saved, weights)
     checkpoint = saved.checkpoint.path
-    folder = checkpoint.parent.parent / "export" / checkpoint.name if folder is None else folder
+    own = checkpoint.parent.parent / "export" / checkpoint.name
+    check_folder(own if folder is None else folder)
+    if folder is not None:
+        refuse_replacing(folder)
+    folder = own if folder is None else folder
+    exporter = build_exporter(saved)
     sampling = build(saved.recipe.config.sampling)
     files = []
     for name in formats or exporter.usual_formats:
-        path = exporter.write(str(folder / name), name, weights)
-        files.append(ExportedFile(name, path, exporter.verify(str(folder / name), name, texts, sampling, weights)))
+        with removed_if_unfinished(folder / name):
+            path = exporter.write(folder / name, name, weights)
+        files.append(ExportedFile(name, path, exporter.verify(folder / name, name, texts, sampling, weights)))
     return files
+
+
+def refuse_replacing(folder: Path) -> None:
+    """Refuses a folder that holds an export already, which may be that of another run."""
+    taken = [name for name in EXPORTS if (folder / name).exists()]
+    if taken:
+        raise InvalidValueError(
+            f"--out {folder} already holds an export ({', '.join(taken)}), which is not replaced. Choose another "
+            "folder, or remove it"
+        )
+
+
+@contextmanager
+def removed_if_unfinished(folder: Path) -> Iterator[None]:
+    """Within the block a folder is written. If that fails, what is new there is removed."""
+    is_new = not folder.exists()
+    parents = [parent for parent in folder.absolute().parents if not parent.exists()]
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            shutil.rmtree(parents[-1] if parents else folder, ignore_errors=True)
+        raise
 
 
 def build_exporter(saved: SavedRun) -> Exporter:
     """The model with the checkpoint's weights, without a rollout engine, rewards or data."""
     config = saved.recipe.config
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator()
     bundle = build(config.bundle, device=device)
     pipeline = build(config.pipeline, device=device, bundle=bundle)
     backend = build(config.backend, device=device, bundle=bundle, seed=config.seed, run_updates=1)
-    backend.load_policy(str(saved.checkpoint.path / "policy"))
+    with still_there(saved.checkpoint):
+        backend.load_policy(str(saved.checkpoint.path / "policy"))
     return Exporter(pipeline, backend, None if config.lora is None else build(config.lora))
 
 
+@dataclass(frozen=True)
 class Exporter:
-    """The role that writes and verifies, beside the weights."""
+    """Writes the weights of a model, and verifies what was written."""
 
-    def __init__(self, pipeline: ExportablePipeline, backend: TrainBackend, lora: LoraConfig | None) -> None:
-        self.pipeline = pipeline
-        self.backend = backend
-        self.lora = lora
+    pipeline: ExportablePipeline
+    backend: TrainBackend
+    lora: LoraConfig | None
+
+    @property
+    def writers(self) -> dict[str, Callable[[Path, Mapping[str, Tensor]], Path]]:
+        """By format: those that the model's home library has."""
+        pipeline = self.pipeline
         writers: dict[str, Callable[[Path, Mapping[str, Tensor]], Path]] = {
-            "peft": lambda folder, tensors: write_peft_adapter(
-                folder, self._adapter(tensors), self.pipeline.bundle.path
-            ),
-            pipeline.lora_formats[0]: lambda folder, tensors: self.pipeline.write_lora(folder, self._adapter(tensors)),
+            "peft": lambda folder, tensors: write_peft_adapter(folder, self._adapter(tensors), pipeline.bundle.path),
+            pipeline.lora_formats[0]: lambda folder, tensors: pipeline.write_lora(folder, self._adapter(tensors)),
             "full": self._write_full,
         }
-        self.writers = {name: writers[name] for name in (*pipeline.lora_formats, "full")}
-        """By format: those that the model's home library has."""
+        return {name: writers[name] for name in (*pipeline.lora_formats, "full")}
 
     @property
     def usual_formats(self) -> tuple[str, ...]:
         """The formats of what was trained: adapters in all that there are, or the whole model."""
         return self.pipeline.lora_formats if self.lora else ("full",)
 
-    @rank0
-    def write(self, folder: str, format: str, weights: str = "live") -> Path:
+    def write(self, folder: Path, format: str, weights: str = "live") -> Path:
         """The weights `live` or of a snapshot, in `format`; gives back what was written."""
         if format not in self.writers:
             raise InvalidValueError(
                 f"no export format {format!r} for a model of {type(self.pipeline).__name__}: choose one of "
                 f"{', '.join(self.writers)}"
             )
-        return self.writers[format](Path(folder), self.backend.gather(weights))
+        return self.writers[format](folder, self.backend.gather(weights))
 
-    @rank0
     def verify(
-        self,
-        folder: str,
-        format: str,
-        texts: Sequence[str],
-        params: Sampling,
-        weights: str = "live",
+        self, folder: Path, format: str, texts: Sequence[str], params: Sampling, weights: str = "live"
     ) -> float | None:
         """Largest difference between our sampler and the home library with the file; None where that has no loader.
 
         Raises CheckpointError (7001) when float32 arithmetic cannot explain the difference.
         """
-        checks = {self.pipeline.lora_formats[0]: self.pipeline.verify_lora, "full": self.pipeline.verify_model}
+        checks: dict[str, Callable[..., float]] = {
+            self.pipeline.lora_formats[0]: self.pipeline.verify_lora,
+            "full": self.pipeline.verify_model,
+        }
         if format not in checks:
             return None
         check = checks[format]
         with torch.no_grad(), nullcontext() if weights == "live" else self.backend.weights(weights):
-            difference = check(Path(folder), texts, params)
+            difference = check(folder, texts, params)
         if self.pipeline.bundle.dtype == torch.float32 and not difference <= TOLERANCE:
             raise CheckpointError(
                 f"{folder} was written, but what it makes differs from our sampler by {difference:.2g} "

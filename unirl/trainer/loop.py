@@ -1,89 +1,90 @@
 """The loop that post-trains any generative policy: generate samples, score them, learn from the advantages, repeat.
 
 for step in steps:
-    weights = publish(step)                   # trained weights to the engine; nothing moves when it shares them
-    samples = generate and score              # P prompts x N samples; parts are scored while others are generated
-    resp    = credit(samples)                 # rewards to one advantage per sample
-    stack.train_track(resp)                   # optimizer updates: unirl/train/stack.py
-    evaluate, write the files, checkpoint     # when due
+    published = publisher.publish(step)        # trained weights to the engine; nothing moves when it shares them
+    samples = _generate(step, published)       # P prompts x N samples, scored; several batches with `refill`
+    resp = drops.admit(samples)                # weight 0 for a sample without a reward, within the budget for failures
+    selected = samples.select(resp)            # with `refill`: the groups whose rewards differ
+    credited = credit(step, selected)          # rewards to one advantage per sample
+    learn(step, credited)                      # optimizer updates: unirl/train/stack.py
+    _finish_step()                             # evaluate, write the files, checkpoint, when due
 """
 
 from __future__ import annotations
 
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Generic
+from traceback import clear_frames
+from typing import ClassVar, Generic
 
 from unirl.algorithms.shared.critic import explained_variance
 from unirl.algorithms.shared.groups import in_pairs
 from unirl.algorithms.shared.kl import KLController
-from unirl.config.errors import Interrupted, Preempted, SyncError
+from unirl.config.errors import MemoryShortageError, UniRLError
 from unirl.config.recipe import RecipeConfig
-from unirl.distributed.group.pool import Pool
+from unirl.data.datasets import Prompt
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.plan.preflight import needs_of
 from unirl.reward.failures import DropBudget
-from unirl.tracking.tracker import Tracker
-from unirl.train.backend.checkpoint import Checkpoint
+from unirl.train.parity import ParityGate
 from unirl.trainer.balance import balanced_track
 from unirl.trainer.evaluation import Evaluator
+from unirl.trainer.micro_batch import MicroBatch
 from unirl.trainer.monitoring import Monitor, reward_metrics, sync_metrics
 from unirl.trainer.overlap import OverlappedScoring
-from unirl.trainer.parity import ParityGate
+from unirl.trainer.publishing import Publisher
 from unirl.trainer.refill import StepSamples
-from unirl.trainer.requests import RequestMaker
-from unirl.trainer.residency import Phases
-from unirl.trainer.roles import Roles
+from unirl.trainer.requests import RequestMaker, check_version
+from unirl.trainer.residency import Phases, Roles
 from unirl.trainer.run_state import RunState
 from unirl.types.evaluation import EvalResult
 from unirl.types.facts import ModelFacts
-from unirl.types.protocols import DataSource, TrainingProgress
+from unirl.types.protocols import DataSource, State, TrainingProgress
 from unirl.types.results import values
-from unirl.types.rollout_req import RolloutReq
-from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp, RolloutTrack
+from unirl.types.rollout_resp import AdvantageEstimator, RolloutResp
 from unirl.types.sampling import SamplingT
-
-BEHAVIOUR = "old"
-"""The weight snapshot to sample from, for a loss that does not sample from the trained policy itself."""
-
-PUBLISHED = "rollout"
-"""The snapshot that an engine samples from when weights are published less often than every step."""
 
 
 class Trainer(ABC, Generic[SamplingT]):
     """The loop of every domain. A domain says which track it trains, and how the sampling of a request is pinned."""
 
+    track: ClassVar[str]
+    """The name of the track that is scored and trained."""
+
     def __init__(
         self,
         config: RecipeConfig,
         roles: Roles,
-        data: DataSource,
+        data: DataSource[Prompt],
         sampling: SamplingT,
         advantage: AdvantageEstimator,
         kl: KLController | None,
         drops: DropBudget,
         state: RunState,
-        tracker: Tracker,
+        publisher: Publisher,
         parity: ParityGate | None,
         phases: Phases,
+        micro_batch: MicroBatch | None,
     ) -> None:
         """
         Args:
             kl: feedback on the loss's KL coefficient; None for a loss that asks for none.
-            drops: which samples may go without a reward.
-            parity: None for a loss without log-probs, and for an engine that records none.
+            micro_batch: chooses the micro-batch; None for a recipe that sets it.
         """
         self.config = config
         self.roles = roles
         self.data = data
+        self.publisher = publisher
         self.advantage = advantage
         self.kl = kl
         self.drops = drops
         self.state = state
+        self.tracker = state.tracker
         self.phase = phases
+        self.micro_batch = micro_batch
+        self.pool = phases.pool
         self.needs = needs_of(config)
-        self.monitor = Monitor(tracker, config, self.track, parity, self.needs.advantages)
+        self.monitor = Monitor(state.tracker, config, self.track, parity, self.needs.advantages)
         self.requests: RequestMaker[SamplingT] = RequestMaker(
             track=self.track,
             facts=roles.rollout.facts(),
@@ -93,13 +94,8 @@ class Trainer(ABC, Generic[SamplingT]):
             pin=self.pinned,
         )
         self.overlap = OverlappedScoring(roles.rollout, roles.reward, config.reward_parts)
-        self.evaluator = Evaluator(self.requests, roles, data, phases, config.evaluation.max_prompts)
+        self.evaluator = Evaluator(self.requests, roles, data, phases, config.evaluation)
         self.stop_signal: int | None = None
-
-    @property
-    @abstractmethod
-    def track(self) -> str:
-        """The name of the track that is scored and trained."""
 
     @abstractmethod
     def pinned(self, sampling: SamplingT, step: int) -> SamplingT:
@@ -110,32 +106,34 @@ class Trainer(ABC, Generic[SamplingT]):
         """The facts of the model that generates."""
         return self.requests.facts
 
-    @property
-    def pool(self) -> Pool:
-        """The devices and the groups of workers on them."""
-        return self.phase.pool
-
     def train(self) -> None:
         """Run the loop from the last checkpoint to the last step."""
-        self.restore()
-        self._check_prompts()
+        self.state.restore()
+        self.evaluator.check_prompts()
         self.state.write_config()
+        self.state.micro_rows = None if self.micro_batch is None else self.micro_batch.choose(self.state.micro_rows)
         if self.state.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
         while self.state.step < self.config.num_rollouts:
-            with self.monitor.tracker.timers.phase("step"):
-                resp = self.produce(self.state.step)
-                self.learn(self.state.step, resp)
+            remembered = self.state.remembered()
+            try:
+                with self.tracker.timers.phase("step"):
+                    resp = self.produce(self.state.step)
+                    self.learn(self.state.step, resp)
+            except MemoryShortageError as error:
+                clear_frames(error.__cause__.__traceback__ if error.__cause__ else None)
+                raise MemoryShortageError(f"{error}\n  {self._rescue(remembered)}") from error.__cause__
             self._finish_step()
+        self.state.checkpoints.publish_final(self.state.step)
         self.monitor.summarize(self.state.step)
 
     def produce(self, step: int) -> RolloutResp:
         """The samples of one step, scored and credited."""
-        self.pool.begin(step)
+        self.pool.step = step
         with self.phase("sync"):
-            weights = self.publish(step)
-        samples = self._generate(step, weights)
-        self.monitor.record(sync_metrics(weights) | samples.waits)
+            published = self.publisher.publish(step, self.state.version)
+        samples = self._generate(step, published)
+        self.tracker.record(sync_metrics(published) | samples.waits)
         req, resp = samples.everything()
         resp = self.drops.admit(resp)
         selected = samples.select(req, resp, self.track)
@@ -144,27 +142,14 @@ class Trainer(ABC, Generic[SamplingT]):
         self.monitor.keep_samples(step + 1, selected.req, credited.tracks[self.track], self.roles.rollout.preview)
         return credited
 
-    def publish(self, step: int) -> SyncReport:
-        """Bring the weights that this step samples from to the engine: live ones, or the snapshot that the loss needs.
-
-        Weights that are published less often than every step are the snapshot `rollout`. A checkpoint holds it, so a
-        resumed run samples from the same weights.
-        """
-        if self._interval == 1:
-            return self.roles.sync.push(self.state.version, BEHAVIOUR if self.needs.ema_rollout else "live")
-        if step % self._interval == 0:
-            self.roles.backend.snapshot(PUBLISHED)
-            self.state.published_version = self.state.version
-        return self.roles.sync.push(self.state.published_version, PUBLISHED)
-
-    def _generate(self, step: int, weights: SyncReport) -> StepSamples:
+    def _generate(self, step: int, published: SyncReport) -> StepSamples:
         """Generate and score until the step has the samples that it needs: once, or as often as `refill` asks for."""
         samples = StepSamples(self.config.refill, self.config.batch_size)
         size = None
         while not samples.is_complete:
             prompts = self.data.take(self.config.batch_size, size)
             size = prompts[0].size
-            req = self.requests.training(prompts, step, weights)
+            req = self.requests.training(prompts, step, published)
             with self.phase("generate"):
                 self.overlap.generate(req)
             with self.phase("reward"):
@@ -203,65 +188,56 @@ class Trainer(ABC, Generic[SamplingT]):
             track = in_pairs(track, self.needs.pairs)
         track = balanced_track(track, self.config.num_updates, self.roles.train_ranks, self.needs.rows_together)
         with self.phase("train"):
+            if self.micro_batch is not None:
+                self.state.micro_rows = self.micro_batch.measure(track, self.progress(step))
             self.monitor.check_parity(track, self.roles.stack.measure_parity)
             result = self.roles.stack.train_track(track, self.progress(step))
         self.state.version = self.roles.backend.version()
         metrics = values(result.metrics)
-        self.monitor.record(metrics | explained_variance(metrics))
-        self.monitor.watch_parity(metrics, samples_are_fresh=self._interval == 1)
-        self._observe_kl(metrics, track)
-        self.pool.release(step)
-
-    def _observe_kl(self, metrics: Mapping[str, float], track: RolloutTrack) -> None:
-        """Feed the measured divergence back. A step whose updates were all skipped has none."""
-        if self.kl is not None and "train/kl" in metrics:
+        self.tracker.record(metrics | explained_variance(metrics))
+        self.monitor.watch_parity(metrics, samples_are_fresh=self.publisher.interval == 1)
+        if self.kl is not None and "train/kl" in metrics:  # absent if all updates of the step were skipped
             self.kl.observe(metrics["train/kl"], int((track.weight > 0).sum()))
-
-    @property
-    def _interval(self) -> int:
-        """Steps between two publications of the weights; 1 where the engine shares them."""
-        return self.config.weight_sync_interval if self.roles.has_own_weights else 1
-
-    def restore(self) -> None:
-        """Continue after the checkpoint that `resume` names, with the run's files cut back to it; or start at 0."""
-        self.state.restore(self.roles.backend, self.monitor.tracker)
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Take over the weights and the state of a checkpoint."""
-        self.state.load(checkpoint, self.roles.backend, self.monitor.tracker)
+        self.pool.release(step)
 
     def evaluate(self) -> EvalResult:
         """Score held-out prompts with fixed seeds; log under the number of finished steps."""
         result = self.evaluator.evaluate(self.state.version)
-        self.monitor.tracker.eval(self.state.step, result)
+        self.tracker.eval(self.state.step, result)
         return result
-
-    def _check_prompts(self) -> None:
-        """Check that every prompt of this run can be taken and scored, before an hour of it has passed."""
-        prompts = [*self.data.prompts]
-        if self.config.evaluation.enabled:
-            prompts += self.data.eval_prompts(self.config.evaluation.max_prompts)
-        self.requests.primitives(prompts)
-        self.roles.reward.check_prompts(
-            [prompt.text for prompt in prompts],
-            [prompt.metadata for prompt in prompts],
-            [prompt.prompt_id for prompt in prompts],
-        )
 
     def _finish_step(self) -> None:
         """Evaluate, flush the files, checkpoint, each when due; then stop if a signal asked for it."""
         self.state.step += 1
-        self.monitor.record(self.pool.memory())
-        self.monitor.tracker.log_step(self.state.step)
+        self.tracker.record(self.pool.memory())
+        self.tracker.log_step(self.state.step)
         last = self.state.step == self.config.num_rollouts
         if self._is_due(self.config.evaluation.eval_steps) or (last and self.config.evaluation.eval_steps):
             self.evaluate()
-        self.monitor.tracker.flush()
+        self.tracker.flush()
         if self._is_due(self.config.save_interval) or last or self.stop_signal is not None:
             with self.phase("checkpoint"):
-                self.state.save(self.roles.backend, self.monitor.tracker)
+                self.state.save()
         if self.stop_signal is not None and not last:
-            self._stop()
+            raise self.state.stopped_by(self.stop_signal)
+
+    def _rescue(self, remembered: Mapping[str, State]) -> str:
+        """Save the last finished step after memory ran out in the next one, and say which checkpoint there is.
+
+        Ranks that wait for each other cannot save, and weights that were updated are not those of the last step.
+        """
+        state, saved = self.state, [each.step for each in self.state.checkpoints.checkpoints()]
+        is_unchanged = self.roles.backend.version() == state.version
+        if state.step not in saved and state.step > 0 and self.roles.train_ranks == 1 and is_unchanged:
+            try:
+                with self.phase("checkpoint"):
+                    state.save(remembered)
+                saved.append(state.step)
+            except UniRLError as error:
+                return f"Saving step {state.step} failed, too: {error}"
+        if not saved:
+            return "There is no checkpoint. Lower save_interval, so that a later failure loses less"
+        return f"Step {max(saved)} is saved. Continue, with the setting above, with:\n  {state.resume_command}"
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
@@ -269,20 +245,3 @@ class Trainer(ABC, Generic[SamplingT]):
     def request_stop(self, signum: int) -> None:
         """Finish the step that runs, save, and leave. Signal handlers call this."""
         self.stop_signal = signum
-
-    def _stop(self) -> None:
-        kind = Interrupted if self.stop_signal == signal.SIGINT else Preempted
-        raise kind(
-            f"stopped after step {self.state.step} by signal {self.stop_signal}; checkpoint saved. Continue with:\n"
-            f"  {self.state.resume_command}"
-        )
-
-
-def check_version(req: RolloutReq, track: RolloutTrack) -> None:
-    """Check that the samples come from the weights that the request asked for. Raises SyncError (10002)."""
-    versions = sorted(set(track.weight_version.tolist()))
-    if versions != [req.weight_version]:
-        raise SyncError(
-            f"the rollout should come from weights after {req.weight_version} updates, and its samples say that "
-            f"they come from those after {', '.join(map(str, versions))}: the engine did not take over the last sync"
-        )

@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import drop_reasons
-from unirl.tracking.media import media_of
 from unirl.tracking.samples import SampleRow, SampleTable
-from unirl.tracking.tracker import Tracker
-from unirl.train.parity import GAP_METRIC, parity_table
-from unirl.trainer.parity import ParityGate
+from unirl.train.parity import GAP_METRIC, ParityGate, parity_table
 from unirl.trainer.refill import SelectedSamples
-from unirl.types.primitives import Preview
+from unirl.types.primitives import Decoded, Preview
 from unirl.types.results import Metrics
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.rows import rows_by_key
+
+if TYPE_CHECKING:
+    from unirl.tracking.tracker import Tracker
 
 
+@dataclass
 class Monitor:
     """Watches the steps of a run and reports to its tracker. It changes no sample and no weight."""
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        config: RecipeConfig,
-        track: str,
-        parity: ParityGate | None,
-        learns_from_advantages: bool,
-    ) -> None:
-        """
-        Args:
-            track: the name of the track that is scored and trained.
-            parity: None for a loss without log-probs, and for an engine that records none.
-            learns_from_advantages: equal rewards teach the loss nothing, so they raise an alarm.
-        """
-        self.tracker = tracker
-        self.config = config
-        self.track = track
-        self.parity = parity
-        self.learns_from_advantages = learns_from_advantages
-        self.parity_is_checked = False
-        self.has_warned_of_padding = False
-
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Take metrics of the step that runs."""
-        self.tracker.record(metrics)
+    tracker: Tracker
+    config: RecipeConfig
+    track: str
+    """The name of the track that is scored and trained."""
+    parity: ParityGate | None
+    """None for a loss without log-probs, and for an engine that records none."""
+    learns_from_advantages: bool
+    """Equal rewards teach the loss nothing, so they raise an alarm."""
+    parity_is_checked: bool = False
+    has_warned_of_padding: bool = False
 
     def record_track(self, resp: RolloutResp, name: str, metrics: Mapping[str, float]) -> None:
         """Take metrics of one track, under its name where the response has several."""
@@ -76,10 +63,14 @@ class Monitor:
         if selected.missing:
             self._warn_of_padding(selected.missing)
 
-    def keep_samples(self, done: int, req: RolloutReq, track: RolloutTrack, preview: Callable[[Any], Preview]) -> None:
+    def keep_samples(
+        self, done: int, req: RolloutReq, track: RolloutTrack, preview: Callable[[Decoded], Preview]
+    ) -> None:
         """Write a few scored samples of the step into the run directory, when due."""
         every = self.config.tracking.sample_steps
         if every and done % every == 0:
+            from unirl.tracking.media import media_of  # PIL, which a check of a recipe does without
+
             scored = scored_rows(track)
             req, track = req.select(scored), track.select(scored)
             assert track.decoded is not None, "an engine decodes what it samples"
@@ -118,9 +109,11 @@ class Monitor:
 
     def _watch_rewards(self, done: int, track: RolloutTrack) -> None:
         """Raise an alarm when all rewards are equal. In the first step that is rather a mistake in the reward."""
-        value = constant_reward(track) if self.learns_from_advantages else None
-        if value is None:
+        assert track.rewards is not None
+        rewards = track.rewards[track.weight > 0]
+        if not self.learns_from_advantages or len(rewards) < 2 or not (rewards == rewards[0]).all():
             return
+        value = float(rewards[0])
         self.tracker.event("alarm.raise", alarm="reward.constant", value=value)
         if done == 1:
             self.tracker.warn(
@@ -178,12 +171,8 @@ def _spread(name: str, scores: Tensor) -> dict[str, float]:
 
 def spread_rows(group_ids: Sequence[str], count: int) -> list[int]:
     """At most `count` row numbers, taken as evenly as possible from the groups: the first rows of each, sorted."""
-    seen: Counter[str] = Counter()
-    ranks = []
-    for i, group in enumerate(group_ids):
-        ranks.append((seen[group], i))
-        seen[group] += 1
-    return sorted(i for _, i in sorted(ranks)[:count])
+    ranked = sorted((rank, row) for rows in rows_by_key(group_ids).values() for rank, row in enumerate(rows))
+    return sorted(row for _, row in ranked[:count])
 
 
 def sample_rows(req: RolloutReq, track: RolloutTrack, name: str) -> tuple[SampleRow, ...]:
@@ -218,13 +207,6 @@ def scored_rows(track: RolloutTrack) -> list[int]:
     """The numbers of the rows that have a reward, trained or not."""
     assert track.rewards is not None
     return track.rewards.isfinite().nonzero().flatten().tolist()
-
-
-def constant_reward(track: RolloutTrack) -> float | None:
-    """The common reward of all samples. None if rewards differ or there is only one sample."""
-    assert track.rewards is not None
-    rewards = track.rewards[track.weight > 0]
-    return float(rewards[0]) if len(rewards) > 1 and bool((rewards == rewards[0]).all()) else None
 
 
 def reward_events(resp: RolloutResp) -> Iterator[tuple[str, dict[str, str]]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from unirl.distributed.group.handle import PendingCall, submit
@@ -26,18 +27,18 @@ def in_parts(req: RolloutReq, count: int) -> list[RolloutReq]:
     return [req.slice(start, stop) for start, stop in pairwise(bounds)]
 
 
+@dataclass
 class OverlappedScoring:
     """Scores the first parts of a request while the engine generates the rest. The parts change no score."""
 
-    def __init__(self, rollout: RolloutEngine, reward: RewardService, parts: int) -> None:
-        self.rollout = rollout
-        self.reward = reward
-        self.parts = parts
-        self.generated_at: list[float] = []
-        """When each part was generated, in seconds of a monotonic clock."""
-        self.pending: list[PendingCall[RolloutResp]] = []
-        """The parts that are being scored: all but the last."""
-        self.last: tuple[RolloutReq, RolloutResp] | None = None
+    rollout: RolloutEngine
+    reward: RewardService
+    parts: int
+    generated_at: list[float] = field(default_factory=list)
+    """When each part was generated, in seconds of a monotonic clock."""
+    pending: list[PendingCall[RolloutResp]] = field(default_factory=list)
+    """The parts that are being scored: all but the last."""
+    last: tuple[RolloutReq, RolloutResp] | None = None
 
     def generate(self, req: RolloutReq) -> None:
         """Generate all samples. Each part but the last is sent to the reward as soon as it is generated."""
@@ -69,7 +70,11 @@ def queue_metrics(submitted: Sequence[float], busy: Sequence[float], waited: flo
 
     `queue/reward_busy` is the share of the time from the first part's arrival to the last score.
     """
-    done = list(_done(submitted, busy))
+    done: list[float] = []
+    free = 0.0
+    for start, seconds in zip(submitted, busy, strict=True):
+        free = max(start, free) + seconds  # a part waits for those before it
+        done.append(free)
     depths = [sum(end > now for end in done[:part]) for part, now in enumerate(submitted)]
     return {
         "queue/reward_depth": float(max(depths)),
@@ -77,11 +82,3 @@ def queue_metrics(submitted: Sequence[float], busy: Sequence[float], waited: flo
         "queue/reward_latency": sum(end - start for start, end in zip(submitted, done, strict=True)) / len(done),
         "queue/reward_busy": sum(busy) / max(done[-1] - submitted[0], 1e-9),
     }
-
-
-def _done(submitted: Sequence[float], busy: Sequence[float]) -> Iterator[float]:
-    """When each part is scored: parts wait for those before them."""
-    free = 0.0
-    for start, seconds in zip(submitted, busy, strict=True):
-        free = max(start, free) + seconds
-        yield free

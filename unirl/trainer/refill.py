@@ -10,6 +10,7 @@ from unirl.config.recipe import RefillConfig
 from unirl.reward.service import concat_scored
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
+from unirl.types.rows import rows_by_key
 
 EQUAL = "equal_rewards"
 """Reason why a sample is not trained: all samples of its group have the same reward."""
@@ -30,25 +31,22 @@ class SelectedSamples:
     """Padding groups: groups of weight 0 that complete the batch."""
 
 
+@dataclass
 class StepSamples:
     """All scored samples of one step, from one or several batches of prompts.
 
     Samples that a step does not train are dropped: the next step continues with the next prompts.
     """
 
-    def __init__(self, config: RefillConfig | None, batch_size: int) -> None:
-        """
-        Args:
-            config: None = the step is one batch of prompts, whatever its rewards are.
-            batch_size: groups that the step trains, and prompts of one batch.
-        """
-        self.config = config
-        self.batch_size = batch_size
-        self.reqs: list[RolloutReq] = []
-        self.resps: list[RolloutResp] = []
-        self.waits: dict[str, float] = {}
-        """The longest waits of any batch, by metric."""
-        self.num_informative = 0
+    config: RefillConfig | None
+    """None = the step is one batch of prompts, whatever its rewards are."""
+    batch_size: int
+    """Groups that the step trains, and prompts of one batch."""
+    reqs: list[RolloutReq] = field(default_factory=list)
+    resps: list[RolloutResp] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=dict)
+    """The longest waits of any batch, by metric."""
+    num_informative: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -79,7 +77,7 @@ class StepSamples:
         """
         if self.config is None:
             return SelectedSamples(req, resp)
-        rows = rows_of_groups(resp.root_track().group_ids)
+        rows = rows_by_key(resp.root_track().group_ids)
         informative = informative_groups(resp)
         chosen = informative[: self.batch_size]
         others = [group for group in rows if group not in set(informative)]
@@ -107,14 +105,6 @@ def informative_groups(resp: RolloutResp) -> list[str]:
         differing |= {group for group, equal in zip(dict.fromkeys(above), dead, strict=True) if not equal}
         failed |= {group for group, known in zip(above, track.rewards.isfinite().tolist(), strict=True) if not known}
     return [group for group in dict.fromkeys(resp.root_track().group_ids) if group in differing - failed]
-
-
-def rows_of_groups(group_ids: Sequence[str]) -> dict[str, list[int]]:
-    """The rows of each group, groups in order of appearance."""
-    rows: dict[str, list[int]] = {}
-    for row, group in enumerate(group_ids):
-        rows.setdefault(group, []).append(row)
-    return rows
 
 
 def left_out(resp: RolloutResp, track: str, informative: Sequence[str], chosen: Sequence[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from unirl.config.errors import SyncError
 from unirl.data.data_source import sizes_of
 from unirl.data.datasets import Prompt
 from unirl.data.images import check_counts
@@ -14,6 +15,7 @@ from unirl.types.batch import Batch
 from unirl.types.facts import ModelFacts
 from unirl.types.primitives import PromptImages, Texts
 from unirl.types.rollout_req import Purpose, RolloutReq, TrackSpec
+from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import SamplingT
 
 
@@ -32,12 +34,12 @@ class RequestMaker(Generic[SamplingT]):
     pin: Callable[[SamplingT, int], SamplingT]
     """`Trainer.pinned` of the domain: (settings, step) to the settings that the request of that step carries."""
 
-    def training(self, prompts: Sequence[Prompt], step: int, weights: SyncReport) -> RolloutReq:
+    def training(self, prompts: Sequence[Prompt], step: int, published: SyncReport) -> RolloutReq:
         """A request of one training step, for the weights that were pushed.
 
         If the prompts have recorded samples, the request is for these instead of new ones.
         """
-        req = self._request(prompts, self.sampling, step, "r", weights.weights, weights.version)
+        req = self._request(prompts, self.sampling, step, "r", published.weights, published.version)
         recorded = [ref for prompt in prompts for ref in prompt.recorded]
         return req.with_recorded(recorded) if recorded else req
 
@@ -78,3 +80,13 @@ class RequestMaker(Generic[SamplingT]):
             weights=weights,
             weight_version=version,
         ).expand(sampling.samples_per_prompt)
+
+
+def check_version(req: RolloutReq, track: RolloutTrack) -> None:
+    """Check that the samples come from the weights that the request asked for. Raises SyncError (10002)."""
+    versions = sorted(set(track.weight_version.tolist()))
+    if versions != [req.weight_version]:
+        raise SyncError(
+            f"the rollout should come from weights after {req.weight_version} updates, and its samples say that "
+            f"they come from those after {', '.join(map(str, versions))}: the engine did not take over the last sync"
+        )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
-from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from unirl.config.merge import Tree, leaves
+from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
+from unirl.trainer.run_state import read_state
 
 RESULT_NEUTRAL = (
     "num_rollouts",
@@ -22,16 +20,24 @@ RESULT_NEUTRAL = (
     "tracking",
     "evaluation",
     "pipeline.keep_resident",
+    "pipeline.use_cuda_graphs",
     "plugins",
     "data_source.data_path",  # the data source compares its own fingerprint
     "rollout.forward_batch_size",
+    "stack.micro_batch_size",
+    "pipeline.decode_batch_size",
+    "sampling.guidance_passes",
     "runtime",
     "num_devices",
     "devices_per_node",
     "placement",
+    "memory_check",
+    "allow_mixed_devices",
+    "connect_timeout_s",
     "row_transport",
     "stall_timeout_s",
     "parity",
+    "backend.fsdp_cfg.activation_checkpointing",
     "backend.fsdp_cfg.shard_size",
     "backend.fsdp_cfg.reshard_after_forward",
     "backend.fsdp_cfg.defer_grad_sync",
@@ -39,15 +45,10 @@ RESULT_NEUTRAL = (
     "sync.transport",
     "sync.bucket_mb",
 )
-"""Keys that may change between a checkpoint and its continuation without changing results."""
+"""Keys that may change between a checkpoint and its continuation without changing results but by rounding."""
 
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint to continue after (None starts anew), and the reasons why newer ones are skipped."""
-
-    checkpoint: Checkpoint | None
-    skipped: tuple[str, ...] = ()
+SHOWN_CHANGES = 4
+"""Number of changed keys that a refusal lists, classes first."""
 
 
 def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
@@ -58,13 +59,25 @@ def resume_point(store: CheckpointStore, resume: str) -> ResumePoint:
         CheckpointError: 7001 when there are checkpoints and all are damaged, or the named one is.
     """
     if resume == "none":
-        return _start_anew(store)
-    if resume in ("auto", "latest"):
-        return _latest(store)
-    return ResumePoint(open_checkpoint(resume))
+        checkpoints = store.checkpoints()
+        if checkpoints:
+            raise InvalidValueError(
+                f"resume=none, but {store.directory} holds {checkpoints[0].path.name}, which a new run would "
+                "overwrite: choose another run.dir, or continue with resume=auto"
+            )
+        return ResumePoint(None)
+    if resume not in ("auto", "latest"):
+        return ResumePoint(open_checkpoint(resume))
+    latest = store.latest_valid()
+    if latest.checkpoint is None and latest.skipped:
+        raise CheckpointError(
+            f"no checkpoint in {store.directory} is valid ({'; '.join(map(str, latest.skipped))}): "
+            "restore one from a backup, or start anew in another run.dir"
+        )
+    return latest
 
 
-def check_resumable(point: ResumePoint, own: Path, recipe: Mapping[str, Any], lora: LoraConfig | None) -> None:
+def check_resumable(point: ResumePoint, own: Path, recipe: Tree, lora: LoraConfig | None) -> None:
     """Refuse a checkpoint that this recipe cannot continue, before a model is loaded.
 
     Args:
@@ -74,60 +87,24 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Mapping[str, Any], lo
     Raises:
         CheckpointError: 7002.
     """
-    checkpoint = point.checkpoint
-    if checkpoint is None:
+    if point.checkpoint is None:
         return
-    if checkpoint.path.parent == own:
-        check_same_recipe(json.loads((checkpoint.path / "trainer.json").read_text())["recipe"], recipe, checkpoint)
-    check_trained_weights(read_counters(checkpoint.path / "policy"), lora)
-
-
-def _start_anew(store: CheckpointStore) -> ResumePoint:
-    checkpoints = store.checkpoints()
-    if checkpoints:
-        raise InvalidValueError(
-            f"resume=none, but {store.directory} holds {checkpoints[0].path.name}, which a new run would overwrite: "
-            "choose another run.dir, or continue with resume=auto"
+    path = point.checkpoint.path
+    changed = changed_keys(read_state(path)["recipe"], recipe) if path.parent == own else []
+    if changed:
+        shown = sorted(changed, key=lambda change: "_target_" not in change.partition(":")[0])[:SHOWN_CHANGES]
+        others = f"; and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
+        raise ResumeError(
+            f"{path.name} was written by another recipe ({'; '.join(shown)}{others}): set these back to continue "
+            f"the run, start another one in another run.dir, or branch off with resume={path} run.dir=<new folder>"
         )
-    return ResumePoint(None)
+    check_trained_weights(read_counters(path / "policy"), lora)
 
 
-def _latest(store: CheckpointStore) -> ResumePoint:
-    latest = store.latest_valid()
-    reasons = tuple(str(skipped) for skipped in latest.skipped)
-    if latest.checkpoint is None and reasons:
-        raise CheckpointError(
-            f"no checkpoint in {store.directory} is valid ({'; '.join(reasons)}): "
-            "restore one from a backup, or start anew in another run.dir"
-        )
-    return ResumePoint(latest.checkpoint, reasons)
-
-
-def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_keys(saved: Tree, now: Tree) -> list[str]:
     """`key: before -> after` of every difference that may change results, sorted by key."""
-    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    before, after = dict(leaves(saved)), dict(leaves(now))
     absent = object()
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k, absent) != after.get(k, absent))
-    return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if not _is_neutral(k)]
-
-
-def check_same_recipe(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Raises ResumeError (7002) if the recipe would not continue the same run."""
-    changed = changed_keys(saved, now)
-    if changed:
-        raise ResumeError(
-            f"{checkpoint.path.name} was written by another recipe ({'; '.join(changed)}): set these back to continue "
-            f"the run, or branch off a new one with resume={checkpoint.path} run.dir=<new folder>"
-        )
-
-
-def _is_neutral(key: str) -> bool:
-    return any(key == neutral or key.startswith(f"{neutral}.") for neutral in RESULT_NEUTRAL)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    neutral = tuple(f"{key}." for key in RESULT_NEUTRAL)
+    return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if not f"{k}.".startswith(neutral)]

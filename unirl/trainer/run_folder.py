@@ -1,25 +1,35 @@
-"""Opens the run directory of a recipe: where it is, what is printed first, and which trackers mirror it."""
+"""Run directories: opened for a recipe, with a banner and trackers, or read back with their recipe and weights."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import unirl
-from unirl.config.errors import DependencyError, InvalidValueError
-from unirl.config.load import Recipe
+from unirl.config.compose import ComposedConfig
+from unirl.config.errors import DependencyError, IncompatibleError, InvalidValueError
+from unirl.config.load import Recipe, check
+from unirl.config.merge import Layer, Tree
+from unirl.config.overrides import command_line_layer
+from unirl.config.recipe_files import RecipeFile
+from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
+from unirl.plan.preflight import needs_of
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
-from unirl.tracking.console import Banner, Console
+from unirl.tracking.console import Console
 from unirl.tracking.mirrors import RunInfo
 from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
+from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
+from unirl.trainer.run_state import STATE_FILE, read_state
 
 
-def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
-    """The tracker of a new or continued run, with its banner printed.
+def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str]) -> Tracker:
+    """The tracker of a new or continued run in the folder `root`, with its banner printed.
 
     Raises:
         ConfigError: 2004 when the run directory cannot be used.
@@ -27,7 +37,6 @@ def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
     """
     config = recipe.config
     try:
-        root = run_root(recipe)
         mirrors = make_mirrors(config.tracking.mirrors)
         identity = RunIdentity(project=config.run.project, recipe=recipe.file.name, argv=argv, seed=config.seed)
         run = RunDirectory(root, identity)
@@ -43,13 +52,18 @@ def open_tracker(recipe: Recipe, argv: Sequence[str]) -> Tracker:
         offline=config.tracking.offline,
         config=recipe.resolved(),
     )
-    tracker = Tracker(run, console=Console(config.num_rollouts), mirrors=mirrors, about=about)
-    tracker.banner(banner(recipe, root))
+    console = Console(config.num_rollouts, log=root / "logs" / "console.log")
+    tracker = Tracker(run, console=console, mirrors=mirrors, about=about)
+    console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner_lines(recipe, root))
     return tracker
 
 
 def run_root(recipe: Recipe) -> Path:
-    """The folder of the run: as set, the newest of this recipe for resume=latest, or a new one."""
+    """The folder of the run: as set, the newest of this recipe for resume=latest, or a new one.
+
+    Raises:
+        ConfigError: 2004 when run.name or run.project is no name of a folder, or there is no newest run.
+    """
     run = recipe.config.run
     if run.dir is not None:
         return Path(run.dir).expanduser()
@@ -61,22 +75,22 @@ def run_root(recipe: Recipe) -> Path:
                 "start one without resume, or name its folder with run.dir"
             )
         return newest
-    return default_root(run.project, recipe.file.name, run.name)
+    try:
+        return default_root(run.project, recipe.file.name, run.name)
+    except RunDirectoryError as error:
+        raise InvalidValueError(str(error)) from error
 
 
-def banner(recipe: Recipe, root: Path) -> Banner:
-    """The lines that are printed before the first step."""
+def banner_lines(recipe: Recipe, root: Path) -> list[tuple[str, str]]:
+    """Label and text of the lines that are printed before the first step."""
     geometry = [line.strip() for line in geometry_table(recipe.config).removeprefix("geometry").splitlines()]
-    return Banner(
-        title=f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}",
-        lines=[
-            *zip(("geometry", ""), geometry, strict=False),
-            ("placement", plan_of(recipe.config).describe()),
-            ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
-            ("stop", "Ctrl-C (finishes the step and saves)"),
-            ("resume", continuation(recipe, root)),
-        ],
-    )
+    return [
+        *zip(("geometry", ""), geometry, strict=False),
+        ("placement", plan_of(recipe.config).describe()),
+        ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
+        ("stop", "Ctrl-C (finishes the step and saves)"),
+        ("resume", continuation(recipe, root)),
+    ]
 
 
 def continuation(recipe: Recipe, root: Path) -> str:
@@ -84,3 +98,72 @@ def continuation(recipe: Recipe, root: Path) -> str:
     overrides = recipe.composed.overrides
     settings = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
     return shlex.join(["unirl", "train", recipe.file.name, *settings, f"run.dir={root}"])
+
+
+# Runs that exist
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint, and the recipe that wrote it."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+
+
+def saved_run(
+    path: str, overrides: Sequence[str] = (), settings: Tree | None = None, unread: str | None = None
+) -> SavedRun:
+    """The valid checkpoint at `path` (a checkpoint, or a run: its newest), with the recipe that is saved in it.
+
+    Args:
+        overrides: `key=value` from the command line.
+        settings: keys that the command itself sets, as a tree.
+        unread: files of the checkpoint whose names begin so are not needed, and may be damaged.
+    """
+    checkpoint = open_checkpoint(path, unread)
+    with still_there(checkpoint):
+        tree = read_state(checkpoint.path)["recipe"] | {"resume": "none", "scale": "full"}
+    layers = (Layer("recipe", tree), Layer("unirl", settings or {}), command_line_layer(overrides, tree))
+    file = RecipeFile(f"saved/{checkpoint.path.name}", checkpoint.path / STATE_FILE)
+    return SavedRun(checkpoint, check(ComposedConfig(file, layers)))
+
+
+def check_weights(saved: SavedRun, weights: str) -> None:
+    """Refuses weights that a run does not keep, before its model is loaded.
+
+    Raises:
+        ConfigError: 2020.
+    """
+    config = saved.recipe.config
+    kept = [name for name, block in KEPT_BY.items() if config.backend.values.get(block) is not None]
+    known = ["live", *kept, *config.loaded_snapshots, *needs_of(config).snapshots]
+    if weights not in known:
+        raise IncompatibleError(
+            f"--weights {weights}: the run keeps no such weights. It has {', '.join(dict.fromkeys(known))}. A run with "
+            "backend.ema_cfg={} keeps ema"
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses (2004) a folder for the files that a command makes of a run, if it cannot be created or written."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        why = "cannot be written to" if nearest.is_dir() else "is a file, not a folder"
+        raise InvalidValueError(
+            f"--out {folder}: {nearest} {why}. Name a folder that this user may write to with --out"
+        )
+
+
+def quiet_tracker(saved: SavedRun, folder: Path, argv: Sequence[str]) -> Tracker:
+    """A tracker that reports to `folder`, and not to the console.
+
+    Raises:
+        ConfigError: 2004 when the folder cannot be used.
+    """
+    check_folder(folder)
+    identity = RunIdentity(project=saved.recipe.config.run.project, recipe=saved.recipe.file.name, argv=argv)
+    try:
+        return Tracker(RunDirectory(folder, identity))
+    except RunDirectoryError as error:
+        raise InvalidValueError(str(error)) from error

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from unirl import __version__
-from unirl.config.errors import ResumeError
-from unirl.tracking.tracker import Tracker
+from unirl.config.errors import Interrupted, Preempted, ResumeError, UniRLError
+from unirl.config.merge import Tree
 from unirl.train.backend.base import TrainBackend
-from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore
-from unirl.trainer.resume import ResumePoint
+from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, still_there
+from unirl.types.device import accelerator, device_name
 from unirl.types.protocols import State, Stateful
+
+if TYPE_CHECKING:
+    from unirl.tracking.tracker import Tracker
 
 STATE_FILE = "trainer.json"
 """The file of a checkpoint that holds this state."""
@@ -25,11 +30,13 @@ STATE_FILE = "trainer.json"
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything outside the weights that changes between steps, and what it depends on."""
+    """Everything that changes between steps, and what it depends on. The backend keeps the weights."""
 
+    backend: TrainBackend
+    tracker: Tracker
     stateful: Mapping[str, Stateful]
     """The objects that remember something between steps, by name. Nothing else may remember."""
-    recipe: Mapping[str, Any]
+    recipe: Tree
     """The resolved recipe, every key."""
     environment: dict[str, str]
     """What decides bits outside the recipe: library versions, CPU capability, thread count."""
@@ -44,75 +51,84 @@ class RunState:
     """Steps finished; the number of the step that runs next."""
     version: int = 0
     """Optimizer updates done."""
-    published_version: int = 0
-    """Weight version last pushed to the engine. Used only when `weight_sync_interval > 1`."""
+    micro_rows: int | None = None
+    """Rows of a micro-batch that the run chose. None if its recipe sets them."""
 
-    def save(self, backend: TrainBackend, tracker: Tracker) -> None:
-        """Publish a checkpoint of this state and of the weights."""
+    def remembered(self) -> dict[str, State]:
+        """A copy of what the objects remember now, by name."""
+        return {name: deepcopy(item.state_dict()) for name, item in self.stateful.items()}
+
+    def save(self, remembered: Mapping[str, State] | None = None) -> None:
+        """Publish a checkpoint of this state and of the weights.
+
+        Args:
+            remembered: what the objects remembered after the last step, if they have moved on since.
+        """
         with self.checkpoints.stage(self.step) as folder:
-            backend.save(str(folder / "policy"))
-            text = json.dumps(self.state_dict(), indent=1, sort_keys=True, allow_nan=False)
+            self.backend.save(str(folder / "policy"))
+            state = {
+                "step": self.step,
+                "version": self.version,
+                "micro_rows": self.micro_rows,
+                "stateful": self.remembered() if remembered is None else dict(remembered),
+                "recipe": self.recipe,
+                "environment": self.environment,
+            }
+            text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False)
             (folder / STATE_FILE).write_text(text)
-        tracker.event("ckpt.commit", step=self.step)
+        self.tracker.event("ckpt.commit", step=self.step)
 
-    def restore(self, backend: TrainBackend, tracker: Tracker) -> None:
+    def stopped_by(self, signum: int) -> UniRLError:
+        """The error that ends the run after a signal: Ctrl-C, or the signal of a scheduler."""
+        kind = Interrupted if signum == signal.SIGINT else Preempted
+        return kind(
+            f"stopped after step {self.step} by signal {signum}; checkpoint saved. Continue with:\n"
+            f"  {self.resume_command}"
+        )
+
+    def restore(self) -> None:
         """Continue after the last valid checkpoint, with the run's files cut back to it; or start at step 0."""
         for reason in self.resume.skipped:
-            tracker.warn(reason)
+            self.tracker.warn(str(reason))
         if self.resume.checkpoint is not None:
-            self.load(self.resume.checkpoint, backend, tracker)
+            self.load(self.resume.checkpoint)
             self.checkpoints.discard_after(self.step)
-        tracker.truncate(self.step if self.resume.checkpoint else -1)
+        self.tracker.truncate(self.step if self.resume.checkpoint else -1)
 
-    def load(self, checkpoint: Checkpoint, backend: TrainBackend, tracker: Tracker) -> None:
+    def load(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint's state and weights. Warns if it was written in another environment."""
+        with still_there(checkpoint):
+            self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         state = read_state(checkpoint.path)
-        changed = self._changed_environment(state["environment"])
+        saved = state["environment"]
+        changed = [
+            f"{name} {saved.get(name)} -> {self.environment.get(name)}"
+            for name in sorted(saved.keys() | self.environment.keys())
+            if saved.get(name) != self.environment.get(name)
+        ]
         if changed:
-            tracker.warn(
+            self.tracker.warn(
                 f"{checkpoint.path.name} was written in another environment ({', '.join(changed)}): the run continues, "
                 "but its bits may differ from those of an unbroken run"
             )
-        backend.load(str(checkpoint.path / "policy"))
-        self.load_state_dict(state)
-
-    def state_dict(self) -> State:
-        """This state as JSON values."""
-        return {
-            "step": self.step,
-            "version": self.version,
-            "published_version": self.published_version,
-            "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
-            "recipe": self.recipe,
-            "environment": self.environment,
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        """The inverse of `state_dict`. The recipe and the environment stay those of this run."""
-        saved = state["stateful"]
-        if saved.keys() != self.stateful.keys():
+        self.backend.load(str(checkpoint.path / "policy"))
+        stateful = state["stateful"]
+        if stateful.keys() != self.stateful.keys():
             raise ResumeError(
-                f"the checkpoint holds state of {sorted(saved)}, this recipe has {sorted(self.stateful)}: "
+                f"the checkpoint holds state of {sorted(stateful)}, this recipe has {sorted(self.stateful)}: "
                 "resume with the recipe that wrote it, or start anew with resume=none in another run.dir"
             )
         for name, item in self.stateful.items():
-            item.load_state_dict(saved[name])
-        self.step, self.version = state["step"], state["version"]
-        self.published_version = state["published_version"]
-
-    def _changed_environment(self, saved: Mapping[str, str]) -> list[str]:
-        """`name before -> after` of everything in the environment that differs from when the checkpoint was saved."""
-        names = sorted(saved.keys() | self.environment.keys())
-        return [
-            f"{name} {saved.get(name)} -> {self.environment.get(name)}"
-            for name in names
-            if saved.get(name) != self.environment.get(name)
-        ]
+            item.load_state_dict(stateful[name])
+        self.step, self.version, self.micro_rows = state["step"], state["version"], state.get("micro_rows")
 
 
-def read_state(checkpoint: Path) -> Any:
+def read_state(checkpoint: Path) -> State:
     """The state in a checkpoint's folder, as `RunState.save` wrote it."""
-    return json.loads((checkpoint / STATE_FILE).read_text())
+    state: State = json.loads((checkpoint / STATE_FILE).read_text())
+    return state
 
 
 def environment(train_ranks: int) -> dict[str, str]:
@@ -123,6 +139,6 @@ def environment(train_ranks: int) -> dict[str, str]:
         "python": platform.python_version(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(accelerator()),
         "train_ranks": str(train_ranks),
     }

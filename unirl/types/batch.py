@@ -1,6 +1,6 @@
 """`Batch`: the base class of containers of samples, whose fields declare how they are split and joined.
 
-Every field of a `Batch` is made with one of the functions `row`, `packed`, `packed_offsets`, `shared` and `reduced`.
+Every field of a `Batch` is made with one of the functions `row`, `packed`, `packed_offsets` and `shared`.
 The declaration decides what happens to a field; the shape of its value does not.
 
     @dataclass(kw_only=True, eq=False)
@@ -11,17 +11,23 @@ The declaration decides what happens to a field; the shape of its value does not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import singledispatch
+from functools import partial, singledispatch
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from unirl.types.rows import RemoteRows, Rows
+from unirl.types.device import CPU, to_device, to_host
+from unirl.types.rows import Rows
 
 T = TypeVar("T")
+Declared = Any
+"""The type of a field declaration. A type checker takes the annotation of the field, as with `dataclasses.field`."""
+HeavyChange = Callable[[Any], object]
+"""A function of the value of a heavy field, whose type depends on the field."""
 
 
 class Kind(Enum):
@@ -35,83 +41,58 @@ class Kind(Enum):
     """[B + 1] int64 bounds of the rows in the packed fields; the first entry is 0."""
     SHARED = "shared"
     """One value for all rows. Batches can be joined only if their values are equal."""
-    SUM = "sum"
-    MAX = "max"
-    MIN = "min"
-    MEAN = "mean"
-    """Scalars that are joined by this reduction. The mean is weighted by the number of rows."""
 
 
-def row(*, heavy: bool = False, optional: bool = False) -> Any:
+def row(*, heavy: bool = False, optional: bool = False) -> Declared:
     """A field with one entry per row.
 
     Args:
         heavy: the driver holds the field as `RemoteRows`.
         optional: the field defaults to None.
     """
-    return _field(Kind.ROW, heavy, optional)
+    return _field(Kind.ROW, heavy, None if optional else dataclasses.MISSING)
 
 
-def packed(*, heavy: bool = False, optional: bool = False) -> Any:
+def packed(*, heavy: bool = False) -> Declared:
     """A field with the rows of all samples concatenated along dimension 0, for rows of different lengths."""
-    return _field(Kind.PACKED, heavy, optional)
+    return _field(Kind.PACKED, heavy)
 
 
-def packed_offsets() -> Any:
+def packed_offsets() -> Declared:
     """The field [B + 1] with the bounds of the rows in the packed fields."""
-    return _field(Kind.OFFSETS, False, False)
+    return _field(Kind.OFFSETS)
 
 
-def shared(*, optional: bool = False, default: Any = dataclasses.MISSING) -> Any:
+def shared(*, default: object = dataclasses.MISSING) -> Declared:
     """A field with one value for all rows, which must be equal in all batches that are joined."""
-    field = _field(Kind.SHARED, False, optional)
-    return field if default is dataclasses.MISSING else dataclasses.field(default=default, metadata=field.metadata)
+    return _field(Kind.SHARED, default=default)
 
 
-def reduced(kind: str, *, optional: bool = False) -> Any:
-    """A scalar field that is joined by the reduction `kind`: sum, max, min or mean."""
-    return _field(Kind(kind), False, optional)
-
-
-def _field(kind: Kind, heavy: bool, optional: bool) -> Any:
-    metadata = {"kind": kind, "heavy": heavy}
-    if optional:
-        return dataclasses.field(default=None, metadata=metadata)
-    return dataclasses.field(metadata=metadata)
+def _field(kind: Kind, heavy: bool = False, default: object = dataclasses.MISSING) -> Declared:
+    return dataclasses.field(default=default, metadata={"kind": kind, "heavy": heavy})
 
 
 class Batch(Rows):
     """Base class for dataclasses of samples. Instances are values: every method returns a new one."""
 
     def __post_init__(self) -> None:
-        size = None
-        for name, value in self._values(Kind.ROW):
-            length = num_rows(value)
-            if length is None:
-                continue
-            if size is not None and length != size[1]:
-                name_of_class = type(self).__name__
+        own = type(self).__name__
+        sizes = {name: size for name, value in self._values(Kind.ROW) if (size := num_rows(value)) is not None}
+        for (other, expected), (name, size) in pairwise(sizes.items()):
+            if size != expected:
                 raise ValueError(
-                    f"{name_of_class}.{name} has {length} rows but {name_of_class}.{size[0]} has {size[1]}: "
+                    f"{own}.{name} has {size} rows but {own}.{other} has {expected}: "
                     "every per-row field of a batch needs the same number of rows"
                 )
-            size = (name, length)
-        self._check_packed(size)
-
-    def _check_packed(self, size: tuple[str, int] | None) -> None:
-        bounds = next((value for _, value in self._values(Kind.OFFSETS)), None)
-        if bounds is None:
-            return
-        if size is not None and len(bounds) - 1 != size[1]:
-            raise ValueError(
-                f"{type(self).__name__}.{size[0]} has {size[1]} rows but the offsets describe {len(bounds) - 1}"
-            )
-        for name, value in self._values(Kind.PACKED):
-            entries = num_rows(value)
-            if entries not in (None, int(bounds[-1])):
-                raise ValueError(
-                    f"{type(self).__name__}.{name} has {entries} entries but the offsets end at {int(bounds[-1])}"
-                )
+        for _, bounds in self._values(Kind.OFFSETS):
+            for name, size in sizes.items():
+                if size != len(bounds) - 1:
+                    raise ValueError(f"{own}.{name} has {size} rows but the offsets describe {len(bounds) - 1}")
+            for name, value in self._values(Kind.PACKED):
+                if num_rows(value) not in (None, int(bounds[-1])):
+                    raise ValueError(
+                        f"{own}.{name} has {num_rows(value)} entries but the offsets end at {int(bounds[-1])}"
+                    )
 
     @classmethod
     def kinds(cls) -> dict[str, Kind]:
@@ -119,26 +100,21 @@ class Batch(Rows):
         kinds = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if "kind" not in field.metadata:
-                raise TypeError(
-                    f"{cls.__name__}.{field.name} has no declared kind: use row(), packed(), shared() or reduced()"
-                )
+                raise TypeError(f"{cls.__name__}.{field.name} has no declared kind: use row(), packed() or shared()")
             kinds[field.name] = field.metadata["kind"]
         return kinds
 
     def _values(self, kind: Kind) -> list[tuple[str, Any]]:
-        return [
-            (name, self.__dict__[name])
-            for name, k in self.kinds().items()
-            if k is kind and self.__dict__[name] is not None
-        ]
+        """The fields of this kind that are not None, as (name, value)."""
+        names = [name for name, declared in self.kinds().items() if declared is kind]
+        return [(name, self.__dict__[name]) for name in names if self.__dict__[name] is not None]
 
     def __len__(self) -> int:
-        for _, value in self._values(Kind.ROW):
-            length = num_rows(value)
-            if length is not None:
-                return length
-        for _, value in self._values(Kind.OFFSETS):
-            return len(value) - 1
+        sizes = [num_rows(value) for _, value in self._values(Kind.ROW)]
+        sizes += [len(bounds) - 1 for _, bounds in self._values(Kind.OFFSETS)]
+        for size in sizes:
+            if size is not None:
+                return size
         raise ValueError(f"{type(self).__name__} has no per-row field, so its number of rows is not defined")
 
     def costs(self) -> Tensor | None:
@@ -151,12 +127,13 @@ class Batch(Rows):
 
     def select(self, indices: Sequence[int]) -> Self:
         """The rows `indices`, in that order; repeats are allowed."""
-        chosen = list(indices)
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
         changes = {name: take_rows(value, chosen) for name, value in self._values(Kind.ROW)}
         for name, bounds in self._values(Kind.OFFSETS):
-            entries, lengths = _entries(bounds, chosen)
-            changes[name] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-            changes |= {packed_name: _take_entries(value, entries) for packed_name, value in self._values(Kind.PACKED)}
+            ranges = [torch.arange(int(bounds[i]), int(bounds[i + 1])) for i in chosen]
+            changes[name] = bounds_of([len(entries) for entries in ranges])
+            entries = torch.cat([chosen[:0], *ranges])
+            changes |= {packed_name: take_rows(value, entries) for packed_name, value in self._values(Kind.PACKED)}
         return self.replace(**changes)
 
     def slice(self, start: int, stop: int) -> Self:
@@ -180,36 +157,42 @@ class Batch(Rows):
             raise ValueError(f"{cls.__name__}.concat needs at least one batch")
         return parts[0].replace(**{name: _joined(name, kind, parts) for name, kind in cls.kinds().items()})
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with `fn` applied to every tensor of the per-row and packed fields."""
-        values = self._values(Kind.ROW) + self._values(Kind.PACKED)
-        return self.replace(**{name: map_value(value, fn) for name, value in values})
+    def map_tensors(self, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> Self:
+        """A copy with `fn` applied to every tensor of the per-row and packed fields.
 
-    def to(self, device: torch.device | str) -> Self:
-        """A copy with its per-row and packed tensors on `device`."""
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def map_heavy(self, fn: Callable[[Any], Any]) -> Self:
-        """A copy with `fn` applied to every heavy field, including those of nested batches."""
-        return self.replace(**self._mapped_heavy(fn))
-
-    def _mapped_heavy(self, fn: Callable[[Any], Any]) -> dict[str, Any]:
-        changes = {}
+        Heavy fields get `heavy` instead, if it is given: their value, or each entry if it is a mapping.
+        """
+        changes: dict[str, object] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = self.__dict__[field.name]
             if value is None or field.metadata["kind"] not in (Kind.ROW, Kind.PACKED):
                 continue
-            changes[field.name] = _map_leaves(value, fn) if field.metadata["heavy"] else map_heavy(value, fn)
-        return changes
+            if heavy is None or not field.metadata["heavy"]:
+                changes[field.name] = map_value(value, fn, heavy)
+            elif isinstance(value, dict):
+                changes[field.name] = {name: heavy(entry) for name, entry in value.items()}
+            else:
+                changes[field.name] = heavy(value)
+        return self.replace(**changes)
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with its per-row and packed tensors on `device`.
+
+        A copy to the CPU has arrived when this returns, after one wait for all tensors.
+        """
+        target = torch.device(device)
+        if target != CPU:
+            return self.map_tensors(partial(to_device, device=target))
+        copies = iter(to_host(tensors_of(self)))
+        return self.map_tensors(lambda _: next(copies))
 
 
-def _entries(bounds: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
-    starts, stops = bounds[:-1][chosen], bounds[1:][chosen]
-    ranges = [torch.arange(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
-    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64), stops - starts
+def bounds_of(lengths: Sequence[int]) -> Tensor:
+    """[B + 1] int64 bounds of rows of `lengths` in a packed field, for `packed_offsets`."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
+def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> object:
     values = [part.__dict__[name] for part in parts]
     if all(value is None for value in values):
         return None
@@ -218,214 +201,119 @@ def _joined(name: str, kind: Kind, parts: Sequence[Batch]) -> Any:
     if kind in (Kind.ROW, Kind.PACKED):
         return concat_rows(values)
     if kind is Kind.OFFSETS:
-        lengths = torch.cat([value.diff() for value in values])
-        return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    if kind is Kind.SHARED:
-        return _agreed(f"{type(parts[0]).__name__}.{name}", values)
-    return _reduce(kind, values, [len(part) for part in parts])
-
-
-def _agreed(name: str, values: list[Any]) -> Any:
+        return bounds_of([length for value in values for length in value.diff().tolist()])
     for value in values[1:]:
         if not same(values[0], value):
             raise ValueError(
-                f"{name} has one value for all rows, but the batches to join have {values[0]!r} and {value!r}"
+                f"{type(parts[0]).__name__}.{name} has one value for all rows, but the batches to join have "
+                f"{values[0]!r} and {value!r}"
             )
     return values[0]
-
-
-def _reduce(kind: Kind, values: list[float], sizes: list[int]) -> float:
-    if kind is Kind.MEAN:
-        return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)
-    if kind is Kind.SUM:
-        return sum(values)
-    return max(values) if kind is Kind.MAX else min(values)
 
 
 # --- per-row values: tensors, lists, remote rows, batches, and mappings of these --------------------------------------
 
 
-@singledispatch
 def num_rows(value: object) -> int | None:
     """The number of rows of a per-row value; None for an empty mapping."""
-    raise _not_per_row(value)
-
-
-@num_rows.register
-def _(value: Tensor) -> int | None:
-    return value.shape[0]
-
-
-@num_rows.register(list)
-@num_rows.register(RemoteRows)
-@num_rows.register(Batch)
-def _(value: Sized) -> int | None:
-    return len(value)
-
-
-@num_rows.register(dict)
-def _(value: dict[str, object]) -> int | None:
-    sizes = {name: num_rows(entry) for name, entry in value.items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"the entries of a per-row mapping differ in length: {sizes}")
-    return next(iter(sizes.values()), None)
-
-
-@singledispatch
-def take_rows(value: object, indices: list[int]) -> Any:
-    """The rows `indices` of a per-row value, which is of the same type."""
-    raise _not_per_row(value)
-
-
-@take_rows.register
-def _(value: Tensor, indices: list[int]) -> Tensor:
-    contiguous = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
-    return value[indices[0] : indices[0] + len(indices)] if contiguous else value[indices]
-
-
-@take_rows.register(list)
-def _(value: list[object], indices: list[int]) -> list[object]:
-    return [value[i] for i in indices]
-
-
-@take_rows.register(RemoteRows)
-@take_rows.register(Batch)
-def _(value: Rows, indices: list[int]) -> Rows:
-    return value.select(indices)
-
-
-@take_rows.register(dict)
-def _(value: dict[str, object], indices: list[int]) -> dict[str, object]:
-    return {name: take_rows(entry, indices) for name, entry in value.items()}
-
-
-@singledispatch
-def _take_entries(value: object, entries: Tensor) -> Any:
-    """The entries of a packed value, along dimension 0."""
-    return take_rows(value, entries.tolist())
-
-
-@_take_entries.register
-def _(value: Tensor, entries: Tensor) -> Tensor:
-    return value[entries]
-
-
-@_take_entries.register(dict)
-def _(value: dict[str, object], entries: Tensor) -> dict[str, object]:
-    return {name: _take_entries(entry, entries) for name, entry in value.items()}
-
-
-def concat_rows(values: Sequence[T]) -> T:
-    """The rows of all `values`, which are per-row values of one type."""
-    joined: T = _concat(values[0], values)
-    return joined
-
-
-@singledispatch
-def _concat(first: object, values: Sequence[object]) -> Any:
-    raise _not_per_row(first)
-
-
-@_concat.register
-def _(first: Tensor, values: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(values))
-
-
-@_concat.register(list)
-def _(first: list[object], values: Sequence[list[object]]) -> list[object]:
-    return [entry for value in values for entry in value]
-
-
-@_concat.register(RemoteRows)
-@_concat.register(Batch)
-def _(first: RemoteRows | Batch, values: Sequence[Any]) -> RemoteRows | Batch:
-    return type(first).concat(values)
-
-
-@_concat.register(dict)
-def _(first: dict[str, object], values: Sequence[dict[str, object]]) -> dict[str, object]:
-    for value in values[1:]:
-        if value.keys() != first.keys():
-            raise ValueError(
-                f"a per-row mapping has the entries {sorted(first)} in one part and {sorted(value)} in another"
-            )
-    return {name: concat_rows([value[name] for value in values]) for name in first}
-
-
-def _not_per_row(value: object) -> TypeError:
-    return TypeError(
+    match value:
+        case Tensor() | list() | Rows():
+            return len(value)
+        case dict():
+            sizes = {name: num_rows(entry) for name, entry in value.items()}
+            if len(set(sizes.values())) > 1:
+                raise ValueError(f"the entries of a per-row mapping differ in length: {sizes}")
+            return next(iter(sizes.values()), None)
+    raise TypeError(
         f"{type(value).__name__} is not a per-row value: use a tensor, list, RemoteRows, Batch or mapping of these"
     )
+
+
+def take_rows(value: Any, indices: Sequence[int] | Tensor) -> Any:
+    """The rows `indices` of a per-row value, of the same type. Adjacent rows of a tensor are a view."""
+    chosen = torch.as_tensor(indices, dtype=torch.int64)
+    match value:
+        case Tensor():
+            start = int(chosen[0]) if len(chosen) else 0
+            adjacent = torch.equal(chosen, torch.arange(start, start + len(chosen)))
+            return value[start : start + len(chosen)] if adjacent else value[to_device(chosen, value.device)]
+        case list() | tuple():
+            return [value[i] for i in chosen.tolist()]
+        case dict():
+            return {name: take_rows(entry, chosen) for name, entry in value.items()}
+    return value.select(chosen.tolist())
+
+
+def concat_rows(values: Sequence[Any]) -> Any:
+    """The rows of all `values`, which are per-row values of one type."""
+    first = values[0]
+    match first:
+        case Tensor():
+            return torch.cat(list(values))
+        case list():
+            return [entry for value in values for entry in value]
+        case dict():
+            for value in values[1:]:
+                if value.keys() != first.keys():
+                    raise ValueError(
+                        f"a per-row mapping has the entries {sorted(first)} in one part and {sorted(value)} in another"
+                    )
+            return {name: concat_rows([value[name] for value in values]) for name in first}
+    return first.concat(values)
 
 
 # --- functions applied to the parts of a value ------------------------------------------------------------------------
 
 
 @singledispatch
-def map_value(value: object, fn: Callable[[Tensor], Tensor]) -> Any:
-    """The value with `fn` applied to its tensors. A value without tensors is returned unchanged."""
+def map_value(value: object, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> Any:
+    """The value with `fn` applied to its tensors, and `heavy`, if given, to the heavy fields of its batches.
+
+    A value without tensors is returned unchanged.
+    """
     return value
 
 
 @map_value.register
-def _(value: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+def _(value: Tensor, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> Tensor:
     return fn(value)
 
 
 @map_value.register(Batch)
-def _(value: Batch, fn: Callable[[Tensor], Tensor]) -> Batch:
-    return value.map_tensors(fn)
+def _(value: Batch, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> Batch:
+    return value.map_tensors(fn, heavy)
 
 
 @map_value.register(dict)
-def _(value: dict[str, object], fn: Callable[[Tensor], Tensor]) -> dict[str, object]:
-    return {name: map_value(entry, fn) for name, entry in value.items()}
+def _(value: dict[str, object], fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> dict[str, object]:
+    return {name: map_value(entry, fn, heavy) for name, entry in value.items()}
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors of a value, at any depth."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_value(value, note)
+    return tensors
 
 
 def compact(value: T) -> T:
     """The value with every tensor in storage of its own size. A view keeps, and ships, all of the tensor behind it."""
-    compacted: T = map_value(value, _own_storage)
+
+    def own_storage(tensor: Tensor) -> Tensor:
+        own = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+        return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+
+    compacted: T = map_value(value, own_storage)
     return compacted
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
-    own = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
-    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
-
-
-@singledispatch
-def map_heavy(value: object, fn: Callable[[Any], Any]) -> Any:
-    """The value with `fn` applied to the heavy fields of the batches inside it. Other values are returned unchanged."""
-    return value
-
-
-@map_heavy.register(Batch)
-def _(value: Batch, fn: Callable[[Any], Any]) -> Batch:
-    return value.map_heavy(fn)
-
-
-@map_heavy.register(dict)
-def _(value: dict[str, object], fn: Callable[[Any], Any]) -> dict[str, object]:
-    return {name: map_heavy(entry, fn) for name, entry in value.items()}
-
-
-@singledispatch
-def _map_leaves(value: object, fn: Callable[[Any], Any]) -> Any:
-    """`fn` applied to the value of a heavy field, or to each entry if it is a mapping."""
-    return fn(value)
-
-
-@_map_leaves.register(dict)
-def _(value: dict[str, object], fn: Callable[[Any], Any]) -> dict[str, object]:
-    return {name: _map_leaves(entry, fn) for name, entry in value.items()}
-
-
-@singledispatch
 def same(first: object, second: object) -> bool:
     """True if two shared values are equal."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
     return bool(first == second)
-
-
-@same.register
-def _(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first, second)

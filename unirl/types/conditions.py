@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -18,6 +19,25 @@ class TextEmbedCondition(Batch):
     mask: Tensor | None = row(heavy=True, optional=True)  # [B, L], True at real tokens
     embeds_2: Tensor | None = row(heavy=True, optional=True)  # [B, L2, D2] tokens of a second encoder
     mask_2: Tensor | None = row(heavy=True, optional=True)  # [B, L2], True at real tokens
+    lengths: list[tuple[int, int]] | None = row(optional=True)
+    """[B] tokens of `embeds` and of `embeds_2` that the network reads. The others are padding, which has no effect.
+
+    All prompts of a request have the same lengths, and keep them, so that a replay computes on the shapes of the
+    rollout. None: the network reads all tokens.
+    """
+
+    def trimmed(self) -> Self:
+        """The same condition without the tokens that no row needs."""
+        if self.lengths is None:
+            return self
+        first, second = (max(lengths) for lengths in zip(*self.lengths, strict=True))
+        sizes = {"embeds": first, "mask": first, "embeds_2": second, "mask_2": second}
+        cut = {
+            name: value[:, :size].contiguous()
+            for name, size in sizes.items()
+            if (value := vars(self)[name]) is not None
+        }
+        return self.replace(**cut)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,6 +93,7 @@ class ImagePatches(Batch):
 
     patches: Tensor = packed(heavy=True)  # [sum N, D]
     grids: list[tuple[PatchGrid, ...]] = row()  # one per image of the row; N = sum of their products
+    digests: list[tuple[str, ...]] = row()  # one per image; equal patches have equal ones, so the host compares them
     offsets: Tensor = packed_offsets()  # [B + 1]
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.types.batch import concat_rows
-from unirl.types.primitives import Preview
+from unirl.types.primitives import Facts, Preview
 from unirl.types.reward import Answer
+from unirl.types.rows import rows_by_key
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class EvalResult:
     logged_rewards: dict[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, NaN = not scored
     answers: tuple[Answer | None, ...] | None = None
     """The answer in each sample, if the reward judges answers. None for samples that were not judged."""
-    facts: tuple[Mapping[str, Any], ...] = ()
+    facts: tuple[Facts, ...] = ()
     """Further facts about each sample, to be shown in reports; () = none."""
     unscored: int = 0
     """Number of samples that could not be scored. They appear in no other field."""
@@ -79,10 +81,7 @@ class EvalResult:
 
     def groups(self) -> list[list[int]]:
         """The rows of each group of samples of one prompt."""
-        groups: dict[str, list[int]] = {}
-        for i, group in enumerate(self.group_ids):
-            groups.setdefault(group, []).append(i)
-        return list(groups.values())
+        return list(rows_by_key(self.group_ids).values())
 
     def metrics(self) -> dict[str, float]:
         """The metrics to log, under `eval/`."""
@@ -103,14 +102,13 @@ class EvalResult:
         """The answers to each prompt, without those that were not judged."""
         if self.answers is None:
             return []
-        answers = [[self.answers[row] for row in rows] for rows in self.groups()]
-        return [[answer for answer in group if answer is not None] for group in answers]
+        return [[answer for row in rows if (answer := self.answers[row]) is not None] for rows in self.groups()]
 
-    def facts_of(self, row: int) -> dict[str, Any]:
+    def facts_of(self, row: int) -> Facts:
         """Facts about a sample besides its scores, including its answer."""
         answer = self.answers[row] if self.answers is not None else None
-        text = {} if answer is None or answer.text is None else {"answer": answer.text}
-        right = {} if answer is None else {"right": answer.right}
+        text: Facts = {} if answer is None or answer.text is None else {"answer": answer.text}
+        right: Facts = {} if answer is None else {"right": answer.right}
         return {**(self.facts[row] if self.facts else {}), **text, **right}
 
 
@@ -124,7 +122,7 @@ def accuracy(prompts: Sequence[Sequence[Answer]]) -> dict[str, float]:
     if not prompts:
         return {}
     most = max(len(answers) for answers in prompts)
-    metrics = {f"eval/avg@{most}": _mean([_share_right(answers) for answers in prompts])}
+    metrics = {f"eval/avg@{most}": _mean([_mean([answer.right for answer in answers]) for answers in prompts])}
     for k in (1 << power for power in range(most.bit_length())):
         enough = [answers for answers in prompts if len(answers) >= k]
         metrics[f"eval/pass@{k}"] = _mean([pass_at(k, len(a), sum(one.right for one in a)) for a in enough])
@@ -156,11 +154,7 @@ def majority(answers: Sequence[Answer]) -> float:
 
 
 def _end_to_end(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
-    return tuple(entry for part in parts for entry in part)
-
-
-def _share_right(answers: Sequence[Answer]) -> float:
-    return sum(answer.right for answer in answers) / len(answers)
+    return tuple(chain.from_iterable(parts))
 
 
 def _mean(values: Sequence[float]) -> float:

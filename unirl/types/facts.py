@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from unirl.types.protocols import GuidanceLike, SigmaScheduleLike
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Sampling, sampling_as
 
+ROWS_AT_ONCE = 8
+"""Rows of one forward in rollout, unless a cache decides."""
+CACHE_BYTES = 24 * 2**30
+"""What the keys and values of all slots may take on an accelerator: less than a third of a device of 80 GB."""
+PREFILL_TOKENS = 16384
+"""Largest number of prompt tokens in one prefill forward. A longer prompt gets a forward of its own."""
+MAX_SLOTS = 256
+"""A step reads all weights for any number of slots. With this many, it computes about as long as it reads."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts(ABC):
@@ -25,6 +34,8 @@ class ModelFacts(ABC):
     """Suffixes of the names of the modules that get LoRA adapters."""
     batch_multiple: int = 1
     """Batches are padded to a multiple of this, so that the bits of a row do not depend on other rows."""
+    condition_images: tuple[int, int | None] = (0, 0)
+    """Smallest and largest number of images in a prompt: (1, 1) for a first frame, (0, None) for any number."""
 
     @abstractmethod
     def tokens_of(self, sampling: Sampling) -> int:
@@ -34,9 +45,9 @@ class ModelFacts(ABC):
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError, with the key and the nearest valid value, if the model cannot sample like this."""
 
-    @abstractmethod
-    def images_per_prompt(self) -> tuple[int, int | None]:
-        """Smallest and largest number of images in a prompt; None = no upper limit."""
+    def rows_at_once(self, sampling: Sampling, dtype_bytes: int) -> int:
+        """Rows of one forward in rollout on an accelerator, unless the recipe sets `rollout.forward_batch_size`."""
+        return ROWS_AT_ONCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +70,22 @@ class LatentFacts(ModelFacts):
     """The kind of guidance, at scale 1."""
     text_width: int | None = None
     """Width of the pooled text embedding (or mean of token embeddings) that a value head reads; None = no text."""
-    condition_images: tuple[int, int] = (0, 0)
-    """Smallest and largest number of images in a prompt: (1, 1) for a first frame, (1, n) for editing."""
+    extra_text_tokens: int = 0
+    """Text tokens in addition to `max_sequence_length`, such as those of a second encoder."""
+    text_is_masked: bool = False
+    """Attention excludes the padding of the text, so a forward reads no more text tokens than its prompts have."""
     reference_tokens: bool = False
     """Condition images are extra tokens in the sequence, as many per image as for the sample."""
 
     def tokens_of(self, sampling: Sampling) -> int:
         """Tokens of the sample, of the largest number of condition images, and of the prompt."""
         params = sampling_as(DiffusionSamplingParams, sampling, self.family)
-        num_images = 1 + (self.condition_images[1] if self.reference_tokens else 0)
-        return num_images * self.image_seq_len(params) + params.max_sequence_length
+        num_images = 1 + ((self.condition_images[1] or 0) if self.reference_tokens else 0)
+        return num_images * self.image_seq_len(params) + self.text_seq_len(params)
 
-    def images_per_prompt(self) -> tuple[int, int]:
-        """Smallest and largest number of condition images."""
-        return self.condition_images
+    def text_seq_len(self, params: DiffusionSamplingParams) -> int:
+        """The number of text tokens."""
+        return params.max_sequence_length + self.extra_text_tokens
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError unless size and number of frames fit the latents and the guidance is supported."""
@@ -130,17 +143,18 @@ class LanguageFacts(ModelFacts):
     """D, the width of the last hidden state."""
     context_length: int
     """Largest number of tokens of a prompt and its response together."""
-    reads_images: bool = False
-    """Prompts may contain images."""
+    cache_width: int = 0
+    """Numbers that sampling caches per token: keys and values of all layers."""
 
     def tokens_of(self, sampling: Sampling) -> int:
         """Tokens of the longest prompt and the longest response."""
         params = sampling_as(ARSamplingParams, sampling, self.family)
         return params.max_prompt_tokens + params.max_new_tokens
 
-    def images_per_prompt(self) -> tuple[int, int | None]:
-        """Any number if the model reads images, else none."""
-        return (0, None) if self.reads_images else (0, 0)
+    def rows_at_once(self, sampling: Sampling, dtype_bytes: int) -> int:
+        """As many slots, in eights, as CACHE_BYTES hold at their greatest length; at least 8, at most MAX_SLOTS."""
+        slot_bytes = self.tokens_of(sampling) * self.cache_width * dtype_bytes
+        return max(min(CACHE_BYTES // max(slot_bytes, 1) // 8 * 8, MAX_SLOTS), ROWS_AT_ONCE)
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError unless the longest prompt and the longest response fit the context together."""
@@ -152,3 +166,18 @@ class LanguageFacts(ModelFacts):
                 f"sampling.max_prompt_tokens={params.max_prompt_tokens} + max_new_tokens={params.max_new_tokens} is "
                 f"more than the context of {self.family}, {self.context_length} tokens. {advice}"
             )
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The settings of a module's adapters."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Suffixes of the names of linear layers."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from unirl.types.batch import Batch, packed, packed_offsets, row, shared
 PREVIEW_FRAMES, PREVIEW_SIDE = 33, 256
 """Limits of a video preview: number of frames, and pixels along the longer side. A preview has at most 6.5 MB, as much
 as two images of a megapixel. 1 + 32 frames fit video autoencoders, which take one frame and then groups of 4 or 8."""
+
+Metadata = dict[str, Any]
+"""The values that a data file gives beside a prompt, as in JSON. A scorer knows which it reads."""
+
+Facts = Mapping[str, float | bool | str]
+"""Facts about a sample by name, to be shown in reports."""
 
 RecordedRole = Literal["chosen", "rejected"]
 """Role of a recorded sample: which one of a pair was preferred."""
@@ -31,6 +37,16 @@ class MediaRef:
     uri: str
 
 
+def levels_of(pixels: Tensor) -> Tensor:
+    """The nearest of the 256 levels of uint8 for pixels in [0, 1]. Levels are returned as they are."""
+    return pixels if pixels.dtype is torch.uint8 else pixels.float().mul(255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def unit(levels: Tensor) -> Tensor:
+    """Pixels in [0, 1], float32, of the levels of uint8: level / 255. Floats are returned as they are."""
+    return levels if levels.is_floating_point() else levels.float().div_(255)
+
+
 @dataclass(kw_only=True, eq=False)
 class ImagePreviews(Batch):
     """Images for people to look at, small enough for the driver."""
@@ -40,7 +56,7 @@ class ImagePreviews(Batch):
     @classmethod
     def of(cls, pixels: Tensor) -> ImagePreviews:
         """Previews of pixels [B, 3, H, W] in [0, 1]."""
-        return cls(pixels=(pixels * 255).round().to(torch.uint8).cpu())
+        return cls(pixels=levels_of(pixels).cpu())
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
@@ -87,20 +103,25 @@ class PromptImages(Batch):
 
 @dataclass(kw_only=True, eq=False)
 class Images(Batch):
-    """Pixels in [0, 1]. Decoding rounds them to the 256 levels of uint8, so that every scorer sees the same values."""
+    """Images in the 256 levels of uint8, to which decoding rounds, so that every scorer sees the same values."""
 
-    pixels: Tensor = row(heavy=True)  # [B, 3, H, W]
+    pixels: Tensor = row(heavy=True)  # [B, 3, H, W] uint8
+
+    @classmethod
+    def of(cls, pixels: Tensor) -> Images:
+        """Images of pixels [B, 3, H, W] in [0, 1]. Rounds to 256 levels."""
+        return cls(pixels=levels_of(pixels))
 
     def preview(self) -> ImagePreviews:
-        """The pixels as uint8."""
+        """The pixels themselves."""
         return ImagePreviews.of(self.pixels)
 
 
 @dataclass(kw_only=True, eq=False)
 class Videos(Batch):
-    """Videos with any number of frames, packed along the frames. Pixels in [0, 1], rounded as in `Images`."""
+    """Videos with any number of frames, packed along the frames, in the levels of `Images`."""
 
-    frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W]
+    frames: Tensor = packed(heavy=True)  # [sum F, 3, H, W] uint8; in [0, 1] in the request of a scorer
     offsets: Tensor = packed_offsets()  # [B + 1]
     fps: float = shared(default=16.0)  # frames per second
 
@@ -112,12 +133,16 @@ class Videos(Batch):
     @classmethod
     def of(cls, pixels: Tensor, fps: float = 16.0) -> Videos:
         """Videos of pixels [B, 3, F, H, W] in [0, 1], as VAE decoders return them. Rounds to 256 levels."""
-        count, frames = pixels.shape[0], pixels.shape[2]
-        levels = pixels.transpose(1, 2).flatten(0, 1).mul(255).round_().div_(255)
-        return cls(frames=levels, offsets=torch.arange(count + 1) * frames, fps=fps)
+        return cls.of_frames(levels_of(pixels).transpose(1, 2), fps)
+
+    @classmethod
+    def of_frames(cls, levels: Tensor, fps: float = 16.0) -> Videos:
+        """Videos of levels [B, F, 3, H, W] uint8, frame by frame."""
+        count, frames = levels.shape[:2]
+        return cls(frames=levels.flatten(0, 1), offsets=torch.arange(count + 1) * frames, fps=fps)
 
     def stacked(self) -> Tensor:
-        """Pixels [B, 3, F, H, W]: the inverse of `of`. Raises ValueError if the numbers of frames differ."""
+        """Levels [B, 3, F, H, W] uint8, as `of` takes pixels. Raises ValueError if the numbers of frames differ."""
         counts = sorted(set(self.offsets.diff().tolist()))
         if len(counts) != 1:
             raise ValueError(f"videos of {counts or 'no'} frames cannot be stacked: all need the same number of frames")
@@ -165,12 +190,12 @@ def _stride(num_frames: int) -> int:
 
 
 def _shown(frames: Tensor) -> Tensor:
-    """Frames [F, 3, H, W] in [0, 1] as uint8 [F, 3, h, w], scaled down to PREVIEW_SIDE if they are larger."""
+    """Frames [F, 3, H, W] uint8, scaled down to PREVIEW_SIDE if they are larger."""
     height, width = frames.shape[-2:]
     size = _shown_size(height, width)
     if size != (height, width):
-        frames = interpolate(frames.float(), size, mode="bilinear", antialias=True)
-    return (frames * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+        frames = interpolate(unit(frames), size, mode="bilinear", antialias=True).clamp(0, 1)
+    return levels_of(frames).cpu()
 
 
 def _shown_size(height: int, width: int) -> tuple[int, int]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from unirl.types.conditions import Conditions
-    from unirl.types.reward import RewardRequest, RewardResponse
 
+PromptT = TypeVar("PromptT")
 State = dict[str, Any]
 """State that can be written as JSON: numbers, strings, booleans, None, and lists or mappings of these."""
 
@@ -32,20 +32,16 @@ class Transition(Protocol):
     @property
     def mean(self) -> Tensor:
         """[B, *latent] float32 or float64."""
-        ...
 
     @property
     def std(self) -> Tensor:
         """[] or [B], with the dtype and device of the mean."""
-        ...
 
     def sample(self, noise: Tensor) -> Tensor:
         """[B, *latent] mean + std * noise."""
-        ...
 
     def log_prob(self, x_next: Tensor) -> Tensor:
         """[B] nats, mean over latent elements; `x_next` is detached."""
-        ...
 
 
 @runtime_checkable
@@ -64,11 +60,9 @@ class Kernel(Protocol):
         previous: Previous | None = None,
     ) -> Transition:
         """The distribution of x at `sigma_next` given x at `sigma` and the velocity v there."""
-        ...
 
     def has_density(self, step: int, num_steps: int) -> bool:
         """True if step `step` of `num_steps` is stochastic. The last step never is."""
-        ...
 
 
 @runtime_checkable
@@ -77,7 +71,6 @@ class StepChoice(Protocol):
 
     def choose(self, step: int, num_inference_steps: int, seed: int) -> tuple[int, ...]:
         """Sorted step numbers within [0, num_inference_steps - 2]."""
-        ...
 
 
 class SigmaScheduleLike(Protocol):
@@ -85,7 +78,6 @@ class SigmaScheduleLike(Protocol):
 
     def sigmas(self, num_inference_steps: int, image_seq_len: int) -> Tensor:
         """[T + 1] float32, decreasing, last entry 0."""
-        ...
 
 
 class GuidanceLike(Protocol):
@@ -94,19 +86,15 @@ class GuidanceLike(Protocol):
     @property
     def active(self) -> bool:
         """True if there is an unconditional branch, which needs a negative prompt."""
-        ...
 
     def at(self, scale: float, scale_2: float | None = None, passes: int = 1) -> Self:
         """The same kind at another scale. Raises ValueError if the model does not support it."""
-        ...
 
     def off(self) -> GuidanceLike:
         """The same kind without the unconditional branch."""
-        ...
 
     def feeds(self, conditions: Conditions) -> tuple[Conditions, ...]:
         """The conditions of each forward pass. They are computed once and used at every step."""
-        ...
 
     def velocity(
         self,
@@ -116,7 +104,6 @@ class GuidanceLike(Protocol):
         feeds: tuple[Conditions, ...],
     ) -> Tensor:
         """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]. `feeds` comes from the method `feeds`."""
-        ...
 
 
 @runtime_checkable
@@ -200,68 +187,37 @@ class Capabilities:
     modalities: tuple[str, ...] = ()
 
 
-class Scorer(Protocol):
-    """Computes component scores per sample from decoded media, prompts and metadata."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Fields of `RewardRequest` that it needs: prompts, images, videos, texts, lengths, sources, metadata."""
-        ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    def score(self, request: RewardRequest) -> RewardResponse: ...
-
-    def offload(self) -> None: ...
-
-    def onload(self) -> None: ...
-
-
 class WeightSource(Protocol):
     """Trained weights: the live ones, and snapshots by name."""
 
-    def gather(self, name: str = "live") -> Mapping[str, Tensor]:
-        """Full tensors on the CPU, by parameter name."""
-        ...
+    updates: int
+    """Number of optimizer updates behind the live weights."""
 
     def weights(self, name: str) -> AbstractContextManager[None]:
         """Context in which the module has the weights of a snapshot. Raises if gradients are enabled."""
-        ...
 
     def sampling(self) -> AbstractContextManager[None]:
         """Context for sampling: eval mode, no gradients, weights gathered."""
-        ...
 
 
-class DataSource(Protocol):
+class DataSource(Stateful, Protocol[PromptT]):
     """An endless sequence of prompts. A prompt's `size` is the (height, width) of its samples."""
 
-    prompts: Sequence[Any]
+    prompts: Sequence[PromptT]
     """All prompts that `take` may return, as far as they are known beforehand."""
 
-    def take(self, count: int, size: tuple[int, int] | None = None) -> Sequence[Any]:
+    def take(self, count: int, size: tuple[int, int] | None = None) -> Sequence[PromptT]:
         """The next `count` prompts, all of one size: `size`, or the one that is due. Moves a cursor, which is state."""
-        ...
 
-    def sized(self, prompts: Sequence[Any]) -> Sequence[Any]:
+    def sized(self, prompts: Sequence[PromptT]) -> Sequence[PromptT]:
         """Other prompts, each with the size that its samples have with this source."""
-        ...
 
-    def eval_prompts(self, max_prompts: int) -> Sequence[Any]:
+    def eval_prompts(self, max_prompts: int) -> Sequence[PromptT]:
         """The first `max_prompts` held-out prompts, in file order."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in recipes."""
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
+VaeDtype = Literal["auto", "fp32", "bf16"]

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unirl.types.batch import map_value
+from unirl.types.batch import HeavyChange, map_value
 
 Reduction = Literal["mean", "std", "sum", "max", "min"]
 
@@ -69,17 +69,11 @@ class Metric:
         """The metric over the elements of both."""
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric of the same name")
-        if self.kind in ("mean", "std"):
-            squares = self.squares + other.squares
-            return Metric(self.total + other.total, self.weight + other.weight, self.kind, squares)
-        if self.kind == "sum":
-            return Metric(self.total + other.total, 1.0, "sum")
+        if self.kind in ("mean", "std", "sum"):
+            weight = 1.0 if self.kind == "sum" else self.weight + other.weight
+            return Metric(self.total + other.total, weight, self.kind, self.squares + other.squares)
         pick = torch.maximum if self.kind == "max" else torch.minimum
-        return Metric(
-            pick(torch.as_tensor(self.total), torch.as_tensor(other.total)),
-            1.0,
-            self.kind,
-        )
+        return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
 
 
 Metrics = dict[str, Metric]
@@ -113,11 +107,10 @@ class TrainStepResult:
 
 
 @map_value.register
-def _(value: Metric, fn: Callable[[Tensor], Tensor]) -> Metric:
-    parts = {name: map_value(part, fn) for name, part in vars(value).items()}
-    return Metric(**parts)
+def _(value: Metric, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> Metric:
+    return Metric(**{name: map_value(part, fn) for name, part in vars(value).items()})
 
 
 @map_value.register
-def _(value: TrainStepResult, fn: Callable[[Tensor], Tensor]) -> TrainStepResult:
+def _(value: TrainStepResult, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> TrainStepResult:
     return TrainStepResult(tuple(map_value(update, fn) for update in value.updates))

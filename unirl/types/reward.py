@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from unirl.types.batch import Batch
-from unirl.types.primitives import Videos
+from unirl.types.batch import take_rows
+from unirl.types.primitives import Metadata, Videos, unit
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,34 @@ class RewardRequest:
 
     sample_ids: Sequence[str]
     prompts: Sequence[str] | None = None
-    images: Tensor | None = None  # [B, 3, H, W] in [0, 1]
-    videos: Videos | None = None  # frames [sum F, 3, H, W] in [0, 1], laid end to end
+    images: Tensor | None = None  # [B, 3, H, W] in [0, 1] on the CPU; uint8 for a scorer that `reads_levels`
+    videos: Videos | None = None  # with frames in the same values
     texts: Sequence[str] | None = None  # generated text
     lengths: Sequence[ResponseLength] | None = None  # of the generated texts
     sources: Sequence[Sequence[Tensor]] | None = None  # per row, the images [3, H, W] in [0, 1] of its prompt
-    metadata: Sequence[dict[str, Any]] | None = None
+    metadata: Sequence[Metadata] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    def columns(self, names: Sequence[str], levels: bool) -> RewardRequest:
+        """The request with these columns only.
+
+        Args:
+            levels: False converts images and videos from uint8 to floats in [0, 1].
+        """
+        present: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if not levels:
+            if present.get("images") is not None:
+                present["images"] = unit(present["images"])
+            if present.get("videos") is not None:
+                present["videos"] = present["videos"].map_tensors(unit)
+        return RewardRequest(sample_ids=self.sample_ids, **present)
+
     def select(self, rows: Sequence[int]) -> RewardRequest:
         """The rows `rows`, in that order."""
-
-        def selected(values: Any) -> Any:
-            if values is None:
-                return None
-            if isinstance(values, Batch):
-                return values.select(rows)
-            return values[list(rows)] if isinstance(values, Tensor) else [values[row] for row in rows]
-
-        return RewardRequest(**{field.name: selected(getattr(self, field.name)) for field in fields(self)})
+        present = {name: value for name, value in vars(self).items() if value is not None}
+        return RewardRequest(**{name: take_rows(value, rows) for name, value in present.items()})
 
 
 @dataclass(frozen=True)

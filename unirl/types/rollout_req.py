@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from unirl.types.batch import Batch, row, shared
-from unirl.types.primitives import MediaRef, MediaRefs, PromptImages, Texts
+from unirl.types.primitives import MediaRef, MediaRefs, Metadata, PromptImages, Texts
 from unirl.types.sampling import Sampling, SamplingT, sampling_as
 
 Purpose = Literal["r", "eval"]
@@ -34,7 +34,7 @@ class RolloutReq(Batch):
     sample_ids: list[str] = row()
     group_ids: list[str] = row()
     primitives: dict[str, Batch] = row()
-    metadata: list[dict[str, Any]] = row()
+    metadata: list[Metadata] = row()
     tracks: dict[str, TrackSpec] = shared()
     purpose: Purpose = shared()
     step: int = shared()

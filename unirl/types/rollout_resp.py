@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, Self
+from itertools import count
+from typing import Generic, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
-from unirl.types.batch import Batch, map_heavy, map_value, row, shared
+from unirl.types.batch import Batch, HeavyChange, map_value, row, shared
 from unirl.types.conditions import Conditions
 from unirl.types.primitives import Decoded
 from unirl.types.results import Metrics
 from unirl.types.reward import Answer, Failures
 from unirl.types.rows import Rows
-from unirl.types.segments import SegmentT_co
+from unirl.types.segments import SegmentT, SegmentT_co
 
 RewardOp = Literal["mean", "max", "sum", "last"]
 _REDUCTIONS: dict[RewardOp, Callable[[Tensor], Tensor]] = {
@@ -61,7 +62,7 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
 
     sample_ids: list[str] = row()
     group_ids: list[str] = row()
-    parent_track: str | None = shared(optional=True)
+    parent_track: str | None = shared(default=None)
     parent_ids: list[str] | None = row(optional=True)
     prompts: list[str] | None = row(optional=True)  # read by losses that differentiate the reward
     conditions: Conditions = row()
@@ -76,6 +77,11 @@ class RolloutTrack(Batch, Generic[SegmentT_co]):
     advantages: Tensor | None = row(optional=True)  # [B] float32
     weight: Tensor = row()  # [B] float32
     weight_version: Tensor = row()  # [B] int64, number of optimizer updates behind the sampling weights
+
+    def sampled_as(self, kind: type[SegmentT]) -> RolloutTrack[SegmentT]:
+        """This track, whose segment the caller knows to be a `kind`."""
+        assert isinstance(self.segment, kind), f"the track has a {type(self.segment).__name__}, not a {kind.__name__}"
+        return cast("RolloutTrack[SegmentT]", self)
 
     def costs(self) -> Tensor | None:
         """[B] int64 tokens of the segment and conditions of each row; None if they are the same for all rows."""
@@ -115,20 +121,18 @@ class RolloutResp(Rows):
 
     def __post_init__(self) -> None:
         for name, track in self.tracks.items():
-            self._check_lineage(name, track)
-
-    def _check_lineage(self, name: str, track: RolloutTrack) -> None:
-        if track.parent_track is None:
-            return
-        if track.parent_track not in self.tracks:
-            raise ValueError(
-                f"track {name!r} has the parent track {track.parent_track!r}, but the tracks are {sorted(self.tracks)}"
-            )
-        if track.parent_ids is None:
-            raise ValueError(f"track {name!r} has a parent track but no parent ids")
-        unknown = set(track.parent_ids) - set(self.tracks[track.parent_track].sample_ids)
-        if unknown:
-            raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
+            if track.parent_track is None:
+                continue
+            if track.parent_track not in self.tracks:
+                raise ValueError(
+                    f"track {name!r} has the parent track {track.parent_track!r}, but the tracks are "
+                    f"{sorted(self.tracks)}"
+                )
+            if track.parent_ids is None:
+                raise ValueError(f"track {name!r} has a parent track but no parent ids")
+            unknown = set(track.parent_ids) - set(self.tracks[track.parent_track].sample_ids)
+            if unknown:
+                raise ValueError(f"track {name!r}: parent id {min(unknown)!r} is not in track {track.parent_track!r}")
 
     def __len__(self) -> int:
         """The number of rows of the root track."""
@@ -201,8 +205,8 @@ class RolloutResp(Rows):
         if track.parent_track is None:
             return track.group_ids
         assert track.parent_ids is not None
-        above = zip(self.tracks[track.parent_track].sample_ids, self.root_groups(track.parent_track), strict=True)
-        group_of = dict(above)
+        parents = self.tracks[track.parent_track].sample_ids
+        group_of = dict(zip(parents, self.root_groups(track.parent_track), strict=True))
         return [group_of[parent] for parent in track.parent_ids]
 
     def drop(self, groups: Collection[str]) -> RolloutResp:
@@ -268,14 +272,10 @@ class RolloutResp(Rows):
         if len(children) > 1:
             raise ValueError(f"track {name!r} has children {children}: it is not defined which rewards to take")
         parent, child = self.tracks[name], self.tracks[children[0]]
-        members: dict[str, list[int]] = {sample: [] for sample in parent.sample_ids}
-        for i, parent_id in enumerate(child.parent_ids or []):
-            if child.weight[i] > 0:
-                members[parent_id].append(i)
-        for i, sample in enumerate(parent.sample_ids):
-            if parent.weight[i] > 0 and not members[sample]:
+        rows = [[i for i in members if child.weight[i] > 0] for members in self._children_of_rows(children[0])]
+        for sample, weight, members in zip(parent.sample_ids, parent.weight, rows, strict=True):
+            if weight > 0 and not members:
                 raise ValueError(f"row {sample!r} of track {name!r} has no child of weight > 0 in {children[0]!r}")
-        rows = [members[sample] for sample in parent.sample_ids]
         assert child.rewards is not None
         components = {part: _reduced(scores, rows, op) for part, scores in (child.component_rewards or {}).items()}
         return parent.replace(rewards=_reduced(child.rewards, rows, op), component_rewards=components or None)
@@ -288,19 +288,10 @@ def _reduced(scores: Tensor, rows: Sequence[list[int]], op: RewardOp) -> Tensor:
 
 def _occurrences(ids: Sequence[str]) -> list[int]:
     """For each entry, the number of equal entries before it."""
-    seen: Counter[str] = Counter()
-    counts = []
-    for entry in ids:
-        counts.append(seen[entry])
-        seen[entry] += 1
-    return counts
+    counters: defaultdict[str, count[int]] = defaultdict(count)
+    return [next(counters[entry]) for entry in ids]
 
 
 @map_value.register
-def _(value: RolloutResp, fn: Callable[[Tensor], Tensor]) -> RolloutResp:
-    return RolloutResp({name: track.map_tensors(fn) for name, track in value.tracks.items()})
-
-
-@map_heavy.register
-def _(value: RolloutResp, fn: Callable[[Any], Any]) -> RolloutResp:
-    return RolloutResp({name: track.map_heavy(fn) for name, track in value.tracks.items()})
+def _(value: RolloutResp, fn: Callable[[Tensor], Tensor], heavy: HeavyChange | None = None) -> RolloutResp:
+    return RolloutResp({name: track.map_tensors(fn, heavy) for name, track in value.tracks.items()})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Self
+from typing import Self, TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Rows(ABC):
@@ -58,6 +60,14 @@ class RemoteRows(Rows):
     def _single_rows(self) -> Iterable[tuple[str, str, int]]:
         """(owner, key, row) of each row."""
         return ((stored.owner, stored.key, row) for stored in self.stored for row in stored.rows)
+
+
+def rows_by_key(keys: Iterable[KeyT]) -> dict[KeyT, list[int]]:
+    """The row numbers of each key, keys in order of appearance."""
+    rows: dict[KeyT, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
 
 
 def _grouped(rows: Iterable[tuple[str, str, int]]) -> tuple[StoredRows, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from unirl.types.protocols import DtypeName, Kernel, StepChoice
@@ -20,39 +21,33 @@ class Sampling(Protocol):
     @property
     def samples_per_prompt(self) -> int:
         """N, the number of samples in a group."""
-        ...
 
     @property
     def seed(self) -> int:
         """Seed of all randomness of the run."""
-        ...
 
     @property
     def rows_per_sample(self) -> int:
         """Number of rows that one sample takes in a forward pass."""
-        ...
 
     def describe(self) -> str:
         """A description of the size of a sample, for people."""
-        ...
 
     def density_problem(self, step: int) -> str | None:
         """Why a loss on log-probs cannot train in step `step` of the loop, and the way out; None if it can."""
-        ...
 
     def variety_problem(self, step: int) -> str | None:
         """Why the samples of a group are equal in step `step` of the loop, and the way out; None if they differ."""
-        ...
 
     def at_size(self, height: int, width: int) -> Self:
         """These settings with another size in pixels. Raises ValueError if the samples have no pixels."""
-        ...
 
-    def for_evaluation(self, settings: Mapping[str, Any]) -> Self:
+    def for_evaluation(self, settings: EvaluationSettings) -> Self:
         """These settings with those of the `evaluation` block: `samples_per_prompt`, `seed` and `evaluation_keys`."""
-        ...
 
 
+EvaluationSettings = Mapping[str, Any]
+"""The keys of the `evaluation` block that change sampling. Each has the type of the setting of its name."""
 SamplingT = TypeVar("SamplingT", bound=Sampling)
 
 
@@ -64,6 +59,12 @@ def sampling_as(kind: type[SamplingT], sampling: Sampling, who: str) -> Sampling
             f"Write sampling._target_={kind.__module__}.{kind.__qualname__}"
         )
     return sampling
+
+
+def _check_at_least(params: Sampling, name: str, low: int) -> None:
+    value = vars(params)[name]
+    if value < low:
+        raise ValueError(f"sampling.{name} must be >= {low}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,9 @@ class DiffusionSamplingParams:
     """Largest number of tokens for the text encoder with the longest context."""
     trajectory_dtype: DtypeName = "fp32"
     """Dtype in which trajectories are stored. Log-probs are computed from the rounded values."""
+    cache_threshold: float | None = None
+    """Largest relative change of a sample's tokens after the first block at which a deterministic step reuses the
+    other blocks of an earlier step, such as 0.1; absent = off. Stochastic steps and evaluations run all blocks."""
 
     evaluation_keys: ClassVar[tuple[str, ...]] = ("num_inference_steps", "guidance_scale")
     toy: ClassVar[Mapping[str, object]] = {
@@ -118,21 +122,19 @@ class DiffusionSamplingParams:
     }
 
     def __post_init__(self) -> None:
-        self._check_at_least("num_inference_steps", 1)
-        for name in (
-            "samples_per_prompt",
-            "height",
-            "width",
-            "num_frames",
-            "max_sequence_length",
-        ):
-            self._check_at_least(name, 1)
+        counts = ("num_inference_steps", "samples_per_prompt", "height", "width", "num_frames", "max_sequence_length")
+        for name in counts:
+            _check_at_least(self, name, 1)
         if self.guidance_passes not in (1, 2):
             raise ValueError(f"sampling.guidance_passes must be 1 or 2, got {self.guidance_passes}")
         for name in ("guidance_scale", "guidance_scale_2"):
             scale = self.__dict__[name]
             if scale is not None and scale < 0:
                 raise ValueError(f"sampling.{name} must be >= 0, got {scale}; 1 turns guidance off")
+        if self.cache_threshold is not None and not 0.0 <= self.cache_threshold < float("inf"):
+            raise ValueError(
+                f"sampling.cache_threshold must be >= 0, got {self.cache_threshold}; leave it out to compute every step"
+            )
         self._check_indices()
         self._check_sigmas()
         if self.tail_fraction is not None and self.sigmas is not None:
@@ -144,11 +146,6 @@ class DiffusionSamplingParams:
             raise ValueError(
                 f"sampling.tail_fraction must lie in (0, 1], got {self.tail_fraction}; leave it out to keep every step"
             )
-
-    def _check_at_least(self, name: str, low: int) -> None:
-        value = self.__dict__[name]
-        if value < low:
-            raise ValueError(f"sampling.{name} must be >= {low}, got {value}")
 
     def _check_indices(self) -> None:
         last = self.num_inference_steps - 2
@@ -162,7 +159,7 @@ class DiffusionSamplingParams:
     def _check_sigmas(self) -> None:
         if self.sigmas is None:
             return
-        decreasing = all(a > b for a, b in zip(self.sigmas, self.sigmas[1:], strict=False))
+        decreasing = all(a > b for a, b in pairwise(self.sigmas))
         if len(self.sigmas) != self.num_inference_steps + 1 or not decreasing or self.sigmas[-1] != 0:
             raise ValueError(
                 f"sampling.sigmas needs {self.num_inference_steps + 1} decreasing values that end in 0 "
@@ -188,8 +185,7 @@ class DiffusionSamplingParams:
     ) -> DiffusionSamplingParams:
         """The copy for a request, with explicit sigmas and stochastic steps.
 
-        Args:
-            levels: the schedule of the model for any number of steps, needed for `tail_fraction`.
+        `tail_fraction` needs `levels`, the schedule of the model for any number of steps.
         """
         chosen = self.resolve_sde_indices(step)
         short = tuple(sigmas)
@@ -261,13 +257,16 @@ class DiffusionSamplingParams:
         )
 
     def at_size(self, height: int, width: int) -> DiffusionSamplingParams:
-        """These settings with another height and width."""
         return dataclasses.replace(self, height=height, width=width)
 
-    def for_evaluation(self, settings: Mapping[str, Any]) -> DiffusionSamplingParams:
-        """These settings without stochastic steps. Another number of steps uses the schedule of the model."""
+    def for_evaluation(self, settings: EvaluationSettings) -> DiffusionSamplingParams:
+        """These settings without stochastic steps and without a step cache.
+
+        Another number of steps uses the schedule of the model.
+        """
         sigmas = None if "num_inference_steps" in settings else self.sigmas
-        return dataclasses.replace(self.deterministic(), init_same_noise=False, **{"sigmas": sigmas, **settings})
+        whole = dataclasses.replace(self.deterministic(), init_same_noise=False, cache_threshold=None)
+        return dataclasses.replace(whole, **{"sigmas": sigmas, **settings})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +301,7 @@ class ARSamplingParams:
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("samples_per_prompt", 1), ("max_prompt_tokens", 1), ("top_k", 0)):
-            if self.__dict__[name] < low:
-                raise ValueError(f"sampling.{name} must be >= {low}, got {self.__dict__[name]}")
+            _check_at_least(self, name, low)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"sampling.temperature must be >= 0, got {self.temperature:g}; 1 changes nothing")
         if not 0 < self.top_p <= 1:
@@ -345,8 +343,7 @@ class ARSamplingParams:
             f"data_source.sizes has {height} x {width} pixels, but the samples are texts. Write ~data_source.sizes"
         )
 
-    def for_evaluation(self, settings: Mapping[str, Any]) -> ARSamplingParams:
+    def for_evaluation(self, settings: EvaluationSettings) -> ARSamplingParams:
         """These settings with those of the `evaluation` block. `min_new_tokens` is at most `max_new_tokens`."""
-        longest = settings.get("max_new_tokens", self.max_new_tokens)
-        shortest = min(self.min_new_tokens, longest)
+        shortest = min(self.min_new_tokens, settings.get("max_new_tokens", self.max_new_tokens))
         return dataclasses.replace(self, **{"min_new_tokens": shortest, **settings})

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from unirl.types.batch import Batch, packed, packed_offsets, row, shared
+from unirl.types.device import to_device
+from unirl.types.primitives import Facts
 from unirl.types.protocols import GuidanceLike, Kernel
 
 LogRatio = tuple[Tensor, Tensor]
@@ -28,20 +29,20 @@ class Segment(Batch):
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
         """Differences between `logp`, measured for the entries `part`, and the recorded log-probs, by a name for logs.
 
-        Args:
-            weights: [B] float32; rows of weight 0 are left out.
+        Rows are left out if their entry of `weights` [B] is 0.
         """
 
-    @abstractmethod
     def statistics(self) -> dict[str, float]:
         """Metrics of the sampled rows, by name."""
+        return {}
 
-    @abstractmethod
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[Facts]:
         """[B] facts about each row, to be shown in reports."""
+        return [{}] * len(self)
 
 
-SegmentT_co = TypeVar("SegmentT_co", bound=Segment, covariant=True, default=Any)
+SegmentT = TypeVar("SegmentT", bound=Segment)
+SegmentT_co = TypeVar("SegmentT_co", bound=Segment, covariant=True, default=Segment)
 """The kind of segment that a track holds."""
 
 
@@ -55,12 +56,13 @@ class LatentSegment(Segment):
     sigmas: Tensor = shared()  # [T + 1] float32, from 1 (or below) down to 0
     logp: Tensor = row()  # [B, S] behaviour log-prob, nats, mean over latent elements
     kernel: Kernel = shared()
-    solver: Kernel | None = shared(optional=True)  # kernel of the deterministic steps; None = Euler
+    solver: Kernel | None = shared(default=None)  # kernel of the deterministic steps; None = Euler
     init_same_noise: bool = shared()  # True if all samples of a group start from the same x_T
     guidance: GuidanceLike = shared()
     seed: int = shared()  # with `step`, the key of the noise of these rows, also of noise drawn in training
     step: int = shared()
     anchors: dict[str, Tensor] = row(heavy=True)  # name -> [B, S, ...] outputs of other weights
+    skipped: Tensor | None = row(optional=True)  # [B] share of the calls of blocks that a step cache left out
 
     @property
     def num_steps(self) -> int:
@@ -78,26 +80,18 @@ class LatentSegment(Segment):
         """[B, *latent] the latents of the finished sample."""
         return self.latents[:, -1]
 
-    def columns_of(self, steps: Sequence[int]) -> list[int]:
-        """Indices of the stochastic `steps` along S."""
-        return [self.sde_indices.index(step) for step in steps]
+    def columns(self, values: Tensor, steps: Sequence[int]) -> Tensor:
+        """[B, len(steps)] the entries of stochastic `steps` in `values` [B, S]. They are picked without a wait."""
+        return torch.stack([values[:, self.sde_indices.index(step)] for step in steps], dim=1)
 
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
         """Differences between `logp` [B, len(part)] and the recorded log-probs, by denoising step."""
-        gaps = torch.where(weights[:, None] > 0, logp - self.logp[:, self.columns_of(part)], 0.0)
+        gaps = torch.where(weights[:, None] > 0, logp - self.columns(self.logp, part), 0.0)
         return {f"denoising step {step}": (gaps[:, i], weights) for i, step in enumerate(part)}
 
     def statistics(self) -> dict[str, float]:
-        """No metrics: all trajectories have the same number of steps."""
-        return {}
-
-    def facts(self) -> list[dict[str, Any]]:
-        """[B] empty mappings: all trajectories have the same number of steps."""
-        return [{} for _ in range(len(self))]
-
-    def costs(self) -> Tensor | None:
-        """None: all rows have the same number of tokens."""
-        return None
+        """The mean share of blocks that a step cache left out, if there is one."""
+        return {} if self.skipped is None else {"rollout/skipped_blocks": float(self.skipped.double().mean())}
 
 
 def stored_positions(sde_indices: Sequence[int], num_steps: int) -> tuple[int, ...]:
@@ -129,8 +123,8 @@ class TextSegment(Segment):
 
     def log_ratios(self, part: Sequence[int], logp: Tensor, weights: Tensor) -> dict[str, LogRatio]:
         """Differences between `logp` [sum L] and the recorded log-probs, over all tokens."""
-        lengths = self.lengths.to(logp.device)
-        counts = torch.where(self.loss_mask, weights.repeat_interleave(lengths), 0.0)
+        lengths = to_device(self.lengths, logp.device)
+        counts = torch.where(self.loss_mask, weights.repeat_interleave(lengths, output_size=len(logp)), 0.0)
         return {"tokens": (torch.where(counts > 0, logp - self.logp, 0.0), counts)}
 
     def statistics(self) -> dict[str, float]:
@@ -144,7 +138,7 @@ class TextSegment(Segment):
             "samples/tokens": float(self.loss_mask.sum()),
         }
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[Facts]:
         """[B] number of tokens of each response, and whether it ended by itself."""
         rows = zip(self.lengths.tolist(), self.finished.tolist(), strict=True)
         return [{"tokens": tokens, "finished": finished} for tokens, finished in rows]

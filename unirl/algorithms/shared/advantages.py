@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from unirl.algorithms.shared.checks import check_above, check_key
 from unirl.algorithms.shared.groups import Groups, Selection
 from unirl.config.errors import InvalidScoreError, InvalidValueError, did_you_mean
 from unirl.types.protocols import State
 from unirl.types.results import Metric, Metrics, merge
 from unirl.types.rollout_resp import AdvantageResult, Scores
+from unirl.types.rows import rows_by_key
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
@@ -93,10 +95,8 @@ class Estimator(ABC):
     """Which of the scored rows are trained."""
 
     def __post_init__(self) -> None:
-        if self.clip is not None and self.clip <= 0:
-            raise InvalidValueError(f"advantage.clip must be > 0, got {self.clip}; write null for no bound")
-        if self.eps <= 0:
-            raise InvalidValueError(f"advantage.eps must be > 0, got {self.eps}")
+        check_above(0.0, "write null for no bound", "advantage", clip=self.clip)
+        check_above(0.0, "1e-6 is usual", "advantage", eps=self.eps)
         if self.combine == "advantages" and not self.weights:
             raise InvalidValueError(
                 "advantage.combine=advantages needs advantage.weights, one per component reward, such as {ocr: 1.0}"
@@ -211,8 +211,7 @@ class GroupAdvantage(Estimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.trim < 0.5:
-            raise InvalidValueError(f"advantage.trim must lie in [0, 0.5), got {self.trim}; 0 leaves out nothing")
+        check_key(0.0 <= self.trim < 0.5, "advantage.trim", "lie in [0, 0.5)", self.trim, "0 leaves out nothing")
 
     def standardize(self, reward: WeightedReward, groups: Groups, scores: Scores) -> Standardized:
         values, batch = reward.values, Groups.one(groups.weights)
@@ -264,7 +263,9 @@ class RunningAdvantage(Estimator):
         std = batch.std(reward.values, self.unbiased)[batch.index]
         all_equal = batch.all_equal(reward.values)[batch.index]
         own = torch.zeros_like(all_equal)
-        for prompt, rows in _rows_by_prompt(scores, groups).items():
+        valid = groups.valid.nonzero().flatten().tolist()
+        for prompt, members in rows_by_key(prompt_id(scores.group_ids[row]) for row in valid).items():
+            rows = [valid[member] for member in members]
             history = histories.setdefault(prompt, deque(maxlen=self.buffer_size))
             history.extend(reward.values[rows].tolist())
             if len(history) >= self.min_count:
@@ -294,14 +295,6 @@ class RunningAdvantage(Estimator):
 def prompt_id(group_id: str) -> str:
     """The prompt's id in `{prompt id}@{epoch}`, even if more text follows the epoch."""
     return group_id.rpartition("@")[0] or group_id
-
-
-def _rows_by_prompt(scores: Scores, groups: Groups) -> dict[str, list[int]]:
-    """The valid rows of each prompt."""
-    rows: dict[str, list[int]] = {}
-    for i in groups.valid.nonzero().flatten().tolist():
-        rows.setdefault(prompt_id(scores.group_ids[i]), []).append(i)
-    return rows
 
 
 @dataclass(frozen=True, kw_only=True)

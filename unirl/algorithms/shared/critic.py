@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unirl.algorithms.base import SegmentT, StageAlgorithm, StageT
+from unirl.algorithms.shared.checks import check_above, check_key
 from unirl.algorithms.shared.packed import row_of
 from unirl.algorithms.shared.surrogate import mean_metric
-from unirl.config.errors import InvalidValueError
 from unirl.types.protocols import Anchor, Needs
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
-
-VARIANCE_FLOOR = 1e-8
-"""Added to the variance in `whitened`."""
 
 OLD_VALUE = "old_value"
 """The anchor with the values from before the first update."""
@@ -39,48 +37,43 @@ OutcomeSource = Literal["advantages", "rewards"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic:
-    """Settings of a value head and its loss. `ARPPO` and `DiffusionPPO` build one from their recipe keys.
+class Critic(StageAlgorithm[StageT, SegmentT]):
+    """The recipe keys of a loss with a value head.
 
     A row returns its outcome at its last step and nothing before. GAE turns the outcome and the old values into one
     advantage per step. The value head learns the return of each step.
     """
 
-    gamma: float
-    lam: float
-    outcome: OutcomeSource
-    vf_coef: float
-    value_clip: float | None
+    gamma: float = 1.0
+    """Discount per trained step or token."""
+    lam: float = 0.95
+    """lambda of GAE: 1 uses the outcome alone, 0 the value of the next step or token alone."""
+    outcome: OutcomeSource = "advantages"
+    """Outcome of a row: the driver's normalised advantage, or the raw reward, whose scale V must learn."""
+    vf_coef: float = 0.5
+    """Factor of the value loss. The value head has its own weights and optimizer group."""
+    value_clip: float | None = 0.2
+    """Largest distance of V from V_old in the loss, in units of the outcome; null = no clip."""
 
-    def check(self) -> None:
-        """Raises InvalidValueError for a key out of range."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0.0 <= value <= 1.0:
-                raise InvalidValueError(f"algorithm.{name} must lie in [0, 1], got {value}; 1 is usual")
-        if not self.vf_coef > 0:
-            raise InvalidValueError(
-                f"algorithm.vf_coef must be > 0, got {self.vf_coef}; without a value head, use DiffusionGRPO or ARGRPO"
-            )
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise InvalidValueError(f"algorithm.value_clip must be > 0, got {self.value_clip}; write null for no clip")
+            check_key(0.0 <= value <= 1.0, f"algorithm.{name}", "lie in [0, 1]", value, "1 is usual")
+        check_above(0.0, "without a value head, use DiffusionGRPO or ARGRPO", vf_coef=self.vf_coef)
+        check_above(0.0, "write null for no clip", value_clip=self.value_clip)
 
-    def needs(self, policy: Needs) -> Needs:
-        """The needs of the policy loss and of the critic together."""
-        return replace(policy, value=True, advantages=self.outcome == "advantages")
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, value=True, advantages=self.outcome == "advantages")
 
     def anchors(self) -> Mapping[str, Anchor]:
-        """The anchors that a critic adds to those of the policy loss."""
-        return {OLD_VALUE: Anchor("live", "value")}
+        return {**super().anchors(), OLD_VALUE: Anchor("live", "value")}
 
     def row_return(self, rows: RolloutTrack) -> Float[Tensor, "B"]:
         """[B] the outcome of each row."""
         outcome = rows.rewards if self.outcome == "rewards" else rows.advantages
         assert outcome is not None, "training needs rewards and advantages: compute_advantages comes before train_track"
         return outcome
-
-    def gae(self, steps: GAEInputs) -> StepCredit:
-        """GAE with this critic's gamma and lambda."""
-        return gae(steps, self.gamma, self.lam)
 
     def value_losses(
         self,
@@ -89,11 +82,7 @@ class Critic:
         returns: Float[Tensor, "*elements"],
         weights: Float[Tensor, "*elements"],
     ) -> tuple[Float[Tensor, "*elements"], Metrics]:
-        """The value loss per element, before the factor vf_coef, and its metrics.
-
-        Args:
-            values, old, returns, weights: one shape, finite. Metrics ignore elements of weight 0.
-        """
+        """The value loss per element, before the factor vf_coef, and its metrics, without elements of weight 0."""
         losses = value_loss(values, old, returns, self.value_clip)
         metrics = value_metrics(values, returns, losses, weights)
         if self.value_clip is not None:
@@ -122,13 +111,13 @@ class GAEInputs:
     ) -> GAEInputs:
         """Inputs for rows [B, S] of one episode each; a step's next value is the value of the next masked step.
 
-        Args:
-            last_values: [B] V of the state after the last step; None = 0, the episode has ended.
+        `last_values` are V of the states after the last steps; None = 0, every episode has ended.
         """
         compact = CompactSteps.of(mask)
         following = pad(compact.to_front(values, 0.0)[:, 1:], (0, min(1, values.shape[1])))
         if last_values is not None:
-            following = torch.where(compact.is_last, last_values[:, None], following)
+            is_last = compact.is_step & ~pad(compact.is_step[:, 1:], (0, min(1, values.shape[1])))
+            following = torch.where(is_last, last_values[:, None], following)
         return GAEInputs(rewards, values, compact.scatter_back(following), torch.zeros_like(mask), mask)
 
 
@@ -173,11 +162,6 @@ class CompactSteps:
         order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         return CompactSteps(order, mask.gather(1, order))
 
-    @property
-    def is_last(self) -> Bool[Tensor, "B S"]:
-        """[B, S] bool, the compact position holds the last step of its row."""
-        return self.is_step & ~pad(self.is_step[:, 1:], (0, min(1, self.is_step.shape[1])))
-
     def to_front(self, values: Shaped[Tensor, "B S"], absent: float) -> Shaped[Tensor, "B S"]:
         """[B, S] values in compact order, and `absent` after the last step of a row."""
         return torch.where(self.is_step, values.gather(1, self.order), absent)
@@ -203,11 +187,7 @@ class DenseLayout:
 
     @staticmethod
     def of(offsets: Int[Tensor, "boundaries"], device: torch.device | None = None) -> DenseLayout:
-        """The layout for row boundaries [B + 1]; rows may be empty.
-
-        Args:
-            device: device of the values to convert; None = that of `offsets`.
-        """
+        """The layout for row boundaries [B + 1] and values on `device` (None: as `offsets`). Rows may be empty."""
         lengths, row = offsets.diff(), row_of(offsets)
         place = torch.arange(len(row), device=offsets.device) - offsets[:-1][row]
         shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
@@ -224,37 +204,23 @@ class DenseLayout:
         return dense[self.row, self.place]
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Float64 sums over masked elements. Add those of micro-batches and ranks to get the moments of the whole step."""
-
-    count: Tensor
-    total: Tensor
-    squares: Tensor
-
-    @staticmethod
-    def of(values: Float[Tensor, "*elements"], mask: Bool[Tensor, "*elements"]) -> Moments:
-        masked = torch.where(mask, values.double(), 0.0)
-        return Moments(mask.double().sum(), masked.sum(), masked.square().sum())
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
-
-    @property
-    def mean(self) -> Float[Tensor, ""]:
-        return self.total / self.count.clamp(min=1.0)
-
-    @property
-    def variance(self) -> Float[Tensor, ""]:
-        """Unbiased variance; 0 for fewer than two elements."""
-        return (self.squares - self.count * self.mean.square()).clamp(min=0.0) / (self.count - 1.0).clamp(min=1.0)
+def moments(values: Float[Tensor, "*elements"], mask: Bool[Tensor, "*elements"]) -> Float[Tensor, "3"]:
+    """[3] float64 count, sum and sum of squares of masked elements. Add those of micro-batches and ranks."""
+    masked = torch.where(mask, values.double(), 0.0)
+    return torch.stack([mask.double().sum(), masked.sum(), masked.square().sum()])
 
 
 def whitened(
-    values: Float[Tensor, "*elements"], mask: Bool[Tensor, "*elements"], moments: Moments
+    values: Float[Tensor, "*elements"], mask: Bool[Tensor, "*elements"], moments: Float[Tensor, "3"]
 ) -> Float[Tensor, "*elements"]:
-    """(values - mean) / sqrt(variance + 1e-8) inside the mask, 0 outside; dtype of `values`."""
-    centred = (values.double() - moments.mean) * torch.rsqrt(moments.variance + VARIANCE_FLOOR)
+    """(values - mean) / sqrt(variance + 1e-8) inside the mask, 0 outside; dtype of `values`.
+
+    The variance is unbiased, and 0 for fewer than two elements.
+    """
+    count, total, squares = moments
+    mean = total / count.clamp(min=1.0)
+    variance = (squares - count * mean.square()).clamp(min=0.0) / (count - 1.0).clamp(min=1.0)
+    centred = (values.double() - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, centred, 0.0).to(values.dtype)
 
 
@@ -268,11 +234,8 @@ def value_loss(
 
     L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
 
-    The clip comes from the first implementations of PPO; Engstrom et al. 2020 (arXiv:2005.12729), section 3.
-
-    Args:
-        values, old_values, returns: any one shape; the last two are detached here.
-        clip: None = no clip.
+    The clip comes from the first implementations of PPO; Engstrom et al. 2020 (arXiv:2005.12729), section 3. Old values
+    and returns are detached here.
     """
     returns, old = returns.detach(), old_values.detach()
     error = (values - returns).square()
@@ -288,11 +251,7 @@ def value_metrics(
     losses: Float[Tensor, "*elements"],
     weights: Float[Tensor, "*elements"],
 ) -> Metrics:
-    """Quality of a value head. `explained_variance` combines the two standard deviations after they are merged.
-
-    Args:
-        values, returns, losses, weights: one shape. Elements of weight 0 are ignored.
-    """
+    """Quality of a value head, without elements of weight 0. `explained_variance` combines the merged deviations."""
     masked_returns = torch.where(weights > 0, returns, 0.0)
     error = torch.where(weights > 0, returns - values, 0.0)
     return {

@@ -8,7 +8,7 @@ eps are functions of (seed, step, sample id), so all compared policies see the s
 
 from __future__ import annotations
 
-import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import Part, PolicyOutputs, StageAlgorithm
+from unirl.algorithms.base import START, LatentRows, LossResult, Part, PolicyOutputs, StageAlgorithm
+from unirl.algorithms.shared.checks import check_coefficients, check_key
 from unirl.algorithms.shared.kl import element_means
-from unirl.algorithms.shared.surrogate import mean_metric
+from unirl.algorithms.shared.surrogate import mean_metric, weighted_sum
 from unirl.algorithms.shared.training_times import ScheduleTimes, TrainingTimes
-from unirl.config.errors import IncompatibleError, InvalidValueError
+from unirl.config.errors import IncompatibleError
 from unirl.models.chunks import select_conditions
 from unirl.models.denoising.stage import DiffusionStage
 from unirl.sde.noise import NoiseSource
-from unirl.types.protocols import REFERENCE, Anchor, Needs
+from unirl.types.device import to_device
+from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.results import Metrics
-from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
@@ -79,8 +80,8 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage, LatentSegment]):
     sampled_by: ClassVar[type] = DiffusionSamplingParams
 
     def __post_init__(self) -> None:
-        if self.times_per_forward < 1:
-            raise InvalidValueError(f"algorithm.times_per_forward must be >= 1, got {self.times_per_forward}")
+        super().__post_init__()
+        check_key(self.times_per_forward >= 1, "algorithm.times_per_forward", "be >= 1", self.times_per_forward)
 
     @property
     def needs(self) -> Needs:
@@ -97,35 +98,24 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage, LatentSegment]):
                 f"Set sampling.{key}=1 (evaluation.guidance_scale may differ), or algorithm.train_guided=true"
             )
 
-    def velocity_penalties(self) -> Mapping[str, float]:
-        """Coefficient of the squared distance to the velocity of each snapshot, by snapshot; 0 = no penalty."""
-        return {}
-
-    def anchors(self) -> Mapping[str, Anchor]:
-        return {
-            f"{name}_velocity": Anchor(name, "velocity") for name, coef in self.velocity_penalties().items() if coef > 0
-        }
-
     def parts(self, segment: LatentSegment) -> list[Part]:
         numbers, size = tuple(range(self.times.count(segment.num_steps))), self.times_per_forward
         return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
-    def noise_ids(self, rows: RolloutTrack[LatentSegment]) -> Sequence[str]:
+    def noise_ids(self, rows: LatentRows) -> Sequence[str]:
         """The id that keys the times and the noise of each row."""
         return rows.sample_ids
 
-    def noised(self, rows: RolloutTrack[LatentSegment], part: Part) -> Noised:
+    def noised(self, rows: LatentRows, part: Part) -> Noised:
         """The rows at the times of `part`. A row of weight 0 is replaced by zeros."""
         segment = rows.segment
         x0 = mask_rows(rows, segment.final.float())
         noise, ids = NoiseSource(segment.seed, "r", segment.step), self.noise_ids(rows)
         t = self.times.draw(segment.sigmas, noise, ids)[:, list(part)]
         eps = torch.stack([noise.normal(ids, f"t{j}", x0.shape[1:]) for j in part], dim=1)
-        return Noised(x0[:, None], t.to(x0.device), eps.to(x0.device))
+        return Noised(x0[:, None], to_device(t, x0.device), to_device(eps, x0.device))
 
-    def velocity(
-        self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], noised: Noised
-    ) -> Float[Tensor, "B n *latent"]:
+    def velocity(self, stage: DiffusionStage, rows: LatentRows, noised: Noised) -> Float[Tensor, "B n *latent"]:
         """[B, n, *latent] fp32 velocity of the stage at the noised samples, in one forward."""
         batch, count = noised.t.shape
         conditions = select_conditions(rows.conditions, [row for row in range(batch) for _ in range(count)])
@@ -134,31 +124,66 @@ class ForwardProcessLoss(StageAlgorithm[DiffusionStage, LatentSegment]):
         v = stage.velocity(noised.x.flatten(0, 1), noised.t.flatten(), conditions, guidance)
         return v.reshape(batch, count, *v.shape[1:])
 
-    def measure(self, stage: DiffusionStage, rows: RolloutTrack[LatentSegment], part: Part) -> PolicyOutputs:
-        return {"velocity": self.velocity(stage, rows, self.noised(rows, part)).detach()}
+    def outputs(self, noised: Noised, v: Float[Tensor, "B n *latent"]) -> PolicyOutputs:
+        """The detached outputs of a forward that anchors read."""
+        return {"velocity": v.detach()}
 
-    def element_advantages(self, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B n"]:
+    def measure(self, stage: DiffusionStage, rows: LatentRows, part: Part) -> PolicyOutputs:
+        noised = self.noised(rows, part)
+        return self.outputs(noised, self.velocity(stage, rows, noised))
+
+    def element_advantages(self, rows: LatentRows, part: Part) -> Float[Tensor, "B n"]:
         return mask_rows(rows, super().element_advantages(rows, part))
 
-    def weights(self, rows: RolloutTrack[LatentSegment], part: Part) -> Float[Tensor, "B n"]:
+    def weights(self, rows: LatentRows, part: Part) -> Float[Tensor, "B n"]:
         """[B, n] the row's weight for each of its elements."""
         return rows.weight[:, None].expand(-1, len(part))
 
-    def snapshot_anchor(self, rows: RolloutTrack[LatentSegment], name: str, part: Part) -> Float[Tensor, "B n ..."]:
-        """[B, n, ...] an anchor of a snapshot. The anchor pass fills it before every update."""
-        column = self.anchor(rows, name, part)
-        assert column is not None, f"the anchor pass comes before the loss: {name!r} is missing"
-        return column
+
+@dataclass(frozen=True, kw_only=True)
+class PenalizedLoss(ForwardProcessLoss):
+    """L = mean over rows and times of  P + velocity_coef |v - v_ref|^2.  P is the `policy_loss` of a subclass."""
+
+    velocity_coef: float = 1e-4
+    """Factor of the mean squared distance to the velocity of the policy at initialisation; 0 = none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_coefficients(velocity_coef=self.velocity_coef)
+
+    @abstractmethod
+    def policy_loss(
+        self, noised: Noised, v: Float[Tensor, "B n *latent"], rows: LatentRows, part: Part
+    ) -> tuple[Float[Tensor, "B n"], Metrics]:
+        """[B, n] float64 P per element from the velocity at the noised samples, and its metrics."""
+
+    def velocity_penalties(self) -> Mapping[str, float]:
+        """Coefficient of the squared distance to the velocity of each snapshot, by snapshot; 0 = no penalty."""
+        return {REFERENCE: self.velocity_coef}
+
+    def anchors(self) -> Mapping[str, Anchor]:
+        return {
+            f"{name}_velocity": Anchor(name, "velocity") for name, coef in self.velocity_penalties().items() if coef > 0
+        }
+
+    def loss(self, stage: DiffusionStage, rows: LatentRows, part: Part, now: TrainingProgress = START) -> LossResult:
+        """One forward at the noised samples of `part`, then the sum of policy loss and velocity penalties."""
+        noised, weights = self.noised(rows, part), self.weights(rows, part)
+        v = self.velocity(stage, rows, noised)
+        policy, policy_metrics = self.policy_loss(noised, v, rows, part)
+        penalty, metrics = self.velocity_penalty(rows, part, v)
+        metrics |= policy_metrics | {"train/policy_loss": mean_metric(policy, weights)}
+        return LossResult(weighted_sum(policy + penalty, weights), metrics, self.outputs(noised, v))
 
     def velocity_penalty(
-        self, rows: RolloutTrack[LatentSegment], part: Part, v: Float[Tensor, "B n *latent"]
+        self, rows: LatentRows, part: Part, v: Float[Tensor, "B n *latent"]
     ) -> tuple[Float[Tensor, "B n"], Metrics]:
         """[B, n] float64 sum over snapshots of coefficient times mean (v - v_snapshot)^2, and its metrics."""
         weights = self.weights(rows, part)
         total, metrics = torch.zeros_like(weights, dtype=torch.float64), Metrics()
         for name, coef in self.velocity_penalties().items():
             if coef > 0:
-                gap = mean_square(v, self.snapshot_anchor(rows, f"{name}_velocity", part))
+                gap = mean_square(v, self.filled_anchor(rows, f"{name}_velocity", part))
                 total = total + coef * gap
                 metrics[velocity_metric(name)] = mean_metric(gap, weights)
         if metrics:
@@ -171,20 +196,6 @@ def velocity_metric(snapshot: str) -> str:
     return "train/velocity_mse" if snapshot == REFERENCE else f"train/velocity_mse_{snapshot}"
 
 
-def check_coefficients(**values: float) -> None:
-    """Raises InvalidValueError unless every coefficient is finite and >= 0."""
-    for name, value in values.items():
-        if not 0.0 <= value < math.inf:
-            raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value:g}; 0 turns it off")
-
-
-def check_positive(**values: float) -> None:
-    """Raises InvalidValueError unless every value is finite and > 0."""
-    for name, value in values.items():
-        if not 0.0 < value < math.inf:
-            raise InvalidValueError(f"algorithm.{name} must be finite and > 0, got {value:g}; 1 is usual")
-
-
-def mask_rows(rows: RolloutTrack[LatentSegment], values: Float[Tensor, "B *rest"]) -> Float[Tensor, "B *rest"]:
+def mask_rows(rows: LatentRows, values: Float[Tensor, "B *rest"]) -> Float[Tensor, "B *rest"]:
     """`values` [B, ...] with zeros in rows of weight 0, so that their contents cannot reach a gradient."""
     return torch.where((rows.weight > 0).reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)

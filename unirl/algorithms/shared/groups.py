@@ -12,6 +12,7 @@ from torch import Tensor
 from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metric, Metrics
 from unirl.types.rollout_resp import RolloutTrack
+from unirl.types.rows import rows_by_key
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -147,7 +148,7 @@ class Selection:
 
         Args:
             advantages: [B] before clipping, because clipped advantages tie.
-            rewards: each [B]; `drop_dead` drops a group if it has equal values in all of them.
+            rewards: each [B]; `drop_dead` leaves out a group that has equal values in all of them.
             total: [B], the reward that `mean_range` limits.
         """
         passed = self._passed(rewards, total, groups)  # [G]
@@ -182,40 +183,27 @@ def _fraction(selected: Tensor, all_: Tensor) -> Metric:
     return Metric(float(selected.sum()), float(all_.sum()), "mean")
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Rows in pairs: rows[2 i] is the winner, rows[2 i + 1] the loser."""
-
-    rows: list[int]
-    is_informative: list[bool]
-    """Per pair: both rows are valid and the winner is better. Other pairs are not trained."""
-
-
 def best_and_worst(
     advantages: Float[Tensor, "B"], group_ids: Sequence[str], weight: Float[Tensor, "B"], num_pairs: int
-) -> Pairs:
+) -> tuple[list[int], list[bool]]:
     """Pairs the best row of each group with the worst, the second best with the second worst, and so on.
 
-    Groups come in order of appearance, ties in row order. Rows of weight 0 are used only if a group has too few others.
+    Returns the rows, each winner followed by its loser, and for each pair True if both rows are valid and the winner is
+    better. Other pairs are not trained.
 
-    Args:
-        advantages: [B].
-        weight: [B].
-        num_pairs: largest number of pairs per group. A group of n rows has at most n // 2.
+    Groups come in order of appearance, ties in row order. Rows of weight 0 are used only if a group has too few others.
+    A group of n rows has at most min(num_pairs, n // 2) pairs.
     """
-    groups: dict[str, list[int]] = {}
-    for row, group in enumerate(group_ids):
-        groups.setdefault(group, []).append(row)
     values, valid = advantages.tolist(), (weight > 0).tolist()
     rows: list[int] = []
     is_informative: list[bool] = []
-    for members in groups.values():
+    for members in rows_by_key(group_ids).values():
         count = min(num_pairs, len(members) // 2)
         ranked = _ranked(members, values, valid, 2 * count)
         for winner, loser in zip(ranked[:count], reversed(ranked[count:]), strict=True):
             rows += [winner, loser]
             is_informative.append(valid[winner] and valid[loser] and values[winner] > values[loser])
-    return Pairs(rows, is_informative)
+    return rows, is_informative
 
 
 def _ranked(members: list[int], values: list[float], valid: list[bool], count: int) -> list[int]:
@@ -232,7 +220,7 @@ def in_pairs(track: RolloutTrack, num_pairs: int) -> RolloutTrack:
     An uninformative pair keeps its place with weight 0, so that groups of equal size give equally many rows.
     """
     assert track.advantages is not None, "pairs are made by advantages: compute_advantages comes first"
-    pairs = best_and_worst(track.advantages, track.group_ids, track.weight, num_pairs)
-    chosen = track.select(pairs.rows)
-    is_informative = torch.tensor(pairs.is_informative, device=chosen.weight.device).repeat_interleave(2)
-    return chosen.replace(weight=torch.where(is_informative, chosen.weight, 0.0))
+    rows, is_informative = best_and_worst(track.advantages, track.group_ids, track.weight, num_pairs)
+    chosen = track.select(rows)
+    trained = torch.tensor(is_informative, device=chosen.weight.device).repeat_interleave(2)
+    return chosen.replace(weight=torch.where(trained, chosen.weight, 0.0))

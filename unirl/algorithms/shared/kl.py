@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -43,32 +42,22 @@ def k3(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-def bounded_k3(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
-    """k3, at most MAX_ESTIMATE."""
-    return k3(log_ratio).clamp(max=MAX_ESTIMATE)
-
-
-def k3_with_k2_gradient(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
-    """The value of k3 with the gradient of k2. Both are unbiased for KL(pi || ref)."""
-    slope = k2(log_ratio)
-    return bounded_k3(log_ratio).detach() + (slope - slope.detach())
-
-
-ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor], Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": bounded_k3,
-    "k3+": k3_with_k2_gradient,
-}
-
-
 def kl_estimate(name: KLEstimator, log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
     """KL(pi || ref) per element, estimated from samples of pi. Schulman 2020, "Approximating KL divergence".
 
-    Args:
-        log_ratio: any shape, log pi - log ref, nats; clamped to +-20.
+    `log_ratio` is log pi - log ref, nats; it is clamped to +-20. k3 is at most MAX_ESTIMATE. k3+ has the value of k3
+    and the gradient of k2, both of which are unbiased for KL(pi || ref).
     """
-    return ESTIMATORS[name](log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if name == "k1":
+        return k1(log_ratio)
+    if name == "k2":
+        return k2(log_ratio)
+    bounded = k3(log_ratio).clamp(max=MAX_ESTIMATE)
+    if name == "k3":
+        return bounded
+    slope = k2(log_ratio)
+    return bounded.detach() + (slope - slope.detach())
 
 
 def element_means(values: Float[Tensor, "B S *latent"]) -> Float[Tensor, "B S"]:
@@ -82,12 +71,7 @@ def element_means(values: Float[Tensor, "B S *latent"]) -> Float[Tensor, "B S"]:
 def gaussian_kl(
     mean: Float[Tensor, "B S *latent"], other: Float[Tensor, "B S *latent"], std: Float[Tensor, "S"]
 ) -> Float[Tensor, "B S"]:
-    """[B, S] KL(N(mean, std^2) || N(other, std^2)) = (mean - other)^2 / (2 std^2), nats, mean over latent elements.
-
-    Args:
-        mean, other: [B, S, *latent].
-        std: [S], of both.
-    """
+    """[B, S] KL(N(mean, std^2) || N(other, std^2)) = (mean - other)^2 / (2 std^2), nats, mean over latent elements."""
     return 0.5 * element_means((mean - other).square()) / std.square()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from unirl.algorithms.shared.checks import check_key
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, k3
 from unirl.algorithms.shared.packed import RowOffsets
 from unirl.algorithms.shared.surrogate import mean_metric
@@ -20,7 +21,7 @@ from unirl.config.errors import InvalidValueError
 from unirl.types.results import Metrics
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,7 @@ class Correction(Protocol):
     """Turns log(pi_old / pi_engine) per token into weights. Pure."""
 
     def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
-        """
-        Args:
-            log_ratio: [sum L] finite, 0 at tokens that are not counted.
-        """
-        ...
+        """The weights. `log_ratio` is finite, and 0 at tokens that are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +47,24 @@ class TokenTIS:
     """Upper bound of the weight."""
 
     def __post_init__(self) -> None:
-        _check_cap(self.cap)
+        reason = "below 1 it would cut tokens on which engine and trainer agree; 2 is usual"
+        check_key(self.cap >= 1.0, "algorithm.mismatch.cap", "be >= 1", self.cap, reason)
 
     def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
-        ratio = _exp(log_ratio)
+        ratio = self.ratio(log_ratio, rows)
         return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
+
+    def ratio(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Float[Tensor, "sum_L"]:
+        """[sum L] the ratio to bound."""
+        return _exp(log_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceTIS:
+class SequenceTIS(TokenTIS):
     """w = min(product over the row's tokens of pi_old / pi_engine, cap), one weight per row. Unbiased below the cap."""
 
-    cap: float = 2.0
-    """Upper bound of the weight."""
-
-    def __post_init__(self) -> None:
-        _check_cap(self.cap)
-
-    def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
-        ratio = rows.spread(_exp(rows.sum(log_ratio))).to(log_ratio.dtype)
-        return Corrected(ratio.clamp(max=self.cap), ratio > self.cap)
+    def ratio(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Float[Tensor, "sum_L"]:
+        return rows.spread(_exp(rows.sum(log_ratio))).to(log_ratio.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,29 +77,31 @@ class MaskedIS:
     """Largest ratio that is accepted."""
 
     def __post_init__(self) -> None:
-        _check_band(self.low, self.high)
+        if not 0.0 <= self.low < 1.0 < self.high:
+            raise InvalidValueError(
+                f"algorithm.mismatch.low={self.low} and high={self.high} must enclose 1, the ratio of an engine that "
+                "agrees with the trainer: 0 <= low < 1 < high"
+            )
 
     def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
         ratio = _exp(log_ratio)
-        cut = (ratio < self.low) | (ratio > self.high)
+        cut = self.is_outside(ratio)
         return Corrected(ratio.masked_fill(cut, 0.0), cut)
+
+    def is_outside(self, ratio: Float[Tensor, "*elements"]) -> Bool[Tensor, "*elements"]:
+        """True where the ratio is not accepted."""
+        return (ratio < self.low) | (ratio > self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeometricRejection:
+class GeometricRejection(MaskedIS):
     """w = 1 if exp(mean over the row's tokens of log(pi_old / pi_engine)) lies in [low, high], else 0 for the row."""
 
     low: float = 0.999
-    """Smallest mean ratio that is accepted."""
     high: float = 1.001
-    """Largest mean ratio that is accepted."""
-
-    def __post_init__(self) -> None:
-        _check_band(self.low, self.high)
 
     def __call__(self, log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Corrected:
-        ratio = _exp(rows.mean(log_ratio))
-        cut = rows.spread((ratio < self.low) | (ratio > self.high))
+        cut = rows.spread(self.is_outside(_exp(rows.mean(log_ratio))))
         return Corrected((~cut).to(log_ratio.dtype), cut)
 
 
@@ -112,12 +109,7 @@ class GeometricRejection:
 def mismatch_metrics(
     log_ratio: Float[Tensor, "sum_L"], corrected: Corrected, weights: Float[Tensor, "sum_L"]
 ) -> Metrics:
-    """The KL between engine and trainer, the mean weight, and the fraction of cut tokens.
-
-    Args:
-        log_ratio: [sum L] log(pi_old / pi_engine), finite.
-        weights: [sum L]; tokens of weight 0 are ignored.
-    """
+    """The KL between engine and trainer, the mean weight, and the fraction of cut tokens. Weight 0 excludes a token."""
     return {
         "train/mismatch_kl": mean_metric(k3(-log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), weights),
         "train/mismatch_weight": mean_metric(corrected.weights, weights),
@@ -127,19 +119,3 @@ def mismatch_metrics(
 
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _check_cap(cap: float) -> None:
-    if not cap >= 1.0:
-        raise InvalidValueError(
-            f"algorithm.mismatch.cap must be >= 1, got {cap}: below 1 it would cut tokens on which engine and trainer "
-            "agree; 2 is usual"
-        )
-
-
-def _check_band(low: float, high: float) -> None:
-    if not 0.0 <= low < 1.0 < high:
-        raise InvalidValueError(
-            f"algorithm.mismatch.low={low} and high={high} must enclose 1, the ratio of an engine that agrees with the "
-            "trainer: 0 <= low < 1 < high"
-        )

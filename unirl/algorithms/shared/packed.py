@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from unirl.types.device import to_device
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Shaped
 
@@ -46,17 +48,11 @@ class RowOffsets:
 
     @staticmethod
     def of(offsets: Int[Tensor, "boundaries"], mask: Bool[Tensor, "sum_L"], live: Bool[Tensor, "B"]) -> RowOffsets:
-        """Builds the offsets from row boundaries.
-
-        Args:
-            offsets: [B + 1] row boundaries.
-            mask: [sum L] bool, tokens that may be counted.
-            live: [B] bool, rows whose tokens may be counted.
-        """
-        row = row_of(offsets).to(mask.device)
+        """The rows with boundaries `offsets` [B + 1]. Tokens of `mask` in rows of `live` are counted."""
+        row = to_device(row_of(offsets), mask.device)
         token_mask = mask & live[row]
         lengths = torch.zeros(len(live), dtype=torch.float64, device=mask.device).index_add(0, row, token_mask.double())
-        return RowOffsets(row, offsets[:-1].to(mask.device), token_mask, lengths)
+        return RowOffsets(row, to_device(offsets[:-1], mask.device), token_mask, lengths)
 
     def masked(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] `values` at counted tokens, with their gradient; 0 elsewhere, even where `values` is not finite."""
@@ -76,7 +72,7 @@ class RowOffsets:
 
     def before(self, values: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
         """[sum L] float64 sum over the earlier tokens of the same row; exactly 0 at the first token."""
-        running = _with_zero_appended((values.double() * self.token_mask).cumsum(0).roll(1))
+        running = with_zero_appended((values.double() * self.token_mask).cumsum(0).roll(1))
         running[0] = 0.0
         return running[:-1] - self.spread(running[self.starts])
 
@@ -88,14 +84,14 @@ class RowOffsets:
         """[B] float64 q-quantile of each row, interpolated linearly; 0 for a row without a counted token."""
         order = values.double().masked_fill(~self.token_mask, torch.inf).argsort(stable=True)
         order = order[self.row[order].argsort(stable=True)]  # by row, then by value; counted tokens first in each row
-        ranked = _with_zero_appended(values.double()[order])
+        ranked = with_zero_appended(values.double()[order])
         place = q * (self.lengths - 1.0).clamp(min=0.0)
         low, high = self.starts + place.floor().long(), self.starts + place.ceil().long()
         return torch.where(self.lengths > 0, torch.lerp(ranked[low], ranked[high], place - place.floor()), 0.0)
 
 
-def _with_zero_appended(values: Tensor) -> Tensor:
-    """`values` and a final 0, because an empty last row starts one position after the last token."""
+def with_zero_appended(values: Shaped[Tensor, "sum_L"]) -> Shaped[Tensor, "sum_L+1"]:
+    """`values` and a final 0: an empty last row starts after the last token, and a maximum exists without tokens."""
     return torch.cat([values, values.new_zeros(1)])
 
 
@@ -106,9 +102,6 @@ def token_shares(
 
     share = 1 for token-mean and seq-mean-token-sum, 1 / n_i for seq-mean-token-mean, 1 / H for seq-mean-token-sum-norm;
     n_i = counted tokens of row i, H = horizon.
-
-    Args:
-        row_weight: [B].
     """
     per_row = row_weight.double()
     if rule == "seq-mean-token-mean":

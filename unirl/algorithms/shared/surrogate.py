@@ -2,18 +2,20 @@
 
 The importance ratio r = pi_theta / pi_old = exp(log_ratio) compares the current policy with the one that sampled. It is
 close to 1 as long as the sample is still on-policy; a trust region limits how far an update may move it. Every function
-here is pure. The first half serves any element, S denoising steps of B samples or packed tokens; the second half serves
-tokens, where pi = exp(logp), mu = exp(old_logp), A is the advantage and sg[] detaches.
+here is pure. An element is one of S denoising steps of B samples, or a packed token.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from unirl.algorithms.base import PolicyGradient, SegmentT, StageT
+from unirl.algorithms.shared.checks import check_above, check_fractions, check_positive
 from unirl.algorithms.shared.kl import MAX_LOG_RATIO, element_means, k2
 from unirl.algorithms.shared.packed import RowOffsets
 from unirl.types.results import Metric, Metrics
@@ -54,27 +56,53 @@ def clipped_surrogate(
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClippedRatio(PolicyGradient[StageT, SegmentT]):
+    """The recipe keys of a loss with `clipped_surrogate`."""
+
+    clip_range: float
+    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
+    clip_range_high: float | None = None
+    """Upper side of the clip range (DAPO's clip-higher); null = clip_range."""
+    clip_schedule: ClipSchedule = "constant"
+    """Factor of both sides over the run: constant, linear to one half, or cosine to zero."""
+    dual_clip: float | None = None
+    """c > 1: where A < 0 the loss is at most c |A|; null = no bound."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fractions("1e-4 is usual for denoising, 0.2 for tokens", clip_range=self.clip_range)
+        check_positive("null for clip_range", clip_range_high=self.clip_range_high)
+        check_above(1.0, "3 is usual", dual_clip=self.dual_clip)
+
+    def clip_at(self, progress: float) -> tuple[float, float]:
+        """The clip range below and above 1, at `progress` of the run."""
+        scale = clip_scale(self.clip_schedule, progress)
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        return scale * self.clip_range, scale * high
+
+    def trust_width(self) -> float | None:
+        return min(self.clip_at(0.0))
+
+
 def masked_surrogate(
     log_ratio: Float[Tensor, "*elements"],
     advantages: Float[Tensor, "*elements"],
     divergence: Float[Tensor, "*elements"],
     threshold: float,
 ) -> tuple[Float[Tensor, "*elements"], Bool[Tensor, "*elements"]]:
-    """Flow-DPPO's loss per element, and a bool mask of the dropped elements (arXiv:2606.11025). No clipping.
+    """Flow-DPPO's loss per element, and a bool mask of the elements without gradient (arXiv:2606.11025). No clipping.
 
     L = -r A, but 0 where divergence >= threshold and the update would move r further away from 1
 
-    Args:
-        log_ratio: [B, S] log pi_theta - log pi_old, nats.
-        advantages: [B, S] one per element; detached here.
-        divergence: [B, S] between the old and the current policy, in the unit of `threshold`; detached here.
+    `log_ratio` is log pi_theta - log pi_old, nats. Advantages and divergence are detached here.
     """
     advantages = advantages.detach()
     away = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
-    dropped = (divergence.detach() >= threshold) & away
-    # A dropped ratio may be infinite. It is replaced before exp, whose gradient would be 0 * inf.
-    finite = torch.where(dropped, 0.0, log_ratio)
-    return torch.where(dropped, 0.0, -advantages * finite.exp()), dropped
+    masked = (divergence.detach() >= threshold) & away
+    # A masked ratio may be infinite. It is replaced before exp, whose gradient would be 0 * inf.
+    finite = torch.where(masked, 0.0, log_ratio)
+    return torch.where(masked, 0.0, -advantages * finite.exp()), masked
 
 
 def guard_log_ratio(
@@ -86,19 +114,10 @@ def guard_log_ratio(
     """[B, S] mean over latent elements of z (mean - old_mean),  z = (x_next - old_mean) / std.
 
     This is GRPO-Guard's RatioNorm (arXiv:2510.22319). It equals std (log r + KL): the log-ratio without its negative
-    drift, scaled so that it does not depend on the noise level of the step.
-
-    Args:
-        x_next, mean, old_mean: [B, S, *latent].
-        std: [S], of both means.
+    drift, scaled so that it does not depend on the noise level of the step. Both means have the same std.
     """
-    z = (x_next - old_mean) / along_steps(std, mean)
+    z = (x_next - old_mean) / std.view(-1, *[1] * (mean.dim() - 2))
     return element_means(z * (mean - old_mean))
-
-
-def along_steps(values: Float[Tensor, "S"], like: Float[Tensor, "B S *latent"]) -> Float[Tensor, "..."]:
-    """`values` [S], reshaped to broadcast over `like` [B, S, *latent]."""
-    return values.view(-1, *[1] * (like.dim() - 2))
 
 
 def clip_scale(schedule: ClipSchedule, progress: float) -> float:
@@ -115,11 +134,6 @@ def clip_scale(schedule: ClipSchedule, progress: float) -> float:
     }[schedule]
 
 
-def approx_kl(log_ratio: Float[Tensor, "*elements"]) -> Float[Tensor, "*elements"]:
-    """The quadratic estimate of KL(pi_old || pi_theta) per element: log_ratio^2 / 2 (k2, Schulman 2020)."""
-    return k2(log_ratio)
-
-
 def weighted_sum(values: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Float[Tensor, ""]:
     """[] the sum of weights * values. Elements of weight 0 are ignored, even if they are not finite."""
     return torch.where(weights > 0, weights * values, 0.0).sum()
@@ -132,26 +146,13 @@ def mean_metric(values: Float[Tensor, "*elements"], weights: Float[Tensor, "*ele
 
 
 @torch.no_grad()
-def ratio_metrics(
-    log_ratio: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"], clip_low: float, clip_high: float
-) -> Metrics:
-    """Distribution of the importance ratio and the clipped fraction, without a host sync.
-
-    Args:
-        log_ratio, weights: [B, S]; elements of weight 0 are ignored.
-    """
-    above, below = log_ratio > math.log1p(clip_high), log_ratio < math.log1p(-clip_low)
-    return spread_metrics(log_ratio, weights) | fraction_metrics(above, below, weights)
-
-
-@torch.no_grad()
 def spread_metrics(log_ratio: Float[Tensor, "*elements"], weights: Float[Tensor, "*elements"]) -> Metrics:
     """Mean and standard deviation of the importance ratio, and the approximate KL to the policy that sampled."""
     log_ratio = torch.where(weights > 0, log_ratio, 0.0).float()
     return {
         "train/ratio_mean": mean_metric(log_ratio.exp(), weights),
         "train/ratio_std": Metric.std(log_ratio.expm1(), weights),
-        "train/approx_kl": mean_metric(approx_kl(log_ratio), weights),
+        "train/approx_kl": mean_metric(k2(log_ratio), weights),
     }
 
 
@@ -167,49 +168,6 @@ def fraction_metrics(
     }
 
 
-# Losses and trust regions of tokens
-
-
-def weighted_log_prob_loss(
-    log_ratio: Float[Tensor, "sum_L"],
-    logp: Float[Tensor, "sum_L"],
-    advantages: Float[Tensor, "sum_L"],
-    low: float,
-    high: float,
-) -> Float[Tensor, "sum_L"]:
-    """-sg[clip(r, low, high)] A log pi per token. The weight is bounded, and every token has a gradient.
-
-    CISPO, arXiv:2506.13585.
-
-    Args:
-        log_ratio, logp, advantages: [sum L].
-    """
-    weight = log_ratio.detach().exp().clamp(low, high)
-    return -weight * advantages * logp
-
-
-def quadratic_penalty_loss(
-    log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"], penalty: Float[Tensor, "sum_L"] | float
-) -> Float[Tensor, "sum_L"]:
-    """-A r + |A| penalty (r - 1)^2 per token: a quadratic penalty replaces the clip.
-
-    The gradient with respect to log pi is -A r (1 - 2 penalty sign(A) (r - 1)). It changes its sign where r is far
-    from 1.
-    """
-    return -advantages * log_ratio.exp() + advantages.abs() * penalty * log_ratio.expm1().square()
-
-
-def soft_gate_loss(
-    log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"], tau_pos: float, tau_neg: float
-) -> Float[Tensor, "sum_L"]:
-    """-A (4 / tau) sigmoid(tau (r - 1)) per token. The slope in r is 1 at r = 1 and falls to 0 on both sides.
-
-    tau = tau_pos where A > 0, else tau_neg. SAPO, arXiv:2511.20347.
-    """
-    tau = torch.where(advantages > 0, torch.full_like(log_ratio, tau_pos), tau_neg)
-    return -advantages * (4.0 / tau) * torch.sigmoid(tau * log_ratio.expm1())
-
-
 def sequence_log_ratio(log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> Float[Tensor, "sum_L"]:
     """[sum L] the mean of log r_t over the row as value, with the gradient of each token's own log r_t (GSPO-token).
 
@@ -218,48 +176,3 @@ def sequence_log_ratio(log_ratio: Float[Tensor, "sum_L"], rows: RowOffsets) -> F
     """
     mean = rows.spread(rows.mean(log_ratio.detach())).to(log_ratio.dtype)
     return mean + (log_ratio - log_ratio.detach())
-
-
-def one_sided_clip(
-    log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"], low: float, high: float
-) -> Float[Tensor, "sum_L"]:
-    """log r per token, clipped in the direction of the update: at most `high` if A > 0, at least -low if A < 0."""
-    pushed_down = torch.where(advantages < 0, log_ratio.clamp(min=-low), 0.0)
-    return torch.where(advantages > 0, log_ratio.clamp(max=high), pushed_down)
-
-
-def moves_towards_old(log_ratio: Float[Tensor, "sum_L"], advantages: Float[Tensor, "sum_L"]) -> Bool[Tensor, "sum_L"]:
-    """bool per token: A (r - 1) <= 0, so the update moves pi back towards mu, or r = 1, or A = 0."""
-    return advantages * log_ratio.detach() <= 0
-
-
-def binary_tv(logp: Float[Tensor, "sum_L"], old_logp: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
-    """|pi - mu| per token: the total variation between the events "this token" and "another token"."""
-    return (logp.detach().exp() - old_logp.exp()).abs()
-
-
-def binary_kl(logp: Float[Tensor, "sum_L"], old_logp: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
-    """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) per token, nats: KL(mu || pi) of the same two events."""
-    logp = logp.detach()
-    other, old_other = -torch.expm1(logp), -torch.expm1(old_logp)  # 1 - pi, 1 - mu
-    return old_logp.exp() * (old_logp - logp) + old_other * torch.log((old_other + 1e-8) / (other + 1e-8))
-
-
-def within_prefix_budget(
-    divergence: Float[Tensor, "sum_L"], rows: RowOffsets, delta: float, w_min: float, delta_b: float
-) -> Bool[Tensor, "sum_L"]:
-    """bool per token: Z_t <= min(delta, delta + b W_{<t} - Z_{<t}), which bounds the divergence of every prefix.
-
-    Z_t = w_t D_t with the position weights w_t = 1 - (1 - w_min) (t - 1) / (n - 1), W_{<t} and Z_{<t} the sums over
-    earlier tokens, b = clip(90th percentile of D in the row, delta_b, 2 delta_b). CPPO, arXiv:2606.10968.
-
-    Args:
-        divergence: [sum L] D_t >= 0. Positions and percentile refer to counted tokens.
-    """
-    position = rows.before(torch.ones_like(divergence))
-    last = rows.spread((rows.lengths - 1.0).clamp(min=1.0))
-    weight = 1.0 - (1.0 - w_min) * position / last
-    spent = weight * divergence.double()
-    allowance = rows.spread(rows.quantile(divergence, 0.9).clamp(delta_b, 2.0 * delta_b))
-    budget = delta + allowance * rows.before(weight) - rows.before(spent)
-    return spent <= budget.clamp(max=delta)

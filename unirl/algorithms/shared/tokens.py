@@ -5,25 +5,33 @@ A loss adds `surrogate`, one function of packed log-ratios.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import START, LossResult, Part, PolicyOutputs, StageAlgorithm
-from unirl.algorithms.shared.kl import MAX_LOG_RATIO, AdaptiveKL, KLController, KLEstimator, k3, kl_estimate
+from unirl.algorithms.base import START, LossResult, Part, PolicyGradient, PolicyOutputs, TokenRows
+from unirl.algorithms.shared.checks import check_coefficients, check_key
+from unirl.algorithms.shared.kl import MAX_LOG_RATIO, KLEstimator, k3, kl_estimate
 from unirl.algorithms.shared.mismatch import Correction, mismatch_metrics
-from unirl.algorithms.shared.packed import NORMED, Aggregation, RowOffsets, row_of, token_count, token_shares
+from unirl.algorithms.shared.packed import (
+    NORMED,
+    Aggregation,
+    RowOffsets,
+    row_of,
+    token_count,
+    token_shares,
+    with_zero_appended,
+)
 from unirl.algorithms.shared.surrogate import fraction_metrics, mean_metric, spread_metrics, weighted_sum
 from unirl.config.errors import InvalidValueError
 from unirl.models.language.stage import TokenReplay, TokenStage
+from unirl.types.device import to_device
 from unirl.types.protocols import REFERENCE, Anchor, Needs, TrainingProgress
 from unirl.types.results import Metric, Metrics
-from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
@@ -68,7 +76,7 @@ class Surrogate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
+class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
     """L = agg( c P + beta KL(pi_theta || reference) - eta H(pi_theta) ) over tokens.
 
     P is the policy loss of a subclass (its `surrogate`), c the mismatch weight of an engine with other numerics, agg
@@ -80,61 +88,43 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
     """A mean over all tokens, or over sequences after a mean, a sum, or a sum / horizon over their tokens."""
     horizon: int | None = None
     """H of seq-mean-token-sum-norm: the length of the longest response (Dr.GRPO)."""
-    old_logp_source: Literal["replay", "rollout"] = "replay"
-    """pi_old: replayed by the trainer (ratio exactly 1 in the first update), or the engine's recorded log-probs."""
     mismatch: Correction | None = None
     """Weights pi_old / pi_engine for an engine with other numerics. Needs old_logp_source=replay; null = none."""
-    kl_coef: float = 0.0
-    """beta, the factor of KL(pi_theta || reference) per token, nats; 0 = no KL."""
     kl_estimator: KLEstimator = "k3"
     """k2, k3 or k3+ in the loss; k1 in the reward."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss. reward: subtracted from the reward of every token, as in RLHF."""
-    kl_adaptive: AdaptiveKL | None = None
-    """Adapts beta to hold a target divergence; null = beta is constant."""
     entropy_coef: float = 0.0
     """eta, the factor of the entropy over the vocabulary per token, nats; 0 = no entropy bonus."""
     mask_truncated: bool = False
     """Ignore responses that reached the length limit (DAPO's overlong filtering, arXiv:2503.14476, 3.4)."""
 
     trains_tokens: ClassVar[bool] = True
-
     sampled_by: ClassVar[type] = ARSamplingParams
 
     def __post_init__(self) -> None:
-        for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
-            if not 0.0 <= value < math.inf:
-                raise InvalidValueError(f"algorithm.{name} must be finite and >= 0, got {value}; 0 turns it off")
-        self._check_horizon()
-        self._check_kl()
+        super().__post_init__()
+        check_coefficients(entropy_coef=self.entropy_coef)
+        self._check_kl_estimator()
         if self.mismatch is not None and self.old_logp_source == "rollout":
             raise InvalidValueError(
                 "algorithm.mismatch weighs by pi_old / pi_engine, which is 1 with algorithm.old_logp_source=rollout. "
                 "Use old_logp_source=replay, or leave mismatch out"
             )
-
-    def _check_horizon(self) -> None:
         if (self.loss_agg_mode == NORMED) != (self.horizon is not None):
             raise InvalidValueError(
                 f"algorithm.loss_agg_mode={self.loss_agg_mode} with algorithm.horizon={self.horizon}: a horizon "
                 f"belongs to {NORMED}, which needs one; sampling.max_new_tokens is usual"
             )
-        if self.horizon is not None and self.horizon < 1:
-            raise InvalidValueError(f"algorithm.horizon must be >= 1, got {self.horizon}")
+        check_key(self.horizon is None or self.horizon >= 1, "algorithm.horizon", "be >= 1", self.horizon)
 
-    def _check_kl(self) -> None:
+    def _check_kl_estimator(self) -> None:
         if self.kl_coef == 0.0:
-            if self.kl_adaptive is not None:
-                raise InvalidValueError(
-                    "algorithm.kl_adaptive adapts algorithm.kl_coef, which is 0: set kl_coef to its initial value, "
-                    "or leave kl_adaptive out"
-                )
-        elif self.kl_in == "loss" and self.kl_estimator == "k1":
+            return
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
             raise InvalidValueError(
                 "algorithm.kl_estimator=k1 has no effect in a loss: the mean of its gradient is 0. "
                 "Use k2, k3 or k3+, or algorithm.kl_in=reward"
             )
-        elif self.kl_in == "reward" and self.kl_estimator != "k1":
+        if self.kl_in == "reward" and self.kl_estimator != "k1":
             raise InvalidValueError(
                 f"algorithm.kl_in=reward subtracts the log-ratio to the reference itself, so algorithm.kl_estimator "
                 f"must be k1, got {self.kl_estimator}"
@@ -151,9 +141,6 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
         reads_engine = self.old_logp_source == "rollout" or self.mismatch is not None
         return replace(super().needs, behaviour_logp=reads_engine)
 
-    def kl_controller(self) -> KLController | None:
-        return None if self.kl_adaptive is None else KLController(self.kl_adaptive)
-
     def anchors(self) -> Mapping[str, Anchor]:
         old = {"old_logp": Anchor("live", "logp")} if self.old_logp_source == "replay" else {}
         return old | ({"ref_logp": Anchor(REFERENCE, "logp")} if self.kl_coef > 0.0 else {})
@@ -163,24 +150,17 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
     def parts(self, segment: TextSegment) -> list[Part]:
         return [(0,)]  # one part: all tokens at once
 
-    def count(self, rows: RolloutTrack[TextSegment]) -> float:
+    def count(self, rows: TokenRows) -> float:
         return float(token_count(self.loss_agg_mode, self.row_offsets(rows), rows.weight))
 
-    def element_advantages(self, rows: RolloutTrack[TextSegment], part: Part) -> Float[Tensor, "sum_L"]:
-        """[sum L] the advantage of every token: that of its row."""
-        assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
-        return rows.advantages[row_of(rows.segment.offsets).to(rows.advantages.device)]
-
-    def anchor(self, rows: RolloutTrack[TextSegment], name: str, part: Part) -> Float[Tensor, "sum_L ..."] | None:
+    def anchor(self, rows: TokenRows, name: str, part: Part) -> Float[Tensor, "sum_L ..."] | None:
         """[sum L] an anchor. None before the anchor pass has filled it."""
         return rows.segment.anchors.get(name)
 
-    def measure(self, stage: TokenStage, rows: RolloutTrack[TextSegment], part: Part) -> PolicyOutputs:
+    def measure(self, stage: TokenStage, rows: TokenRows, part: Part) -> PolicyOutputs:
         return self._outputs(self.replay(stage, rows))
 
-    def loss(
-        self, stage: TokenStage, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress = START
-    ) -> LossResult:
+    def loss(self, stage: TokenStage, rows: TokenRows, part: Part, now: TrainingProgress = START) -> LossResult:
         """One forward over all tokens, then the sum of policy loss, KL, entropy and the terms of the subclass."""
         replay = self.replay(stage, rows, entropy=self.entropy_coef > 0.0)
         tokens = self.tokens(replay.logp, rows, part)
@@ -197,14 +177,14 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
         loss, term_metrics = self._aggregated(terms | surrogate.terms, tokens, rows)
         return LossResult(loss, metrics | term_metrics, self._outputs(replay))
 
-    def parity(self, rows: RolloutTrack[TextSegment], part: Part, outputs: PolicyOutputs) -> Metrics:
+    def parity(self, rows: TokenRows, part: Part, outputs: PolicyOutputs) -> Metrics:
         offsets = self.row_offsets(rows)
         gap = offsets.masked(rows.segment.logp - outputs["logp"])
         return drift_metrics(gap, offsets.masked(offsets.spread(rows.weight)))
 
     # The terms of the loss
 
-    def row_offsets(self, rows: RolloutTrack[TextSegment]) -> RowOffsets:
+    def row_offsets(self, rows: TokenRows) -> RowOffsets:
         """The rows of all tokens and the counted tokens.
 
         Counted are tokens with loss_mask True of rows with weight > 0. With `mask_truncated`, tokens of truncated
@@ -215,7 +195,7 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
             live = live & rows.segment.finished.to(live.device)
         return RowOffsets.of(rows.segment.offsets, rows.segment.loss_mask, live)
 
-    def replay(self, stage: TokenStage, rows: RolloutTrack[TextSegment], *, entropy: bool = False) -> TokenReplay:
+    def replay(self, stage: TokenStage, rows: TokenRows, *, entropy: bool = False) -> TokenReplay:
         """The outputs of the stage's current weights at all tokens of `rows`."""
         return stage.replay(rows.conditions, rows.segment, entropy=entropy)
 
@@ -224,12 +204,8 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
         outputs: PolicyOutputs = {"logp": replay.logp.detach()}
         return outputs if replay.values is None else outputs | {"value": replay.values.detach()}
 
-    def tokens(self, logp: Float[Tensor, "sum_L"], rows: RolloutTrack[TextSegment], part: Part) -> Tokens:
-        """The inputs of `surrogate`, with zeros at tokens that are not counted. Importance ratios are formed here.
-
-        Args:
-            logp: [sum L] log pi_theta, nats.
-        """
+    def tokens(self, logp: Float[Tensor, "sum_L"], rows: TokenRows, part: Part) -> Tokens:
+        """The inputs of `surrogate`, with zeros at tokens that are not counted. Importance ratios are formed here."""
         offsets = self.row_offsets(rows)
         recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
         old_logp = offsets.masked(logp.detach() if recorded is None else recorded)
@@ -243,21 +219,23 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
             rows=offsets,
         )
 
-    def token_advantages(
-        self, rows: RolloutTrack[TextSegment], part: Part, old_logp: Float[Tensor, "sum_L"]
-    ) -> Float[Tensor, "sum_L"]:
-        """[sum L] the advantage of each token before a KL in the reward; read only at counted tokens."""
-        return self.element_advantages(rows, part)
+    def token_advantages(self, rows: TokenRows, part: Part, old_logp: Float[Tensor, "sum_L"]) -> Float[Tensor, "sum_L"]:
+        """[sum L] the advantage of each token before a KL in the reward, here that of its row."""
+        assert rows.advantages is not None, "training needs advantages: compute_advantages comes before train_track"
+        return rows.advantages[to_device(row_of(rows.segment.offsets), rows.advantages.device)]
 
     def assign_credit(
-        self, tokens: Tokens, replay: TokenReplay, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress
+        self, tokens: Tokens, replay: TokenReplay, rows: TokenRows, part: Part, now: TrainingProgress
     ) -> Tokens:
-        """The tokens with their final advantages: here after a KL in the reward, in `ARPPO` after GAE."""
+        """The tokens with their final advantages: here minus this and all later KL penalties, in `ARPPO` by GAE."""
         kl_penalty = self.kl_penalty(tokens, rows, part, now)
-        return tokens if kl_penalty is None else penalized(tokens, kl_penalty)
+        if kl_penalty is None:
+            return tokens
+        to_go = tokens.rows.rest(kl_penalty.detach()).to(tokens.advantages.dtype)
+        return replace(tokens, advantages=tokens.rows.masked(tokens.advantages - to_go))
 
     def kl_penalty(
-        self, tokens: Tokens, rows: RolloutTrack[TextSegment], part: Part, now: TrainingProgress
+        self, tokens: Tokens, rows: TokenRows, part: Part, now: TrainingProgress
     ) -> Float[Tensor, "sum_L"] | None:
         """[sum L] beta KL, to be subtracted from the reward of each token. None unless kl_in=reward."""
         if self.kl_coef == 0.0 or self.kl_in == "loss":
@@ -272,14 +250,13 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
         bonus = {"train/entropy_loss": -self.entropy_coef * replay.entropy}
         return bonus, {"train/entropy": mean_metric(replay.entropy, tokens.weights)}
 
-    def reference_kl(self, tokens: Tokens, rows: RolloutTrack[TextSegment], part: Part) -> Float[Tensor, "sum_L"]:
+    def reference_kl(self, tokens: Tokens, rows: TokenRows, part: Part) -> Float[Tensor, "sum_L"]:
         """[sum L] KL to the reference, nats: of pi_theta with graph in the loss, of pi_old in the reward."""
-        reference = self.anchor(rows, "ref_logp", part)
-        assert reference is not None, "the anchor pass comes before the loss"
+        reference = self.filled_anchor(rows, "ref_logp", part)
         policy = tokens.logp if self.kl_in == "loss" else tokens.old_logp
         return kl_estimate(self.kl_estimator, policy - tokens.rows.masked(reference))
 
-    def _corrected(self, losses: Tensor, tokens: Tokens, rows: RolloutTrack[TextSegment]) -> tuple[Tensor, Metrics]:
+    def _corrected(self, losses: Tensor, tokens: Tokens, rows: TokenRows) -> tuple[Tensor, Metrics]:
         """[sum L] the policy losses times the mismatch weights, if the recipe has a correction."""
         if self.mismatch is None:
             return losses, {}
@@ -287,9 +264,7 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
         corrected = self.mismatch(gap, tokens.rows)
         return corrected.weights * losses, mismatch_metrics(gap, corrected, tokens.weights)
 
-    def _aggregated(
-        self, terms: dict[str, Tensor], tokens: Tokens, rows: RolloutTrack[TextSegment]
-    ) -> tuple[Tensor, Metrics]:
+    def _aggregated(self, terms: dict[str, Tensor], tokens: Tokens, rows: TokenRows) -> tuple[Tensor, Metrics]:
         """[] the sum of all terms, which the stack divides by `count`, and each term already divided as a metric."""
         shares = token_shares(self.loss_agg_mode, tokens.rows, rows.weight, self.horizon)
         count = token_count(self.loss_agg_mode, tokens.rows, rows.weight)
@@ -298,20 +273,10 @@ class TokenLoss(StageAlgorithm[TokenStage, TextSegment]):
         return torch.stack(list(sums.values())).sum(), metrics
 
 
-def penalized(tokens: Tokens, penalty: Float[Tensor, "sum_L"]) -> Tokens:
-    """The tokens with `penalty` [sum L] subtracted from rewards: an advantage loses its own and all later penalties."""
-    to_go = tokens.rows.rest(penalty.detach()).to(tokens.advantages.dtype)
-    return replace(tokens, advantages=tokens.rows.masked(tokens.advantages - to_go))
-
-
 @torch.no_grad()
 def surrogate_metrics(surrogate: Surrogate, weights: Float[Tensor, "sum_L"]) -> Metrics:
-    """Distance of the policy from the one that sampled.
-
-    Args:
-        weights: [sum L]; tokens of weight 0 are ignored.
-    """
-    log_ratio = _with_zero(surrogate.log_ratio.detach())
+    """Distance of the policy from the one that sampled. Tokens of weight 0 are ignored."""
+    log_ratio = with_zero_appended(surrogate.log_ratio.detach())
     extremes = {
         "train/ratio_min": Metric.min(log_ratio.min().exp()),
         "train/ratio_max": Metric.max(log_ratio.max().exp()),
@@ -325,17 +290,10 @@ def surrogate_metrics(surrogate: Surrogate, weights: Float[Tensor, "sum_L"]) -> 
 def drift_metrics(gap: Float[Tensor, "sum_L"], weights: Float[Tensor, "sum_L"]) -> Metrics:
     """Distance of the engine that sampled from the trainer's replay with the same weights.
 
-    Args:
-        gap: [sum L] log pi_engine - log pi_replay, nats; 0 at tokens that are not counted.
-        weights: [sum L]; tokens of weight 0 are ignored.
+    `gap` is log pi_engine - log pi_replay, nats; 0 at tokens that are not counted.
     """
     return {
-        "rollout/parity_absdiff_max": Metric.max(_with_zero(gap.abs()).max()),
+        "rollout/parity_absdiff_max": Metric.max(with_zero_appended(gap.abs()).max()),
         "rollout/parity_absdiff_mean": mean_metric(gap.abs(), weights),
         "rollout/parity_kl": mean_metric(k3(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), weights),
     }
-
-
-def _with_zero(values: Tensor) -> Tensor:
-    """`values` and a 0, so that a maximum exists even without tokens."""
-    return torch.cat([values, values.new_zeros(1)])

@@ -6,6 +6,7 @@ random draw named `t`), so they do not depend on batches, ranks or the order of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from unirl.algorithms.shared.checks import check_above, check_key
 from unirl.config.errors import InvalidValueError
 from unirl.sde.noise import NoiseSource
 
@@ -32,15 +34,12 @@ class TrainingTimes(Protocol):
 
         Raises InvalidValueError if the schedule has too few levels.
         """
-        ...
 
     def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
         """[B, n] float32 on the CPU. Row b is a function of ids[b] alone.
 
-        Args:
-            sigmas: [T + 1] the rollout's schedule, terminal 0 included.
+        `sigmas` is the rollout's schedule [T + 1], terminal 0 included.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +61,12 @@ class ScheduleTimes:
     """Train all samples of a step at the same levels; otherwise each sample has its own."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 1.0:
-            raise InvalidValueError(
-                f"times.fraction must lie in (0, 1], got {self.fraction:g}; 1 is the whole schedule"
-            )
-        if self.num_times is not None:
-            _check_number(self.num_times)
+        check_key(
+            0.0 < self.fraction <= 1.0, "times.fraction", "lie in (0, 1]", self.fraction, "1 is the whole schedule"
+        )
+        check_key(self.num_times is None or self.num_times >= 1, "times.num_times", "be >= 1", self.num_times)
 
     def count(self, num_steps: int) -> int:
-        """`num_times`, but at most the number of available levels."""
         levels = len(self._positions(num_steps))
         if levels == 0:
             raise InvalidValueError(
@@ -80,7 +76,6 @@ class ScheduleTimes:
         return levels if self.num_times is None else min(self.num_times, levels)
 
     def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
-        """[B, n] float32 on the CPU."""
         num_steps = len(sigmas) - 1
         positions, count = self._positions(num_steps), self.count(num_steps)
         uniform = _uniform_draws(noise, ids, count if self.stratified else len(positions), self.shared)
@@ -103,46 +98,60 @@ def _one_per_range(size: int, count: int, uniform: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniformTimes:
-    """Times uniform in [low, high), independent of the rollout's schedule."""
+class ContinuousTimes(ABC):
+    """Times of a continuous distribution, independent of the rollout's schedule. Subclasses write its quantiles."""
 
     num_times: int = 4
     """Times per sample."""
-    low: float = 0.0
-    """Smallest time, towards the sample."""
-    high: float = 1.0
-    """Largest time, towards noise."""
     stratified: bool = False
-    """Draw time j from the j-th of `num_times` equal parts of the interval."""
+    """Draw time j from the j-th of `num_times` parts of equal probability."""
     shared: bool = False
     """Train all samples of a step at the same times."""
 
     def __post_init__(self) -> None:
-        _check_number(self.num_times)
+        check_key(self.num_times >= 1, "times.num_times", "be >= 1", self.num_times)
+
+    def count(self, num_steps: int) -> int:
+        return self.num_times
+
+    @abstractmethod
+    def quantiles(self, u: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+        """The times at cumulative probabilities u in (0, 1), float64."""
+
+    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
+        u = _uniform_draws(noise, ids, self.num_times, self.shared).double() + HALF_ULP
+        if self.stratified:
+            u = (torch.arange(self.num_times, dtype=torch.float64) + u) / self.num_times
+        return self.quantiles(u).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformTimes(ContinuousTimes):
+    """Times uniform in [low, high)."""
+
+    low: float = 0.0
+    """Smallest time, towards the sample."""
+    high: float = 1.0
+    """Largest time, towards noise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.low < self.high <= 1.0:
             raise InvalidValueError(
                 f"times.low={self.low:g} and times.high={self.high:g} must satisfy 0 <= low < high <= 1 (noise levels)"
             )
 
-    def count(self, num_steps: int) -> int:
-        """`num_times`."""
-        return self.num_times
-
-    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
-        """[B, n] float32 on the CPU."""
-        u = _quantiles(noise, ids, self.num_times, self.stratified, self.shared)
-        return (self.low + (self.high - self.low) * u).float()
+    def quantiles(self, u: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+        return self.low + (self.high - self.low) * u
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitNormalTimes:
+class LogitNormalTimes(ContinuousTimes):
     """t = s u / (1 + (s - 1) u), u = sigmoid(mean + std z), z ~ N(0, 1). Esser et al. 2024 (arXiv:2403.03206), eq. 19.
 
     `mean` shifts times towards noise (> 0) or the sample (< 0); `shift` s is the static shift of schedules, 1 = none.
     """
 
-    num_times: int = 4
-    """Times per sample."""
     mean: float = 0.0
     """Mean of the normal variable; > 0 shifts towards noise."""
     std: float = 1.0
@@ -150,39 +159,17 @@ class LogitNormalTimes:
     shift: float = 1.0
     """Static shift s; 1 = none."""
     stratified: bool = True
-    """Draw time j from the j-th of `num_times` parts of equal probability."""
-    shared: bool = False
-    """Train all samples of a step at the same times."""
 
     def __post_init__(self) -> None:
-        _check_number(self.num_times)
-        for name, value in (("std", self.std), ("shift", self.shift)):
-            if value <= 0:
-                raise InvalidValueError(f"times.{name} must be > 0, got {value:g}; 1 is usual")
+        super().__post_init__()
+        check_above(0.0, "1 is usual", "times", std=self.std, shift=self.shift)
 
-    def count(self, num_steps: int) -> int:
-        """`num_times`."""
-        return self.num_times
-
-    def draw(self, sigmas: Float[Tensor, "levels"], noise: NoiseSource, ids: Sequence[str]) -> Float[Tensor, "B n"]:
-        """[B, n] float32 on the CPU."""
-        z = torch.special.ndtri(_quantiles(noise, ids, self.num_times, self.stratified, self.shared))
-        u = torch.sigmoid(self.mean + self.std * z)
-        return (self.shift * u / (1.0 + (self.shift - 1.0) * u)).float()
-
-
-def _quantiles(noise: NoiseSource, ids: Sequence[str], count: int, stratified: bool, shared: bool) -> Tensor:
-    """[B, n] float64 in (0, 1). If stratified, entry j lies in (j / n, (j + 1) / n)."""
-    u = _uniform_draws(noise, ids, count, shared).double() + HALF_ULP
-    return (torch.arange(count, dtype=torch.float64) + u) / count if stratified else u
+    def quantiles(self, u: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+        t = torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
+        return self.shift * t / (1.0 + (self.shift - 1.0) * t)
 
 
 def _uniform_draws(noise: NoiseSource, ids: Sequence[str], count: int, shared: bool) -> Tensor:
     """[B, n] float32 in [0, 1). A draw that all samples share has an empty id, like the choice of denoising steps."""
     drawn = noise.uniform([""] if shared else ids, "t", (count,))
     return drawn.expand(len(ids), -1)
-
-
-def _check_number(num_times: int) -> None:
-    if num_times < 1:
-        raise InvalidValueError(f"times.num_times must be >= 1, got {num_times}")

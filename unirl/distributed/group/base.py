@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pickle import PickleBuffer
+from typing import Generic, TypeVar
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import InvalidValueError
 from unirl.distributed.group.handle import Group
+from unirl.distributed.group.rendezvous import CONNECT_S
+from unirl.types.device import DeviceKind
+
+WorkerGroupT = TypeVar("WorkerGroupT", bound=Group)
 
 
-class Pool(ABC):
+class Pool(ABC, Generic[WorkerGroupT]):
     """Devices and the groups of workers on them.
 
     Args:
         num_updates: U of the row layout (`dispatch.rank_rows`), which every scattered call uses.
-        deadline_s: seconds that a call may take. A call that takes longer raises StallError (8001).
+        deadline_s: seconds that a call may take without progress. After that it raises StallError (8001).
     """
 
     def __init__(self, num_devices: int, num_updates: int, deadline_s: float) -> None:
@@ -29,20 +34,43 @@ class Pool(ABC):
         self.deadline_s = deadline_s
         self.stack_dir: Path | None = None
         """The folder for the stack dumps of a stall. None: a temporary folder."""
-        self.traffic = Traffic()
+        self.connect_s = CONNECT_S
+        """Seconds that ranks may take to find each other and connect."""
+        self.check_device: Callable[[DeviceSet, DeviceKind], None] | None = None
+        """Refuses the device with the least memory of a device set, once its workers have started."""
+        self.allow_mixed_devices = False
+        """True: the ranks of a group may have devices of different kinds."""
+        self.traffic = 0
+        """Bytes between the driver and its workers so far. Heavy rows should not pass the driver."""
         self.step = 0
+        """The step that rows belong to which workers store from now on."""
+        self.groups: dict[DeviceSet, WorkerGroupT] = {}
+
+    def group(self, device_set: DeviceSet) -> WorkerGroupT:
+        """The group of workers on a device set. Equal device sets give the same group.
+
+        Raises:
+            ConfigError: 2004 when the device set is empty or names devices that the pool does not have, 2020 when the
+                runtime cannot place a group on it.
+        """
+        if not device_set.indices or (
+            device_set.kind == "device" and not set(device_set.indices) <= set(range(self.num_devices))
+        ):
+            raise InvalidValueError(
+                f"a placement on {device_set.words} is outside the devices that num_devices={self.num_devices} gives "
+                f"(0 to {self.num_devices - 1}). Raise num_devices, or name other devices"
+            )
+        if device_set not in self.groups:
+            self.groups[device_set] = self.new_group(device_set)
+        return self.groups[device_set]
 
     @abstractmethod
-    def group(self, device_set: DeviceSet) -> Group:
-        """The group of workers on a device set. Equal device sets give the same group."""
+    def new_group(self, device_set: DeviceSet) -> WorkerGroupT:
+        """A new group on a device set of this pool."""
 
     @abstractmethod
     def watch(self, phase: str) -> AbstractContextManager[None]:
         """Name the phase that the driver is in, for error messages, and detect a phase that hangs."""
-
-    def begin(self, step: int) -> None:
-        """Rows that workers store from now on belong to `step`."""
-        self.step = step
 
     @abstractmethod
     def release(self, step: int) -> None:
@@ -60,39 +88,8 @@ class Pool(ABC):
     def close(self) -> None:
         """End all workers at once, even during a call. A second call does nothing."""
 
-    def check(self, device_set: DeviceSet) -> None:
-        """Raises ConfigError (2004) when a device set is empty or names devices that the pool does not have."""
-        if not device_set.indices or (
-            device_set.kind == "device" and not set(device_set.indices) <= set(range(self.num_devices))
-        ):
-            raise InvalidValueError(
-                f"a placement on {device_set.words} is outside the devices that num_devices={self.num_devices} gives "
-                f"(0 to {self.num_devices - 1}). Raise num_devices, or name other devices"
-            )
 
-
-@dataclass
-class Traffic:
-    """Bytes between the driver and its workers since the start of the run. Heavy rows should not pass the driver."""
-
-    to_workers: int = 0
-    to_driver: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes in both directions."""
-        return self.to_workers + self.to_driver
-
-    def sent(self, value: Any) -> None:
-        """Count the arguments of a call to one worker."""
-        self.to_workers += num_bytes(value)
-
-    def received(self, value: Any) -> None:
-        """Count the result of one worker."""
-        self.to_driver += num_bytes(value)
-
-
-def num_bytes(value: Any) -> int:
+def num_bytes(value: object) -> int:
     """The size of a value as Ray serialises it: with its own pickler, and the whole storage of every tensor.
 
     A view of a heavy tensor therefore counts with the storage that it would carry along. Counting a step of 768 samples
@@ -100,6 +97,6 @@ def num_bytes(value: Any) -> int:
     """
     from ray import cloudpickle
 
-    buffers: list[Any] = []
+    buffers: list[PickleBuffer] = []
     stream = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 from unirl.config.errors import GeometryError
@@ -24,7 +25,7 @@ Mode = Literal["scatter", "broadcast", "rank0", "collect"]
 Join = Callable[[Sequence[Any]], Any]
 Order = Callable[[Any, list[int]], Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[object, ...], dict[str, object]]
 """Positional and named arguments."""
 
 
@@ -35,36 +36,12 @@ class Dispatch:
     mode: Mode
     join: Join
     order: Order | None = None
+    unread: tuple[str, ...] = ()
+    """Fields of tracks whose heavy rows stay where they are: the method reads none of them."""
 
 
-def first(results: Sequence[Any]) -> Any:
-    """The result of rank 0; for methods whose results are equal on every rank."""
-    return results[0]
-
-
-def scatter(join: Join, order: Order | None = None) -> Callable[[Method], Method]:
-    """Each data-parallel rank gets its share of the rows; `join` merges the results of the ranks, in rank order.
-
-    Args:
-        order: for results with one entry per row: `order(joined, indices)` selects entries. It restores the order in
-            which the caller sent the rows and drops padding rows. Results without rows, such as metrics, have none.
-    """
-    return _marked(Dispatch("scatter", join, order))
-
-
-def broadcast(method: Method) -> Method:
-    """Every rank gets the same arguments and returns an equal result."""
-    return _marked(Dispatch("broadcast", first))(method)
-
-
-def rank0(method: Method) -> Method:
-    """Only rank 0 is called."""
-    return _marked(Dispatch("rank0", first))(method)
-
-
-def collect(method: Method) -> Method:
-    """Every rank gets the same arguments; the caller gets a list of their results, in rank order."""
-    return _marked(Dispatch("collect", list))(method)
+first = itemgetter(0)
+"""Joins results that are equal on every rank."""
 
 
 def _marked(dispatch: Dispatch) -> Callable[[Method], Method]:
@@ -73,6 +50,26 @@ def _marked(dispatch: Dispatch) -> Callable[[Method], Method]:
         return method
 
     return mark
+
+
+def scatter(join: Join, order: Order | None = None, unread: tuple[str, ...] = ()) -> Callable[[Method], Method]:
+    """Each data-parallel rank gets its share of the rows; `join` merges the results of the ranks, in rank order.
+
+    Args:
+        order: for results with one entry per row: `order(joined, indices)` selects entries. It restores the order in
+            which the caller sent the rows and drops padding rows. Results without rows, such as metrics, have none.
+        unread: fields of a `RolloutTrack` that the method does not read. Their heavy rows are not sent to the ranks;
+            the method gets the handles, and may return them.
+    """
+    return _marked(Dispatch("scatter", join, order, unread))
+
+
+broadcast = _marked(Dispatch("broadcast", first))
+"""Every rank gets the same arguments and returns an equal result."""
+rank0 = _marked(Dispatch("rank0", first))
+"""Only rank 0 is called."""
+collect = _marked(Dispatch("collect", list))
+"""Every rank gets the same arguments; the caller gets a list of their results, in rank order."""
 
 
 def remote_methods(role: type) -> dict[str, Dispatch]:

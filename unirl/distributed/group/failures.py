@@ -9,15 +9,17 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from unirl.config.errors import StallError, UniRLError, WorkerError, report
+from unirl.config.errors import PluginError, RendezvousError, StallError, UniRLError, WorkerError, report
+from unirl.config.plugins import explained
+from unirl.types.progress import Heartbeat, heartbeat, reporting_to
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ActorDiedError", "Broken pipe")
@@ -32,32 +34,29 @@ class WorkerFailure:
     """The call, `role.method`."""
     worker: str
     """Rank, host and process id, as text for messages."""
-    when: float
-    """Seconds since the epoch."""
     message: str
     traceback: str = ""
     error: Exception | None = None
+    when: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
     is_death: bool = False
+    """True when the worker's process is gone. The message then says how it died."""
     is_consequence: bool = False
     """True when the exception only says that another worker is gone."""
 
     @staticmethod
-    def of(error: Exception, what: str, worker: str) -> WorkerFailure:
+    def of(error: Exception | SystemExit, what: str, worker: str) -> WorkerFailure:
         """The failure for an exception that was raised on this worker."""
+        if not _is_for_the_user(error) and (why := explained(error)) is not None:
+            return replace(WorkerFailure.of(PluginError(why), what, worker), traceback=_text_of(error))
         return WorkerFailure(
             what=what,
             worker=worker,
-            when=time.time(),
             message=f"{type(error).__name__}: {error}",
-            traceback="".join(traceback.format_exception(error)),
-            error=error if _is_for_the_user(error) else None,
+            traceback=_text_of(error),
+            error=error if isinstance(error, Exception) and _is_for_the_user(error) else None,
             is_consequence=_says_that_another_is_gone(error),
         )
-
-    @staticmethod
-    def death(what: str, worker: str, how: str) -> WorkerFailure:
-        """The failure for a worker whose process is gone."""
-        return WorkerFailure(what=what, worker=worker, when=time.time(), message=how, is_death=True)
 
     def exception(self) -> Exception:
         """The exception that the driver raises, with the worker's traceback as its cause."""
@@ -81,14 +80,20 @@ def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     return min(failures, key=lambda f: (f.is_consequence, not f.is_death, f.when))
 
 
-def _is_for_the_user(error: Exception) -> bool:
+def _text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _is_for_the_user(error: BaseException) -> bool:
     """True for errors with a message of their own on the command line: our errors, full memory, full disk."""
     if isinstance(error, OSError):
         return error.errno in NO_SPACE
     return isinstance(error, UniRLError | MemoryError | torch.OutOfMemoryError)
 
 
-def _says_that_another_is_gone(error: Exception) -> bool:
+def _says_that_another_is_gone(error: BaseException) -> bool:
+    if isinstance(error, RendezvousError):
+        return error.is_consequence
     words = f"{type(error).__name__} {error}"
     return isinstance(error, dist.DistError) or any(word in words for word in BROKEN)
 
@@ -97,13 +102,17 @@ def _says_that_another_is_gone(error: Exception) -> bool:
 class ThreadStacks:
     """The stacks of all threads of one process."""
 
-    text: str
-    """The stack of every thread, innermost call last."""
     where: str
     """The innermost call of the working thread, on one line."""
+    text: str = ""
+    """The stack of every thread, innermost call last."""
+    process: str = "driver"
+    """The name of the file for `text`."""
+    heartbeat: str = ""
+    """The last progress of the process, on one line."""
 
 
-def stacks_of(thread: int | None) -> ThreadStacks:
+def stacks_of(thread: int | None, heartbeat: Heartbeat) -> ThreadStacks:
     """The stacks of this process. `thread` is the identifier of the working thread, None when the process is idle."""
     names = {known.ident: known.name for known in threading.enumerate()}
     frames = sys._current_frames()
@@ -115,51 +124,63 @@ def stacks_of(thread: int | None) -> ThreadStacks:
     if thread in frames:
         last = traceback.extract_stack(frames[thread])[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
-    return ThreadStacks(f"pid {os.getpid()}\n\n" + "\n".join(parts), where)
+    return ThreadStacks(where, f"pid {os.getpid()}\n\n" + "\n".join(parts), heartbeat=str(heartbeat))
 
 
-def stack_folder(stack_dir: Path | None) -> Path:
-    """Create a folder for the stacks of one stall, in `stack_dir` if given, else in the temporary directory."""
-    if stack_dir is None:
-        return Path(tempfile.mkdtemp(prefix="unirl-stacks-"))
-    folder = stack_dir / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def stall(what: str, seconds: float, positions: dict[str, str], folder: Path) -> StallError:
-    """The error for a call `what` that did not return in time.
+def stall(
+    what: str, seconds: float, stacks: Mapping[str, ThreadStacks], stack_dir: Path | None, stuck: Sequence[str] = ()
+) -> StallError:
+    """The error for a call `what` that makes no progress. Writes the stacks of the workers to a folder.
 
     Args:
-        positions: the innermost call of each worker, by worker.
+        seconds: the time without progress that is allowed.
+        stuck: the ranks of the call that make none, as text.
+        stack_dir: where the folder is created. None: the temporary directory.
     """
-    lines = "".join(f"\n  {worker}: {where}" for worker, where in positions.items())
+    if stack_dir is None:
+        folder = Path(tempfile.mkdtemp(prefix="unirl-stacks-"))
+    else:
+        folder = stack_dir / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+    for each in stacks.values():
+        if each.text:
+            (folder / f"{each.process}.txt").write_text(each.text, encoding="utf-8")
+    lines = "".join(
+        f"\n  {worker}: {each.where}" + (f"; {each.heartbeat}" if each.heartbeat else "")
+        for worker, each in stacks.items()
+    )
+    ranks = f" on {', '.join(stuck)}" if stuck else ""
     return StallError(
-        f"{what} did not return within {seconds:g} s. Raise stall_timeout_s if it is only slow. "
+        f"{what} made no progress for {seconds:g} s{ranks}. Raise stall_timeout_s if it is only slow. "
         f"The stacks of all workers are in {folder}. The innermost call of each worker:{lines}"
     )
 
 
 @contextmanager
 def watchdog(what: str, seconds: float, stack_dir: Path | None) -> Iterator[None]:
-    """Write the stacks and end the process with exit status 8 when the block takes longer than `seconds`.
+    """Write the stacks and end the process with exit status 8 when the block makes no progress for `seconds`.
 
     This watches the driver's own thread, which no other thread can interrupt.
     """
     working = threading.get_ident()
+    beat = heartbeat() or Heartbeat()
+    beat.beat(f"beginning of {what}")
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(max(seconds - beat.silent_s, 0.01)):
+            if beat.silent_s >= seconds:
+                end()
 
     def end() -> None:
-        stacks = stacks_of(working)
-        folder = stack_folder(stack_dir)
-        (folder / "driver.txt").write_text(stacks.text, encoding="utf-8")
-        error = stall(what, seconds, {"driver": stacks.where}, folder)
+        stacks = stacks_of(working, beat)
+        error = stall(what, seconds, {"driver": stacks}, stack_dir)
         print(f"{stacks.text}\n{report(error)}", file=sys.stderr, flush=True)
         os._exit(StallError.exit_status)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
     try:
-        yield
+        with reporting_to(beat):
+            yield
     finally:
-        timer.cancel()
+        is_over.set()

@@ -1,59 +1,84 @@
-"""The driver's side of a role: its remote methods, each callable at once or as a call under way."""
+"""The driver's side of a role: how to build it, the workers that host it, and its methods, called at once or later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
-from unirl.distributed.group.dispatch import remote_methods
-from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.dispatch import Call, Dispatch, remote_methods
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
+Siblings = Mapping[str, Any]
+"""The roles of a worker, by name."""
 
 
-class PendingCall(Protocol[ResultT_co]):
-    """A remote call under way."""
-
-    def result(self, deadline_s: float | None = None) -> ResultT_co:
-        """The result. StallError (8001) when it has not come within `deadline_s` seconds (None: the group's)."""
-        ...
-
-
-class Group(Protocol):
-    """Workers that host sibling roles, one rank each. How a call reaches them is the runtime's business."""
+@dataclass(frozen=True)
+class Remote:
+    """A named role and the function that builds it on its worker from its siblings."""
 
     name: str
-    num_ranks: int
+    build: Callable[[Siblings], object]
+
+
+@dataclass(frozen=True)
+class PendingCall(Generic[ResultT_co]):
+    """A remote call under way."""
+
+    wait: Callable[[float], ResultT_co]
+    """Waits until the call has made no progress for so many seconds."""
     deadline_s: float
 
-    @property
-    def workers(self) -> tuple[Any, ...]:
-        """The actors, in rank order; none where roles live in this process."""
-        ...
+    def result(self, deadline_s: float | None = None) -> ResultT_co:
+        """The result. StallError (8001) after `deadline_s` seconds without progress (None: the group's deadline)."""
+        return self.wait(self.deadline_s if deadline_s is None else deadline_s)
+
+
+class Group(ABC):
+    """Workers that host sibling roles, one rank each. How a call reaches them is the runtime's business."""
+
+    workers: tuple[ActorHandle, ...] = ()
+    """The actors, in rank order. Empty where roles live in this process."""
+
+    def __init__(self, name: str, num_ranks: int, deadline_s: float, connect_s: float) -> None:
+        self.name = name
+        self.connect_s = connect_s
+        self.num_ranks = num_ranks
+        self.deadline_s = deadline_s
+        self.marks: dict[str, dict[str, Dispatch]] = {}
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The address of each rank's machine."""
-        ...
+        return ("127.0.0.1",)
 
     def place(self, remote: Remote) -> Handle:
-        """Build a role on every rank, beside its siblings, and give its handle."""
-        ...
+        """Build a role on every rank, beside its siblings, and return its handle."""
+        role_class = self.build(remote)
+        self.marks[remote.name] = remote_methods(role_class)
+        return Handle(self, remote.name, role_class)
 
-    def role_here(self, role: str) -> Any | None:
+    @abstractmethod
+    def build(self, remote: Remote) -> type:
+        """Build a role on every rank, and return its class."""
+
+    def role_here(self, role: str) -> object | None:
         """The object of a role when it lives in the driver's own process, else None."""
-        ...
+        return None
 
-    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall[Any]:
+    @abstractmethod
+    def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
         """Start a call and return at once."""
-        ...
 
-    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, role: str, method: str, call: Call) -> Any:
         """Call and wait."""
-        ...
+        return self.submit(role, method, call).result()
 
 
 @dataclass(frozen=True)
@@ -64,8 +89,8 @@ class RemoteMethod:
     role: str
     name: str
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.group.run(self.role, self.name, args, kwargs)
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self.group.run(self.role, self.name, (args, kwargs))
 
 
 class Handle:
@@ -77,16 +102,16 @@ class Handle:
 
     def __init__(self, group: Group, name: str, role_class: type) -> None:
         self.role_name = name
+        self.group = group
         self.num_ranks = group.num_ranks
         self.methods = {method: RemoteMethod(group, name, method) for method in remote_methods(role_class)}
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        if name.startswith("__") or name not in self.__dict__.get("methods", {}):
-            raise AttributeError(
-                f"{self.__dict__.get('role_name', 'the role')!r} has no remote method {name!r}; "
-                f"it has {sorted(self.__dict__.get('methods', {}))}"
-            )
-        return self.methods[name]
+        methods: dict[str, RemoteMethod] = self.__dict__.get("methods", {})  # absent while a copy of the handle is made
+        if name not in methods:
+            role = self.__dict__.get("role_name", "the role")
+            raise AttributeError(f"{role!r} has no remote method {name!r}; it has {sorted(methods)}")
+        return methods[name]
 
 
 def submit(method: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> PendingCall[ResultT]:
@@ -96,4 +121,4 @@ def submit(method: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> P
         method: a method of a role that the driver holds by its handle.
     """
     remote = cast(RemoteMethod, method)
-    return remote.group.submit(remote.role, remote.name, args, kwargs)
+    return remote.group.submit(remote.role, remote.name, (args, kwargs))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 from unirl.config.dependencies import WAYS, check_ray_address
-from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError
+from unirl.config.errors import GeometryError, ResourceError, UnsupportedEnvironmentError, WorkerError, report
 from unirl.distributed.group.reaper import kill_on_exit
+from unirl.types.device import num_accelerators
 
 OLDEST = (2, 54)
 NAMESPACE = "unirl"
@@ -31,6 +33,8 @@ HEALTH = {
 """With these settings Ray reports a dead or frozen node after about 4 s; with its defaults, after a minute."""
 RESERVE_S = 10.0
 
+_is_shutting_down = threading.Event()
+"""Set when this process ends the cluster that it started."""
 _reapers: list[subprocess.Popen[bytes]] = []
 """The processes that end Ray's agents when this process ends."""
 
@@ -84,10 +88,11 @@ def start(num_cpus: int) -> None:
     from ray._private import worker
 
     check_interpreter(sys.executable)
+    _is_shutting_down.clear()
     # Ray reports usage to its vendor by default; this variable is the only switch.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    num_gpus = torch.cuda.device_count()
-    with _on_loopback(), _not_inherited(signal.SIGTERM, signal.SIGUSR1):
+    num_gpus = num_accelerators()
+    with _on_loopback():
         ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -105,6 +110,31 @@ def start(num_cpus: int) -> None:
     # For runs that close no pool. It runs before Ray's own exit handler, which sends SIGTERM.
     atexit.register(shut_down)
     _reapers.append(kill_on_exit(descendants(started)))
+    (gcs,) = node.all_processes["gcs_server"]
+    threading.Thread(target=end_without, args=(gcs.process.pid,), name="watch-gcs", daemon=True).start()
+
+
+def end_without(gcs: int) -> None:
+    """Wait for the end of Ray's control process. If it was not we who ended it, end this process with status 10.
+
+    Ray would try to reach it for a minute and then abort this process.
+
+    Args:
+        gcs: its process id.
+    """
+    handle = os.pidfd_open(gcs)
+    try:
+        select.select([handle], [], [])
+    finally:
+        os.close(handle)
+    if _is_shutting_down.is_set():
+        return
+    error = WorkerError(
+        f"Ray's control process (gcs_server, process {gcs}) has ended, so no worker can be reached. Look whether the "
+        "machine ran out of memory (dmesg), then continue with resume=auto"
+    )
+    print(report(error), file=sys.stderr, flush=True)
+    os._exit(WorkerError.exit_status)
 
 
 def shut_down() -> None:
@@ -113,6 +143,7 @@ def shut_down() -> None:
     from ray._private import worker
 
     atexit.unregister(shut_down)
+    _is_shutting_down.set()
     node = worker._global_node
     if node is not None:
         kill = node.kill_all_processes
@@ -168,25 +199,18 @@ def _join(address: str) -> None:
 
 
 @contextmanager
-def _not_inherited(*numbers: signal.Signals) -> Iterator[None]:
-    """Processes that start inside the block ignore these signals. A scheduler that stops a run sends them to all
-    processes, and the driver needs the others to finish its step."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore our handler of SIGTERM, which Ray replaces."""
+    """Restore our handler of SIGTERM, which Ray replaces. Processes that start inside the block ignore the signals of a
+    scheduler that stops a run and of a closed terminal. All processes get these signals, and the driver needs the
+    others to finish its step."""
     before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
     try:
         yield
     finally:
         if before not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @dataclass(frozen=True)
@@ -208,6 +232,7 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
         ConfigError: 2010 when `devices_per_node` does not divide `num_devices`.
         ResourceError: 5001 when the cluster has too few devices, or other jobs hold them.
     """
+    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     per_node = devices_per_node or num_devices
@@ -215,8 +240,8 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
         raise GeometryError(
             f"num_devices={num_devices} must be a multiple of devices_per_node={per_node}: every machine has as many"
         )
-    nodes = _nodes()
-    resource = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
+    nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    resource = "GPU" if any(node.get("GPU", 0) for _, node in nodes) else "CPU"
     _check_enough(nodes, resource, num_devices // per_node, per_node)
     bundles = [{resource: float(per_node)}] * (num_devices // per_node)
     group = placement_group(bundles, strategy="STRICT_SPREAD")
@@ -226,26 +251,23 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
             f"the run needs {num_devices} {resource} slots of the Ray cluster, and other jobs hold too many of "
             f"{_listed(nodes, resource)}. Wait for them, or lower num_devices"
         )
-    node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for node in nodes))
+    node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for _, node in nodes))
     return Reservation(group, resource, per_node, max(1, min(torch.get_num_threads(), node_cores // per_node)))
 
 
-def _nodes() -> list[dict[str, float]]:
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+Nodes = Sequence[tuple[str, Mapping[str, float]]]
+"""The address of each machine, and what Ray has there."""
 
 
-def _check_enough(nodes: Sequence[dict[str, float]], resource: str, num_nodes: int, per_node: int) -> None:
-    fitting = sum(node.get(resource, 0) >= per_node for node in nodes)
+def _check_enough(nodes: Nodes, resource: str, num_nodes: int, per_node: int) -> None:
+    fitting = sum(node.get(resource, 0) >= per_node for _, node in nodes)
     if fitting < num_nodes:
         raise ResourceError(
             f"the run needs {num_nodes} machine(s) with {per_node} {resource} slots each, and the Ray cluster has "
             f"{_listed(nodes, resource)}. Lower num_devices, set devices_per_node, or add machines "
-            "(ray start --address HEAD)"
+            "(ray start --address HEAD). Ray counts the GPUs that CUDA_VISIBLE_DEVICES shows where it is started"
         )
 
 
-def _listed(nodes: Sequence[dict[str, float]], resource: str) -> str:
-    slots = ", ".join(f"{node.get(resource, 0):g}" for node in nodes)
-    return f"{len(nodes)} machine(s) with {slots} {resource} slots"
+def _listed(nodes: Nodes, resource: str) -> str:
+    return ", ".join(f"{address} with {node.get(resource, 0):g} {resource} slots" for address, node in nodes)

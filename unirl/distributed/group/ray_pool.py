@@ -3,126 +3,100 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unirl.config.device_sets import DeviceSet
 from unirl.config.errors import IncompatibleError
-from unirl.distributed.group.base import Pool
-from unirl.distributed.group.dispatch import Dispatch, SplitCall, remote_methods, split_call
-from unirl.distributed.group.handle import Handle
+from unirl.distributed.group.base import Pool, num_bytes
+from unirl.distributed.group.dispatch import Call, SplitCall, split_call
+from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, first_cause, stall
+from unirl.distributed.group.handle import Group, PendingCall, Remote
+from unirl.distributed.group.lockstep import check_same_kind
 from unirl.distributed.group.ray_cluster import connect, reserve, shut_down
-from unirl.distributed.group.ray_group import Ref, WorkerGroup, WorkerLocation, WorkerRef
-from unirl.distributed.group.remote import Remote
-from unirl.distributed.group.worker import RankAssignment
+from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerRef, how_it_died
+from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
 from unirl.distributed.tensor.row_store import RowTransportName
 from unirl.distributed.tensor.transports import plan_moves, workers_of
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 LIBRARIES = ("diffusers", "transformers", "peft")
 NUMBERS = count()
 JOIN_MARGIN_S = 60.0
 """Collectives time out this much later than the driver, whose error says more about the cause."""
+GRACE_S = 1.0
+"""Seconds that the other ranks have to report their failures after the first failure."""
+CAUSE_S = 10.0
+"""The same when the first failure is a broken connection: Ray reports the death of a machine after seconds."""
+CLEAR_S = 20.0
+MIN_WAIT_S = 0.05
+"""Seconds between two questions to the workers whether they make progress."""
 
 
-@dataclass(frozen=True)
-class RayPending:
-    """A call that runs on the workers of a group."""
-
-    what: str
-    group: RayGroup
-    calls: dict[Ref, WorkerRef]
-    parts: SplitCall
-
-    def result(self, deadline_s: float | None = None) -> Any:
-        """The result; StallError (8001) when it has not come within `deadline_s` seconds (the group's, if absent)."""
-        seconds = self.group.deadline_s if deadline_s is None else deadline_s
-        results = self.group.pool.gather(self.what, self.calls, seconds)
-        for result in results:
-            self.group.pool.traffic.received(result)
-        return self.parts.merge(results)
-
-
-class RayGroup:
+class RayGroup(Group):
     """The workers of a device set, in rank order."""
 
     def __init__(self, pool: RayPool, device_set: DeviceSet) -> None:
+        super().__init__(device_set.words, len(device_set.indices), pool.deadline_s, pool.connect_s)
         self.pool = pool
-        self.name = device_set.words
-        self.deadline_s = pool.deadline_s
+        self.device_set = device_set
         self.worker_refs = [
-            pool.worker_group.worker(WorkerLocation(device_set.kind, index, device_set.process))
-            for index in device_set.indices
+            pool.worker(WorkerLocation(device_set.kind, index, device_set.process)) for index in device_set.indices
         ]
-        self.num_ranks = len(self.worker_refs)
-        self.marks: dict[str, dict[str, Dispatch]] = {}
+        self.workers = tuple(worker.actor for worker in self.worker_refs)
         self.has_entered = False
 
     @property
-    def workers(self) -> tuple[Any, ...]:
-        """The actors, in rank order."""
-        return tuple(worker.actor for worker in self.worker_refs)
-
-    @property
     def hosts(self) -> tuple[str, ...]:
-        """The address of each rank's machine."""
-        self._enter()
-        return tuple(worker.process_info.host for worker in self.worker_refs)
+        """The address of each rank's machine. Waits until the workers have started."""
+        return tuple(about.host for about in self.pool.ask(self.worker_refs, "starting the workers", "about"))
 
-    def place(self, remote: Remote) -> Handle:
-        """Build a role on every rank, beside its siblings, and return its handle."""
-        self._enter()
-        role_class = self._all(f"building {remote.name}", "place", remote)[0]
-        self.marks[remote.name] = remote_methods(role_class)
-        return Handle(self, remote.name, role_class)
-
-    def role_here(self, role: str) -> None:
-        """None: roles live in other processes."""
-
-    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call and wait."""
-        return self.submit(role, method, args, kwargs).result()
-
-    def submit(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayPending:
-        """Start a call and return at once."""
-        what = f"{role}.{method}"
-        parts = split_call(what, self.marks[role][method], (args, kwargs), self.num_ranks, self.pool.num_updates)
-        self.pool.move_rows(parts.calls, self.worker_refs)
-        calls = {}
-        for worker, call in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part
-            self.pool.traffic.sent(call)
-            calls[worker.ask(what, "call", role, method, *call, self.pool.step)] = worker
-        return RayPending(what, self, calls, parts)
-
-    def _enter(self) -> None:
-        """Send every worker its rank. The ranks of a group with several workers meet in a store on rank 0."""
-        if self.has_entered:
-            return
-        assignment = RankAssignment(group=f"{self.name}-{next(NUMBERS)}", world_size=self.num_ranks)
-        if self.num_ranks > 1:
-            what, first = "opening the store of ranks", self.worker_refs[0]
-            [(host, port)] = self._wait(what, {first.ask(what, "host_store"): first})
-            assignment = replace(assignment, host=host, port=port, timeout_s=self.deadline_s + JOIN_MARGIN_S)
-        what = "joining the ranks"
-        self._wait(what, {m.ask(what, "enter", replace(assignment, rank=i)): m for i, m in enumerate(self.worker_refs)})
+    def build(self, remote: Remote) -> type:
+        if not self.has_entered:
+            self._check_devices()
+        if self.num_ranks > 1 and not self.has_entered:
+            name = f"{self.name}, group {next(NUMBERS)}"
+            self.pool.join(self.worker_refs, name, "enter", self.deadline_s + JOIN_MARGIN_S)
         self.has_entered = True
+        role_class: type = self.pool.ask(self.worker_refs, f"building {remote.name}", "place", remote)[0]
+        return role_class
 
-    def _all(self, what: str, method: str, *args: Any) -> list[Any]:
-        return self._wait(what, {worker.ask(what, method, *args): worker for worker in self.worker_refs})
+    def _check_devices(self) -> None:
+        """Refuses workers with devices of different kinds, or too small ones. Waits until all have started."""
+        kinds = self.pool.ask(self.worker_refs, "starting the workers", "device_kind")
+        places = [f"{worker.location} of {worker.process_info.host}" for worker in self.worker_refs]
+        check_same_kind(self.name, dict(zip(places, kinds, strict=True)), self.pool.allow_mixed_devices)
+        if self.pool.check_device is not None and self.device_set.kind == "device":
+            self.pool.check_device(self.device_set.devices, min(kinds, key=lambda kind: kind.memory_gib or 0.0))
 
-    def _wait(self, what: str, calls: dict[Ref, WorkerRef]) -> list[Any]:
-        return self.pool.gather(what, calls, self.deadline_s)
+    def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
+        what = f"{role}.{method}"
+        parts = split_call(what, self.marks[role][method], call, self.num_ranks, self.pool.num_updates)
+        self.pool.move_rows(parts, self.worker_refs)
+        calls = {}
+        for worker, part in zip(self.worker_refs, parts.calls, strict=False):  # a rank0 call has one part
+            self.pool.traffic += num_bytes(part)
+            calls[worker.ask(what, "call", role, method, part, self.pool.step)] = worker
+        return PendingCall(partial(self._result, what, calls, parts), self.deadline_s)
+
+    def _result(self, what: str, calls: Mapping[ObjectRef, WorkerRef], parts: SplitCall, deadline_s: float) -> Any:
+        results = self.pool.gather(what, calls, deadline_s)
+        self.pool.traffic += sum(map(num_bytes, results))
+        return parts.merge(results)
 
 
-class RayPool(Pool):
+class RayPool(Pool[RayGroup]):
     """Devices of a Ray cluster. Workers start when a group first needs them, and stay until `close`.
 
-    Args:
-        devices_per_node: devices on each machine. None: all devices are on one machine.
+    Args: those of `open_pool`, and
         preload: libraries that workers with a device import at the start.
-        row_transport: how stored rows are sent between workers.
     """
 
     def __init__(
@@ -136,9 +110,10 @@ class RayPool(Pool):
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices)
-        self.groups: dict[DeviceSet, RayGroup] = {}
+        self.preload = preload
         self.is_closed = False
         self.phase = ""
+        self.worker_refs: dict[WorkerLocation, WorkerRef] = {}
         self.row_transport = row_transport
         self.row_workers: set[str] = set()
         try:
@@ -146,15 +121,13 @@ class RayPool(Pool):
         except BaseException:
             self._leave_ray()
             raise
-        self.worker_group = WorkerGroup(f"unirl-{os.getpid()}-{next(NUMBERS)}", self.reservation, deadline_s, preload)
 
-    def group(self, device_set: DeviceSet) -> RayGroup:
-        """The group on a device set. Its workers start at once; the first `place` waits for them.
+    def new_group(self, device_set: DeviceSet) -> RayGroup:
+        """A group whose workers start at once; the first `place` waits for them.
 
         Raises:
             ConfigError: 2020 when another group has some of its devices, but not all.
         """
-        self.check(device_set)
         for other in self.groups:
             if (
                 other.devices != device_set.devices
@@ -165,57 +138,198 @@ class RayPool(Pool):
                     f"placements on {other.words} and on {device_set.words} share some devices but not all, and a "
                     "worker belongs to one group. Give both the same devices, or disjoint ones"
                 )
-        if device_set not in self.groups:
-            self.groups[device_set] = RayGroup(self, device_set)
-        return self.groups[device_set]
+        return RayGroup(self, device_set)
+
+    def worker(self, location: WorkerLocation) -> WorkerRef:
+        """The worker at a location, started if there is none. Waits only for the device's first process, if for any."""
+        if location.process:
+            self.worker(location.device_owner)
+        if location not in self.worker_refs:
+            self.kill([worker for worker in self.worker_refs.values() if worker.location.device_owner == location])
+            name = f"unirl-{os.getpid()}-{next(NUMBERS)}-{str(location).replace(' ', '-')}"
+            worker = WorkerRef.start(name, location, self.reservation, self._environment(location), self.deadline_s)
+            if location.kind == "device" and self.preload:
+                worker.actor.preload.remote(self.preload)
+            self.worker_refs[location] = worker
+        return self.worker_refs[location]
+
+    def _environment(self, location: WorkerLocation) -> dict[str, str]:
+        if location.kind != "device" or not location.process or self.reservation.resource != "GPU":
+            return {}
+        [visible] = self.ask([self.worker_refs[location.device_owner]], "asking for the GPU", "visible")
+        # Ray gives this process no GPU and would hide all GPUs from it.
+        return {"CUDA_VISIBLE_DEVICES": visible, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:
-        """Name the phase that the driver is in, for the message of a stall."""
         before, self.phase = self.phase, phase
         try:
             yield
         finally:
             self.phase = before
 
-    def gather(self, what: str, calls: dict[Ref, WorkerRef], deadline_s: float) -> list[Any]:
-        """The results of calls on workers, in order. Errors name the phase that the driver is in."""
-        during = f" (phase {self.phase})" if self.phase else ""
-        return self.worker_group.gather(what + during, calls, deadline_s, self.stack_dir)
+    def ask(self, workers: Sequence[WorkerRef], what: str, method: str, *args: object) -> list[Any]:
+        """The results of a method on workers, in order."""
+        return self.gather(what, {worker.ask(what, method, *args): worker for worker in workers}, self.deadline_s)
 
-    def move_rows(self, calls: Sequence[Any], refs: Sequence[WorkerRef]) -> None:
-        """Send the rows that `calls` read to their workers, if rows are sent over a process group."""
+    def join(self, workers: Sequence[WorkerRef], name: str, method: str, timeout_s: float) -> None:
+        """Make workers join the process group `name` by their `method`. They meet in a store on the first one.
+
+        Workers that are busy or still start are waited for first, by the deadline of calls.
+
+        Raises:
+            RendezvousError: 10003 when they do not connect within `connect_s`.
+        """
+        members = self.ask(workers, f"waiting for the workers of {name}", "about")
+        [address] = self.ask(workers[:1], f"opening the store of {name}", "host_store")
+        meeting = Rendezvous(address, name, tuple(map(str, members)), self.connect_s, timeout_s)
+        ranks = {worker.name: rank for rank, worker in enumerate(workers)}
+        what = f"joining {name}"
+        calls = {worker.ask(what, method, meeting, ranks): worker for worker in workers}
+        with named_rendezvous():
+            self.gather(what, calls, self.connect_s + MARGIN_S)
+
+    def gather(self, what: str, calls: Mapping[ObjectRef, WorkerRef], deadline_s: float) -> list[Any]:
+        """The results of calls, in order. Raises the first cause when a call fails or any worker of the pool dies.
+
+        The deadline is for the time without progress of each rank that has not returned. The workers are asked for it
+        only when so much time has passed.
+
+        Workers that do not return after a failure are killed: they may wait for a rank that never comes. Errors name
+        the phase that the driver is in.
+        """
+        import ray
+
+        what += f" (phase {self.phase})" if self.phase else ""
+        results: dict[ObjectRef, object] = {}
+        failures: list[WorkerFailure] = []
+        begin = time.monotonic()
+        end = begin + deadline_s
+        stuck: list[str] = []
+        while len(results) < len(calls):
+            lives = {worker.life: worker for worker in self.worker_refs.values()}
+            waiting = [ref for ref in calls if ref not in results]
+            done, _ = ray.wait([*waiting, *lives], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                if failures:
+                    break
+                silent = self._silence(calls, waiting, time.monotonic() - begin)
+                stuck = [rank for rank, seconds in silent.items() if seconds >= deadline_s]
+                if stuck:
+                    break
+                end = time.monotonic() + max(deadline_s - max(silent.values()), MIN_WAIT_S)
+                continue
+            ref = done[0]
+            outcome = self._outcome(what, ref, lives.get(ref) or calls[ref])
+            if ref in calls:
+                results[ref] = outcome
+            if isinstance(outcome, WorkerFailure):
+                failures.append(outcome)
+                end = min(end, time.monotonic() + (CAUSE_S if outcome.is_consequence else GRACE_S))
+        missing = [worker for ref, worker in calls.items() if ref not in results]
+        if failures:
+            self.kill(missing)
+            raise first_cause(failures).exception()
+        if missing:
+            raise stall(what, deadline_s, self._stacks(), self.stack_dir, stuck)
+        return [results[ref] for ref in calls]
+
+    def _outcome(self, what: str, ref: ObjectRef, worker: WorkerRef) -> object:
+        """The result of a call, or its WorkerFailure."""
+        import ray
+
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            how = worker.how_it_died(error)
+            self._forget([worker])
+            return WorkerFailure(what=what, worker=str(worker), message=how, is_death=True)
+        except ray.exceptions.RayError as error:  # arguments or result could not be sent
+            return WorkerFailure.of(error, what, str(worker))
+
+    def _silence(
+        self, calls: Mapping[ObjectRef, WorkerRef], waiting: Sequence[ObjectRef], asked_s: float
+    ) -> dict[str, float]:
+        """Seconds without progress of each rank that is waited for, at most `asked_s`, the time since the call."""
+        import ray
+
+        names = {ref: f"rank {rank}, {worker}" for rank, (ref, worker) in enumerate(calls.items()) if ref in waiting}
+        asked = {calls[ref].actor.silent_s.remote(): name for ref, name in names.items()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        silent = dict.fromkeys(asked.values(), asked_s)  # a worker that does not answer makes no progress
+        for ref in answered:
+            with suppress(ray.exceptions.RayError):  # it is gone, as `ray.wait` will say
+                silent[asked[ref]] = min(ray.get(ref), asked_s)
+        return silent
+
+    def _stacks(self) -> dict[str, ThreadStacks]:
+        """The stacks of every worker, by its name in messages."""
+        import ray
+
+        asked = {worker.actor.stacks.remote(): worker for worker in self.worker_refs.values()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        stacks = {str(worker): ThreadStacks(f"did not answer within {ANSWER_S:g} s") for worker in asked.values()}
+        for ref in answered:
+            try:
+                stacks[str(asked[ref])] = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                stacks[str(asked[ref])] = ThreadStacks(f"is gone: {how_it_died(error)}")
+        return stacks
+
+    def tell(self, method: str, *args: object) -> None:
+        """Call a method on every worker and wait. Kill the workers that fail or do not answer."""
+        import ray
+
+        asked = {worker.ask(method, method, *args): worker for worker in self.worker_refs.values()}
+        if not asked:
+            return
+        done, late = ray.wait(list(asked), num_returns=len(asked), timeout=CLEAR_S)
+        failed = [ref for ref in done if isinstance(self._outcome(method, ref, asked[ref]), WorkerFailure)]
+        self.kill([asked[ref] for ref in [*late, *failed]])
+
+    def kill(self, refs: Sequence[WorkerRef]) -> None:
+        """Kill workers at once. The next call at their location starts a new worker."""
+        import ray
+
+        here = ray.util.get_node_ip_address()
+        for worker in refs:
+            if worker.process_info.host == here and not ray.wait([worker.life], timeout=0)[0]:
+                # Ray asks the process to end itself, which a stopped process does not do.
+                with suppress(ProcessLookupError):
+                    os.kill(worker.process_info.pid, signal.SIGKILL)
+            ray.kill(worker.actor, no_restart=True)
+        self._forget(refs)
+
+    def _forget(self, gone: Sequence[WorkerRef]) -> None:
+        self.worker_refs = {location: worker for location, worker in self.worker_refs.items() if worker not in gone}
+
+    def move_rows(self, parts: SplitCall, refs: Sequence[WorkerRef]) -> None:
+        """Send the rows that the calls of `parts` read to their workers, if rows are sent over a process group."""
         if self.row_transport == "object_store":
             return
-        moves = plan_moves(calls, [worker.name for worker in refs[: len(calls)]])
+        names = [worker.name for worker in refs[: len(parts.calls)]]
+        moves = plan_moves(parts.calls, names, parts.dispatch.unread)
         if not moves:
             return
-        workers = {worker.name: worker for worker in self.worker_group.worker_refs.values()}
-        self._join_rows(workers)
-        what, taking_part = "moving rows", [workers[name] for name in workers_of(moves)]
-        self.gather(what, {worker.ask(what, "exchange", moves): worker for worker in taking_part}, self.deadline_s)
+        self._join_rows()
+        moving = workers_of(moves)
+        taking_part = [worker for worker in self.worker_refs.values() if worker.name in moving]
+        self.ask(taking_part, "moving rows", "exchange", moves)
 
-    def _join_rows(self, workers: Mapping[str, WorkerRef]) -> None:
+    def _join_rows(self) -> None:
         """Join all workers of the pool in one process group, again whenever the set of workers has changed."""
-        if self.row_workers == set(workers):
-            return
-        what, first = "opening the store of rows", next(iter(workers.values()))
-        [(host, port)] = self.gather(what, {first.ask(what, "host_rows"): first}, self.deadline_s)
-        ranks = {name: rank for rank, name in enumerate(workers)}
-        what, assignment = "joining the workers' process group", (host, port, ranks, self.deadline_s)
-        joins = {worker.ask(what, "join_rows", *assignment): worker for worker in workers.values()}
-        self.gather(what, joins, self.deadline_s)
-        self.row_workers = set(workers)
+        workers = list(self.worker_refs.values())
+        names = {worker.name for worker in workers}
+        if self.row_workers != names:
+            self.join(workers, "the rows", "join_rows", self.deadline_s)
+            self.row_workers = names
 
     def release(self, step: int) -> None:
-        """Free the stored rows of a step on every worker."""
-        self.worker_group.tell("release", step)
+        self.tell("release", step)
 
     def memory(self) -> dict[str, float]:
-        """The metrics `mem/*` in GiB: the maximum over workers, since the last call."""
-        calls = {worker.ask("memory", "peak_memory"): worker for worker in self.worker_group.worker_refs.values()}
         peaks_by_name: dict[str, float] = {}
-        for peaks in self.gather("memory", calls, self.deadline_s):
+        for peaks in self.ask(list(self.worker_refs.values()), "memory", "peak_memory"):
             peaks_by_name |= {name: max(gib, peaks_by_name.get(name, 0.0)) for name, gib in peaks.items()}
         return peaks_by_name
 
@@ -223,7 +337,7 @@ class RayPool(Pool):
         """End all roles and groups and free all stored rows. Workers that answer stay; the others are killed."""
         self.groups.clear()
         self.row_workers = set()
-        self.worker_group.tell("clear")
+        self.tell("clear")
 
     def close(self) -> None:
         """Kill the workers and release the devices. A Ray cluster that this pool started ends as well."""
@@ -231,7 +345,7 @@ class RayPool(Pool):
             return
         self.is_closed = True
         self.groups.clear()
-        self.worker_group.kill(list(self.worker_group.worker_refs.values()))
+        self.kill(list(self.worker_refs.values()))
         if not self.owns_ray:
             from ray.util.placement_group import remove_placement_group
 

@@ -9,43 +9,25 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import methodcaller
-from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
-from unirl.config.errors import InvalidValueError
+from unirl.config.errors import InvalidValueError, UnsupportedEnvironmentError
+from unirl.distributed.group.dispatch import Call, remote_methods
 from unirl.distributed.group.failures import ThreadStacks, WorkerFailure, stacks_of
-from unirl.distributed.group.rank import (
-    RankInfo,
-    host_store,
-    join_process_group,
-    leave_process_group,
-    new_process_group,
-    open_store,
-    running_as,
-)
-from unirl.distributed.group.remote import Remote
+from unirl.distributed.group.handle import Remote
+from unirl.distributed.group.rank import RankInfo, running_as
+from unirl.distributed.group.rendezvous import Address, Rendezvous, host_store, leave_process_group
 from unirl.distributed.tensor.row_store import RowPayload, RowStore, RowTransport
 from unirl.distributed.tensor.transports import CollectiveTransport, Move, RayTransport
-from unirl.tracking.tracker import peak_memory
+from unirl.tracking.timing import peak_memory
+from unirl.types.device import CPU, DeviceKind, accelerator, device_kind, select, unusable_gpu
+from unirl.types.progress import Heartbeat, report_imports, reporting_to
 from unirl.types.rows import StoredRows
 
 PARENT_CHECK_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankAssignment:
-    """The rank of a worker in its group, and the address of the store where the ranks meet."""
-
-    group: str
-    rank: int = 0
-    world_size: int = 1
-    host: str = ""
-    port: int = 0
-    timeout_s: float = 1800.0
 
 
 class Worker:
@@ -54,30 +36,9 @@ class Worker:
     def __init__(self, name: str, device: torch.device, transport: RowTransport) -> None:
         self.name = name
         self.store = RowStore(name, transport, device)
-        self.roles: dict[str, Any] = {}
+        self.roles: dict[str, object] = {}
+        self.heartbeat = Heartbeat()
         self.rank = RankInfo(device=device)
-
-    def enter(self, assignment: RankAssignment) -> None:
-        """Join a group as one of its ranks. Returns when all ranks have joined."""
-        group = None
-        if assignment.world_size > 1:
-            where = (
-                assignment.host,
-                assignment.port,
-                assignment.rank,
-                assignment.world_size,
-                self.rank.device,
-                assignment.timeout_s,
-            )
-            group = join_process_group(assignment.group, *where)
-        self.rank = RankInfo(
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            dp_rank=assignment.rank,
-            dp_size=assignment.world_size,
-            device=self.rank.device,
-            group=group,
-        )
 
     def place(self, remote: Remote) -> type:
         """Build a role beside its siblings and return its class."""
@@ -87,15 +48,16 @@ class Worker:
             self.roles[remote.name] = remote.build(self.roles)
         return type(self.roles[remote.name])
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
+    def call(self, role: str, method: str, call: Call, step: int) -> object:
         """Call a method of a role. RemoteRows among the arguments become tensors, and heavy results RemoteRows."""
-        self.store.begin(step)
-        args, kwargs = self.store.fetch((args, kwargs))
+        self.store.step = step
+        mark = remote_methods(type(self.roles[role])).get(method)
+        args, kwargs = self.store.fetch(call, mark.unread if mark else ())
         with running_as(self.rank):
             result = methodcaller(method, *args, **kwargs)(self.roles[role])
         return self.store.stash(result)
 
-    def invoke(self, role: str, method: str, *args: Any) -> Any:
+    def invoke(self, role: str, method: str, *args: object) -> object:
         """Call a method of a role without converting arguments and result; for calls between workers."""
         with running_as(self.rank):
             return methodcaller(method, *args)(self.roles[role])
@@ -105,23 +67,26 @@ class Worker:
         self.store.release(step)
 
     def clear(self) -> None:
-        """End all roles, free all stored rows and leave the group. The process stays."""
+        """End all roles and free all stored rows. The process stays."""
         self.roles.clear()
-        self.store.clear()
-        if self.rank.group is not None:
-            leave_process_group()
+        self.store.values.clear()
         self.rank = RankInfo(device=self.rank.device)
         gc.collect()
-        if self.rank.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.rank.free_unused()
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Host and process id of a worker."""
+    """A worker's location, host and process id, which are its text in messages."""
 
-    host: str
-    pid: int
+    place: str
+    host: str = "unknown"
+    pid: int = 0
+
+    def __str__(self) -> str:
+        if self.pid == 0:
+            return f"the worker on {self.place} (which never started)"
+        return f"the worker on {self.place} (host {self.host}, pid {self.pid})"
 
 
 class RemoteWorker(Worker):
@@ -134,34 +99,42 @@ class RemoteWorker(Worker):
             host: the address of this machine for other workers.
             deadline_s: seconds that another worker may take to send rows.
         """
-        device = torch.device("cuda", 0) if has_device and torch.cuda.is_available() else torch.device("cpu")
+        device = accelerator() if has_device else CPU
+        why = unusable_gpu() if has_device else None
+        if why is not None:
+            raise UnsupportedEnvironmentError(f"{place} on {host}: {why}")
         self.object_store = RayTransport(deadline_s)
         super().__init__(name, device, self.object_store)
-        self.rows: CollectiveTransport | None = None
-        self.rows_store: TCPStore | None = None
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        select(device)
         self.place_name = place
         self.host = host
         self.busy: int | None = None
+        report_imports(outside=self.heartbeat)
 
-    def attempt(self, what: str, method: str, *args: Any) -> Any:
+    def attempt(self, what: str, method: str, *args: object) -> object:
         """The result of a method of this worker, or a WorkerFailure if it raised.
 
         Args:
             what: the name of the call in error messages.
         """
         self.busy = threading.get_ident()
+        self.heartbeat.beat(f"call of {what}")
         try:
-            return methodcaller(method, *args)(self)
-        except Exception as error:  # whatever a role raises is the driver's to judge: it knows the other ranks
-            return WorkerFailure.of(error, what, self._me())
+            with reporting_to(self.heartbeat):
+                return methodcaller(method, *args)(self)
+        except (Exception, SystemExit) as error:  # whatever a role raises is the driver's to judge: it knows all ranks
+            return WorkerFailure.of(error, what, str(self.about()))
         finally:
             self.busy = None
+            self.heartbeat.beat(f"end of {what}")
 
     def about(self) -> ProcessInfo:
-        """Host and process id of this worker."""
-        return ProcessInfo(self.host, os.getpid())
+        """Location, host and process id of this worker."""
+        return ProcessInfo(self.place_name, self.host, os.getpid())
+
+    def device_kind(self) -> DeviceKind:
+        """The kind of this worker's device."""
+        return device_kind(self.rank.device)
 
     def preload(self, libraries: Sequence[str]) -> None:
         """Import the libraries that roles will need, while other workers start."""
@@ -172,33 +145,33 @@ class RemoteWorker(Worker):
         """The GPU that Ray gave this process, for a second process on the same GPU."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
-    def host_store(self) -> tuple[str, int]:
-        """Open the store in which the ranks of a group find each other."""
+    def host_store(self) -> Address:
+        """Open a store in which workers find each other."""
         return host_store(self.host)
 
-    def host_rows(self) -> tuple[str, int]:
-        """Open the store in which the workers that exchange rows over a process group find each other."""
-        self.rows_store = open_store(self.host)
-        return self.host, self.rows_store.port
+    def enter(self, meeting: Rendezvous, ranks: Mapping[str, int]) -> None:
+        """Join a group of several workers as the rank that `ranks` has for this one. Returns when all have joined."""
+        rank, size, device = ranks[self.name], len(ranks), self.rank.device
+        joined = meeting.join_default_group(rank, device)
+        self.rank = RankInfo(rank=rank, world_size=size, dp_rank=rank, dp_size=size, device=device, group=joined)
 
-    def join_rows(self, host: str, port: int, ranks: Mapping[str, int], timeout_s: float) -> None:
+    def join_rows(self, meeting: Rendezvous, ranks: Mapping[str, int]) -> None:
         """Exchange rows over a process group from now on. Returns when all workers in `ranks` have joined."""
-        store = PrefixStore("rows", TCPStore(host, port, is_master=False, wait_for_workers=False))
-        device = self.rank.device
-        group = new_process_group(store, ranks[self.name], len(ranks), device, timeout_s)
-        self.rows = CollectiveTransport(group, ranks, device, timeout_s)
-        self.store.transport = self.rows
+        group = meeting.new_group(ranks[self.name], self.rank.device)
+        self.store.transport = CollectiveTransport(group, ranks, self.rank.device, meeting.timeout_s)
 
     def exchange(self, moves: Sequence[Move]) -> None:
         """Send and receive the rows that the next call reads."""
-        assert self.rows is not None, "join_rows comes first"
-        self.rows.exchange(self.store, moves)
+        transport = self.store.transport
+        assert isinstance(transport, CollectiveTransport), "join_rows comes first"
+        transport.exchange(self.store, moves)
 
     def clear(self) -> None:
         """End all roles, free all stored rows and leave all groups. The process stays."""
-        super().clear()
+        self.roles.clear()
         self.store.transport = self.object_store
-        self.rows = self.rows_store = None
+        leave_process_group()
+        super().clear()
 
     def read(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
         """Rows of this worker, for another worker."""
@@ -210,21 +183,15 @@ class RemoteWorker(Worker):
 
     def stacks(self) -> ThreadStacks:
         """The stacks of the threads of this process."""
-        return stacks_of(self.busy)
+        return replace(stacks_of(self.busy, self.heartbeat), process=self.place_name.replace(" ", "-"))
+
+    def silent_s(self) -> float:
+        """Seconds without progress."""
+        return self.heartbeat.silent_s
 
     def live(self) -> None:
         """Block forever. The pending call fails when the process dies, which is how the driver notices."""
         threading.Event().wait()
-
-    def _me(self) -> str:
-        return describe(self.place_name, self.about())
-
-
-def describe(place: str, about: ProcessInfo) -> str:
-    """The text for a worker in messages."""
-    if about.pid == 0:
-        return f"the worker on {place} (which never started)"
-    return f"the worker on {place} (host {about.host}, pid {about.pid})"
 
 
 def end_with_parent() -> None:

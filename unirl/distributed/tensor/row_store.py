@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from unirl.types.batch import Batch, compact, concat_rows, map_heavy, map_value, num_rows, take_rows
-from unirl.types.rollout_resp import RolloutResp
+from unirl.types.batch import compact, concat_rows, map_value, num_rows, take_rows, tensors_of
+from unirl.types.device import CPU, to_host
+from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 from unirl.types.rows import RemoteRows, StoredRows
 
 RowTransportName = Literal["object_store", "collective"]
 """How rows are sent between the workers of Ray."""
 
-CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RowPayload:
     """Rows of one stored value, sent to another worker."""
 
-    value: Any
+    value: object
     on_accelerator: bool
     """True when the owner keeps them on an accelerator. Then the reader puts them on its device, else on the CPU."""
 
@@ -33,9 +34,8 @@ class RowPayload:
 class RowTransport(Protocol):
     """Fetches rows that other workers own."""
 
-    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> Mapping[str, Sequence[RowPayload]]:
-        """The rows of each owner's pieces, in the same order, with one request per owner, all at once."""
-        ...
+    def fetch(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
+        """The rows of pieces, in the same order."""
 
 
 class RowStore:
@@ -45,19 +45,16 @@ class RowStore:
         """
         Args:
             owner: the worker's name, which is unique in the run.
-            transport: fetches the rows of other owners.
+            transport: fetches the rows of other owners. None: there are no others.
             device: the device on which the worker's roles compute.
         """
         self.owner = owner
-        self.transport = transport
+        self.transport = transport or InProcessTransport()
         self.device = device
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, object] = {}
         self.step = 0
+        """The step that values stored from now on belong to."""
         self.num_stored = 0
-
-    def begin(self, step: int) -> None:
-        """Values stored from now on belong to `step`."""
-        self.step = step
 
     def release(self, step: int) -> None:
         """Free everything that belongs to `step`."""
@@ -65,27 +62,35 @@ class RowStore:
         for key in [key for key in list(self.values) if key.startswith(f"{step}/")]:
             del self.values[key]
 
-    def clear(self) -> None:
-        """Free everything."""
-        self.values.clear()
+    def fetch(self, value: T, unread: Sequence[str] = ()) -> T:
+        """A copy of a call's arguments in which RemoteRows are replaced by the rows themselves.
 
-    def fetch(self, value: Any) -> Any:
-        """A copy of a call's arguments in which RemoteRows are replaced by the rows themselves."""
-        rows = self._resolved(remote_rows_in(value))
-        return _walk(value, lambda v: rows[v] if isinstance(v, RemoteRows) else v, _unchanged)
+        Args:
+            unread: fields of tracks whose RemoteRows stay as they are.
+        """
+        rows = self._resolved(remote_rows_in(value, unread))
+        return _changed(value, lambda v: rows.get(v, v) if isinstance(v, RemoteRows) else v, lambda tensor: tensor)
 
-    def stash(self, value: Any) -> Any:
+    def stash(self, value: T) -> T:
         """A copy of a call's result in which heavy fields are RemoteRows and light tensors are on the CPU."""
-        return _walk(value, lambda v: v if isinstance(v, RemoteRows) else self.put(v), to_cpu)
+        light: list[Tensor] = []
 
-    def put(self, value: Any) -> RemoteRows:
+        def collected(tensor: Tensor) -> Tensor:
+            light.append(tensor)
+            return tensor
+
+        stored = _changed(value, lambda v: v if isinstance(v, RemoteRows) else self.put(v), collected)
+        copies = iter(to_host(light))
+        return _changed(stored, lambda v: v, lambda tensor: compact(next(copies)))
+
+    def put(self, value: object) -> RemoteRows:
         """Keep a per-row value on its device, and return RemoteRows for it."""
         key = f"{self.step}/{self.num_stored}"
         self.num_stored += 1
         self.values[key] = compact(value)
         return RemoteRows((StoredRows(self.owner, key, tuple(range(num_rows(value) or 0))),))
 
-    def rows(self, piece: StoredRows) -> Any:
+    def rows(self, piece: StoredRows) -> object:
         """The rows of a piece that is stored here; adjacent rows are a view of the stored value.
 
         Raises:
@@ -110,27 +115,16 @@ class RowStore:
             )
         return f"{self.owner} has never stored rows {piece.key}: they belong to another worker of this name"
 
-    def _resolved(self, remote_rows: Iterable[RemoteRows]) -> dict[RemoteRows, Any]:
+    def _resolved(self, remote_rows: Iterable[RemoteRows]) -> dict[RemoteRows, object]:
         distinct = dict.fromkeys(remote_rows)
         pieces = dict.fromkeys(piece for each in distinct for piece in each.stored)
         rows = {piece: self.rows(piece) for piece in pieces if piece.owner == self.owner}
-        rows |= self._foreign([piece for piece in pieces if piece.owner != self.owner])
+        foreign = [piece for piece in pieces if piece.owner != self.owner]
+        if foreign:
+            rows |= zip(foreign, map(self._placed, self.transport.fetch(foreign)), strict=True)
         return {each: _joined([rows[piece] for piece in each.stored]) for each in distinct}
 
-    def _foreign(self, pieces: Sequence[StoredRows]) -> dict[StoredRows, Any]:
-        wanted = by_owner(pieces)
-        if not wanted:
-            return {}
-        if self.transport is None:
-            raise LookupError(f"{self.owner} needs rows of {', '.join(wanted)} and has no transport to other workers")
-        arrived = self.transport.fetch(wanted)
-        return {
-            piece: self._placed(payload)
-            for owner, owned in wanted.items()
-            for piece, payload in zip(owned, arrived[owner], strict=True)
-        }
-
-    def _placed(self, payload: RowPayload) -> Any:
+    def _placed(self, payload: RowPayload) -> object:
         return map_value(payload.value, lambda t: t.to(self.device)) if payload.on_accelerator else payload.value
 
 
@@ -139,20 +133,14 @@ class InProcessTransport:
 
     def __init__(self) -> None:
         self.stores: dict[str, RowStore] = {}
+        """The store of each worker, by its name."""
 
-    def add(self, store: RowStore) -> None:
-        """Make the values of a store readable for the other workers."""
-        self.stores[store.owner] = store
-
-    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
-        """The rows of the pieces of each owner."""
-        return {owner: [self._payload(owner, piece) for piece in pieces] for owner, pieces in wanted.items()}
-
-    def _payload(self, owner: str, piece: StoredRows) -> RowPayload:
-        if owner not in self.stores:
-            raise LookupError(f"there is no worker {owner!r}; the workers are {sorted(self.stores)}")
-        value = self.stores[owner].rows(piece)
-        return RowPayload(value, is_on_accelerator(value))
+    def fetch(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
+        for piece in pieces:
+            if piece.owner not in self.stores:
+                raise LookupError(f"there is no worker {piece.owner!r}; the workers are {sorted(self.stores)}")
+        values = [self.stores[piece.owner].rows(piece) for piece in pieces]
+        return [RowPayload(value, is_on_accelerator(value)) for value in values]
 
 
 def by_owner(pieces: Iterable[StoredRows]) -> dict[str, list[StoredRows]]:
@@ -163,76 +151,50 @@ def by_owner(pieces: Iterable[StoredRows]) -> dict[str, list[StoredRows]]:
     return owned
 
 
-def remote_rows_in(value: Any) -> list[RemoteRows]:
-    """All RemoteRows in a call's arguments, at any depth."""
+def remote_rows_in(value: object, unread: Sequence[str] = ()) -> list[RemoteRows]:
+    """All RemoteRows in a call's arguments, at any depth, but for those in the fields `unread` of tracks."""
     collected: list[RemoteRows] = []
 
-    def note(leaf: Any) -> Any:
+    def note(leaf: object) -> object:
         if isinstance(leaf, RemoteRows):
             collected.append(leaf)
         return leaf
 
-    _walk(value, note, _unchanged)
-    return collected
+    _changed(value, note, lambda tensor: tensor)
+    skipped = {rows for track in _tracks_in(value) for name in unread for rows in remote_rows_in(vars(track)[name])}
+    return [rows for rows in collected if rows not in skipped]
 
 
-def to_cpu(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, in storage of its own size."""
-    return compact(tensor.cpu())
+def _tracks_in(value: object) -> list[RolloutTrack]:
+    """The tracks in a call's arguments."""
+    tracks: list[RolloutTrack] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, RolloutTrack):
+            tracks.append(leaf)
+        elif isinstance(leaf, RolloutResp):
+            tracks += leaf.tracks.values()
+    return tracks
 
 
-def is_on_accelerator(value: Any) -> bool:
+def _changed(value: T, heavy: Callable[[object], object], light: Callable[[Tensor], Tensor]) -> T:
+    """A copy of a call's arguments or result, with `heavy` applied to heavy fields and `light` to other tensors."""
+
+    def change(part: object) -> object:
+        return heavy(part) if isinstance(part, RemoteRows) else map_value(part, light, heavy)
+
+    changed: T = tree_map(change, value)
+    return changed
+
+
+def is_on_accelerator(value: object) -> bool:
     """True when a per-row value has a tensor that is not on the CPU."""
-    devices: set[str] = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        devices.add(tensor.device.type)
-        return tensor
-
-    map_value(value, note)
-    return bool(devices - {"cpu"})
+    return any(tensor.device.type != "cpu" for tensor in tensors_of(value))
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[object]) -> object:
     if not parts:
         raise ValueError("RemoteRows without rows cannot be read: their type is unknown")
     return parts[0] if len(parts) == 1 else concat_rows(parts)
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-Change = Callable[[Any], Any]
-
-
-@singledispatch
-def _walk(value: Any, heavy: Change, light: Change) -> Any:
-    """A copy of a call's arguments or result, with `heavy` applied to heavy fields and `light` to other tensors."""
-    return map_value(value, light)
-
-
-@_walk.register(Batch)
-@_walk.register(RolloutResp)
-def _(value: Any, heavy: Change, light: Change) -> Any:
-    # Heavy fields first: once they are RemoteRows, `light` leaves them alone.
-    return map_value(map_heavy(value, heavy), light)
-
-
-@_walk.register
-def _(value: RemoteRows, heavy: Change, light: Change) -> Any:
-    return heavy(value)
-
-
-@_walk.register(tuple)
-@_walk.register(list)
-def _(value: Any, heavy: Change, light: Change) -> Any:
-    return type(value)(_walk(v, heavy, light) for v in value)
-
-
-@_walk.register
-def _(value: dict, heavy: Change, light: Change) -> Any:
-    return {name: _walk(v, heavy, light) for name, v in value.items()}
 
 
 @dataclass(frozen=True)
@@ -249,36 +211,24 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-@singledispatch
-def pack(value: Any) -> Any:
+def pack(value: object) -> object:
     """A per-row value for another process: tensors, alone or in mappings, become arrays; others move to the CPU."""
-    return map_value(value, Tensor.cpu)
+
+    def packed(part: object) -> object:
+        if isinstance(part, Tensor):
+            return Packed(as_bytes(part.detach().cpu()).numpy(), part.dtype, tuple(part.shape))
+        return map_value(part, Tensor.cpu)
+
+    return tree_map(packed, value)
 
 
-@pack.register
-def _(value: Tensor) -> Packed:
-    return Packed(as_bytes(value.detach().cpu()).numpy(), value.dtype, tuple(value.shape))
-
-
-@pack.register
-def _(value: dict) -> Any:
-    return {name: pack(entry) for name, entry in value.items()}
-
-
-@singledispatch
-def unpack(value: Any) -> Any:
+def unpack(value: object) -> object:
     """The inverse of `pack`. Tensors are on the CPU."""
-    return value
 
+    def unpacked(packed: Packed) -> Tensor:
+        # Copied, because an array from the object store is read-only and keeps the store's memory in use.
+        tensor = torch.empty(packed.shape, dtype=packed.dtype)
+        as_bytes(tensor).numpy()[:] = packed.data
+        return tensor
 
-@unpack.register
-def _(value: Packed) -> Tensor:
-    # Copied, because an array from the object store is read-only and keeps the store's memory in use.
-    tensor = torch.empty(value.shape, dtype=value.dtype)
-    as_bytes(tensor).numpy()[:] = value.data
-    return tensor
-
-
-@unpack.register
-def _(value: dict) -> Any:
-    return {name: unpack(entry) for name, entry in value.items()}
+    return tree_map_only(Packed, unpacked, value)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import singledispatch
-from math import prod
+from functools import partial
+from io import BytesIO
 from time import monotonic
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unirl.config.errors import StallError, WorkerError
 from unirl.distributed.tensor.row_store import (
@@ -28,6 +28,10 @@ from unirl.distributed.tensor.row_store import (
 )
 from unirl.types.rows import StoredRows
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
 
 class RayTransport:
     """Calls `read` of the owner's actor, which runs `RowStore.read` in parallel to the owner's present call."""
@@ -38,21 +42,25 @@ class RayTransport:
             deadline_s: seconds that an owner may take to answer.
         """
         self.deadline_s = deadline_s
-        self.actors: dict[str, Any] = {}
+        self.actors: dict[str, ActorHandle] = {}
 
-    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
-        """The rows of the pieces of each owner.
+    def fetch(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
+        """The rows of pieces, with one request per owner, all at once.
 
         Raises:
             WorkerError: an owner is dead.
             StallError: an owner does not answer in time.
             LookupError: the rows were released with their step.
         """
-        answers = {owner: self._actor(owner).read.remote(list(pieces)) for owner, pieces in wanted.items()}
+        owned = by_owner(pieces)
+        answers = {owner: self._actor(owner).read.remote(owned[owner]) for owner in owned}
         end = monotonic() + self.deadline_s
-        return {owner: self._answer(owner, answer, end) for owner, answer in answers.items()}
+        payloads: dict[StoredRows, RowPayload] = {}
+        for owner, answer in answers.items():
+            payloads |= zip(owned[owner], self._answer(owner, answer, end), strict=True)
+        return [payloads[piece] for piece in pieces]
 
-    def _actor(self, owner: str) -> Any:
+    def _actor(self, owner: str) -> ActorHandle:
         """The actor of a worker. Ray knows it by the worker's name."""
         import ray
 
@@ -63,7 +71,7 @@ class RayTransport:
                 raise WorkerError(f"worker {owner!r}, which owns rows of this step, is gone: resume the run") from error
         return self.actors[owner]
 
-    def _answer(self, owner: str, answer: Any, end: float) -> list[RowPayload]:
+    def _answer(self, owner: str, answer: ObjectRef, end: float) -> list[RowPayload]:
         import ray
         from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
@@ -96,11 +104,15 @@ class Move:
     pieces: tuple[StoredRows, ...]
 
 
-def plan_moves(calls: Sequence[Any], readers: Sequence[str]) -> list[Move]:
-    """The moves that must precede `calls`, the arguments of each rank, on the workers `readers`."""
+def plan_moves(calls: Sequence[object], readers: Sequence[str], unread: Sequence[str] = ()) -> list[Move]:
+    """The moves that must precede `calls`, the arguments of each rank, on the workers `readers`.
+
+    Args:
+        unread: fields of tracks that the call does not read.
+    """
     moves = []
     for call, reader in zip(calls, readers, strict=True):
-        pieces = dict.fromkeys(piece for each in remote_rows_in(call) for piece in each.stored)
+        pieces = dict.fromkeys(piece for each in remote_rows_in(call, unread) for piece in each.stored)
         foreign = by_owner(piece for piece in pieces if piece.owner != reader)
         moves += [Move(owner, reader, tuple(owned)) for owner, owned in foreign.items()]
     return moves
@@ -138,114 +150,69 @@ class CollectiveTransport:
         sent = []
         for tag, move in enumerate(moves):
             if move.owner == store.owner:
-                channel = self._channel(move.reader, tag)
-                sent.append((channel, channel.send([store.rows(piece) for piece in move.pieces])))
+                sent += self._send(move.reader, tag, [store.rows(piece) for piece in move.pieces])
             elif move.reader == store.owner:
-                self.arrived |= zip(move.pieces, self._channel(move.owner, tag).receive(), strict=True)
-        for channel, works in sent:
-            for work in works:
-                channel.wait(work)
+                self.arrived |= zip(move.pieces, self._receive(move.owner, tag), strict=True)
+        for peer, work, _ in sent:
+            self._wait(peer, work)
 
-    def fetch(self, wanted: Mapping[str, Sequence[StoredRows]]) -> dict[str, list[RowPayload]]:
-        """The rows of each owner's pieces. Each received piece can be fetched once."""
-        missing = [piece for pieces in wanted.values() for piece in pieces if piece not in self.arrived]
+    def fetch(self, pieces: Sequence[StoredRows]) -> list[RowPayload]:
+        """The rows of pieces. Each received piece can be fetched once."""
+        missing = [piece for piece in pieces if piece not in self.arrived]
         if missing:
             raise LookupError(
                 f"rows {missing[0].key} of {missing[0].owner} were not sent before the call that reads them"
             )
-        return {owner: [self.arrived.pop(piece) for piece in pieces] for owner, pieces in wanted.items()}
+        return [self.arrived.pop(piece) for piece in pieces]
 
-    def _channel(self, peer: str, tag: int) -> PeerChannel:
-        return PeerChannel(self.group, peer, self.ranks[peer], tag, self.wire, self.deadline_s)
+    # The messages of one move: the length of the description, the description, each tensor's bytes.
 
-
-@dataclass(frozen=True)
-class PeerChannel:
-    """The messages of one move with one peer: the length of the description, the description, each tensor's bytes."""
-
-    group: ProcessGroup
-    peer: str
-    rank: int
-    tag: int
-    wire: torch.device
-    deadline_s: float
-
-    def send(self, values: Sequence[Any]) -> list[Any]:
+    def _send(self, peer: str, tag: int, values: Sequence[object]) -> list[tuple[str, Work, Tensor]]:
         """Start to send values. Returns the pending messages, with the tensors that must live until they are sent."""
-        tensors: list[Tensor] = []
-        described = json.dumps([[describe(value, tensors), is_on_accelerator(value)] for value in values]).encode()
-        description = torch.frombuffer(bytearray(described), dtype=torch.uint8)
-        parts = [torch.tensor([len(described)]), description, *tensors]
-        return [self._post(tensor) for tensor in parts if tensor.numel()]
+        stream = BytesIO()
+        torch.save([(describe(value), is_on_accelerator(value)) for value in values], stream)
+        description = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        parts = [torch.tensor([len(description)]), description, *tensors]
+        flat = [as_bytes(tensor.to(self.wire)) for tensor in parts if tensor.numel()]
+        return [(peer, self.group.send([part], self.ranks[peer], tag), part) for part in flat]
 
-    def _post(self, tensor: Tensor) -> tuple[Any, Tensor]:
-        flat = as_bytes(tensor.to(self.wire))
-        return self.group.send([flat], self.rank, self.tag), flat
-
-    def receive(self) -> list[RowPayload]:
+    def _receive(self, peer: str, tag: int) -> list[RowPayload]:
         """Receive the values, in order: on the wire's device if the owner has them on an accelerator, else the CPU."""
-        length = int(self._read(torch.int64, [1]))
-        description = json.loads(bytes(self._read(torch.uint8, [length]).cpu().numpy()))
-        return [RowPayload(self._build(value, on_accelerator), on_accelerator) for value, on_accelerator in description]
+        read = partial(self._read, peer, tag)
+        length = int(read(CPU, torch.empty(1, dtype=torch.int64)))
+        description = read(CPU, torch.empty(length, dtype=torch.uint8)).numpy()
+        described = torch.load(BytesIO(description.tobytes()), weights_only=True)
+        devices = {True: self.wire, False: CPU}
+        return [
+            RowPayload(tree_map_only(Tensor, partial(read, devices[on_accelerator]), value), on_accelerator)
+            for value, on_accelerator in described
+        ]
 
-    def _build(self, described: dict[str, Any], on_accelerator: bool) -> Any:
-        if "list" in described:
-            return described["list"]
-        if "mapping" in described:
-            return {name: self._build(value, on_accelerator) for name, value in described["mapping"].items()}
-        tensor = self._read(DTYPES[described["dtype"]], described["shape"])
-        return tensor if on_accelerator else tensor.to(CPU)
+    def _read(self, peer: str, tag: int, device: torch.device, like: Tensor) -> Tensor:
+        """The next tensor of a move, on `device`. It has the shape and dtype of `like`."""
+        tensor = torch.empty_like(like, device=self.wire)
+        if tensor.numel():
+            self._wait(peer, self.group.recv([as_bytes(tensor)], self.ranks[peer], tag))
+        return tensor.to(device)
 
-    def _read(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.wire)
-        if prod(shape):
-            flat = as_bytes(tensor)
-            self.wait((self.group.recv([flat], self.rank, self.tag), flat))
-        return tensor
-
-    def wait(self, posted: tuple[Any, Tensor]) -> None:
+    def _wait(self, peer: str, work: Work) -> None:
         """Wait until a message is sent or received."""
         started = monotonic()
         try:
-            posted[0].wait(timedelta(seconds=self.deadline_s))
+            work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:  # raised for broken connections and timeouts alike
-            self._fail(error, monotonic() - started)
-
-    def _fail(self, error: RuntimeError, waited_s: float) -> NoReturn:
-        if waited_s >= self.deadline_s:
-            raise StallError(f"worker {self.peer!r} did not exchange rows within {self.deadline_s:g} s") from error
-        raise WorkerError(f"the connection to worker {self.peer!r} broke while rows were exchanged: {error}") from error
+            if monotonic() - started >= self.deadline_s:
+                raise StallError(f"worker {peer!r} did not exchange rows within {self.deadline_s:g} s") from error
+            raise WorkerError(f"the connection to worker {peer!r} broke while rows were exchanged: {error}") from error
 
 
-DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
-
-
-@singledispatch
-def describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
-    """A description from which a reader rebuilds a value. The value's tensors are appended to `tensors`."""
-    raise TypeError(
-        f"a heavy field of type {type(value).__name__} cannot be sent over a process group, only tensors, lists of "
-        "plain values and mappings of these. Set row_transport=object_store"
-    )
-
-
-@describe.register
-def _(value: Tensor, tensors: list[Tensor]) -> dict[str, Any]:
-    tensors.append(value)
-    return {"dtype": str(value.dtype), "shape": list(value.shape)}
-
-
-@describe.register
-def _(value: list, tensors: list[Tensor]) -> dict[str, Any]:
-    return {"list": value}
-
-
-@describe.register
-def _(value: dict, tensors: list[Tensor]) -> dict[str, Any]:
-    return {"mapping": {name: describe(entry, tensors) for name, entry in value.items()}}
+def describe(value: object) -> object:
+    """The value with meta tensors in place of its tensors, from which a reader rebuilds it."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, (Tensor, str, int, float, type(None))):
+            raise TypeError(
+                f"a heavy field of type {type(leaf).__name__} cannot be sent over a process group, only tensors, lists "
+                "of plain values and mappings of these. Set row_transport=object_store"
+            )
+    return tree_map_only(Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), value)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
+from unirl.types.batch import Batch
+from unirl.types.device import device_name
+from unirl.types.facts import LoraSpec
+from unirl.types.protocols import WeightSource
 
 Payload = Literal["adapter", "full", "merged"]
 """The tensors that are sent: trained adapters, all trained weights, or adapted weights with the adapters merged."""
-
-
-class AdapterSpec(Protocol):
-    """What an engine must know to inject the same adapters."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def alpha(self) -> float: ...
-
-    @property
-    def targets(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -43,18 +34,18 @@ class Numerics:
     device: str
     threads: int
     compute: torch.dtype
-    storage: tuple[str, ...]
-    """The dtypes of the network's parameters, sorted."""
+    storage: Mapping[str, str]
+    """The dtype of each parameter of the network. Libraries keep some parameters of a bf16 network in float32."""
 
     @classmethod
     def of(cls, network: nn.Module, compute: torch.dtype, device: torch.device) -> Numerics:
         """The numerics of `network` on `device`."""
-        cuda = device.type == "cuda"
+        on_cpu = device.type == "cpu"
         return cls(
-            device=torch.cuda.get_device_name(device) if cuda else f"cpu {torch.backends.cpu.get_cpu_capability()}",
-            threads=0 if cuda else torch.get_num_threads(),
+            device=f"cpu {torch.backends.cpu.get_cpu_capability()}" if on_cpu else device_name(device),
+            threads=torch.get_num_threads() if on_cpu else 0,
             compute=compute,
-            storage=tuple(sorted({str(parameter.dtype) for parameter in network.parameters()})),
+            storage={name: str(parameter.dtype) for name, parameter in network.named_parameters()},
         )
 
 
@@ -64,10 +55,10 @@ class Layout:
 
     payload: Payload
     tensors: Mapping[str, TensorInfo]
-    adapter: AdapterSpec | None
+    adapter: LoraSpec | None
     """The adapters, for the payload `adapter`."""
     numerics: Numerics
-    has_colocated_engine: bool
+    has_engine_in_process: bool
     """True when the engine lives in the process of the sender."""
 
 
@@ -76,8 +67,10 @@ class ParamMapping:
     """The engine's answer to a layout, after it found one parameter for every tensor."""
 
     dtypes: Mapping[str, torch.dtype]
-    """The engine's dtype of each tensor."""
+    """The engine's dtype of each tensor; of a quantised one, the dtype before it is quantised."""
     numerics: Numerics
+    quantized: frozenset[str] = frozenset()
+    """The tensors that the engine stores in eight bits (unirl/types/fp8.py)."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +78,12 @@ class TransferConfig:
     """How tensors are sent."""
 
     stored: Mapping[str, torch.dtype]
-    """The engine's dtype of each tensor."""
+    """`ParamMapping.dtypes` of the engine."""
     wire_dtype: torch.dtype | None
     """The dtype while they are sent. None: the engine's dtype."""
     bucket_bytes: int
+    quantized: frozenset[str] = frozenset()
+    """`ParamMapping.quantized` of the engine."""
 
     def wire(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is sent."""
@@ -151,42 +146,29 @@ class WeightSync(Protocol):
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
         """Make the engine sample from the backend's weights. Returns after their arrival is verified."""
-        ...
 
 
 class NoSync:
     """For engines that sample from the trained weights themselves: nothing is sent."""
 
     def push(self, version: int, weights: str = "live") -> SyncReport:
-        """A report on the trained weights, which the engine uses anyway."""
         return SyncReport(version=version, weights=weights)
 
 
-class Weights(Protocol):
+class Weights(WeightSource, Protocol):
     """The part of a train backend that a sender uses."""
 
-    updates: int
     module: nn.Module
 
     @property
     def device(self) -> torch.device: ...
 
-    def adapter_spec(self) -> AdapterSpec | None:
+    def adapter_spec(self) -> LoraSpec | None:
         """The adapters that are trained. None: all weights are trained."""
-        ...
 
     def named_tensors(self, payload: Payload, weights: str = "live") -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on the backend's device, one at a time, in a fixed order. A collective where weights are
         sharded. The caller reads a tensor before it takes the next one."""
-        ...
-
-    def weights(self, name: str) -> Any:
-        """Run with a snapshot's weights."""
-        ...
-
-    def sampling(self) -> Any:
-        """Run without gradients, weights gathered."""
-        ...
 
 
 class Canary(Protocol):
@@ -194,6 +176,5 @@ class Canary(Protocol):
 
     autocast_dtype: torch.dtype
 
-    def canary(self, inputs: Any) -> Any:
+    def canary(self, inputs: Batch) -> object:
         """The network's output on the engine's canary inputs."""
-        ...

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +58,15 @@ class Bucket:
             )
         return self.data[entry.offset : end].view(entry.dtype).view(entry.shape)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """The bytes are pickled as an array, which Ray stores without a copy in the pickle."""
+        return _from_array, (self.version, self.weights, self.number, self.entries, self.data.cpu().numpy())
+
+
+def _from_array(version: int, weights: str, number: int, entries: tuple[BucketEntry, ...], data: np.ndarray) -> Bucket:
+    # Copied, because an array from the object store is read-only.
+    return Bucket(version, weights, number, entries, torch.from_numpy(data.copy()))
+
 
 def plan_buckets(layout: Layout, config: TransferConfig) -> list[BucketPlan]:
     """Distribute the layout's tensors, in order, over buckets of at most `config.bucket_bytes`.
@@ -75,11 +84,6 @@ def plan_buckets(layout: Layout, config: TransferConfig) -> list[BucketPlan]:
         entries.append(entry)
         size = -(-(entry.offset + entry.num_bytes) // ALIGNMENT) * ALIGNMENT
     return [*plans, BucketPlan(tuple(entries), size)] if entries else plans
-
-
-def largest(plans: Sequence[BucketPlan]) -> int:
-    """The size of the largest bucket in bytes."""
-    return max((plan.num_bytes for plan in plans), default=0)
 
 
 def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.device) -> Tensor:
@@ -102,24 +106,12 @@ def fill(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], device: torch.
     return data
 
 
-def header_of(bucket: Bucket) -> dict[str, Any]:
-    """The description of a bucket without its bytes, as JSON data."""
-    return {
-        "version": bucket.version,
-        "weights": bucket.weights,
-        "number": bucket.number,
-        "num_bytes": bucket.data.numel(),
-        "entries": [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.offset] for e in bucket.entries],
-    }
-
-
-def bucket_of(header: dict[str, Any], data: torch.Tensor) -> Bucket:
-    """The bucket with this header and these bytes."""
-    entries = tuple(BucketEntry(name, _DTYPES[dtype], tuple(shape), at) for name, dtype, shape, at in header["entries"])
-    return Bucket(header["version"], header["weights"], header["number"], entries, data)
-
-
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-}
+def filled(
+    plans: Sequence[BucketPlan], tensors: Iterator[tuple[str, Tensor]], version: int, weights: str, device: torch.device
+) -> Iterator[Bucket]:
+    """The buckets of one transfer. Raises SyncError when `tensors` yields others than planned."""
+    for number, plan in enumerate(plans):
+        yield Bucket(version, weights, number, plan.entries, fill(plan, tensors, device))
+    surplus = next(tensors, None)
+    if surplus is not None:
+        raise SyncError(f"the trainer sent {surplus[0]!r}, which it had not announced")

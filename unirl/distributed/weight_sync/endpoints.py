@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 
 from unirl.config.errors import IncompatibleError, SyncError, did_you_mean
 from unirl.distributed.group.dispatch import broadcast, rank0
-from unirl.distributed.group.rank import current, host_store
+from unirl.distributed.group.rank import current
+from unirl.distributed.group.rendezvous import Address, host_store
 from unirl.distributed.weight_sync.base import (
     Arrival,
     Canary,
@@ -23,29 +23,30 @@ from unirl.distributed.weight_sync.base import (
     TransferConfig,
     Weights,
 )
-from unirl.distributed.weight_sync.buckets import Bucket, BucketEntry, fill, plan_buckets
+from unirl.distributed.weight_sync.buckets import Bucket, BucketEntry, filled, plan_buckets
 from unirl.distributed.weight_sync.fingerprint import PendingFingerprints, fingerprints
-from unirl.distributed.weight_sync.routes import BucketSender, ColocatedEngine, WeightRoute
-
-LIVE = "live"
+from unirl.distributed.weight_sync.routes import ColocatedEngine, SendBuckets, WeightRoute
+from unirl.types.batch import Batch
+from unirl.types.fp8 import Fp8Linear, packed, quantized
+from unirl.types.progress import progress
 
 
 class WeightSender:
     """A role that packs a backend's weights into buckets and sends them. Gathering them is a collective."""
 
-    def __init__(self, weights: Weights, stage: Canary, colocated_engine: ColocatedEngine | None = None) -> None:
+    def __init__(self, weights: Weights, stage: Canary, engine_in_process: ColocatedEngine | None = None) -> None:
         """
         Args:
             weights: the backend.
             stage: the policy that the backend trains.
-            colocated_engine: the engine if it lives in this process.
+            engine_in_process: the engine if it lives in this process.
         """
         self.weights = weights
         self.stage = stage
-        self.colocated_engine = colocated_engine
+        self.engine_in_process = engine_in_process
         self.layout: Layout | None = None
         self.config: TransferConfig | None = None
-        self.bucket_sender: BucketSender | None = None
+        self.send_buckets: SendBuckets | None = None
 
     @broadcast
     def prepare(self, merge_adapters: bool) -> Layout:
@@ -62,12 +63,12 @@ class WeightSender:
             tensors=tensors,
             adapter=spec if payload == "adapter" else None,
             numerics=Numerics.of(self.weights.module, self.stage.autocast_dtype, self.weights.device),
-            has_colocated_engine=self.colocated_engine is not None,
+            has_engine_in_process=self.engine_in_process is not None,
         )
         return self.layout
 
     @rank0
-    def listen(self, host: str) -> tuple[str, int]:
+    def listen(self, host: str) -> Address:
         """Open the store in which the ends of a route meet, at this worker's address `host`."""
         return host_store(host)
 
@@ -76,13 +77,13 @@ class WeightSender:
         """Open this end of the route. Returns when the other ends are open."""
         self.config = config
         if route.every_rank or current().rank == 0:
-            self.bucket_sender = route.open_sender(self.colocated_engine)
+            self.send_buckets = route.open_sender(self.engine_in_process)
 
     @broadcast
     def send(self, version: int, weights: str) -> SendReport:
         """Send all tensors of the payload. Returns when they have arrived at the other ends."""
         assert self.layout is not None and self.config is not None, "prepare and connect come first"
-        if weights == LIVE and version != self.weights.updates:
+        if weights == "live" and version != self.weights.updates:
             raise SyncError(
                 f"the driver asked for the weights after {version} updates, but the trainer has made "
                 f"{self.weights.updates} updates"
@@ -96,51 +97,34 @@ class WeightSender:
                     pass
 
     def _sent(self, tensors: Iterator[tuple[str, Tensor]], version: int, weights: str) -> SendReport:
-        if self.bucket_sender is None:
+        if self.send_buckets is None:
             return SendReport(version, weights, {}, 0)
         assert self.layout is not None and self.config is not None
         prints = PendingFingerprints()
-        num_bytes = 0
-        observed = self._observed(tensors, self.config, prints)
-        self.bucket_sender.begin()
-        try:
-            for number, plan in enumerate(plan_buckets(self.layout, self.config)):
-                data = fill(plan, observed, self.weights.device)
-                self.bucket_sender.put(Bucket(version, weights, number, plan.entries, data))
-                num_bytes += data.numel()
-            surplus = next(observed, None)
-            if surplus is not None:
-                raise SyncError(f"the trainer sent {surplus[0]!r}, which it had not announced")
-        except BaseException as error:
-            self.bucket_sender.abort(f"{type(error).__name__}: {error}")
-            raise
-        self.bucket_sender.finish()
-        return SendReport(version, weights, prints.result(), num_bytes)
+        plans = plan_buckets(self.layout, self.config)
+        self.send_buckets(filled(plans, self._observed(tensors, prints), version, weights, self.weights.device))
+        return SendReport(version, weights, prints.result(), sum(plan.num_bytes for plan in plans))
 
-    @staticmethod
     def _observed(
-        tensors: Iterator[tuple[str, Tensor]], config: TransferConfig, prints: PendingFingerprints
+        self, tensors: Iterator[tuple[str, Tensor]], prints: PendingFingerprints
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield `tensors`, and fingerprint each as the engine should store it."""
+        assert self.config is not None
         for name, tensor in tensors:
-            if name in config.stored:
-                prints.add(name, tensor.to(config.wire(name)).to(config.stored[name]))
+            if name in self.config.stored:
+                stored = tensor.to(self.config.wire(name)).to(self.config.stored[name])
+                prints.add(name, packed(*quantized(stored)) if name in self.config.quantized else stored)
+            progress("sent tensor")
             yield name, tensor
 
     @broadcast
-    def canary(self, inputs: Any, weights: str) -> Any:
+    def canary(self, inputs: Batch, weights: str) -> object:
         """The output of the trained network with `weights` on the engine's canary inputs.
 
         Compiled blocks run uncompiled: this compares weights, and two compilers need not round alike.
         """
-        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling(), uncompiled():
+        with torch.no_grad(), self.weights.weights(weights), self.weights.sampling(), set_stance("force_eager"):
             return self.stage.canary(inputs.to(self.weights.device))
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled functions without their compiled code."""
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def payload_of(has_adapters: bool, merge_adapters: bool) -> Payload:
@@ -168,15 +152,12 @@ class WeightReceiver:
         self.weights = ""
         self.number = -1
         self.received: list[str] = []
-        self._bind()
-
-    def _bind(self) -> None:
-        parameters = dict(self.network.named_parameters(remove_duplicate=False))
+        parameters = dict(network.named_parameters(remove_duplicate=False))
         taken: dict[int, str] = {}
-        for name, info in self.layout.tensors.items():
+        for name, info in layout.tensors.items():
             if name not in parameters:
                 raise SyncError(
-                    f"the trainer sends {name!r}, and the engine's {type(self.network).__name__} has no such parameter."
+                    f"the trainer sends {name!r}, and the engine's {type(network).__name__} has no such parameter."
                     f"{did_you_mean(name, parameters)} Both sides need the same bundle"
                 )
             parameter = parameters[name]
@@ -190,15 +171,37 @@ class WeightReceiver:
             taken[id(parameter)] = name
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The network's dtype of each tensor."""
-        return {name: self.network.get_parameter(name).dtype for name in self.layout.tensors}
+        """The network's dtype of each tensor; of a quantised one, the dtype before it is quantised."""
+        layers = self._quantized_layers()
+        return {
+            name: layers[name].wide_dtype if name in layers else self.network.get_parameter(name).dtype
+            for name in self.layout.tensors
+        }
+
+    def quantized(self) -> frozenset[str]:
+        """The tensors that the network stores in eight bits."""
+        return frozenset(self._quantized_layers())
+
+    def _quantized_layers(self) -> dict[str, Fp8Linear]:
+        """The layers that quantise their weights, by the names of these weights, as far as they are sent."""
+        named = {f"{name}.weight": module for name, module in self.network.named_modules()}
+        return {
+            name: module
+            for name, module in named.items()
+            if isinstance(module, Fp8Linear) and name in self.layout.tensors
+        }
 
     def receive(self, bucket: Bucket) -> None:
         """Copy the tensors of a bucket. Raises SyncError when it is not the successor of the last bucket."""
         self._follow(bucket)
+        progress("received bucket")
+        layers = self._quantized_layers()
         for entry in bucket.entries:
             self._check(entry)
-            self.network.get_parameter(entry.name).data.copy_(bucket.values(entry))
+            if entry.name in layers:
+                layers[entry.name].store(bucket.values(entry))
+            else:
+                self.network.get_parameter(entry.name).data.copy_(bucket.values(entry))
             self.received.append(entry.name)
 
     def _follow(self, bucket: Bucket) -> None:
@@ -229,5 +232,9 @@ class WeightReceiver:
 
     def arrival(self) -> Arrival:
         """The network's present weights, as fingerprints."""
-        held = ((name, self.network.get_parameter(name)) for name in self.layout.tensors)
+        layers = self._quantized_layers()
+        held = (
+            (name, layers[name].stored_bytes() if name in layers else self.network.get_parameter(name))
+            for name in self.layout.tensors
+        )
         return Arrival(current().rank, self.version, self.weights, tuple(self.received), fingerprints(held))

@@ -9,21 +9,21 @@ contents have the same digest with probability 2^-64. It detects errors, not att
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 K1, K2, K3 = (k - 2**64 for k in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64's, signed
-CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
+CPU_WORDS, ACCELERATOR_WORDS = 1 << 16, 1 << 22
 """Words per step: as many as fit in a CPU's cache, or keep a GPU busy."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Equal if and only if shape, dtype and every bit are."""
+    """Equal if shape, dtype and every bit are. Other bits give another fingerprint, except with probability 2^-64."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,21 +50,18 @@ class PendingFingerprints:
     """Fingerprints whose digests are still on the device, so that one transfer reads them all."""
 
     def __init__(self) -> None:
-        self.facts: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.finish: dict[str, Callable[[int], Fingerprint]] = {}
         self.digests: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Compute the digest of `tensor`. Its values may change afterwards."""
-        self.facts[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        self.finish[name] = partial(Fingerprint, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self.digests.append(digest(tensor))
 
     def result(self) -> dict[str, Fingerprint]:
         """All fingerprints, by name."""
         values = torch.stack(self.digests).tolist() if self.digests else []
-        return {
-            name: Fingerprint(shape, dtype, value)
-            for (name, (shape, dtype)), value in zip(self.facts.items(), values, strict=True)
-        }
+        return {name: finish(value) for (name, finish), value in zip(self.finish.items(), values, strict=True)}
 
 
 @torch.no_grad()
@@ -73,10 +70,12 @@ def digest(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total
-    size = CHUNK_WORDS[tensor.device.type]
+    size = chunk_words(tensor.device)
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
     whole = raw.numel() // 8
-    words = _words(raw[: whole * 8])
+    words = raw[: whole * 8].view(torch.int64)
     for start in range(0, whole, size):
         total += _mixed(words[start : start + size], start)
     if raw.numel() % 8:
@@ -86,15 +85,15 @@ def digest(tensor: Tensor) -> Tensor:
     return total
 
 
-def _words(raw: Tensor) -> Tensor:
-    aligned = raw.storage_offset() % 8 == 0
-    return (raw if aligned else raw.clone()).view(torch.int64)
+def chunk_words(device: torch.device) -> int:
+    """The number of words that are mixed in one step on a device."""
+    return CPU_WORDS if device.type == "cpu" else ACCELERATOR_WORDS
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:
     """The sum of M over words at the positions `start`, start + 1, ..."""
-    z = _positions(CHUNK_WORDS[words.device.type], words.device)[: len(words)] + words
-    z.add_(_wrapped(start * K1))
+    z = _positions(chunk_words(words.device), words.device)[: len(words)] + words
+    z.add_((start * K1 + 2**63) % 2**64 - 2**63)  # start K1 mod 2^64 as a signed number
     shifted = torch.bitwise_right_shift(z, 29).bitwise_and_((1 << 35) - 1)
     z.bitwise_xor_(shifted).mul_(K2)
     torch.bitwise_right_shift(z, 32, out=shifted).bitwise_and_((1 << 32) - 1)
@@ -105,8 +104,3 @@ def _mixed(words: Tensor, start: int) -> Tensor:
 def _positions(count: int, device: torch.device) -> Tensor:
     """[count] (i + 1) K1."""
     return torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(K1)
-
-
-def _wrapped(value: int) -> int:
-    """`value` mod 2^64 as a signed number."""
-    return (value + 2**63) % 2**64 - 2**63

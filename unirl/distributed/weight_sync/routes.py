@@ -1,23 +1,27 @@
 """Routes carry buckets from the sender to the engines. This file has the contract and the routes that need no listener.
 
-open_sender    at the sender: begin(), put(bucket), put(bucket), ..., finish()
-open_receiver  at an engine, for routes on which it must listen: yields the buckets, in order
+open_sender    at the sender: a function that sends the buckets of one transfer
+open_receiver  at an engine, for routes on which it must listen: a function that yields them, in order
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
-import torch
+from torch.distributed import DistNetworkError, DistStoreError
 
 from unirl.config.errors import StallError, SyncError
 from unirl.distributed.group.failures import WorkerFailure
-from unirl.distributed.weight_sync.buckets import Bucket, bucket_of, header_of
+from unirl.distributed.group.rendezvous import Address, join_store
+from unirl.distributed.weight_sync.buckets import Bucket, BucketPlan
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 
 class ColocatedEngine(Protocol):
@@ -26,35 +30,16 @@ class ColocatedEngine(Protocol):
     def receive(self, bucket: Bucket) -> None: ...
 
 
-class BucketSender(Protocol):
-    """The sender's end of a route."""
+SendBuckets = Callable[[Iterator[Bucket]], None]
+"""Sends the buckets of one transfer, one at a time, and returns when all have arrived at the other ends.
 
-    def begin(self) -> None:
-        """Called before the first bucket of a transfer."""
-        ...
-
-    def put(self, bucket: Bucket) -> None:
-        """Send a bucket. Its memory may be reused when this returns."""
-        ...
-
-    def finish(self) -> None:
-        """Returns when all buckets have arrived."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """End the transfer early and tell the other ends why."""
-        ...
+An exception raised by the iterator ends the transfer early. Engines that listen are told the reason.
+"""
+ReceiveBuckets = Callable[[], Iterator[Bucket]]
+"""The buckets of the next transfer. The memory of a bucket may be reused when the next one is taken."""
 
 
-class BucketReceiver(Protocol):
-    """An engine's end of a route on which it listens."""
-
-    def buckets(self) -> Iterator[Bucket]:
-        """The buckets of the next transfer."""
-        ...
-
-
-class WeightRoute(Protocol):
+class WeightRoute(ABC):
     """A route for buckets. The driver sends it to both sides, and each side opens its end."""
 
     every_rank: ClassVar[bool]
@@ -62,47 +47,65 @@ class WeightRoute(Protocol):
     listens: ClassVar[bool]
     """True when the engine must listen while the sender sends."""
 
-    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
+    @abstractmethod
+    def open_sender(self, engine_in_process: ColocatedEngine | None) -> SendBuckets:
         """Open the end of the calling trainer rank."""
-        ...
 
-    def open_receiver(self, rank: int) -> BucketReceiver:
+    def open_receiver(self, rank: int) -> ReceiveBuckets:
         """Open the end of engine rank `rank`."""
-        ...
-
-
-class InProcessRoute:
-    """A route to the engine in the sender's own process."""
-
-    every_rank: ClassVar[bool] = True
-    listens: ClassVar[bool] = False
-
-    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
-        """The end that calls the engine directly."""
-        assert colocated_engine is not None, "the route is chosen where the engine is colocated"
-        return InProcessSender(colocated_engine)
-
-    def open_receiver(self, rank: int) -> BucketReceiver:
         raise AssertionError("engines do not listen on this route")
 
 
-class InProcessSender:
-    """Passes buckets to the engine's `receive`."""
+class InProcessRoute(WeightRoute):
+    """A route to the engine in the sender's own process."""
 
-    def __init__(self, colocated_engine: ColocatedEngine) -> None:
-        self.colocated_engine = colocated_engine
+    every_rank = True
+    listens = False
 
-    def begin(self) -> None:
-        pass
+    def open_sender(self, engine_in_process: ColocatedEngine | None) -> SendBuckets:
+        assert engine_in_process is not None, "the route is chosen where the engine is colocated"
+        engine = engine_in_process
 
-    def put(self, bucket: Bucket) -> None:
-        self.colocated_engine.receive(bucket)
+        def send(buckets: Iterator[Bucket]) -> None:
+            for bucket in buckets:
+                engine.receive(bucket)
 
-    def finish(self) -> None:
-        pass
+        return send
 
-    def abort(self, reason: str) -> None:
-        pass
+
+@dataclass(frozen=True)
+class ObjectStoreRoute(WeightRoute):
+    """A route through Ray's object store. A bucket is stored once per node and read by the workers there."""
+
+    workers: Sequence[ActorHandle]
+    """The engine's actors, in rank order."""
+    role: str
+    """The engine's name among its siblings."""
+    deadline_s: float
+
+    every_rank = False
+    listens = False
+
+    def open_sender(self, engine_in_process: ColocatedEngine | None) -> SendBuckets:
+        return self._send
+
+    def _send(self, buckets: Iterator[Bucket]) -> None:
+        import ray
+
+        call = (f"{self.role}.receive", "invoke", self.role, "receive")
+        for bucket in buckets:
+            stored = ray.put(bucket)
+            try:
+                results = ray.get([w.attempt.remote(*call, stored) for w in self.workers], timeout=self.deadline_s)
+            except ray.exceptions.GetTimeoutError as error:
+                raise StallError(f"an engine took more than {self.deadline_s:g} s for a bucket") from error
+            for result in results:
+                if isinstance(result, WorkerFailure):
+                    raise result.exception()
+
+
+Header = dict[str, Any]
+"""A message through the store, as JSON."""
 
 
 class HeaderStore:
@@ -111,53 +114,69 @@ class HeaderStore:
     Keys are `{transfer}/{bucket}`. The keys of a transfer are deleted at the beginning of the next one.
     """
 
-    def __init__(self, host: str, port: int, deadline_s: float, name: str = "weights") -> None:
-        from torch.distributed import PrefixStore, TCPStore
-
+    def __init__(
+        self,
+        address: Address,
+        plans: Sequence[BucketPlan],
+        deadline_s: float,
+        connect_s: float,
+        name: str = "weights",
+    ) -> None:
+        self.plans = plans
         self.deadline_s = deadline_s
-        timeout = timedelta(seconds=deadline_s)
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self.store = PrefixStore(name, store)
+        self.store = join_store(address, name, deadline_s, connect_s)
         self.transfer = -1
+        self.number = 0
         self.used: list[str] = []
 
-    def begin(self) -> None:
-        """Begin the next transfer."""
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Begin the next transfer, and end it after the block, or early when the block raises."""
+        self._begin()
+        try:
+            yield
+        except BaseException as error:
+            self._write({"error": f"{type(error).__name__}: {error}"})
+            raise
+        self._write(END)
+
+    def announce(self, bucket: Bucket) -> None:
+        """Publish the header of a bucket: all but its bytes and its plan, which both ends have."""
+        self._write({"version": bucket.version, "weights": bucket.weights, "number": bucket.number})
+
+    def _write(self, header: Header) -> None:
+        self.tell(f"{self.transfer}/{self.number}", header)
+        self.number += 1
+
+    def announced(self) -> Iterator[tuple[Header, BucketPlan]]:
+        """Headers and plans of the next transfer. Raises SyncError when the sender ended it early."""
+        self._begin()
+        while (header := self.hear(f"{self.transfer}/{self.number}", f"the header of bucket {self.number}")) != END:
+            if "error" in header:
+                raise SyncError(f"the trainer ended the transfer early: {header['error']}")
+            yield header, self.plans[self.number]
+            self.number += 1
+
+    def _begin(self) -> None:
         for key in self.used:
             self.store.delete_key(key)
         self.used.clear()
         self.transfer += 1
+        self.number = 0
 
-    def write(self, number: int, header: dict[str, Any]) -> None:
-        """Publish the header of bucket `number`."""
-        self.tell(f"{self.transfer}/{number}", header)
+    def receipt_key(self, bucket: Bucket) -> str:
+        """The key under which an engine reports that it has copied a bucket."""
+        return f"{self.transfer}/{bucket.number}/taken"
 
-    def read(self, number: int) -> dict[str, Any]:
-        """Wait for the header of bucket `number`. Raises SyncError when the sender ended the transfer early."""
-        header = self.hear(f"{self.transfer}/{number}", f"the header of bucket {number}")
-        if "error" in header:
-            raise SyncError(f"the trainer ended the transfer early: {header['error']}")
-        return header
-
-    def acknowledge(self, number: int) -> None:
-        """Report that bucket `number` has been copied."""
-        self.tell(f"{self.transfer}/{number}/taken", {})
-
-    def await_receipt(self, number: int) -> None:
-        """Wait until bucket `number` has been copied."""
-        self.hear(f"{self.transfer}/{number}/taken", f"an engine's receipt of bucket {number}")
-
-    def tell(self, key: str, value: dict[str, Any]) -> None:
+    def tell(self, key: str, value: Header) -> None:
         """Publish a value until the next transfer."""
         self.store.set(key, json.dumps(value))
         self.used.append(key)
 
-    def hear(self, key: str, what: str) -> dict[str, Any]:
+    def hear(self, key: str, what: str) -> Header:
         """Wait for the value of a key."""
-        from torch.distributed import DistNetworkError, DistStoreError
-
         try:
-            value: dict[str, Any] = json.loads(bytes(self.store.get(key)))
+            value: Header = json.loads(bytes(self.store.get(key)))
         except DistNetworkError as error:
             raise SyncError(f"weight sync lost its connection while it waited for {what}: {error}") from error
         except DistStoreError as error:
@@ -165,64 +184,5 @@ class HeaderStore:
         return value
 
 
-END = {"end": True}
+END: Header = {"end": True}
 """The header after the last bucket."""
-
-
-@dataclass(frozen=True)
-class ObjectStoreRoute:
-    """A route through Ray's object store. A bucket is stored once per node and read by the workers there."""
-
-    workers: Sequence[Any]
-    """The engine's actors, in rank order."""
-    role: str
-    """The engine's name among its siblings."""
-    deadline_s: float
-
-    every_rank: ClassVar[bool] = False
-    listens: ClassVar[bool] = False
-
-    def open_sender(self, colocated_engine: ColocatedEngine | None) -> BucketSender:
-        return ObjectStoreSender(self)
-
-    def open_receiver(self, rank: int) -> BucketReceiver:
-        raise AssertionError("engines do not listen on this route")
-
-
-class ObjectStoreSender:
-    """Sends one bucket at a time."""
-
-    def __init__(self, route: ObjectStoreRoute) -> None:
-        self.route = route
-
-    def begin(self) -> None:
-        pass
-
-    def put(self, bucket: Bucket) -> None:
-        import ray
-
-        packed = ray.put((header_of(bucket), bucket.data.cpu().numpy()))
-        what = f"{self.route.role}.receive_packed"
-        calls = [
-            worker.attempt.remote(what, "invoke", self.route.role, "receive_packed", packed)
-            for worker in self.route.workers
-        ]
-        try:
-            results = ray.get(calls, timeout=self.route.deadline_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise StallError(f"an engine took more than {self.route.deadline_s:g} s for a bucket") from error
-        failures = [result for result in results if isinstance(result, WorkerFailure)]
-        if failures:
-            raise failures[0].exception()
-
-    def finish(self) -> None:
-        pass
-
-    def abort(self, reason: str) -> None:
-        pass
-
-
-def unpacked(packed: tuple[dict[str, Any], np.ndarray[Any, Any]]) -> Bucket:
-    """The bucket that came through the object store. Its bytes are copied, because the store's are read-only."""
-    header, data = packed
-    return bucket_of(header, torch.from_numpy(data.copy()))

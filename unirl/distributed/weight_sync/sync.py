@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from unirl.config.errors import IncompatibleError, InvalidValueError, StallError, SyncError, UniRLError
-from unirl.distributed.group.handle import Group, Handle, PendingCall, submit
+from unirl.config.errors import IncompatibleError, InvalidValueError, RendezvousError, StallError, SyncError, UniRLError
+from unirl.distributed.group.handle import Handle, PendingCall, submit
+from unirl.distributed.group.rendezvous import MARGIN_S, named_rendezvous
 from unirl.distributed.weight_sync.base import (
     Arrival,
     CanaryResult,
@@ -20,24 +21,17 @@ from unirl.distributed.weight_sync.base import (
     SyncReport,
     TransferConfig,
 )
-from unirl.distributed.weight_sync.buckets import largest, plan_buckets
+from unirl.distributed.weight_sync.buckets import plan_buckets
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
 from unirl.distributed.weight_sync.listening_routes import BroadcastRoute, SharedBufferRoute
 from unirl.distributed.weight_sync.routes import InProcessRoute, ObjectStoreRoute, WeightRoute
+from unirl.types.fp8 import FP8
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
 SyncTransport = Literal["auto", "in_process", "ray", "broadcast", "cuda_ipc"]
 MIB = 2**20
 GRACE_S = 5.0
 """Seconds that an engine has to report its own failure after the trainer's send failed."""
-
-
-@dataclass(frozen=True)
-class SyncEndpoint:
-    """One end of the synchronisation, as the driver sees it."""
-
-    group: Group
-    handle: Handle
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,8 @@ class EngineSync:
 
     def __init__(
         self,
-        train: SyncEndpoint,
-        rollout: SyncEndpoint,
+        train: Handle,
+        rollout: Handle,
         *,
         merge_adapters: bool = False,
         wire_dtype: DtypeName | None = None,
@@ -65,8 +59,8 @@ class EngineSync:
     ) -> None:
         """
         Args:
-            train: the trainer's group and the handle of its `WeightSender`.
-            rollout: the engine's group and handle.
+            train: the trainer's `WeightSender`.
+            rollout: the engine.
             merge_adapters: send adapted weights with their adapters merged, for an engine without adapters.
             wire_dtype: the dtype in which tensors are sent. Absent = the engine's.
             bucket_mb: MiB per message. A larger tensor is sent alone.
@@ -81,6 +75,7 @@ class EngineSync:
         self.bucket_bytes = bucket_mb * MIB
         self.transport = transport
         self.deadline_s = rollout.group.deadline_s
+        self.connect_s = rollout.group.connect_s
         self.last: SyncReport | None = None
         """The last verified transfer. None while the engine's weights are unknown."""
         self.agreement: Agreement | None = None
@@ -103,42 +98,55 @@ class EngineSync:
         if self.agreement is None:
             self.agreement = self._agree()
         agreed = self.agreement
-        self.rollout.handle.expect_weights()
+        self.rollout.expect_weights()
         sent = self._carry(agreed.route, version, weights)
-        check_arrivals(agreed.layout, sent, self.rollout.handle.arrival())
-        absdiff = self._compare_forwards(agreed, weights)
-        self.rollout.handle.accept(version, weights)
+        check_arrivals(agreed.layout, sent, self.rollout.arrival())
+        inputs = self.rollout.canary_inputs()
+        absdiff = check_canary(agreed, self.rollout.canary(inputs, self.train.canary(inputs, weights)))
+        self.rollout.accept(version, weights)
         self.last = SyncReport(version, weights, sent.num_bytes, time.perf_counter() - start, absdiff)
         return self.last
 
     def _agree(self) -> Agreement:
         """Before the first transfer: the trainer describes the tensors, the engine maps them, both open the route."""
-        layout: Layout = self.train.handle.prepare(self.merge_adapters)
-        mapping = _common(self.rollout.handle.prepare(layout))
-        config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes)
+        layout: Layout = self.train.prepare(self.merge_adapters)
+        mapping = _common(self.rollout.prepare(layout), layout)
+        config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes, mapping.quantized)
         route = self._choose_route(layout, config)
-        waiting = submit(self.rollout.handle.connect, route) if route.listens else None
-        self.train.handle.connect(config, route)
-        if waiting is not None:
-            waiting.result(self.deadline_s)
+        if route.listens:
+            ends = [submit(self.rollout.connect, route), submit(self.train.connect, config, route)]
+            self._await_connections(ends)
+        else:
+            self.train.connect(config, route)
         return Agreement(layout, mapping, config, route)
 
+    def _await_connections(self, ends: Sequence[PendingCall[object]]) -> None:
+        """Wait until both ends are connected. Raises the error of an end that failed, not of one that only waited."""
+        errors = []
+        for end in ends:
+            try:
+                with named_rendezvous():
+                    end.result(self.connect_s + MARGIN_S)
+            except RendezvousError as error:
+                errors.append(error)
+        if errors:
+            raise min(errors, key=lambda error: error.is_consequence)
+
     def _choose_route(self, layout: Layout, config: TransferConfig) -> WeightRoute:
-        transport = choose_transport(self.transport, layout.has_colocated_engine)
+        transport = choose_transport(self.transport, layout.has_engine_in_process)
         if transport == "in_process":
             return InProcessRoute()
-        rollout = self.rollout.group
         if transport == "ray":
-            return ObjectStoreRoute(rollout.workers, self.rollout.handle.role_name, self.deadline_s)
-        host, port = self.train.handle.listen(self.train.group.hosts[0])
+            return ObjectStoreRoute(self.rollout.group.workers, self.rollout.role_name, self.deadline_s)
+        address, plans = self.train.listen(self.train.group.hosts[0]), plan_buckets(layout, config)
         if transport == "broadcast":
-            return BroadcastRoute(host, port, rollout.num_ranks, self.deadline_s)
-        return SharedBufferRoute(host, port, largest(plan_buckets(layout, config)), self.deadline_s)
+            return BroadcastRoute(address, plans, self.rollout.num_ranks, self.deadline_s, self.connect_s)
+        return SharedBufferRoute(address, plans, self.deadline_s, self.connect_s)
 
     def _carry(self, route: WeightRoute, version: int, weights: str) -> SendReport:
-        listening = submit(self.rollout.handle.listen) if route.listens else None
+        listening = submit(self.rollout.listen) if route.listens else None
         try:
-            sent: SendReport = self.train.handle.send(version, weights)
+            sent: SendReport = self.train.send(version, weights)
         except UniRLError as error:
             if listening is not None:
                 _await_engine(listening, error)
@@ -147,14 +155,8 @@ class EngineSync:
             listening.result(self.deadline_s)
         return sent
 
-    def _compare_forwards(self, agreed: Agreement, weights: str) -> float:
-        inputs = self.rollout.handle.canary_inputs()
-        answer = self.train.handle.canary(inputs, weights)
-        results: list[CanaryResult] = self.rollout.handle.canary(inputs, answer)
-        return check_canary(agreed.layout, agreed.mapping, agreed.config, results)
 
-
-def _await_engine(listening: PendingCall[Any], error: UniRLError) -> None:
+def _await_engine(listening: PendingCall[object], error: UniRLError) -> None:
     """Wait until the engine stops listening, too. Raises the engine's error if the trainer's is only a timeout."""
     try:
         listening.result(GRACE_S)
@@ -181,8 +183,11 @@ def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransp
     return transport
 
 
-def _common(mappings: list[ParamMapping]) -> ParamMapping:
-    """The mapping that all ranks have. Raises SyncError when they differ."""
+def _common(mappings: list[ParamMapping], layout: Layout) -> ParamMapping:
+    """The mapping that all ranks have, with the numerics of a rank that computes unlike the trainer if there is one.
+
+    Raises SyncError when ranks differ in their dtypes.
+    """
     for rank, mapping in enumerate(mappings):
         if mapping.dtypes != mappings[0].dtypes:
             name = next(name for name, dtype in mapping.dtypes.items() if dtype != mappings[0].dtypes[name])
@@ -190,10 +195,10 @@ def _common(mappings: list[ParamMapping]) -> ParamMapping:
                 f"engine ranks store {name!r} differently: {mappings[0].dtypes[name]} on rank 0, "
                 f"{mapping.dtypes[name]} on rank {rank}"
             )
-    return mappings[0]
+    return next((mapping for mapping in mappings if mapping.numerics != layout.numerics), mappings[0])
 
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, FP8: 0.25}
 """The largest relative difference of the canary by dtype, where equal bits cannot be expected."""
 
 
@@ -247,12 +252,10 @@ def _likely_cause(expected: Fingerprint, actual: Fingerprint | None) -> str:
     )
 
 
-def check_canary(
-    layout: Layout, mapping: ParamMapping, config: TransferConfig, results: Sequence[CanaryResult]
-) -> float:
+def check_canary(agreed: Agreement, results: Sequence[CanaryResult]) -> float:
     """The largest absolute difference over the ranks. Raises SyncError when a forward differs from the trainer's."""
-    exact = _same_bits_expected(layout, mapping, config)
-    limit = 0.0 if exact else _tolerance(layout, mapping, config)
+    exact = _same_bits_expected(agreed)
+    limit = 0.0 if exact else _tolerance(agreed)
     rule = "device, dtypes and payload require equal bits" if exact else f"{limit:g} relative is allowed"
     for rank, result in enumerate(results):
         passed = result.equal if exact else result.relative <= limit  # False for NaN
@@ -266,12 +269,15 @@ def check_canary(
     return max(result.absdiff for result in results)
 
 
-def _same_bits_expected(layout: Layout, mapping: ParamMapping, config: TransferConfig) -> bool:
+def _same_bits_expected(agreed: Agreement) -> bool:
+    layout, config = agreed.layout, agreed.config
     unrounded = all(info.dtype == config.wire(name) == config.stored[name] for name, info in layout.tensors.items())
-    return layout.payload != "merged" and unrounded and layout.numerics == mapping.numerics
+    return layout.payload != "merged" and unrounded and layout.numerics == agreed.mapping.numerics
 
 
-def _tolerance(layout: Layout, mapping: ParamMapping, config: TransferConfig) -> float:
+def _tolerance(agreed: Agreement) -> float:
     """The tolerance of the coarsest dtype in which anything is computed, sent or stored."""
-    dtypes = {layout.numerics.compute, mapping.numerics.compute, *config.stored.values()}
-    return max(TOLERANCE[dtype] for dtype in dtypes | {config.wire(name) for name in layout.tensors})
+    if str(FP8) in agreed.mapping.numerics.storage.values():
+        return TOLERANCE[FP8]
+    dtypes = {agreed.layout.numerics.compute, agreed.mapping.numerics.compute, *agreed.config.stored.values()}
+    return max(TOLERANCE[dtype] for dtype in dtypes | {agreed.config.wire(name) for name in agreed.layout.tensors})

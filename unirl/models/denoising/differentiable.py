@@ -21,6 +21,7 @@ from unirl.models.chunks import balanced_chunk_size, padded_chunks
 from unirl.models.denoising.stage import DiffusionStage, GradientMask
 from unirl.sde.gaussian import per_row
 from unirl.sde.noise import NoiseSource
+from unirl.types.progress import progress
 from unirl.types.rollout_resp import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -31,7 +32,6 @@ class Objective(Protocol):
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Rewards [B] of images [B, 3, H, W] in [0, 1], not rounded. Each reward depends on its own row only."""
-        ...
 
 
 class DifferentiableStage:
@@ -58,7 +58,7 @@ class DifferentiableStage:
         self.batch_size = batch_size
         self.resident = resident
 
-    def sample(self, rows: RolloutTrack, num_steps: int, gradient: GradientMask) -> Tensor:
+    def sample(self, rows: RolloutTrack[LatentSegment], num_steps: int, gradient: GradientMask) -> Tensor:
         """[B, *latent] the samples of `rows`, sampled again from the same noise under the current weights.
 
         Args:
@@ -70,7 +70,7 @@ class DifferentiableStage:
         x_T = noise_source(segment).normal(start_ids, "x", segment.final.shape[1:])  # noqa: N806
         return self._sample(rows, x_T.to(segment.final.device), resampling_params(segment, num_steps), gradient)
 
-    def denoise_again(self, rows: RolloutTrack, num_steps: int, x0: Tensor, copy: int) -> Tensor:
+    def denoise_again(self, rows: RolloutTrack[LatentSegment], num_steps: int, x0: Tensor, copy: int) -> Tensor:
         """[B, *latent] x0, noised to the level of the last of `num_steps` steps and denoised by that step again.
 
         The result has the gradient of this step; x0 is detached.
@@ -84,7 +84,7 @@ class DifferentiableStage:
         last = replace(resampling_params(segment, 1), sigmas=(sigma, 0.0))
         return self._sample(rows, (1.0 - sigma) * x0.detach() + sigma * eps, last, GradientMask(steps=(0,)))
 
-    def velocity(self, rows: RolloutTrack) -> Tensor:
+    def velocity(self, rows: RolloutTrack[LatentSegment]) -> Tensor:
         """[B, *latent] the guided velocity at the samples of the rollout, each noised to a random level.
 
         Level and noise are keyed by each row's id and the names `t` and `t0`. A row of weight 0 counts as a sample of
@@ -99,7 +99,7 @@ class DifferentiableStage:
         network = partial(self.stage.velocity, sigma=t, conditions=rows.conditions, guidance=segment.guidance)
         return GradientMask(steps=(0,)).velocity(0, network, x)
 
-    def objective(self, latents: Tensor, rows: RolloutTrack) -> Tensor:
+    def objective(self, latents: Tensor, rows: RolloutTrack[LatentSegment]) -> Tensor:
         """Rewards [B] float32 of latents [B, *latent] as samples of `rows`; differentiable once."""
         if rows.prompts is None:
             raise ValueError("the rows have no prompts, but the reward of a sample depends on its prompt")
@@ -108,7 +108,7 @@ class DifferentiableStage:
 
     def _sample(
         self,
-        rows: RolloutTrack,
+        rows: RolloutTrack[LatentSegment],
         x_T: Tensor,  # noqa: N803
         params: DiffusionSamplingParams,
         gradient: GradientMask,
@@ -132,6 +132,7 @@ class DifferentiableStage:
                 if with_gradient:
                     # Row b's reward depends on row b alone, so the sum's gradient holds the gradient of each.
                     gradients[real_rows] = torch.autograd.grad(chunk_rewards.sum(), leaf)[0][: chunk.num_real]
+                progress("reward with gradient of a chunk")
         return rewards, gradients
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,17 @@ from torch import Tensor, nn
 from unirl.models.denoising.bundle import DiffusersBundle
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import DiffusionPipeline
+from unirl.models.images import to_pil
 from unirl.models.loading.adapter_files import Adapter, write_diffusers_lora
 from unirl.models.loading.hub import components, quiet_libraries
 from unirl.sde.noise import NoiseSource
 from unirl.types.sampling import DiffusionSamplingParams
 
-PlainPipeline = Any
-"""A pipeline of diffusers, which has no types."""
-DiffusersBundleT = TypeVar("DiffusersBundleT", bound=DiffusersBundle)
+if TYPE_CHECKING:
+    import diffusers
+
+PlainPipeline: TypeAlias = "diffusers.DiffusionPipeline"
+DiffusersBundleT = TypeVar("DiffusersBundleT", bound=DiffusersBundle, covariant=True)
 
 
 class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
@@ -31,7 +33,6 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
 
     lora_formats: ClassVar[tuple[str, ...]] = ("diffusers-lora", "peft")
 
-    @abstractmethod
     def sample_with_diffusers(
         self,
         plain: PlainPipeline,
@@ -42,8 +43,41 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
     ) -> Tensor:
         """Samples of diffusers' own pipeline `plain` from noise x_T [B, *latent], with settings equal to `params`.
 
-        Pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1], or latents [B, *latent] if the checkpoint has no VAE.
+        Pixels [B, 3, H, W] or [B, 3, F, H, W] in [0, 1], or latents [B, *latent] if the checkpoint has no VAE. Rows
+        with images are sampled one by one, because diffusers gives the images of a call to all of its prompts.
         """
+        plain = self.configured(plain, params, images is not None)
+        if images is None:
+            return call_diffusers(plain, self.call_arguments(texts, x_T, params))
+        rows = [
+            self.call_arguments([text], x, params) | self.image_arguments(text, row, params)
+            for text, x, row in zip(texts, x_T.split(1), images, strict=True)
+        ]
+        return torch.cat([call_diffusers(plain, arguments) for arguments in rows])
+
+    def configured(self, plain: PlainPipeline, params: DiffusionSamplingParams, with_images: bool) -> PlainPipeline:
+        """diffusers' pipeline with the settings of `params` that its call does not take."""
+        return plain
+
+    def call_arguments(self, texts: Sequence[str], x_T: Tensor, params: DiffusionSamplingParams) -> dict[str, object]:  # noqa: N803
+        """The arguments of diffusers' pipeline for `sample_with_diffusers`, by their usual names and meanings."""
+        return {
+            "prompt": list(texts),
+            "negative_prompt": [params.negative_prompt] * len(texts),
+            "max_sequence_length": params.max_sequence_length,
+            "height": params.height,
+            "width": params.width,
+            "num_frames": params.num_frames,
+            "guidance_scale": params.guidance_scale,
+            "num_inference_steps": params.num_inference_steps,
+            "sigmas": unshifted_sigmas(params.num_inference_steps),
+            "latents": x_T,
+            "output_type": "pt",
+        }
+
+    def image_arguments(self, text: str, images: ConditionImages, params: DiffusionSamplingParams) -> dict[str, object]:
+        """The arguments for a prompt with images, beside or in place of `call_arguments`."""
+        return {"image": [to_pil(pixels) for pixels in images.pixels]}
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write the whole model as a diffusers directory, with `tensors` in place of those of the trained module."""
@@ -84,24 +118,34 @@ class DiffusersPipeline(DiffusionPipeline[DiffusersBundleT]):
         return difference(self, without_bar(plain).to(self.bundle.device), texts, params)
 
 
+def call_diffusers(plain: PlainPipeline, arguments: Mapping[str, object]) -> Tensor:
+    """Samples [B, 3, H, W] or [B, 3, F, H, W] of a diffusers pipeline, without arguments that it does not have."""
+    names = inspect.signature(plain.__call__).parameters
+    samples: Tensor = plain(**{name: value for name, value in arguments.items() if name in names}, return_dict=False)[0]
+    return samples.transpose(1, 2) if samples.dim() == 5 else samples
+
+
 def plain_pipeline(bundle: DiffusersBundle, trained: nn.Module, **changes: object) -> PlainPipeline:
     """diffusers' own pipeline with a trained module and the frozen components of the bundle; absent ones are None.
 
     Args:
         changes: components and settings that replace those of the checkpoint.
     """
+    import diffusers
+
     family, kind = bundle.family, pipeline_class(bundle)
-    parts: dict[str, Any] = {name: bundle.modules.get(name) for name in family.classes if name not in family.trained}
+    parts: dict[str, object] = {name: bundle.modules.get(name) for name in family.classes if name not in family.trained}
     parts |= {name: bundle.tokenizers.get(name) for name in family.tokenizers}
     parts |= dict.fromkeys(family.trained) | dict(bundle.trained_parts(trained))
     with quiet_libraries():
-        scheduler = scheduler_class(bundle).from_config(dict(bundle.configs.scheduler))
-        parts |= {name: family.build_guider(bundle.configs, name) for name in bundle.configs.guiders}
+        name = bundle.configs.scheduler.get("_class_name", "FlowMatchEulerDiscreteScheduler")
+        scheduler = getattr(diffusers, name).from_config(dict(bundle.configs.scheduler))
+        parts |= {name: family.class_of(name).from_config(dict(c)) for name, c in bundle.configs.guiders.items()}
         plain = kind(**{"scheduler": scheduler, **_accepted(kind, parts), **bundle.configs.settings, **changes})
     return without_bar(plain)
 
 
-def pipeline_class(bundle: DiffusersBundle) -> Any:
+def pipeline_class(bundle: DiffusersBundle) -> type[PlainPipeline]:
     """The class of diffusers that the bundle's checkpoint belongs to."""
     import diffusers
 
@@ -109,17 +153,10 @@ def pipeline_class(bundle: DiffusersBundle) -> Any:
         return getattr(diffusers, bundle.configs.pipeline or bundle.family.pipeline)
 
 
-def _accepted(kind: Any, parts: Mapping[str, object]) -> dict[str, object]:
+def _accepted(kind: type[PlainPipeline], parts: Mapping[str, object]) -> dict[str, object]:
     """`parts` without absent components that the pipeline class does not accept."""
     places = inspect.signature(kind).parameters
     return {name: part for name, part in parts.items() if part is not None or name in places}
-
-
-def scheduler_class(bundle: DiffusersBundle) -> Any:
-    """The class of the checkpoint's scheduler. The default is the Euler scheduler for flow matching."""
-    import diffusers
-
-    return getattr(diffusers, bundle.configs.scheduler.get("_class_name", "FlowMatchEulerDiscreteScheduler"))
 
 
 def without_bar(plain: PlainPipeline) -> PlainPipeline:
@@ -128,7 +165,7 @@ def without_bar(plain: PlainPipeline) -> PlainPipeline:
     return plain
 
 
-def fixed_sigmas_scheduler(levels: Sequence[float]) -> Any:
+def fixed_sigmas_scheduler(levels: Sequence[float]) -> diffusers.FlowMatchEulerDiscreteScheduler:
     """The Euler scheduler of diffusers with the fixed sigmas `levels` [T + 1], whatever a pipeline sets."""
     import diffusers
 
@@ -148,7 +185,7 @@ def fixed_sigmas_scheduler(levels: Sequence[float]) -> Any:
 
 @torch.no_grad()
 def difference(
-    pipeline: DiffusersPipeline[Any],
+    pipeline: DiffusersPipeline[DiffusersBundle],
     plain: PlainPipeline,
     texts: Sequence[str],
     params: DiffusionSamplingParams,
@@ -187,7 +224,7 @@ class EulerSamples:
 
 @torch.no_grad()
 def sample_with_euler(
-    pipeline: DiffusersPipeline[Any],
+    pipeline: DiffusersPipeline[DiffusersBundle],
     texts: Sequence[str],
     params: DiffusionSamplingParams,
     images: Sequence[ConditionImages] | None = None,

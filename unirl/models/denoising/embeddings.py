@@ -7,17 +7,17 @@ and with whatever other rows it is computed. A lost entry costs only time.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from unirl.models.base import Bundle
-from unirl.models.chunks import padded_chunks, round_up
-from unirl.models.denoising.bundle import MultimodalTextEncoder, TextEncoder
+from unirl.models.cache import BoundedCache
+from unirl.models.chunks import padded_chunks, round_up, text_multiple
+from unirl.models.denoising.bundle import DiffusionBundle, MultimodalTextEncoder, TextEncoder
 from unirl.types.conditions import TextEmbedCondition
+from unirl.types.progress import progress
 
 GIB = 1024**3
 
@@ -45,13 +45,13 @@ Prompt = tuple[str, int, str]
 class PromptEmbeddings:
     """Encodes each distinct prompt once, and caches up to `cache_gb` GiB of embeddings in main memory."""
 
-    def __init__(self, bundle: Bundle, encoder: TextEncoder, *, batch_size: int, cache_gb: float) -> None:
+    def __init__(self, bundle: DiffusionBundle, encoder: TextEncoder, *, batch_size: int, cache_gb: float) -> None:
         self.bundle = bundle
         self.encoder = encoder
         self.batch_size = round_up(batch_size, bundle.facts.batch_multiple)
+        self.text_multiple = text_multiple(bundle.device) if bundle.facts.text_is_masked else None
         self.capacity = int(cache_gb * GIB)
-        self.size = 0
-        self._rows: OrderedDict[Prompt, TextEmbedCondition] = OrderedDict()
+        self.cache: BoundedCache[Prompt, TextEmbedCondition] = BoundedCache(_num_bytes)
 
     def __call__(
         self, texts: Sequence[str], max_sequence_length: int, images: Sequence[ConditionImages] | None = None
@@ -65,22 +65,14 @@ class PromptEmbeddings:
             images = [NO_IMAGES] * len(texts)
         pixels = {image.key: image.pixels for image in images if image.key}
         prompts = [(text, max_sequence_length, image.key) for text, image in zip(texts, images, strict=True)]
-        unique = list(dict.fromkeys(prompts))
-        rows = {prompt: self._cached(prompt) for prompt in unique}
+        rows = {prompt: self.cache.get(prompt) for prompt in dict.fromkeys(prompts)}
         rows |= self._encode([prompt for prompt, row in rows.items() if row is None], max_sequence_length, pixels)
         table = TextEmbedCondition.concat([row for row in rows.values() if row is not None])
-        position = {prompt: i for i, prompt in enumerate(unique)}
-        return table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        self._rows.clear()
-        self.size = 0
-
-    def _cached(self, prompt: Prompt) -> TextEmbedCondition | None:
-        if prompt in self._rows:
-            self._rows.move_to_end(prompt)
-        return self._rows.get(prompt)
+        position = {prompt: i for i, prompt in enumerate(rows)}
+        condition = table.to(self.bundle.device).select([position[prompt] for prompt in prompts])
+        if self.text_multiple is None:
+            return condition
+        return condition.replace(lengths=[common_lengths(table, self.text_multiple)] * len(prompts))
 
     def _encode(
         self, prompts: list[Prompt], max_sequence_length: int, pixels: dict[str, Tensor]
@@ -97,35 +89,25 @@ class PromptEmbeddings:
                     batch = self.encoder.encode_with_images(texts, max_sequence_length, images).to("cpu")
                 else:
                     batch = self.encoder.encode(texts, max_sequence_length).to("cpu")
+                progress("encoded prompts")
                 for j in range(chunk.num_real):
                     row = batch.select([j]).map_tensors(torch.clone)
                     rows[chunk_prompts[j]] = row
-                    self._add_to_cache(chunk_prompts[j], row)
+                    self.cache.put(chunk_prompts[j], row, self.capacity)
         return rows
 
-    def _add_to_cache(self, prompt: Prompt, row: TextEmbedCondition) -> None:
-        self._rows[prompt] = row
-        self.size += _num_bytes(row)
-        while self.size > self.capacity:
-            self.size -= _num_bytes(self._rows.popitem(last=False)[1])
+
+def common_lengths(table: TextEmbedCondition, multiple: int) -> tuple[int, int]:
+    """The numbers of tokens, rounded up, that hold all real ones of the prompts in `table`, which is on the CPU."""
+    longest = [1 if mask is None else 1 + last_token(mask) for mask in (table.mask, table.mask_2)]
+    first, second = (round_up(length, multiple) for length in longest)
+    return first, second
 
 
-def causal_mask(mask: Tensor) -> Tensor:
-    """[B, 1, L, L] bool: each token sees the real tokens up to itself; `mask` [B, L] is true at real tokens.
-
-    The mask is explicit because transformers uses another kernel, with other bits, for batches without padding.
-    """
-    length = mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    return causal & mask.bool()[:, None, None, :]
+def last_token(mask: Tensor) -> int:
+    """The index of the last real token of any row in a mask [B, L]; 0 if there is none."""
+    return int((mask.any(0) * torch.arange(mask.shape[1])).max())
 
 
 def _num_bytes(row: TextEmbedCondition) -> int:
-    sizes: list[int] = []
-
-    def measure(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    row.map_tensors(measure)
-    return sum(sizes)
+    return sum(value.nbytes for value in vars(row).values() if isinstance(value, Tensor))

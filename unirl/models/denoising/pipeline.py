@@ -2,91 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import DataError, IncompatibleError
-from unirl.models.base import CANARY_IDS, CANARY_PROMPTS, LatentCanaryInputs
+from unirl.models.base import CANARY_IDS, CANARY_PROMPTS, LatentCanaryInputs, response_of
 from unirl.models.chunks import balanced_chunk_size, map_chunks, padded_chunks, select_conditions
 from unirl.models.denoising.bundle import DiffusionBundle
+from unirl.models.denoising.decoding import PixelRows, decoding_thread
 from unirl.models.denoising.embeddings import ConditionImages, PromptEmbeddings
 from unirl.models.images import fit_image, read_image
 from unirl.sde.guidance import NEGATIVE
 from unirl.sde.kernels import EulerODE
 from unirl.sde.noise import NoiseSource
+from unirl.types.batch import take_rows
 from unirl.types.conditions import Conditions
-from unirl.types.primitives import Images, Videos
+from unirl.types.device import to_device
+from unirl.types.primitives import Images, Videos, unit
+from unirl.types.progress import progress
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
-from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
-BundleT = TypeVar("BundleT", bound=DiffusionBundle)
+BundleT = TypeVar("BundleT", bound=DiffusionBundle, covariant=True)
 
 VIDEO = Capabilities(modalities=("video",))
 CANARY_SIGMA = 0.5
 CANARY_SIDE_TOKENS = 4
 CANARY_SEQUENCE_LENGTH = 32
-
-
-@dataclass(frozen=True)
-class _SamplingInputs:
-    """The inputs of sampling that all chunks of a request share."""
-
-    params: DiffusionSamplingParams
-    noise: NoiseSource
-    sample_ids: list[str]
-    start_ids: list[str]  # ids that key x_T: of the sample, or of its group
-
-
-class DecodeAhead:
-    """Decodes the latents of sampled chunks in a thread while the next chunk is sampled; on a GPU in its own stream.
-
-    The pixels have the same bits as without the thread, since decoding always runs in chunks of one size.
-    """
-
-    def __init__(self, decode: Callable[[Tensor], Images | Videos], device: torch.device) -> None:
-        self.decode = decode
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
-        self._parts: list[Future[Images | Videos]] = []
-
-    def __enter__(self) -> DecodeAhead:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def add(self, latents: Tensor) -> None:
-        """Start to decode the latents [b, *latent] of a chunk."""
-        ready = None if self.stream is None else torch.cuda.current_stream(latents.device).record_event()
-        self._parts.append(self._thread.submit(self._decoded, latents, ready))
-
-    def result(self) -> Images | Videos:
-        """The decoded chunks as one batch, in order. Raises the exception of a failed decoding."""
-        parts: list[Any] = [part.result() for part in self._parts]
-        whole: Images | Videos = type(parts[0]).concat(parts)
-        return whole
-
-    def _decoded(self, latents: Tensor, ready: torch.cuda.Event | None) -> Images | Videos:
-        with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-            if self.stream is not None and ready is not None:
-                self.stream.wait_event(ready)
-                latents.record_stream(self.stream)
-            pixels = self.decode(latents)
-            if self.stream is not None:
-                self.stream.synchronize()
-            return pixels
 
 
 class DiffusionPipeline(Generic[BundleT]):
@@ -103,18 +52,19 @@ class DiffusionPipeline(Generic[BundleT]):
         decode_batch_size: int = 8,
         embedding_cache_gb: float = 2.0,
         keep_resident: bool = True,
-        vae_tiling: bool = False,
+        vae_tiling: bool | Literal["auto"] = "auto",
         vae_slicing: bool = False,
         decode_ahead: bool = False,
     ) -> None:
-        """A pipeline over `bundle`.
-
+        """
         Args:
             encode_batch_size: number of prompts per forward of the text encoders.
             decode_batch_size: number of latents or images per forward of the VAE.
             embedding_cache_gb: main memory for cached text embeddings, GiB; 0 disables the cache.
             keep_resident: False moves encoders and VAE to the device only while they run.
-            vae_tiling: run the VAE on overlapping tiles of large images or videos, which needs less memory.
+            vae_tiling: run the VAE on overlapping tiles of large images or videos, which needs less memory and changes
+                pixels at the seams. A run with the word "auto" does so only where one sample at a time does not fit
+                into the memory of its GPU, by the plan.
             vae_slicing: run the VAE on one row at a time, which needs less memory.
             decode_ahead: decode each chunk while the next one is sampled. Both need memory at the same time.
         """
@@ -129,7 +79,7 @@ class DiffusionPipeline(Generic[BundleT]):
         self.decode_batch_size = decode_batch_size
         self.decode_ahead = decode_ahead
         for option, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
-            if wanted:
+            if wanted is True:
                 self._cut_vae(option)
         if not keep_resident:
             bundle.offload(bundle.frozen)
@@ -145,15 +95,19 @@ class DiffusionPipeline(Generic[BundleT]):
         """Sample all rows of a request with pinned sampling settings, about `chunk_size` rows per forward."""
         _, params = req.only_track(DiffusionSamplingParams)
         conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
-        if not self.decode_ahead:
-            segment = LatentSegment.concat(list(self._sampled(req, params, conditions, chunk_size)))
-            return _response(req, conditions, segment, self.decode(segment.final))
-        parts = []
-        with DecodeAhead(self.decode, self.bundle.device) as ahead:
-            for part in self._sampled(req, params, conditions, chunk_size):
-                parts.append(part)
-                ahead.add(part.final)
-            return _response(req, conditions, LatentSegment.concat(parts), ahead.result())
+        chunks = self._sampled(req, params, conditions, chunk_size)
+        pixels = PixelRows(len(req))
+        if self.decode_ahead:
+            segments: list[LatentSegment] = []
+            with decoding_thread(partial(self._decode, pixels), self.bundle.device) as decode:
+                for segment in chunks:
+                    decode(sum(map(len, segments)), segment.final)
+                    segments.append(segment)
+            segment = LatentSegment.concat(segments)
+        else:
+            segment = LatentSegment.concat(list(chunks))
+            self._decode(pixels, 0, segment.final)
+        return response_of(req, conditions, segment, pixels.arrived(req.sample_ids, self.facts.fps))
 
     def record(self, req: RolloutReq, images: Images) -> RolloutResp:
         """The response for recorded images, one per row of the request: their latents, without a trajectory."""
@@ -161,7 +115,7 @@ class DiffusionPipeline(Generic[BundleT]):
         conditions = self.encode(req.prompts(), params, self._condition_images(req, params))
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.record(self.latents_of(images), params, noise)
-        return _response(req, conditions, segment, images)
+        return response_of(req, conditions, segment, images)
 
     def canary_inputs(self) -> LatentCanaryInputs:
         """Fixed prompts, encoded by the pipeline's own encoders, and keyed noise at sigma 0.5."""
@@ -176,14 +130,6 @@ class DiffusionPipeline(Generic[BundleT]):
             sigma=torch.full((len(CANARY_PROMPTS),), CANARY_SIGMA),
             conditions=self.encode(CANARY_PROMPTS, params, None if grey is None else [grey] * len(CANARY_PROMPTS)),
         )
-
-    def offload(self, names: Sequence[str]) -> None:
-        """Move components of the bundle to main memory."""
-        self.bundle.offload(names)
-
-    def onload(self, names: Sequence[str]) -> None:
-        """Move components of the bundle to its device."""
-        self.bundle.onload(names)
 
     def encode(
         self,
@@ -205,19 +151,25 @@ class DiffusionPipeline(Generic[BundleT]):
         return conditions
 
     def decode(self, latents: Tensor) -> Images | Videos:
-        """The images or videos of latents [B, *latent], rounded to 256 levels."""
+        """The images or videos of latents [B, *latent], on the host."""
+        pixels = PixelRows(len(latents))
+        self._decode(pixels, 0, latents)
+        return pixels.arrived([f"row {row}" for row in range(len(latents))], self.facts.fps)
+
+    def _decode(self, pixels: PixelRows, start: int, latents: Tensor) -> None:
+        """Decode latents [b, *latent] to the rows of `pixels` from `start` on. The host waits for nothing."""
         with torch.no_grad(), self.bundle.resident(self.decoder.components):
-            pixels = map_chunks(self.decoder.decode, latents.float(), self.decode_batch_size, self.facts.batch_multiple)
-        if self.facts.frame_scale is not None:
-            return Videos.of(pixels, self.facts.fps)
-        return Images(pixels=pixels.mul(255).round_().div_(255))
+            for chunk in padded_chunks(len(latents), self.decode_batch_size, self.facts.batch_multiple):
+                decoded = self.decoder.decode(take_rows(latents, chunk.rows).float())
+                pixels.put(start + chunk.rows[0], decoded[: chunk.num_real])
+                progress("decoded chunk")
 
     def latents_of(self, images: Images) -> Tensor:
         """The latents [B, *latent] of images, on the bundle's device."""
         encoder, device = self.bundle.encoder(), self.bundle.device
         with torch.no_grad(), self.bundle.resident(encoder.components):
             return map_chunks(
-                lambda pixels: encoder.encode(pixels.to(device)),
+                lambda levels: encoder.encode(unit(levels.to(device))),
                 images.pixels,
                 self.decode_batch_size,
                 self.facts.batch_multiple,
@@ -225,7 +177,7 @@ class DiffusionPipeline(Generic[BundleT]):
 
     def initial_noise(self, noise: NoiseSource, ids: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
         """x_T [B, *latent] keyed by ids, on the bundle's device. Rows with the same id are equal."""
-        return noise.normal(ids, "x", self.facts.latent_shape(params)).to(self.bundle.device)
+        return to_device(noise.normal(ids, "x", self.facts.latent_shape(params)), self.bundle.device)
 
     def _cut_vae(self, option: str) -> None:
         """Enable `tiling` or `slicing` of the VAE."""
@@ -250,7 +202,10 @@ class DiffusionPipeline(Generic[BundleT]):
                 f"the prompts of one step have {' and '.join(map(str, counts))} condition images, but "
                 f"{self.facts.family} needs the same number for each. Give every prompt of the data the same number"
             )
-        images = {uris: ConditionImages.of(_read_images(uris, params)) for uris in dict.fromkeys(rows)}
+        images: dict[tuple[str, ...], ConditionImages] = {}
+        for uris in dict.fromkeys(rows):
+            pixels = [fit_image(read_image(uri), params.height, params.width) for uri in uris]
+            images[uris] = ConditionImages.of(torch.stack(pixels))
         return [images[uris] for uris in rows]
 
     def _image_conditions(self, images: Sequence[ConditionImages], params: DiffusionSamplingParams) -> Conditions:
@@ -277,35 +232,13 @@ class DiffusionPipeline(Generic[BundleT]):
         self, req: RolloutReq, params: DiffusionSamplingParams, conditions: Conditions, chunk_size: int
     ) -> Iterator[LatentSegment]:
         """The segments of the request, chunk by chunk."""
+        noise = NoiseSource(params.seed, req.purpose, req.step)
         start_ids = req.group_ids if params.init_same_noise else req.sample_ids
-        inputs = _SamplingInputs(params, NoiseSource(params.seed, req.purpose, req.step), req.sample_ids, start_ids)
         multiple = self.facts.batch_multiple
         size = balanced_chunk_size(len(req), chunk_size, multiple)
         for chunk in padded_chunks(len(req), size, multiple):
-            yield self._sample_rows(inputs, conditions, list(chunk.rows)).slice(0, chunk.num_real)
-
-    def _sample_rows(self, inputs: _SamplingInputs, conditions: Conditions, rows: list[int]) -> LatentSegment:
-        x_T = self.initial_noise(inputs.noise, [inputs.start_ids[row] for row in rows], inputs.params)  # noqa: N806
-        ids = [inputs.sample_ids[row] for row in rows]
-        return self.stage.sample(select_conditions(conditions, rows), x_T, inputs.params, inputs.noise, ids)
-
-
-def _read_images(uris: Sequence[str], params: DiffusionSamplingParams) -> Tensor:
-    """Pixels [N, 3, H, W] in [0, 1], fitted to the size of the sample."""
-    return torch.stack([fit_image(read_image(uri), params.height, params.width) for uri in uris])
-
-
-def _response(req: RolloutReq, conditions: Conditions, segment: LatentSegment, decoded: Images | Videos) -> RolloutResp:
-    """The response with the one track of a request, rows in the order of the request."""
-    [name] = req.tracks
-    track = RolloutTrack(
-        sample_ids=req.sample_ids,
-        group_ids=req.group_ids,
-        prompts=req.prompts(),
-        conditions=conditions,
-        segment=segment,
-        decoded=decoded,
-        weight=torch.ones(len(req)),
-        weight_version=torch.full((len(req),), req.weight_version, dtype=torch.int64),
-    )
-    return RolloutResp({name: track})
+            rows = list(chunk.rows)
+            x_T = self.initial_noise(noise, [start_ids[row] for row in rows], params)  # noqa: N806
+            ids = [req.sample_ids[row] for row in rows]
+            segment = self.stage.sample(select_conditions(conditions, rows), x_T, params, noise, ids)
+            yield segment.slice(0, chunk.num_real)

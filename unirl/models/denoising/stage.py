@@ -14,17 +14,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unirl.config.errors import IncompatibleError
 from unirl.models.base import CanaryOutput, LatentCanaryInputs
 from unirl.models.chunks import padded_rows, select_conditions
+from unirl.models.denoising.step_cache import BlockChain, StepCache
 from unirl.models.value_head import ValueHead, pooled_text
 from unirl.sde.guidance import Network
 from unirl.sde.kernels import EulerODE, predicted_x0
-from unirl.sde.noise import NoiseAhead, NoiseSource
-from unirl.types.conditions import Conditions
+from unirl.sde.noise import NoiseSource, noise_ahead
+from unirl.types.batch import take_rows
+from unirl.types.conditions import Conditions, TextEmbedCondition
+from unirl.types.device import to_device
 from unirl.types.facts import LatentFacts
+from unirl.types.progress import progress
 from unirl.types.protocols import TORCH_DTYPES, GuidanceLike, Kernel, Previous
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, stored_positions
@@ -40,12 +45,19 @@ class Denoiser(Protocol):
         self, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], conditions: Conditions
     ) -> Float[Tensor, "B *latent"]:
         """v = eps - x0, [B, *latent] fp32, from x [B, *latent] fp32 and sigma [B] fp32: one forward."""
-        ...
 
 
 @runtime_checkable
 class ExpertDenoiser(Denoiser, Protocol):
     """A network of several experts. A forward runs only the experts of the noise levels of its rows."""
+
+    def velocity_at(
+        self, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], conditions: Conditions, levels: Sequence[float]
+    ) -> Float[Tensor, "B *latent"]:
+        """The velocity [B, *latent] where the host knows the noise levels, so that it does not wait for `sigma`.
+
+        `sigma` holds `levels` once, or several times in a row.
+        """
 
     def velocity_by_all(
         self, x: Float[Tensor, "B *latent"], sigma: Float[Tensor, "B"], conditions: Conditions
@@ -55,7 +67,14 @@ class ExpertDenoiser(Denoiser, Protocol):
         Ranks that shard the weights gather them together, so all ranks must run the same experts. They do at noise
         levels that all rows share. If each row has its own level, they do only by running all experts.
         """
-        ...
+
+
+@runtime_checkable
+class BlockwiseDenoiser(Denoiser, Protocol):
+    """A denoiser whose networks are chains of blocks, which a step cache may leave out."""
+
+    def block_chains(self) -> Sequence[Sequence[nn.Module]]:
+        """The blocks of each network, in the order in which a forward calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +118,8 @@ class DiffusionStage:
         self.denoiser = denoiser
         self.facts = facts
         self.autocast_dtype = autocast_dtype
+        self.needs_autocast: Callable[[], bool] = lambda: True
+        """False while the network computes in `autocast_dtype` by itself, so that autocast would only add casts."""
         self.value_head: ValueHead | None = None
         """Critic head created by the train backend. None unless `Needs.value` is set."""
 
@@ -115,7 +136,7 @@ class DiffusionStage:
     ) -> Float[Tensor, "B *latent"]:
         """The guided velocity [B, *latent] at x [B, *latent] and sigma [B]. Sigma may differ between rows and ranks."""
         rows = self._rows(len(x))
-        feeds = guidance.feeds(select_conditions(conditions, rows))
+        feeds = self._feeds(conditions, rows, guidance)
         denoiser = self.denoiser
         network = denoiser.velocity_by_all if isinstance(denoiser, ExpertDenoiser) else denoiser.velocity
         return self._padded_forward(x, sigma, guidance, feeds, network)
@@ -138,7 +159,8 @@ class DiffusionStage:
                           mean of solver(x_i, v)                         otherwise
 
         The noise of stochastic step i is keyed by each row's id and the name `s{i}`. Stored latents are rounded to the
-        trajectory dtype before anything is computed from them. Returns latents [B, K, *latent] at the K stored
+        trajectory dtype before anything is computed from them. With `params.cache_threshold`, steps that are neither
+        stochastic nor differentiated may reuse blocks of earlier steps. Returns latents [B, K, *latent] at the K stored
         positions, and log-probs [B, S] of the S stochastic steps.
 
         Args:
@@ -149,20 +171,38 @@ class DiffusionStage:
         sigmas, sde_indices = pinned_schedule(params)
         rows = self._rows(len(ids))
         guidance = guidance or self.facts.guidance_of(params)
-        feeds = guidance.feeds(select_conditions(conditions, rows))
+        feeds = self._feeds(conditions, rows, guidance)
         positions = stored_positions(sde_indices, params.num_inference_steps)
-        trajectory = _Trajectory(params, guidance, sigmas.tolist(), positions)
-        levels = sigmas.to(x_T.device)[:, None].expand(-1, len(rows))
-        x = trajectory.store(0, x_T[rows].float())
+        host_levels = sigmas.tolist()
+        trajectory = _Trajectory(params, guidance, host_levels, positions)
+        levels = to_device(sigmas, x_T.device)[:, None].expand(-1, len(rows))
+        x = trajectory.store(0, take_rows(x_T, rows).float())
         names = [f"s{i}" for i in sde_indices]
-        with NoiseAhead(noise, [ids[row] for row in rows], names, x_T.shape[1:]) as step_noise:
+        cache = self._step_cache(params.cache_threshold)
+        with cache.attached(), noise_ahead(noise, [ids[row] for row in rows], names, x_T.shape[1:]) as step_noise:
             for i in range(params.num_inference_steps):
-                v = gradient.velocity(i, partial(self._forward, sigma=levels[i], guidance=guidance, feeds=feeds), x)
+                cache.begin_step(may_reuse=i not in sde_indices and i not in gradient.steps)
+                network = self._network([host_levels[i]])
+                forward = partial(self._forward, sigma=levels[i], guidance=guidance, feeds=feeds, network=network)
+                v = gradient.velocity(i, forward, x)
                 if i in sde_indices:
                     x = trajectory.stochastic(i, x, v, next(step_noise))
                 else:
                     x = trajectory.deterministic(i, x, v)
-        return trajectory.segment(len(ids), sigmas, sde_indices, noise)
+                progress("denoising step")
+        return trajectory.segment(len(ids), sigmas, sde_indices, noise, cache.skipped_share())
+
+    def _step_cache(self, threshold: float | None) -> StepCache:
+        """The cache of a sampling run. Raises IncompatibleError if the denoiser has no chains of blocks."""
+        if threshold is None:
+            return StepCache()
+        if not isinstance(self.denoiser, BlockwiseDenoiser):
+            raise IncompatibleError(
+                f"sampling.cache_threshold={threshold:g} reuses blocks of the network, but "
+                f"{type(self.denoiser).__name__} of {self.facts.family} does not name its blocks. Remove the key, or "
+                "give the denoiser a method block_chains()"
+            )
+        return StepCache([BlockChain(blocks, threshold) for blocks in self.denoiser.block_chains()])
 
     def record(
         self, x0: Float[Tensor, "B *latent"], params: DiffusionSamplingParams, noise: NoiseSource
@@ -186,12 +226,20 @@ class DiffusionStage:
         batch = len(segment)
         rows = [row % batch for row in self._rows(batch * len(steps))]
         guidance = segment.guidance
-        feeds = guidance.feeds(select_conditions(conditions, rows))
+        feeds = self._feeds(conditions, rows, guidance)
         x = torch.cat([segment.latents_at(step) for step in steps]).float()
-        sigma = segment.sigmas[list(steps)].to(x.device).repeat_interleave(batch)
-        v = self._padded_forward(x, sigma, guidance, feeds)
-        return _kernel_densities(
-            segment, steps, x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch))
+        sigma = to_device(segment.sigmas[list(steps)], x.device).repeat_interleave(batch)
+        levels = segment.sigmas.tolist()
+        row_levels = [levels[steps[row // batch]] for row in self._rows(len(x))]
+        v = self._padded_forward(x, sigma, guidance, feeds, self._network(row_levels))
+        x, v = x.unflatten(0, (len(steps), batch)), v.unflatten(0, (len(steps), batch))
+        gaussians = [segment.kernel.transition(x[s], v[s], levels[i], levels[i + 1]) for s, i in enumerate(steps)]
+        logp = [g.log_prob(segment.latents_at(i + 1).float()) for g, i in zip(gaussians, steps, strict=True)]
+        return Replay(
+            logp=torch.stack(logp, 1),
+            mean=torch.stack([g.mean for g in gaussians], 1),
+            std=torch.stack([g.std for g in gaussians]).flatten(),
+            velocity=v.transpose(0, 1),
         )
 
     def values(self, conditions: Conditions, segment: LatentSegment, steps: Sequence[int]) -> Float[Tensor, "B S"]:
@@ -207,6 +255,21 @@ class DiffusionStage:
         """The velocity without guidance at `inputs`, which must be on the network's device."""
         return CanaryOutput(values=self.velocity(inputs.x, inputs.sigma, inputs.conditions, self.facts.guidance))
 
+    def _feeds(self, conditions: Conditions, rows: list[int], guidance: GuidanceLike) -> tuple[Conditions, ...]:
+        """The conditions of each forward pass, for the rows `rows`, without the padding of texts that no row needs."""
+        feeds = guidance.feeds(select_conditions(conditions, rows))
+        return tuple(
+            {name: c.trimmed() if isinstance(c, TextEmbedCondition) else c for name, c in feed.items()}
+            for feed in feeds
+        )
+
+    def _network(self, levels: Sequence[float]) -> Network:
+        """The network at noise levels that the host knows; `sigma` repeats them."""
+        denoiser = self.denoiser
+        return (
+            partial(denoiser.velocity_at, levels=levels) if isinstance(denoiser, ExpertDenoiser) else denoiser.velocity
+        )
+
     def _rows(self, count: int) -> list[int]:
         return padded_rows(count, self.facts.batch_multiple)
 
@@ -216,7 +279,7 @@ class DiffusionStage:
         sigma: Tensor,
         guidance: GuidanceLike,
         feeds: tuple[Conditions, ...],
-        network: Network | None = None,
+        network: Network,
     ) -> Tensor:
         """The velocity at the rows of x, padded with copies to the batch multiple, as `feeds` is."""
         rows = self._rows(len(x))
@@ -230,10 +293,11 @@ class DiffusionStage:
         sigma: Tensor,
         guidance: GuidanceLike,
         feeds: tuple[Conditions, ...],
-        network: Network | None = None,
+        network: Network,
     ) -> Tensor:
-        with torch.autocast(x.device.type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
-            return guidance.velocity(network or self.denoiser.velocity, x, sigma, feeds)
+        enabled = self.autocast_dtype != torch.float32 and self.needs_autocast()
+        with torch.autocast(x.device.type, self.autocast_dtype, enabled=enabled):
+            return guidance.velocity(network, x, sigma, feeds)
 
 
 def pinned_schedule(params: DiffusionSamplingParams) -> tuple[Float[Tensor, "T1"], tuple[int, ...]]:
@@ -286,7 +350,14 @@ class _Trajectory:
         self.latents.append(x.to(self.dtype))
         return self.latents[-1].float()
 
-    def segment(self, count: int, sigmas: Tensor, sde_indices: tuple[int, ...], noise: NoiseSource) -> LatentSegment:
+    def segment(
+        self,
+        count: int,
+        sigmas: Tensor,
+        sde_indices: tuple[int, ...],
+        noise: NoiseSource,
+        skipped_share: float | None = None,
+    ) -> LatentSegment:
         """The segment of the first `count` rows, without padding rows."""
         latents = torch.stack([x[:count] for x in self.latents], dim=1)
         logp = (
@@ -307,16 +378,5 @@ class _Trajectory:
             seed=noise.seed,
             step=noise.step,
             anchors={},
+            skipped=None if skipped_share is None else torch.full((count,), skipped_share),
         )
-
-
-def _kernel_densities(segment: LatentSegment, steps: Sequence[int], x: Tensor, v: Tensor) -> Replay:
-    """The kernel's mean, std and log-prob at x and v [S', B, *latent]."""
-    sigmas = segment.sigmas.tolist()
-    logp, means, stds = [], [], []
-    for s, i in enumerate(steps):
-        step = segment.kernel.transition(x[s], v[s], sigmas[i], sigmas[i + 1])
-        logp.append(step.log_prob(segment.latents_at(i + 1).float()))
-        means.append(step.mean)
-        stds.append(step.std)
-    return Replay(torch.stack(logp, 1), torch.stack(means, 1), torch.stack(stds).flatten(), v.transpose(0, 1))

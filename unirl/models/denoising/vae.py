@@ -1,42 +1,22 @@
-"""Encoder and decoder of the VAE that several image families share (diffusers' AutoencoderKL)."""
+"""Adapters of the VAEs of diffusers, and the packing of latents into the tokens of a transformer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder
+from unirl.types.conditions import Conditions, LatentCondition
+from unirl.types.device import to_device
+from unirl.types.sampling import DiffusionSamplingParams
 
-
-class KLDecoder:
-    """The decoder of diffusers' AutoencoderKL, in the VAE's own dtype (fp32)."""
-
-    components: tuple[str, ...] = ("vae",)
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae  # diffusers' AutoencoderKL, which has no types
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pixels [B, 3, H, W] of latents [B, C, H / 8, W / 8]."""
-        config = self.vae.config
-        latents = latents / config.scaling_factor + config.shift_factor
-        return to_unit(self.vae.decode(latents, return_dict=False)[0])
-
-
-class KLEncoder:
-    """The encoder of diffusers' AutoencoderKL: the mean of its Gaussian."""
-
-    components: tuple[str, ...] = ("vae",)
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Latents [B, C, H / 8, W / 8] of pixels [B, 3, H, W] in [0, 1]."""
-        config = self.vae.config
-        mean: Tensor = self.vae.encode(from_unit(pixels)).latent_dist.mode()
-        return (mean - config.shift_factor) * config.scaling_factor
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderKLWan
+IMAGE = "image"
+"""Name of the condition that holds the latents of condition images."""
 
 
 def to_unit(pixels: Tensor) -> Tensor:
@@ -49,15 +29,106 @@ def from_unit(pixels: Tensor) -> Tensor:
     return pixels * 2 - 1
 
 
+def packed(latents: Tensor, patch_size: int) -> Tensor:
+    """[B, H W / p^2, C p^2] tokens of latents [B, C, H, W]. The numbers of a token are ordered channel, row, column."""
+    return pixel_unshuffle(latents, patch_size).flatten(2).transpose(1, 2)
+
+
+def unpacked(tokens: Tensor, latent_shape: torch.Size, patch_size: int) -> Tensor:
+    """Latents [B, C, H, W] of their tokens; `latent_shape` ends with (H, W)."""
+    rows, columns = (side // patch_size for side in latent_shape[-2:])
+    return pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), patch_size)
+
+
+class VAEAdapter:
+    """Base of the adapters of a VAE of diffusers, which computes in its own dtype. Inputs and outputs are fp32."""
+
+    components: tuple[str, ...] = ("vae",)
+
+    def __init__(self, vae: nn.Module) -> None:
+        self.vae: Any = vae
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """Pixels in [0, 1] of latents that are scaled as the VAE reads them."""
+        return to_unit(self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0].float())
+
+    def encoded(self, pixels: Tensor) -> Tensor:
+        """The mean of the encoder's Gaussian for pixels in [-1, 1]."""
+        mean: Tensor = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.mode()
+        return mean.float()
+
+
+class KLDecoder(VAEAdapter):
+    """The decoder of diffusers' AutoencoderKL."""
+
+    vae: AutoencoderKL
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] of latents [B, C, H / 8, W / 8]."""
+        config = self.vae.config
+        latents = latents / config.scaling_factor + config.shift_factor
+        return self.decoded(latents)
+
+
+class KLEncoder(VAEAdapter):
+    """The encoder of diffusers' AutoencoderKL: the mean of its Gaussian."""
+
+    vae: AutoencoderKL
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [B, C, H / 8, W / 8] of pixels [B, 3, H, W] in [0, 1]."""
+        config = self.vae.config
+        return (self.encoded(from_unit(pixels)) - config.shift_factor) * config.scaling_factor
+
+
 class KLBundle(DiffusersBundle):
     """A bundle whose component `vae` is diffusers' AutoencoderKL."""
 
     def decoder(self) -> Decoder:
-        """The decoder of the VAE."""
-        self.require(("vae",), "decode latents")
-        return KLDecoder(self.modules["vae"])
+        return KLDecoder(*self.require(("vae",), "decode latents"))
 
     def encoder(self) -> Encoder:
-        """The encoder of the VAE."""
-        self.require(("vae",), "encode images")
-        return KLEncoder(self.modules["vae"])
+        return KLEncoder(*self.require(("vae",), "encode images"))
+
+
+class CausalVAE(VAEAdapter):
+    """A causal video VAE of diffusers, with latents of mean 0 and variance 1 per channel.
+
+    A latent frame covers 4 frames, and the first latent frame covers the first frame alone.
+    """
+
+    vae: AutoencoderKLWan
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels [B, 3, 4 F - 3, H, W] in [0, 1] of latents [B, C, F, h, w]."""
+        mean, std = self._channel_statistics(latents)
+        return self.decoded(latents * std + mean)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [B, C, F, h, w] of pixels [B, 3, 4 F - 3, H, W], or of images [B, 3, H, W], in [0, 1]."""
+        return self.encode_frames(from_unit(pixels if pixels.dim() == 5 else pixels[:, :, None]))
+
+    def encode_frames(self, frames: Tensor) -> Tensor:
+        """Latents [B, C, F, h, w] of frames [B, 3, 4 F - 3, H, W] in [-1, 1]: the mean of the encoder's Gaussian."""
+        latents = self.encoded(frames)
+        mean, std = self._channel_statistics(latents)
+        return (latents - mean) / std
+
+    def _channel_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, which broadcast over [B, C, F, h, w]."""
+        names = ("latents_mean", "latents_std")
+        mean, std = (to_device(torch.tensor(self.vae.config[name], dtype=like.dtype), like.device) for name in names)
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+
+class ReferenceEncoder:
+    """Condition images as VAE latents, at the size of the sample."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.components = encoder.components
+
+    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
+        """`image`: latents [B, N, C, h, w] of images [B, N, 3, H, W] in [0, 1]."""
+        latents = self.encoder.encode(images.flatten(0, 1)).unflatten(0, images.shape[:2])
+        return {IMAGE: LatentCondition(latents=latents)}

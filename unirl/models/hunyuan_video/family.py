@@ -11,18 +11,17 @@ which equals diffusers' `HunyuanVideoPipeline.encode_prompt`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from unirl.config.errors import NotFoundError
-from unirl.models.denoising.bundle import Decoder, DiffusersBundle, TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
-from unirl.models.denoising.embeddings import ConditionImages, causal_mask
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, NetworkDenoiser, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.pipeline import VIDEO
-from unirl.models.denoising.vae import to_unit
-from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.denoising.text_encoders import CausalTextEncoder, tokenize
+from unirl.models.denoising.vae import VAEAdapter
+from unirl.models.loading.checkpoint import JOINT_BLOCK, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, qwen_tokenizer, with_pieces
 from unirl.sde.guidance import GUIDANCE, EmbeddedGuidance, Guidance
 from unirl.sde.schedule import SigmaSchedule
@@ -31,13 +30,11 @@ from unirl.types.facts import LatentFacts
 from unirl.types.protocols import Capabilities
 from unirl.types.sampling import DiffusionSamplingParams
 
-FOLDER = Path(__file__).parent
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLHunyuanVideo
+    from transformers import CLIPTextModel, LlamaModel, PreTrainedTokenizerBase
+
 FPS = 24.0
-LORA_TARGETS = (
-    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    *(f"{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2")),
-)
 GUIDANCE_SCALE = 1000.0
 """The network reads the embedded guidance scale times 1000."""
 TEMPLATE = (
@@ -54,17 +51,22 @@ CROP_START = 95
 """Number of template tokens before the prompt, which the transformer does not read."""
 SKIPPED_LAYERS = 2
 CLIP_TOKENS = 77
-LLAMA, CLIP = "text_encoder", "text_encoder_2"
 
 
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """The facts of a checkpoint. Raises NotFoundError (4001) for a model of image to video."""
     transformer, vae = configs.components["transformer"], configs.components["vae"]
-    _check_text_to_video(transformer)
+    kind, channels = transformer.get("image_condition_type"), (transformer["in_channels"], transformer["out_channels"])
+    if kind is not None or channels[0] != channels[1]:
+        raise NotFoundError(
+            f"a HunyuanVideo transformer with image_condition_type={kind!r}, in_channels={channels[0]} and "
+            f"out_channels={channels[1]} is one of image to video, and this family supports only text to video. "
+            "Use a checkpoint of text to video, such as hunyuanvideo-community/HunyuanVideo"
+        )
     return LatentFacts(
         family="hunyuan_video",
         block_class_names=("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
-        lora_targets=LORA_TARGETS,
+        lora_targets=JOINT_BLOCK,
         latent_channels=transformer["in_channels"],
         vae_scale=vae.get("spatial_compression_ratio", 8),
         patch_size=transformer["patch_size"],
@@ -74,20 +76,11 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
         guidance=EmbeddedGuidance() if transformer["guidance_embeds"] else Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["pooled_projection_dim"],
+        text_is_masked=True,
     )
 
 
-def _check_text_to_video(transformer: Config) -> None:
-    kind, channels = transformer.get("image_condition_type"), (transformer["in_channels"], transformer["out_channels"])
-    if kind is not None or channels[0] != channels[1]:
-        raise NotFoundError(
-            f"a HunyuanVideo transformer with image_condition_type={kind!r}, in_channels={channels[0]} and "
-            f"out_channels={channels[1]} is one of image to video, and this family supports only text to video. "
-            "Use a checkpoint of text to video, such as hunyuanvideo-community/HunyuanVideo"
-        )
-
-
-def toy_tokenizers() -> dict[str, Any]:
+def toy_tokenizers() -> dict[str, PreTrainedTokenizerBase]:
     """Byte-level tokenizers. The part of the template before the prompt has as many tokens as in the real tokenizer."""
     start = TEMPLATE.partition("{}")[0]
     return {"tokenizer": with_pieces(qwen_tokenizer(), start, CROP_START), "tokenizer_2": clip_tokenizer()}
@@ -104,26 +97,24 @@ HUNYUAN_VIDEO = DiffusersFamily(
     },
     tokenizers=("tokenizer", "tokenizer_2"),
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
     toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
+    **family_files(__file__),
 )
 
 
-class HunyuanVideoDenoiser:
+class HunyuanVideoDenoiser(NetworkDenoiser):
     """The transformer as a velocity field."""
 
-    def __init__(self, transformer: Any, timestep_scale: float) -> None:
-        self.transformer = transformer  # diffusers' HunyuanVideoTransformer3DModel, which has no types
-        self.timestep_scale = timestep_scale
+    matrix: ClassVar[str] = "x_embedder.proj.weight"
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks", "single_transformer_blocks")
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v [B, C, F, H, W] fp32 at x [B, C, F, H, W] and sigma [B], given `text` and, if distilled, `guidance`."""
         text, scale = conditions["text"], conditions.get(GUIDANCE)
         assert isinstance(text, TextEmbedCondition) and text.pooled is not None
         assert scale is None or isinstance(scale, ScaleCondition)
-        dtype = self.transformer.x_embedder.proj.weight.dtype
-        v = self.transformer(
+        dtype = self.dtype
+        v = self.network(
             hidden_states=x.to(dtype),
             # The timestep stays in fp32: bf16 has 8 bits of precision, too few for 1000 sigma.
             timestep=self.timestep_scale * sigma,
@@ -140,67 +131,45 @@ class HunyuanVideoDenoiser:
 class HunyuanVideoTextEncoder:
     """The frozen LLaMA and CLIP-L."""
 
-    components: tuple[str, ...] = (LLAMA, CLIP)
+    components: tuple[str, ...] = ("text_encoder", "text_encoder_2")
 
-    def __init__(self, modules: Mapping[str, nn.Module], tokenizers: Mapping[str, Any]) -> None:
-        self.llama, self.clip = modules[LLAMA], modules[CLIP]
-        self.llama_tokenizer, self.clip_tokenizer = tokenizers["tokenizer"], tokenizers["tokenizer_2"]
+    def __init__(
+        self, llama: LlamaModel, clip: CLIPTextModel, tokenizers: Mapping[str, PreTrainedTokenizerBase]
+    ) -> None:
+        self.llama = CausalTextEncoder(
+            llama, tokenizers["tokenizer"], TEMPLATE.format, layers=(-1 - SKIPPED_LAYERS,), num_dropped=CROP_START
+        )
+        self.clip, self.clip_tokenizer = clip, tokenizers["tokenizer_2"]
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         """The condition of `texts`; `max_sequence_length` counts LLaMA tokens of the prompt and the template's end."""
-        tokens, mask = self._tokens(list(texts), max_sequence_length)
-        return TextEmbedCondition(embeds=tokens, mask=mask, pooled=self._pooled(list(texts)))
-
-    def _tokens(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
-        """LLaMA states [B, L, D] and the mask [B, L] of real tokens."""
-        batch = _padded(self.llama_tokenizer, [TEMPLATE.format(text) for text in texts], CROP_START + length)
-        device = next(self.llama.parameters()).device
-        ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
-        states = self.llama(input_ids=ids, attention_mask=causal_mask(mask), output_hidden_states=True).hidden_states
-        return states[-1 - SKIPPED_LAYERS][:, CROP_START:], mask[:, CROP_START:].bool()
-
-    def _pooled(self, texts: list[str]) -> Tensor:
-        """CLIP state [B, D']."""
-        ids = _padded(self.clip_tokenizer, texts, CLIP_TOKENS).input_ids
-        pooled: Tensor = self.clip(ids.to(next(self.clip.parameters()).device)).pooler_output
-        return pooled
+        clip_tokens = tokenize(self.clip_tokenizer, texts, CLIP_TOKENS, self.clip.device)
+        pooled = self.clip(clip_tokens.input_ids).pooler_output
+        return self.llama.encode(texts, max_sequence_length).replace(pooled=pooled)
 
 
-def _padded(tokenizer: Any, texts: list[str], length: int) -> Any:
-    return tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+class VideoDecoder(VAEAdapter):
+    """The decoder of a video VAE that scales its latents and does not shift them."""
 
-
-class VideoDecoder:
-    """The decoder of a video VAE, in the VAE's own dtype (fp32)."""
-
-    components: tuple[str, ...] = ("vae",)
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae  # a video VAE of diffusers that scales its latents and does not shift them
+    vae: AutoencoderKLHunyuanVideo
 
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels [B, 3, F, H, W] in [0, 1] of latents [B, C, F', H', W']."""
-        return to_unit(self.vae.decode(latents / self.vae.config.scaling_factor, return_dict=False)[0])
+        return self.decoded(latents / self.vae.config.scaling_factor)
 
 
 class HunyuanVideoBundle(DiffusersBundle):
     """Transformer, LLaMA, CLIP-L and VAE."""
 
     family: ClassVar[DiffusersFamily] = HUNYUAN_VIDEO
-
-    def denoiser(self) -> HunyuanVideoDenoiser:
-        """The transformer as a velocity field."""
-        return HunyuanVideoDenoiser(self.trainable(), self.facts.timestep_scale)
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = HunyuanVideoDenoiser
 
     def text_encoder(self) -> TextEncoder:
-        """LLaMA and CLIP-L."""
-        self.require(HunyuanVideoTextEncoder.components, "encode text")
-        return HunyuanVideoTextEncoder(self.modules, self.tokenizers)
+        llama, clip = self.require(HunyuanVideoTextEncoder.components, "encode text")
+        return HunyuanVideoTextEncoder(llama, clip, self.tokenizers)
 
     def decoder(self) -> Decoder:
-        """The VAE's decoder."""
-        self.require(("vae",), "decode latents")
-        return VideoDecoder(self.modules["vae"])
+        return VideoDecoder(*self.require(("vae",), "decode latents"))
 
 
 class HunyuanVideoPipeline(DiffusersPipeline[HunyuanVideoBundle]):
@@ -208,28 +177,8 @@ class HunyuanVideoPipeline(DiffusersPipeline[HunyuanVideoBundle]):
 
     capabilities: ClassVar[Capabilities] = VIDEO
 
-    def sample_with_diffusers(
-        self,
-        plain: PlainPipeline,
-        texts: Sequence[str],
-        x_T: Tensor,  # noqa: N803
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Tensor:
+    def call_arguments(self, texts: Sequence[str], x_T: Tensor, params: DiffusionSamplingParams) -> dict[str, object]:  # noqa: N803
         """diffusers calls the embedded scale `guidance_scale`, and that of two branches `true_cfg_scale`."""
         embedded = self.bundle.configs.components["transformer"]["guidance_embeds"]
-        frames: Tensor = plain(
-            prompt=list(texts),
-            negative_prompt=[params.negative_prompt] * len(texts),
-            max_sequence_length=params.max_sequence_length,
-            height=params.height,
-            width=params.width,
-            num_frames=params.num_frames,
-            true_cfg_scale=1.0 if embedded else params.guidance_scale,
-            guidance_scale=params.guidance_scale,
-            num_inference_steps=params.num_inference_steps,
-            sigmas=unshifted_sigmas(params.num_inference_steps),
-            latents=x_T,
-            output_type="pt",
-        ).frames
-        return frames.transpose(1, 2)
+        scale = 1.0 if embedded else params.guidance_scale
+        return super().call_arguments(texts, x_T, params) | {"true_cfg_scale": scale}

@@ -10,83 +10,72 @@ decoder passes it the keyword `attention_fn`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from unirl.models.chunks import round_up
+from unirl.types.batch import bounds_of
+from unirl.types.device import CPU, capability, to_device
+from unirl.types.rows import rows_by_key
 
 ATTENTION = "unirl"
 """The name under which the attention function is registered with transformers."""
-CPU = torch.device("cpu")
 ROW_PAD_MULTIPLE = 16
 """Rows whose lengths round up to the same multiple of this are computed side by side."""
 BLOCK = 64
 """Cached tokens are read in multiples of this, so that a row's bits depend on its own length alone."""
 
 
+class AttentionLayer(Protocol):
+    """An attention module of transformers. It holds its own part of a cache while responses are sampled."""
+
+    kv_cache: tuple[Tensor, Tensor]
+    """Keys and values [S, C, K, d] of the slots. Only a `KVCache` sets and deletes it."""
+
+
 class AttentionFn(Protocol):
     """Computes the attention of one forward. Every layer calls it."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[N, H, d] from query [N, H, d], key and value [N, K, d] of N tokens; K key heads divide H query heads."""
-        ...
 
 
 class PackedAttention:
-    """Rows end to end: a token sees the earlier tokens of its own row, and itself."""
+    """Rows end to end: a token sees the earlier tokens of its own row, and itself.
+
+    Rows of similar length are computed side by side, padded at their ends. No real token sees the padding.
+    """
 
     def __init__(self, lengths: Sequence[int], device: torch.device = CPU) -> None:
-        lengths = [length for length in lengths if length]
         # Everything is computed here, before the layers run, because their compiled forms only read it.
+        lengths = [length for length in lengths if length]
         self.longest = max(lengths)
-        self.bounds = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
-        self.groups = PaddedGroups.of(lengths, device)
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        if has_varlen(query):
-            return varlen_attention(query, key, value, self.bounds, self.longest, scale)
-        return self.groups(query, key, value, scale)
-
-
-@dataclass(frozen=True)
-class PaddedGroups:
-    """Rows of similar length side by side, padded at their ends. No real token sees the padding."""
-
-    token_index: list[Tensor]  # one [B, W] per group: the packed token at each place
-    place_of_token: Tensor  # [N] the place of each packed token in the groups laid end to end
-
-    @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> PaddedGroups:
-        """The groups of rows of `lengths` that lie end to end."""
-        widths: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths):
-            widths.setdefault(round_up(length, ROW_PAD_MULTIPLE), []).append(row)
-        ends = torch.tensor(lengths).cumsum(0)
-        token_index, place_of_token, num_places = [], torch.empty(int(ends[-1]), dtype=torch.int64), 0
-        for width, rows in widths.items():
-            last = ends[rows, None] - 1
-            first = last + 1 - torch.tensor([lengths[row] for row in rows])[:, None]
-            tokens = first + torch.arange(width)
+        self.bounds = to_device(bounds_of(lengths).int(), device)
+        self.token_index: list[Tensor] = []  # [B, W] per group of rows: the packed token at each place
+        starts, place_of_token, num_places = bounds_of(lengths), torch.empty(sum(lengths), dtype=torch.int64), 0
+        for width, rows in rows_by_key(round_up(length, ROW_PAD_MULTIPLE) for length in lengths).items():
+            last = starts[1:][rows, None] - 1
+            tokens = starts[rows, None] + torch.arange(width)
             is_real = tokens <= last
             place_of_token[tokens[is_real]] = num_places + is_real.flatten().nonzero()[:, 0]
             num_places += is_real.numel()
-            token_index.append(torch.minimum(tokens, last).to(device))
-        return PaddedGroups(token_index, place_of_token.to(device))
+            self.token_index.append(to_device(torch.minimum(tokens, last), device))
+        self.place_of_token = to_device(place_of_token, device)  # [N] in the groups laid end to end
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[N, H, d] causal attention within each row."""
+    def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if has_varlen(query):
+            return varlen_attention(query, key, value, self.bounds, self.longest, scale)
         outputs = []
         for index in self.token_index:
             rows = (t.index_select(0, index.flatten()).unflatten(0, index.shape) for t in (query, key, value))
             q, k, v = (row.transpose(1, 2) for row in rows)
-            outputs.append(softmax_attention(q, k, v, scale=scale, is_causal=True).transpose(1, 2).flatten(0, 1))
+            outputs.append(softmax_attention(q, k, v, scale, is_causal=True).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.place_of_token)
 
 
@@ -94,104 +83,131 @@ class PaddedGroups:
 
 
 class KVCache:
-    """Keys and values of the rows in the slots: [S, C, K, d] per layer, allocated when a layer first writes."""
+    """Keys and values of the rows in the slots: [S, C, K, d] per layer, allocated when a layer first writes.
+
+    They are attributes of the layers. A compiled block then reads them as it reads its weights, and one compiled form
+    serves all layers; a lookup by the index of the layer would give every layer a compiled form of its own.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.capacity = 0
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[AttentionLayer, None] = {}
 
     def reserve(self, tokens: int) -> None:
         """Grow the capacity to at least `tokens` per slot."""
         if tokens <= self.capacity:
             return
         capacity = round_up(max(tokens, self.capacity * 3 // 2), BLOCK)
-        for layer, (keys, values) in self.layers.items():  # one at a time: only one layer is in memory twice
-            self.layers[layer] = (_grown(keys, capacity), _grown(values, capacity))
+        missing = (0, 0, 0, 0, 0, capacity - self.capacity)
+        for layer in self.layers:  # one at a time: only one layer is in memory twice
+            keys, values = layer.kv_cache
+            layer.kv_cache = pad(keys, missing), pad(values, missing)
         self.capacity = capacity
 
-    def select(self, slots: Sequence[int]) -> None:
+    def select(self, slots: Tensor) -> None:
         """Keep only `slots`, in this order."""
-        for layer, (keys, values) in self.layers.items():
-            self.layers[layer] = (keys[list(slots)], values[list(slots)])
+        for layer in self.layers:
+            keys, values = layer.kv_cache
+            layer.kv_cache = keys[slots], values[slots]
         self.slots = len(slots)
 
-    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write key and value [N, K, d] at places [N] of slots laid end to end; returns the layer's whole tensors."""
+    def allocate(self, layer: AttentionLayer, key: Tensor, value: Tensor) -> None:
+        """Give `layer` room for keys and values like `key` and `value` [N, K, d], unless it has it."""
         if layer not in self.layers:
             shape = (self.slots, self.capacity, *key.shape[1:])
-            dtype = attention_dtype(key)  # cast once here, not in every step
-            self.layers[layer] = (key.new_zeros(shape, dtype=dtype), value.new_zeros(shape, dtype=dtype))
-        keys, values = self.layers[layer]
-        keys.flatten(0, 1).index_copy_(0, places, key.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, places, value.to(values.dtype))
-        return keys, values
+            dtype = attention_dtype(key)  # cast once when written, not in every step
+            layer.kv_cache = key.new_zeros(shape, dtype=dtype), value.new_zeros(shape, dtype=dtype)
+            self.layers[layer] = None
+
+    def release(self) -> None:
+        """Free the memory."""
+        for layer in self.layers:
+            del layer.kv_cache
+        self.layers.clear()
 
 
-def _grown(tensor: Tensor, capacity: int) -> Tensor:
-    grown = tensor.new_zeros((tensor.shape[0], capacity, *tensor.shape[2:]))
-    grown[:, : tensor.shape[1]] = tensor
-    return grown
+def write_to_cache(layer: AttentionLayer, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Write key and value [N, K, d] at places [N] of slots laid end to end; returns the layer's whole tensors."""
+    keys, values = layer.kv_cache
+    keys.flatten(0, 1).index_copy_(0, places, key.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, places, value.to(values.dtype))
+    return keys, values
 
 
 class PrefillAttention:
     """Attention among packed prompts, whose keys and values are written to `places` of the cache."""
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int], sources: Tensor, places: Tensor) -> None:
+    def __init__(
+        self, cache: KVCache, lengths: Sequence[int], sources: Tensor, places: Tensor, allocates: bool = True
+    ) -> None:
         self.cache = cache
         self.rows = PackedAttention(lengths, places.device)
         self.sources = sources  # [M] tokens of the forward
         self.places = places  # [M] places of slots laid end to end
+        self.allocates = allocates
+        """True in the first forward with a cache."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self.cache.write(layer, self.places, key[self.sources], value[self.sources])
+    def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if self.allocates:
+            self.cache.allocate(layer, key, value)
+        write_to_cache(layer, self.places, key[self.sources], value[self.sources])
         return self.rows(layer, query, key, value, scale)
 
 
 class DecodeAttention:
     """Attention of one new token per slot to the cached tokens of its slot, itself included."""
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, capacity: int, lengths: Tensor, groups: Mapping[int, Sequence[int] | None]) -> None:
         """
         Args:
-            lengths: number of tokens per slot, including the new one.
+            capacity: the capacity of the cache per slot.
+            lengths: [S] number of cached tokens per slot, without the new one.
+            groups: the slots that read together, by the number of places that they read, which is at least the number
+                of their tokens. None stands for all slots.
         """
-        self.cache = cache
-        self.lengths = torch.tensor(lengths, device=device)
-        self.places = torch.arange(len(lengths), device=device) * cache.capacity + self.lengths - 1
-        # On an accelerator, one kernel for all slots matters more than bits that do not depend on other rows.
-        self.groups = _by_blocks(lengths if device.type == "cpu" else [max(lengths)] * len(lengths))
+        slots, device = len(lengths), lengths.device
+        self.places = torch.arange(0, slots * capacity, capacity, device=device) + lengths.clamp(max=capacity - 1)
         # Computed once for all layers: which of a group's keys each of its slots sees.
-        self.masks = {
-            width: (torch.arange(width, device=device) < self.lengths[slots][:, None])[:, None, None]
-            for width, slots in self.groups.items()
-        }
+        self.groups = [
+            (
+                members,
+                width,
+                (torch.arange(width, device=device) <= (lengths if members is None else lengths[members])[:, None])[
+                    :, None, None
+                ],
+            )
+            for width, members in groups.items()
+        ]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = self.cache.write(layer, self.places, key, value)
+    def __call__(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        keys, values = write_to_cache(layer, self.places, key, value)
         if len(self.groups) == 1:
-            [width] = self.groups
-            return self._padded(query, keys[:, :width], values[:, :width], self.masks[width], scale)
+            [(_, width, mask)] = self.groups
+            return self._padded(query, keys[:, :width], values[:, :width], mask, scale)
         out = torch.empty_like(query)
-        for width, slots in self.groups.items():
-            mask = self.masks[width]
+        for slots, width, mask in self.groups:
             out[slots] = self._padded(query[slots], keys[slots, :width], values[slots, :width], mask, scale)
         return out
 
     def _padded(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
         """[S, H, d]. The query heads of one key head become its queries, so that keys are not copied for them."""
         q = query.unflatten(1, (keys.shape[2], -1))
-        k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        out = softmax_attention(q, k, v, attn_mask=mask, scale=scale)
-        return out.flatten(1, 2)
+        return softmax_attention(q, keys.transpose(1, 2), values.transpose(1, 2), scale, mask).flatten(1, 2)
 
 
-def _by_blocks(lengths: Sequence[int]) -> dict[int, list[int]]:
-    """Slots grouped by their length, rounded up to a multiple of BLOCK."""
-    groups: dict[int, list[int]] = {}
-    for slot, length in enumerate(lengths):
-        groups.setdefault(round_up(length, BLOCK), []).append(slot)
-    return groups
+def groups_by_length(lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Groups of slots in which the bits of a slot depend on the number of its own tokens alone, for CPUs."""
+    return rows_by_key(round_up(length, BLOCK) for length in lengths)
+
+
+def width_of_all(length: int, capacity: int) -> int:
+    """The places that all slots read on an accelerator, where one kernel matters more than such bits.
+
+    There are four widths for each doubling of the length, so a run has few of them, and each can be compiled or
+    captured once. A slot reads at most a quarter more than the longest one needs, or than a block.
+    """
+    return min(round_up(length, max(BLOCK, (1 << (length - 1).bit_length()) // 8)), capacity)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -202,48 +218,46 @@ def attention_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.device.type == "cpu" and query.dtype == torch.float32 else query.dtype
 
 
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
     """[B, H, M, d] by torch's `scaled_dot_product_attention`; key and value [B, K, L, d], where K divides H.
 
     For float32 on a CPU it is computed in float64 and rounded once. Kernels for one query and for many queries add in
     different orders; in float32, with the layers that follow, this makes a difference of 1e-5. With float64, sampling
     and replay have the same bits. The gradient is that of float32.
     """
-    compute_dtype = attention_dtype(query)
-    if query.device.type != "cpu":
+    on_cpu, compute_dtype = query.device.type == "cpu", attention_dtype(query)
+    attend = partial(scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=on_cpu)
+    if not on_cpu:
         key, value = (_for_each_query_head(tensor, query) for tensor in (key, value))
-        return scaled_dot_product_attention(query, key, value, **options)
     if compute_dtype == query.dtype:
-        return scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+        return attend(query, key, value)
     with torch.no_grad():
-        q, k, v = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
-        rounded = scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).to(query.dtype)
+        rounded = attend(*(tensor.to(compute_dtype) for tensor in (query, key, value))).to(query.dtype)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))):
         return rounded
-    differentiable = scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
-    output: Tensor = _WithGradientOf.apply(rounded, differentiable)
-    return output
+    return _WithGradientOf.apply(rounded, attend(query, key, value))
 
 
 class _WithGradientOf(torch.autograd.Function):
     """Returns the first tensor, with the gradient of the second."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, value: Tensor, differentiable: Tensor) -> Tensor:
         return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
 
 
 def has_varlen(query: Tensor) -> bool:
     """True if torch's variable-length kernel can run on `query` [N, H, d]."""
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+    version = capability(query.device)
+    if version is None or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return (
-        query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    return query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and version >= (8, 0)
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
@@ -266,7 +280,7 @@ def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def attention(
-    module: nn.Module,
+    module: AttentionLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -275,17 +289,16 @@ def attention(
     scaling: float,
     attention_fn: AttentionFn,
     sliding_window: int | None = None,
-    **unused: Any,
+    **unused: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers' layers call: [1, N, H, d] from query [1, H, N, d], key and value [1, K, N, d]."""
     if sliding_window is not None:
         raise ValueError(
             f"{type(module).__name__} has a sliding window of {sliding_window} tokens; only full attention is supported"
         )
-    layer: Any = module.layer_idx
     # Under autocast, normed queries and keys have a wider dtype than values; attention computes in the narrow one.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
-    return attention_fn(layer, q, k, v, scaling)[None], None
+    return attention_fn(module, q, k, v, scaling)[None], None
 
 
 @cache

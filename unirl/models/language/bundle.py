@@ -6,41 +6,44 @@ A `LanguageFamily` names the transformers classes of one architecture. This modu
 from __future__ import annotations
 
 import importlib
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from unirl.config.errors import NotFoundError
 from unirl.models.base import Bundle, components_to_load
+from unirl.models.chunks import batch_multiple
 from unirl.models.language.chat import TextCodec
 from unirl.models.language.policy import TokenPolicy, policy_class
 from unirl.models.language.stage import ARStage
 from unirl.models.language.tools import ToolBox
-from unirl.models.loading.estimate import ModelEstimate, language_estimate
+from unirl.models.loading.adapter_sources import AdapterLayers, adapter_file, read_peft
+from unirl.models.loading.completeness import check_dtypes, check_files, check_tensors, read_headers
+from unirl.models.loading.dtypes import cast_module, dtype_in
+from unirl.models.loading.estimate import ModelEstimate, linears_of, parameters_of, patches_of
 from unirl.models.loading.hub import language_directory, quiet_libraries, read_json
 from unirl.models.loading.saved_weights import (
     LANGUAGE_WEIGHTS,
     ModuleWeights,
-    RenamedWeights,
     SafetensorsWeights,
     SavedWeights,
 )
+from unirl.types.device import CPU
 from unirl.types.facts import LanguageFacts
 from unirl.types.protocols import TORCH_DTYPES, DtypeName
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 Config = Mapping[str, Any]
-CPU = torch.device("cpu")
 LM = "lm"
 """The only component: the network with its output head."""
 LORA_TARGETS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-SHIPPED = "quickstart"
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 """A saved tokenizer has at least one of these files."""
 
@@ -62,6 +65,14 @@ class LanguageFamily:
     reads_images: bool = False
     """True if prompts may contain images."""
 
+    def network_class(self) -> type[PreTrainedModel]:
+        """The class of transformers. It uses its own name to map older tensor names in files to current ones."""
+        return getattr(importlib.import_module("transformers"), self.model_class)
+
+    def configuration(self, config: Config) -> PretrainedConfig:
+        """`config` as an object of transformers."""
+        return getattr(importlib.import_module("transformers"), self.config_class).from_dict(dict(config))
+
 
 class LanguageBundle(Bundle):
     """A causal language model of the transformers library, trained as a `TokenPolicy`."""
@@ -73,10 +84,12 @@ class LanguageBundle(Bundle):
     """Configurations of tiny models with random weights, by their `path`."""
     published: ClassVar[Mapping[str, Config]]
     """Configurations of public checkpoints by hub id, for plans without a connection. A run reads the files."""
-    seed: ClassVar[int] = 20251
+    seed: int = 20251
     """Seed of the random weights of the tiny models."""
-    shipped: ClassVar[Path]
-    """The directory that the path `quickstart` selects."""
+    shipped: ClassVar[Mapping[str, Path]]
+    """The directories of the models that come with this package, by their `path`."""
+    toy_tokenizer: ClassVar[Callable[[], PreTrainedTokenizerBase]]
+    """Builds the tokenizer of the tiny models. It needs no files."""
     facts: LanguageFacts
 
     def __init__(
@@ -105,14 +118,12 @@ class LanguageBundle(Bundle):
         self.family = self.families[self.config["model_type"]]
         facts, torch_dtype = language_facts(self.family, self.config, device), TORCH_DTYPES[dtype]
         with quiet_libraries():
-            network = self._empty(torch_dtype) if meta_init else self._policy(torch_dtype)
+            network = self._empty(torch_dtype)
+            if not meta_init:
+                network.load_state_dict(self._plain(torch_dtype).state_dict(), assign=True)
+                network.tie_weights()
             self.codec = self._load_codec(facts)
         super().__init__({LM: network}, facts, dtype=torch_dtype, device=device)
-
-    @staticmethod
-    @abstractmethod
-    def toy_tokenizer() -> Any:
-        """Build the tokenizer of the tiny models. It needs no files."""
 
     # Facts about a model that is not loaded
 
@@ -142,7 +153,7 @@ class LanguageBundle(Bundle):
     @classmethod
     def directory_of(cls, path: str, revision: str | None = None, *, configs_only: bool = False) -> Path:
         """The local directory of the model that `path` selects."""
-        return language_directory(str(cls.shipped) if path == SHIPPED else path, revision, configs_only=configs_only)
+        return language_directory(str(cls.shipped.get(path, path)), revision, configs_only=configs_only)
 
     @classmethod
     def facts_of(cls, path: str, revision: str | None = None, device: torch.device = CPU) -> LanguageFacts:
@@ -156,77 +167,91 @@ class LanguageBundle(Bundle):
         config = cls._config_to_plan(path, revision)
         family = cls.families[config["model_type"]]
         with quiet_libraries(), torch.device("meta"):
-            network = _transformers(family.model_class)(_configuration(family, config))
-        return language_estimate(cls.facts_of(path, revision), network)
+            network = family.network_class()(family.configuration(config))
+        facts = cls.facts_of(path, revision)
+        return ModelEstimate(
+            facts=facts,
+            parameters={LM: parameters_of(network)},
+            linears=linears_of(network),
+            patches=patches_of(network),
+            num_blocks=sum(type(part).__name__ in facts.block_class_names for part in network.modules()),
+            width=facts.hidden_size,
+            cache_width=facts.cache_width,
+        )
 
     # The loaded model
 
-    def stage(self, tools: ToolBox | None = None) -> ARStage:
+    def stage(self, tools: ToolBox | None = None, use_cuda_graphs: bool = False) -> ARStage:
         """The stage that samples and replays responses with the trained network."""
-        return ARStage(self.trainable(), self.facts, self.codec, self.dtype, tools)
+        return ARStage(self.trainable(), self.facts, self.codec, self.dtype, tools, use_cuda_graphs)
 
     def saved(self) -> SavedWeights:
-        """The network's weights in the checkpoint."""
         if self.path in self.toys:
             return ModuleWeights(self.untrained())
-        files = SafetensorsWeights(self.directory_of(self.path, self.revision), self.dtype, LANGUAGE_WEIGHTS)
-        return RenamedWeights(files, self.family.parameter_name)
+        root = self.directory_of(self.path, self.revision)
+        kind = self.family.network_class()
+        return SafetensorsWeights(
+            root, lambda name: dtype_in(kind, name, self.dtype), LANGUAGE_WEIGHTS, self.family.parameter_name
+        )
 
     def saved_at(self, path: str, revision: str | None = None) -> SavedWeights:
-        """The network's weights in another checkpoint of this family."""
         other = copy(self)
         other.path, other.revision, other.config = path, revision, self.config_of(path, revision)
+        other.seed = self.seed + 1  # two checkpoints differ, those of tiny models too
         return other.saved()
 
-    def untrained(self) -> nn.Module:
+    def read_adapter(self, path: str) -> AdapterLayers:
+        kind, config = self.family.network_class(), self.family.configuration(self.config)
+        return read_peft(adapter_file(path), lambda: kind(config))
+
+    def untrained(self) -> PreTrainedModel:
         """Load a second network on the CPU, of the plain transformers class, with the checkpoint's weights."""
         with quiet_libraries():
             return self._plain(self.dtype).requires_grad_(False).eval()
 
-    def _plain(self, dtype: torch.dtype) -> nn.Module:
-        kind = _transformers(self.family.model_class)
-        if self.path in self.toys:
-            return random_network(kind, _configuration(self.family, self.config), self.seed).to(dtype)
-        return load_network(kind, self.directory_of(self.path, self.revision), dtype)
-
-    def _policy(self, dtype: torch.dtype) -> nn.Module:
-        """Build the policy with the checkpoint's weights.
-
-        The plain transformers class reads the files, because transformers uses the class name to map older tensor
-        names to current ones.
-        """
-        network = self._empty(dtype)
-        network.load_state_dict(self._plain(dtype).state_dict(), assign=True)
-        network.tie_weights()
+    def _plain(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The network as the plain transformers class, which reads the checkpoint's weights."""
+        kind = self.family.network_class()
+        if self.path not in self.toys:
+            return load_network(kind, self.directory_of(self.path, self.revision), dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            network = kind(self.family.configuration(self.config))
+        cast_module(network, dtype)
         return network
 
-    def _empty(self, dtype: torch.dtype) -> Any:
+    def _empty(self, dtype: torch.dtype) -> TokenPolicy:
         """Build the policy without storage for its parameters. Computed buffers have storage and values."""
         from accelerate import init_empty_weights
 
-        mixin: Any = self.family.policy
-        kind = policy_class(_transformers(self.family.model_class), mixin)
+        # mypy does not see that classes are hashable.
+        kind = policy_class(self.family.network_class(), self.family.policy)  # type: ignore[arg-type]
         with init_empty_weights(include_buffers=False):
-            network = kind(_configuration(self.family, self.config))
-        for parameter in network.parameters():
-            parameter.data = parameter.data.to(dtype)
+            network = kind(self.family.configuration(self.config))
+        cast_module(network, dtype)
         network.tie_weights()
         return network
 
     def _load_codec(self, facts: LanguageFacts) -> TextCodec:
         if self.path in self.toys:
-            tokenizer, generation = self.toy_tokenizer(), {}
+            tokenizer, generation = type(self).toy_tokenizer(), {}
         else:
             root = self.directory_of(self.path, self.revision)
             tokenizer, file = load_tokenizer(root), root / "generation_config.json"
             generation = read_json(file) if file.is_file() else {}
-        require_vocabulary(tokenizer, facts, self.path)
+        highest = max(tokenizer.get_vocab().values())
+        if highest >= facts.vocab_size:
+            raise NotFoundError(
+                f"{self.path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size} tokens, so "
+                "they belong to different checkpoints. Download both again"
+            )
         return TextCodec(tokenizer, end_tokens(tokenizer, text_config(self.config), generation))
 
 
 def language_facts(family: LanguageFamily, config: Config, device: torch.device = CPU) -> LanguageFacts:
     """The facts about a model that other packages read."""
     text = text_config(config)
+    head_width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     return LanguageFacts(
         family=family.name,
         trainable_attr=LM,
@@ -236,58 +261,36 @@ def language_facts(family: LanguageFamily, config: Config, device: torch.device 
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         context_length=text["max_position_embeddings"],
-        reads_images=family.reads_images,
+        cache_width=2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_width,
+        condition_images=(0, None if family.reads_images else 0),
     )
 
 
 def text_config(config: Config) -> Config:
     """The language model's part of a configuration that also describes other parts, such as a vision tower."""
-    text: Config = config.get("text_config", config)
-    return text
+    return config.get("text_config", config)
 
 
-def batch_multiple(device: torch.device) -> int:
-    """Forwards are padded to a multiple of this many tokens.
+def load_network(kind: type[PreTrainedModel], root: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the network in `root` as the transformers class `kind`. Raises DataError if a weight is missing.
 
-    On CPUs the results for a token have the same bits for any number of tokens that is a multiple of 4.
+    Further weights are ignored: files often hold a head that is tied to the embeddings.
     """
-    return 4 if device.type == "cpu" else 1
-
-
-def _transformers(name: str) -> Any:
-    return getattr(importlib.import_module("transformers"), name)
-
-
-def _configuration(family: LanguageFamily, config: Config) -> Any:
-    return _transformers(family.config_class).from_dict(dict(config))
-
-
-def random_network(kind: Any, config: Any, seed: int) -> nn.Module:
-    """Build a network from `config` with random weights that depend only on `seed`."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network: nn.Module = kind(config)
-    return network
-
-
-def load_network(kind: Any, root: Path, dtype: torch.dtype) -> nn.Module:
-    """Load the network in `root` as the transformers class `kind`. Raises DataError if a weight is missing."""
+    place = f"the model in {root}"
+    check_files(place, root, LANGUAGE_WEIGHTS)
+    options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
     try:
-        network, loading_info = kind.from_pretrained(root, dtype=dtype, local_files_only=True, output_loading_info=True)
+        network, info = kind.from_pretrained(root, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         # The libraries raise these four types for missing, truncated and unknown weight files.
         reason = str(error).strip().splitlines()[0]
-        raise NotFoundError(f"cannot load the model in {root}: {reason}. Download it again") from error
-    missing = sorted(loading_info["missing_keys"])
-    if missing:
-        raise NotFoundError(
-            f"{len(missing)} weights of the model in {root} are missing: {', '.join(missing[:5])}. Download it again"
-        )
-    loaded: nn.Module = network
-    return loaded
+        raise NotFoundError(f"cannot load {place}: {reason}. Download it again") from error
+    check_dtypes(place, network, read_headers(place, root, LANGUAGE_WEIGHTS), info["unexpected_keys"])
+    check_tensors(place, kind.__name__, info, may_have_more=True)
+    return network
 
 
-def load_tokenizer(root: Path) -> Any:
+def load_tokenizer(root: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `root`. Raises DataError if its files are missing or damaged."""
     from transformers import AutoTokenizer
 
@@ -304,20 +307,10 @@ def load_tokenizer(root: Path) -> Any:
         raise NotFoundError(f"cannot load the tokenizer in {root}: {reason}. Download it again") from error
 
 
-def end_tokens(tokenizer: Any, *configs: Config) -> tuple[int, ...]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase, *configs: Config) -> tuple[int, ...]:
     """The ids of the tokens that end a response: the tokenizer's, and those of the given configurations."""
     token_ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for config in configs:
         eos = config.get("eos_token_id")
         token_ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
     return tuple(sorted(set(token_ids)))
-
-
-def require_vocabulary(tokenizer: Any, facts: LanguageFacts, path: str) -> None:
-    """Raises DataError if the tokenizer has a token that is not in the network's embedding."""
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= facts.vocab_size:
-        raise NotFoundError(
-            f"{path}: its tokenizer has token {highest}, and the network embeds {facts.vocab_size} tokens, so they "
-            "belong to different checkpoints. Download both again"
-        )

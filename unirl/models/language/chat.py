@@ -4,40 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from unirl.config.errors import IncompatibleError, InvalidValueError
 
-Content = str | list[dict[str, Any]]
-"""The content of a user's message: a text, or a list of texts and images in the format of chat templates."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ContentPart(TypedDict, total=False):
+    """A text or an image in the format of chat templates: its `type`, and the `text` of a text."""
+
+    type: str
+    text: str
+
+
+Content = str | list[ContentPart]
+"""The content of a user's message."""
 
 
 class TextCodec:
     """Converts texts to tokens and back."""
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        """
-        Args:
-            tokenizer: a tokenizer of transformers.
-            ends: the tokens that end a response.
-        """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+        """`ends` are the tokens that end a response."""
         self.tokenizer = tokenizer
         self.ends = tuple(dict.fromkeys(ends))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without added special tokens."""
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens with special tokens written out. Stop strings are searched in this text."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,13 @@ class ChatFormat:
         if not self.chat:
             assert isinstance(content, str)
             return content
-        system = [] if self.system_instruction is None else [{"role": "system", "content": self.system_instruction}]
-        rendered: str = self.codec.tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": content}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self.enable_thinking,
-        )
-        return rendered
+        return chat(self.codec.tokenizer, content, self.system_instruction, enable_thinking=self.enable_thinking)
+
+
+def chat(tokenizer: PreTrainedTokenizerBase, content: Content, system: str | None = None, **options: object) -> str:
+    """The chat with the user's message `content`, up to the beginning of the answer."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    rendered: str = tokenizer.apply_chat_template(
+        [*messages, {"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, **options
+    )
+    return rendered

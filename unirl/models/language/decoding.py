@@ -6,34 +6,49 @@
 
 Each forward reads one token of every slot. When a response finishes, its slot admits the next waiting response. When no
 response waits any more, the cache is compacted to the active slots.
+
+An accelerator does not wait for the host between tokens, nor the host for it. The host launches some tokens of every
+slot, reads the ones before them when their copy has arrived, and refills slots a little later than it could. The tokens
+stay the same, since they depend on the row and its own tokens alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 
 from unirl.config.errors import DivergenceError
 from unirl.models.chunks import padded_rows, round_up
-from unirl.models.language.attention import DecodeAttention, KVCache, PrefillAttention
+from unirl.models.language.attention import KVCache, PrefillAttention, groups_by_length, width_of_all
 from unirl.models.language.chat import TextCodec
-from unirl.models.language.packing import expand_positions, first_row_with_same_prompt, pack_prompts, prompts_of
-from unirl.models.language.policy import NextTokenLogits, Outputs, TokenInputs, tempered
+from unirl.models.language.packing import first_row_with_same_prompt, pack_prompts, prompts_of
+from unirl.models.language.policy import NextTokenLogits
+from unirl.models.language.slots import CapturedStep, DecodeStep, Forward, SlotState, TokenSampler, read_tokens
 from unirl.models.language.tools import ToolBox
+from unirl.types.batch import bounds_of
 from unirl.types.conditions import Conditions
+from unirl.types.device import CPU, device_module, to_device, to_host
+from unirl.types.facts import PREFILL_TOKENS
+from unirl.types.progress import progress
 from unirl.types.sampling import ARSamplingParams
 
-PREFILL_TOKENS = 16384
-"""Largest number of prompt tokens in one prefill forward. A longer prompt gets a forward of its own."""
-TOKENS_AHEAD = 8
-"""Number of tokens that an accelerator samples before the host reads them. Tokens after an end are discarded."""
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
-Forward = Callable[[TokenInputs], Outputs]
+TOKENS_AHEAD = 8
+"""Number of tokens that an accelerator samples before their copy to the host begins.
+
+The host reads them while the device samples the next ones. Tokens after an end are discarded: with 8, at most 16 of a
+response, which is little beside hundreds, while the host needs less than the time of 8 tokens to record them.
+"""
 
 
 @dataclass
@@ -48,6 +63,8 @@ class Response:
     """Per token: True if the policy sampled it, False if a tool wrote it."""
     forced: deque[int] = field(default_factory=deque)
     """Tokens of a tool's answer that are appended next, in place of sampled tokens."""
+    num_sampled: int = 0
+    """Number of its tokens that the device has been told to sample. `tokens` has those that the host has read."""
     finished: bool = False
     """True after an end token or a stop string."""
     truncated: bool = False
@@ -73,9 +90,7 @@ class ResponseBuilder:
     def append(self, response: Response, token: int, logp: float) -> None:
         """Append the next forced token if there is one, else the sampled `token`."""
         sampled = not response.forced
-        if response.forced:
-            token = response.forced.popleft()
-        response.tokens.append(token)
+        response.tokens.append(token if sampled else response.forced.popleft())
         response.logps.append(logp)
         response.sampled.append(sampled)
         length = len(response.tokens)
@@ -97,52 +112,107 @@ class ResponseBuilder:
         return [text for text in self.searched if now.count(text) > before.count(text)]
 
 
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """Tokens that the device samples, on their way to the host."""
+
+    slots: list[Response | None]
+    """The response in each slot when the tokens were sampled."""
+    tokens: Tensor  # [A, S] on the host, once they have arrived
+    logps: Tensor  # [A, S]
+    arrived: ArrivalEvent | None
+
+    @staticmethod
+    def of(slots: Sequence[Response | None], sampled: Sequence[tuple[Int[Tensor, "S"], Float[Tensor, "S"]]]) -> Unread:
+        """Start the copies of tokens and log-probs [S] each. The host does not wait for them."""
+        tokens, logps = (torch.stack(values) for values in zip(*sampled, strict=True))
+        host_tokens, host_logps = (values.to(CPU, non_blocking=True) for values in (tokens, logps))
+        module = device_module(tokens.device)
+        arrived = None if module is None else module.current_stream(tokens.device).record_event()
+        return Unread(list(slots), host_tokens, host_logps, arrived)
+
+    def values(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Wait until they have arrived. Tokens and log-probs [S, A]."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tokens.T.tolist(), self.logps.T.tolist()
+
+
+class ArrivalEvent(Protocol):
+    """An event of a device's stream."""
+
+    def synchronize(self) -> None:
+        """Wait for the event."""
+
+
+def look_ahead(device: torch.device, builder: ResponseBuilder) -> LookAhead:
+    """On a CPU, and if the text so far decides what follows, the host reads every token before the next is sampled."""
+    return LookAhead(1, 0) if device.type == "cpu" or builder.tools is not None else LookAhead(TOKENS_AHEAD, 1)
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """Number of tokens that the device samples before the host reads the first of them."""
+
+    tokens: int
+    """Tokens of each slot in a chunk. The host reads whole chunks."""
+    unread: int
+    """Chunks that are launched before the host reads the one before them."""
+
+
+@dataclass(eq=False)
 class Decoding:
-    """Samples one response per row of `conditions`."""
+    """Samples one response per row of `conditions`, at most `num_slots` at a time."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        conditions: Conditions,
-        params: ARSamplingParams,
-        builder: ResponseBuilder,
-        uniforms: Tensor,
-        responses: Sequence[Response],
-    ) -> None:
-        """
-        Args:
-            forward: one forward of the network.
-            uniforms: [B, max_new_tokens] the uniform number that selects each token of each row.
-            responses: one empty response per row; `run` completes them in place.
-        """
-        self.forward = forward
-        self.conditions = conditions
-        self.params = params
-        self.builder = builder
-        self.uniforms = uniforms
-        self.responses = responses
-        self.prompts = prompts_of(conditions)
+    forward: Forward
+    conditions: Conditions
+    builder: ResponseBuilder
+    uniforms: Tensor
+    """[B, max_new_tokens] the uniform number that selects each token of each row."""
+    responses: Sequence[Response]
+    """One empty response per row; `run` completes them in place."""
+    num_slots: int
+    multiple: int
+    """Forwards are padded to a multiple of this many tokens."""
+    use_cuda_graphs: bool = False
+    """Capture steps on an accelerator, except with tools, whose answers the host sends."""
+
+    def __post_init__(self) -> None:
+        self.params = self.builder.params
+        self.prompts = prompts_of(self.conditions)
         self.device = self.prompts.tokens.device
-        self.ends = torch.tensor(builder.codec.ends, dtype=torch.int64, device=self.device)
-        self.prompt_row = first_row_with_same_prompt(conditions)
-        self.position_offset = (self.prompts.next_position.cpu() - self.prompts.lengths).tolist()
-        """Per row: position of a response token minus the number of tokens before it."""
-        self.waiting = deque(responses)
-
-    def run(self, num_slots: int, multiple: int) -> None:
-        """Complete all responses, at most `num_slots` at a time. Forwards are padded to a multiple of `multiple`."""
-        self.multiple = multiple
-        count = round_up(min(num_slots, len(self.responses)), multiple)
+        ends = torch.tensor(self.builder.codec.ends, dtype=torch.int64)
+        self.sampler = TokenSampler(self.params, self.uniforms, to_device(ends, self.device))
+        self.prompt_row = first_row_with_same_prompt(self.conditions)
+        [next_position] = to_host([self.prompts.next_position])
+        self.next_position: list[int] = next_position.tolist()
+        self.prompt_lengths: list[int] = self.prompts.lengths.tolist()
+        self.ahead = look_ahead(self.device, self.builder)
+        self.waiting = deque(self.responses)
+        count = round_up(min(self.num_slots, len(self.responses)), self.multiple)
         self.cache = KVCache(count)
+        if self.device.type != "cpu":  # addresses stay, and nothing is copied when responses grow
+            self.cache.reserve(max(self.prompt_lengths) + self.params.max_new_tokens)
         self.slots: list[Response | None] = [None] * count
-        self.cached = [0] * count
-        """Number of cached tokens per slot."""
-        self.logits: Tensor | None = None
-        """[S, V] logits of the next token of each slot."""
-        while self._admit_and_compact():
-            tokens = self._sample_ahead()
-            if any(self.slots):
-                self._decode(tokens)
+        self.unread: deque[Unread] = deque()
+        self.state: SlotState | None = None
+        self.captures = self.use_cuda_graphs and self.ahead.unread > 0
+        self.captured: CapturedStep | None = None
+
+    def run(self) -> None:
+        """Complete all responses."""
+        try:
+            while self._admit_and_compact():
+                tokens = self._sample_ahead()
+                progress("chunk of tokens")
+                while len(self.unread) > self.ahead.unread:
+                    self._record(self.unread.popleft())
+                if any(self.slots) and not self.captures:
+                    self._read(tokens)
+            while self.unread:
+                self._record(self.unread.popleft())
+        finally:
+            self.cache.release()
 
     # Slots
 
@@ -155,9 +225,9 @@ class Decoding:
                 response = self.waiting.popleft()
                 self.slots[slot] = response
                 prompts.setdefault(self.prompt_row[response.row], []).append(slot)
-            for rows in _split_by_tokens(prompts, self.prompts.lengths.tolist()):
+            for rows in _split_by_tokens(prompts, self.prompt_lengths):
                 self._prefill({row: prompts[row] for row in rows})
-        elif 2 * round_up(sum(map(bool, self.slots)), self.multiple) <= len(self.slots):
+        elif 0 < 2 * round_up(sum(map(bool, self.slots)), self.multiple) <= len(self.slots):
             self._compact()
         return any(self.slots)
 
@@ -166,11 +236,12 @@ class Decoding:
         active = [slot for slot, response in enumerate(self.slots) if response is not None]
         idle = [slot for slot, response in enumerate(self.slots) if response is None]
         slots = sorted(active + idle[: round_up(len(active), self.multiple) - len(active)])
-        self.cache.select(slots)
         self.slots = [self.slots[slot] for slot in slots]
-        self.cached = [self.cached[slot] for slot in slots]
-        assert self.logits is not None
-        self.logits = self.logits[slots]
+        assert self.state is not None
+        selected = self._to_device(slots)
+        self.cache.select(selected)
+        self.state.select(selected)
+        self.captured = None  # its graphs write to the memory of all slots
 
     # Forwards
 
@@ -178,88 +249,107 @@ class Decoding:
         """Read some prompts, given as {row: slots}. Each is read once and cached in all of its slots."""
         packed = pack_prompts(self.conditions, list(prompts))
         self.cache.reserve(max(packed.lengths))
-        sources, targets, start = [], [], 0
-        for length, slots in zip(packed.lengths, prompts.values(), strict=True):
+        starts = bounds_of(packed.lengths)
+        sources, targets = [], []
+        for start, length, slots in zip(starts[:-1], packed.lengths, prompts.values(), strict=True):
             for slot in slots:
-                sources.append(torch.arange(start, start + length))
+                sources.append(start + torch.arange(length))
                 targets.append(torch.arange(length) + slot * self.cache.capacity)
-                self.cached[slot] = length
-            start += length
-        last_tokens = torch.tensor(packed.lengths).cumsum(0) - 1
+        last_tokens = starts[1:] - 1
         padded = packed.padded(self.multiple)
-        attention_fn = PrefillAttention(
-            self.cache, padded.lengths, self._to_device(torch.cat(sources)), self._to_device(torch.cat(targets))
-        )
-        output_fn = NextTokenLogits(self._to_device(last_tokens[padded_rows(len(last_tokens), self.multiple)]))
-        logits = self.forward(padded.inputs(attention_fn, output_fn))["logits"]
-        if self.logits is None:
-            self.logits = logits.new_zeros(len(self.slots), logits.shape[1])
-        for i, slots in enumerate(prompts.values()):
-            self.logits[slots] = logits[i]
+        copied, places = (to_device(torch.cat(index), self.device) for index in (sources, targets))
+        is_first = self.state is None
+        attention_fn = PrefillAttention(self.cache, padded.lengths, copied, places, allocates=is_first)
+        last_tokens = last_tokens[padded_rows(len(last_tokens), self.multiple)]
+        inputs = padded.inputs(attention_fn, NextTokenLogits(to_device(last_tokens, self.device)))
+        # A compiled block cannot allocate its part of the cache.
+        with set_stance("force_eager") if is_first else nullcontext():
+            logits = self.forward(inputs)["logits"]
+        if self.state is None:
+            count, vocabulary = len(self.slots), logits.shape[1]
+            zeros = torch.zeros(4, count, dtype=torch.int64, device=self.device)
+            self.state = SlotState(logits.new_zeros(count, vocabulary), zeros)
+        slots = [slot for some in prompts.values() for slot in some]
+        prompt = self._to_device([i for i, some in enumerate(prompts.values()) for _ in some])
+        counters = [self._first_counters(self.slots[slot]) for slot in slots]
+        self.state.assign(self._to_device(slots), self._to_device(counters).T, logits[prompt])
 
-    def _decode(self, tokens: Tensor) -> None:
+    def _first_counters(self, response: Response | None) -> tuple[int, int, int, int]:
+        """The counters of a slot in which the prompt of a response has been read."""
+        assert response is not None
+        return response.row, 0, self.next_position[response.row], self.prompt_lengths[response.row]
+
+    def _read(self, tokens: Tensor) -> None:
         """Read one token [S] of every slot. Idle slots read a token too, whose output is never used."""
-        offsets = [0 if r is None else self.position_offset[r.row] for r in self.slots]
-        positions = torch.tensor([offset + count for offset, count in zip(offsets, self.cached, strict=True)])
-        lengths = [count + 1 for count in self.cached]
+        lengths = self._lengths()
         self.cache.reserve(max(lengths))
-        inputs = TokenInputs(
-            tokens=tokens,
-            positions=expand_positions(self._to_device(positions), self.prompts.positions),
-            attention_fn=DecodeAttention(self.cache, lengths, self.device),
-            output_fn=NextTokenLogits(torch.arange(len(tokens), device=self.device)),
-        )
-        self.logits = self.forward(inputs)["logits"]
-        self.cached = [0 if r is None else n for r, n in zip(self.slots, lengths, strict=True)]
+        capacity = self.cache.capacity
+        on_cpu = self.device.type == "cpu"
+        groups = groups_by_length(lengths) if on_cpu else {width_of_all(max(lengths), capacity): None}
+        assert self.state is not None
+        read_tokens(self.forward, self.state, tokens, capacity, groups, self.prompts.positions.shape[1:])
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)
+    def _lengths(self) -> list[int]:
+        """The number of tokens of each slot, those included that are to be read next."""
+        limit = self.params.max_new_tokens
+        return [1 if r is None else self.prompt_lengths[r.row] + min(r.num_sampled, limit) for r in self.slots]
+
+    def _to_device(self, values: object) -> Tensor:
+        """Integers, on the device."""
+        return to_device(torch.tensor(values), self.device)
 
     # Tokens
 
     def _sample_ahead(self) -> Tensor:
-        """Sample one or several tokens for every slot, record them, and return the last ones [S]."""
-        tokens: list[Tensor] = []
-        logps: list[Tensor] = []
-        for i in range(self._num_tokens_ahead()):
-            if i:
-                self._decode(tokens[-1])
-            token, logp = self._sample_next(i)
-            tokens.append(token)
-            logps.append(logp)
-        self._record(torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist())
-        return tokens[-1]
+        """Sample one or several tokens for every slot, start their copies to the host, and return the last ones [S].
 
-    def _num_tokens_ahead(self) -> int:
-        """The number of tokens to sample before the host reads them: one on a CPU, or if text decides what follows."""
-        if self.device.type == "cpu" or self.builder.searched:
-            return 1
-        left = [self.params.max_new_tokens - len(r.tokens) for r in self.slots if r is not None]
-        return min(TOKENS_AHEAD, *left)
+        A response that has all its tokens gives up its slot, although the host has not read them.
+        """
+        slots = list(self.slots)
+        most = max(self.params.max_new_tokens - r.num_sampled for r in slots if r is not None)
+        sampled: list[tuple[Tensor, Tensor]] = []
+        for _ in range(min(self.ahead.tokens, most)):
+            if sampled and not self.captures:
+                self._read(sampled[-1][0])
+            sampled.append(self._run_captured() if self.captures else self._sample_next())
+        self.unread.append(Unread.of(slots, sampled))
+        for slot, response in enumerate(slots):
+            if response is not None and response.num_sampled >= self.params.max_new_tokens:
+                self.slots[slot] = None
+        return sampled[-1][0]
 
-    def _sample_next(self, ahead: int) -> tuple[Tensor, Tensor]:
-        """Sample tokens [S] with log-probs [S]; `ahead` tokens of each slot are sampled but not yet recorded."""
-        assert self.logits is not None
-        rows = [0 if r is None else r.row for r in self.slots]
-        counts = [0 if r is None else len(r.tokens) + ahead for r in self.slots]
-        logps = tempered(self.logits, self.params.temperature)
-        allowed = logps
-        if self.params.min_new_tokens > min(counts):
-            too_short = self._to_device(torch.tensor(counts)) < self.params.min_new_tokens
-            allowed = logps.clone()
-            allowed[:, self.ends] = allowed[:, self.ends].masked_fill(too_short[:, None], -math.inf)
-        tokens = sample_tokens(allowed, self.uniforms[rows, counts], self.params)
-        forced = {slot: r.forced[0] for slot, r in enumerate(self.slots) if r is not None and r.forced}
-        if forced:
-            tokens[list(forced)] = self._to_device(torch.tensor(list(forced.values())))
-        return tokens, logps.gather(1, tokens[:, None])[:, 0]
+    def _sample_next(self) -> tuple[Tensor, Tensor]:
+        """Sample tokens [S] with log-probs [S]."""
+        assert self.state is not None
+        forced = None
+        if any(response is not None and response.forced for response in self.slots):
+            forced = self._to_device([r.forced[0] if r is not None and r.forced else -1 for r in self.slots])
+        return self.sampler(self.state, self._count_token(), forced)
 
-    def _record(self, tokens: list[list[int]], logps: list[list[float]]) -> None:
-        """Append tokens [S, A] to the responses up to their ends, and free the slots of completed responses."""
-        for slot, response in enumerate(self.slots):
-            if response is None:
-                continue
-            for token, logp in zip(tokens[slot], logps[slot], strict=True):
+    def _run_captured(self) -> tuple[Tensor, Tensor]:
+        """Sample tokens [S] with log-probs [S], and read them."""
+        assert self.state is not None
+        if self.captured is None:
+            shape = self.prompts.positions.shape[1:]
+            step = DecodeStep(self.forward, self.sampler, self.state, self.cache.capacity, shape)
+            self.captured = CapturedStep(step, self.device)
+        forbid_ends = self._count_token()
+        return self.captured(width_of_all(max(self._lengths()), self.cache.capacity), forbid_ends)
+
+    def _count_token(self) -> bool:
+        """Count one more token of each response. True if one of them is too short to end with it."""
+        active = [response for response in self.slots if response is not None]
+        forbid_ends = min(response.num_sampled for response in active) < self.params.min_new_tokens
+        for response in active:
+            response.num_sampled += 1
+        return forbid_ends
+
+    def _record(self, unread: Unread) -> None:
+        """Append tokens to the responses up to their ends, and free the slots of completed responses."""
+        for response, tokens, logps in zip(unread.slots, *unread.values(), strict=True):
+            for token, logp in zip(tokens, logps, strict=True):
+                if response is None or response.is_done:
+                    break
                 if not math.isfinite(logp):
                     raise DivergenceError(
                         f"the model gives token {len(response.tokens)} of {response.id} the log-prob {logp}: its "
@@ -267,9 +357,7 @@ class Decoding:
                         "learning rate"
                     )
                 self.builder.append(response, token, logp)
-                if response.is_done:
-                    self.slots[slot], self.cached[slot] = None, 0
-                    break
+        self.slots = [None if response is None or response.is_done else response for response in self.slots]
 
 
 def _split_by_tokens(rows: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -283,38 +371,3 @@ def _split_by_tokens(rows: Iterable[int], lengths: Sequence[int]) -> list[list[i
             total = lengths[row]
         groups[-1].append(row)
     return groups
-
-
-def sample_tokens(logps: Tensor, uniform: Tensor, params: ARSamplingParams) -> Tensor:
-    """Tokens [S] int64 from log-probs [S, V]: the most likely at temperature 0, else the inverse CDF at uniform [S].
-
-    The CDF runs in vocabulary order over the tokens that top-k and then top-p keep.
-    """
-    if params.temperature == 0:
-        return logps.argmax(1)
-    return inverse_cdf(top_k_top_p(logps.double().exp(), params.top_k, params.top_p), uniform)
-
-
-def top_k_top_p(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[S, V] probabilities of the kept tokens, and 0 elsewhere. They are not renormalised.
-
-    Keeps the `top_k` most likely tokens (0 keeps all), and of these the fewest whose share reaches `top_p`.
-    """
-    if top_k == 0 and top_p == 1.0:
-        return probabilities
-    count = min(top_k or probabilities.shape[1], probabilities.shape[1])
-    ranked, order = (tensor[:, :count] for tensor in probabilities.sort(dim=1, descending=True, stable=True))
-    shares = ranked.cumsum(1) / ranked.sum(1, keepdim=True)
-    before = torch.cat([shares.new_zeros(len(shares), 1), shares[:, :-1]], dim=1)
-    return torch.zeros_like(probabilities).scatter(1, order, torch.where(before < top_p, ranked, 0.0))
-
-
-def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """[S] the first index at which the running sum of weights [S, V] float64 exceeds `uniform` [S] times their sum.
-
-    It never selects an index of weight 0. In float64 the sums of 150,000 weights are accurate to 1e-14; in float32 a
-    token of probability 1e-7 could not be distinguished from one of probability 0.
-    """
-    running = weights.cumsum(1)
-    target = uniform.double()[:, None] * running[:, -1:]
-    return torch.searchsorted(running, target, right=True)[:, 0].clamp(max=weights.shape[1] - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,12 @@ from torch import Tensor
 from unirl.models.chunks import round_up
 from unirl.models.language.attention import AttentionFn
 from unirl.models.language.policy import OutputFn, TokenInputs
+from unirl.types.batch import bounds_of
 from unirl.types.conditions import Conditions, ImagePatches, PromptTokens
 from unirl.types.segments import TextSegment
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,7 @@ class PackedTokens:
 
     def inputs(self, attention_fn: AttentionFn, output_fn: OutputFn) -> TokenInputs:
         """The input of a forward over these rows."""
-        return TokenInputs(
-            tokens=self.tokens,
-            positions=self.positions,
-            attention_fn=attention_fn,
-            output_fn=output_fn,
-            images=self.images,
-        )
+        return TokenInputs(self.tokens, self.positions, attention_fn, output_fn, self.images)
 
 
 def prompts_of(conditions: Conditions) -> PromptTokens:
@@ -65,14 +64,17 @@ def images_of(conditions: Conditions) -> ImagePatches | None:
 def first_row_with_same_prompt(conditions: Conditions) -> list[int]:
     """Per row, the first of the adjacent rows with the same prompt. The samples of a group are adjacent."""
     prompts, images = prompts_of(conditions), images_of(conditions)
-    tokens = prompts.tokens.split(prompts.lengths.tolist())
-    patches = None if images is None else images.patches.split(images.offsets.diff().tolist())
-    first = [0] * len(tokens)
-    for row in range(1, len(tokens)):
-        same = torch.equal(tokens[row], tokens[row - 1])
-        if same and images is not None and patches is not None:
-            same = images.grids[row] == images.grids[row - 1] and torch.equal(patches[row], patches[row - 1])
-        first[row] = first[row - 1] if same else row
+    lengths = prompts.lengths.tolist()
+    keys: list[object] = lengths if images is None else list(zip(lengths, images.grids, images.digests, strict=True))
+    similar = [row for row in range(1, len(keys)) if keys[row] == keys[row - 1]]
+    tokens = prompts.tokens.split(lengths)
+    same = set()
+    if similar:  # the host waits for the device once
+        flags = torch.stack([(tokens[row] == tokens[row - 1]).all() for row in similar]).tolist()
+        same = {row for row, flag in zip(similar, flags, strict=True) if flag}
+    first = list(range(len(keys)))
+    for row in sorted(same):
+        first[row] = first[row - 1]
     return first
 
 
@@ -83,38 +85,47 @@ def pack_prompts(conditions: Conditions, rows: Sequence[int]) -> PackedTokens:
     return PackedTokens(prompts.tokens, prompts.positions, prompts.lengths.tolist(), selected)
 
 
-def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Tensor]:
+def pack_responses(conditions: Conditions, segment: TextSegment) -> tuple[PackedTokens, Int[Tensor, "sum_L"]]:
     """Prompts with their responses, and the index [sum L] of the token before each token of `segment`.
 
     The last token of a response is left out, since no later token depends on it.
     """
     prompts = prompts_of(conditions)
-    device = prompts.tokens.device
-    prompt_lengths, lengths = prompts.lengths, segment.lengths
-    read_lengths = prompt_lengths + (lengths - 1).clamp(min=0)
-    starts = read_lengths.cumsum(0) - read_lengths
-    parts, previous = [], []
-    for row in range(len(prompts)):
-        begin, end = int(prompts.offsets[row]), int(prompts.offsets[row + 1])
-        first = len(prompts.tokens) + int(segment.offsets[row])
-        count, length = int(read_lengths[row]) - (end - begin), int(lengths[row])
-        parts += [torch.arange(begin, end), torch.arange(first, first + count)]
-        last = int(starts[row]) + end - begin - 1
-        previous.append(torch.arange(last, last + length))
-    index = torch.cat(parts).to(device)
-    tokens = torch.cat([prompts.tokens, segment.tokens.to(device)])[index]
-    positions = torch.cat([prompts.positions, response_positions(prompts, lengths)])[index]
-    return PackedTokens(tokens, positions, read_lengths.tolist(), images_of(conditions)), torch.cat(previous).to(device)
+    prompt_lengths, device = prompts.lengths.tolist(), prompts.tokens.device
+    rows = zip(
+        prompts.tokens.split(prompt_lengths),
+        prompts.positions.split(prompt_lengths),
+        prompts.next_position.to(device),
+        segment.tokens.to(device).split(segment.lengths.tolist()),
+        strict=True,
+    )
+    tokens: list[Tensor] = []
+    positions: list[Tensor] = []
+    previous: list[Tensor] = []
+    lengths: list[int] = []
+    for prompt, places, next_position, response in rows:
+        offsets = torch.arange(len(response), device=device)
+        previous.append(sum(lengths) + len(prompt) - 1 + offsets)
+        tokens += [prompt, response[:-1]]
+        positions += [places, expand_positions(next_position + offsets[:-1], places)]
+        lengths.append(len(prompt) + len(response[:-1]))
+    return PackedTokens(torch.cat(tokens), torch.cat(positions), lengths, images_of(conditions)), torch.cat(previous)
 
 
-def response_positions(prompts: PromptTokens, lengths: Tensor) -> Tensor:
-    """Positions [sum L] or [sum L, 3] of responses of `lengths` [B], continuing after their prompts."""
-    offset = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    device = prompts.tokens.device
-    starts = prompts.next_position.to(device)[torch.arange(len(lengths)).repeat_interleave(lengths).to(device)]
-    return expand_positions(starts + offset.to(device), prompts.positions)
+def prompt_tokens(
+    rows: Sequence[Sequence[int]], positions: Sequence[Int[Tensor, "_ ..."]] | None = None
+) -> PromptTokens:
+    """Prompts from the tokens of each row, with their positions [P] or [P, 3]. None counts 0, 1, 2, ..."""
+    if positions is None:
+        positions = [torch.arange(len(row)) for row in rows]
+    return PromptTokens(
+        tokens=torch.tensor([token for row in rows for token in row]),
+        positions=torch.cat(list(positions)),
+        next_position=torch.stack([places.max() + 1 for places in positions]),
+        offsets=bounds_of([len(row) for row in rows]),
+    )
 
 
-def expand_positions(positions: Tensor, others: Tensor) -> Tensor:
+def expand_positions(positions: Int[Tensor, "N"], others: Int[Tensor, "_ *components"]) -> Int[Tensor, "N *components"]:
     """`positions` [N], or [N, 3] with equal components if `others` have three components."""
     return positions if others.dim() == 1 else positions[:, None].expand(-1, others.shape[1])

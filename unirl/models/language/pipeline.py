@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import DataError
-from unirl.models.base import CANARY_PROMPTS
+from unirl.models.base import CANARY_PROMPTS, response_of
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.chat import ChatFormat
-from unirl.models.language.packing import prompts_of
+from unirl.models.language.packing import prompt_tokens, prompts_of
 from unirl.models.language.policy import tempered
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
@@ -24,12 +24,12 @@ from unirl.types.conditions import Conditions, PromptTokens
 from unirl.types.primitives import Texts
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq, TrackSpec
-from unirl.types.rollout_resp import RolloutResp, RolloutTrack
+from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
 CANARIES = tuple(text for text in CANARY_PROMPTS if text)
-BundleT = TypeVar("BundleT", bound=LanguageBundle)
+BundleT = TypeVar("BundleT", bound=LanguageBundle, covariant=True)
 
 
 class TextPipeline(Generic[BundleT]):
@@ -46,39 +46,31 @@ class TextPipeline(Generic[BundleT]):
         system_instruction: str | None = None,
         enable_thinking: bool = False,
         tools: ToolBox | None = None,
+        use_cuda_graphs: bool = False,
     ) -> None:
-        """A pipeline over `bundle`.
-
+        """
         Args:
             chat: render prompts with the chat template of the model; False passes them unchanged.
             system_instruction: the system message of every chat.
             enable_thinking: enable the thinking mode of chat templates that have one.
             tools: tools that the model may call; a chat describes them in its system message.
+            use_cuda_graphs: on a GPU, capture each kind of decoding step as a CUDA graph, which is launched at once. It
+                has no effect on a CPU and with tools, and has not yet run on a GPU.
         """
         self.bundle = bundle
         self.facts = bundle.facts
-        self.stage = bundle.stage(tools)
+        self.stage = bundle.stage(tools, use_cuda_graphs)
         messages = [system_instruction, tools.instruction if chat and tools is not None else None]
         system = "\n\n".join(text for text in messages if text is not None) or None
         self.format = ChatFormat(bundle.codec, chat, system, enable_thinking)
 
     def generate(self, req: RolloutReq, chunk_size: int) -> RolloutResp:
         """Sample one response per row of a request, `chunk_size` of them at a time."""
-        name, params = req.only_track(ARSamplingParams)
+        _, params = req.only_track(ARSamplingParams)
         conditions = self.encode(req, params)
         noise = NoiseSource(params.seed, req.purpose, req.step)
         segment = self.stage.sample(conditions, params, noise, req.sample_ids, chunk_size)
-        track = RolloutTrack(
-            sample_ids=req.sample_ids,
-            group_ids=req.group_ids,
-            prompts=req.prompts(),
-            conditions=conditions,
-            segment=segment,
-            decoded=Texts(texts=self.decode(segment)),
-            weight=torch.ones(len(req)),
-            weight_version=torch.full((len(req),), req.weight_version, dtype=torch.int64),
-        )
-        return RolloutResp({name: track})
+        return response_of(req, conditions, segment, Texts(texts=self.decode(segment)))
 
     def encode(self, req: RolloutReq, params: ARSamplingParams) -> Conditions:
         """The conditions of a request: `prompt`, and `images` for models that take images.
@@ -100,19 +92,18 @@ class TextPipeline(Generic[BundleT]):
         """Fixed prompts, as tokens."""
         return prompt_tokens([self.bundle.codec.encode(self.format.text(text)) for text in CANARIES])
 
-    def offload(self, names: Sequence[str]) -> None:
-        """Move components of the bundle to main memory."""
-        self.bundle.offload(names)
-
-    def onload(self, names: Sequence[str]) -> None:
-        """Move components of the bundle to its device."""
-        self.bundle.onload(names)
-
     # Export to transformers and peft
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """Write the model, with `tensors` in place of its own, as a directory that transformers loads."""
-        return write_transformers_model(self.bundle, tensors, folder)
+        """Write the model, with `tensors` in place of its own, and its tokenizer as a directory of transformers."""
+        network = self.bundle.untrained()
+        unexpected = network.load_state_dict(dict(tensors), strict=False).unexpected_keys
+        if unexpected:
+            raise ValueError(f"the model has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
+        with quiet_libraries():
+            network.save_pretrained(folder)
+            self.bundle.codec.tokenizer.save_pretrained(folder)
+        return folder
 
     def write_lora(self, folder: Path, adapter: Adapter) -> Path:
         """Write an adapter as a folder that peft loads onto the untrained model."""
@@ -120,11 +111,19 @@ class TextPipeline(Generic[BundleT]):
 
     def verify_model(self, folder: Path, texts: Sequence[str], params: ARSamplingParams) -> float:
         """Max abs difference between our log-probs of our responses to `texts` and those of the model in `folder`."""
-        return self._difference(load_transformers_model(self.bundle, folder), texts, params)
+        with quiet_libraries():
+            kind = self.bundle.family.network_class()
+            exported = kind.from_pretrained(folder, dtype=self.bundle.dtype, local_files_only=True)
+        return self._difference(exported, texts, params)
 
     def verify_lora(self, folder: Path, texts: Sequence[str], params: ARSamplingParams) -> float:
-        """The same for the untrained model with the adapter in `folder`."""
-        return self._difference(load_peft_model(self.bundle, folder), texts, params)
+        """The same for the untrained model with the adapter in `folder`, loaded by peft."""
+        from peft import PeftModel
+
+        with quiet_libraries(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+            exported = PeftModel.from_pretrained(self.bundle.untrained(), str(folder))
+        return self._difference(exported, texts, params)
 
     def _difference(self, exported: nn.Module, texts: Sequence[str], params: ARSamplingParams) -> float:
         ids = [f"verify:{i}" for i in range(len(texts))]
@@ -140,9 +139,9 @@ class TextPipeline(Generic[BundleT]):
             weight_version=0,
         )
         with torch.no_grad():
-            track = self.generate(req, len(texts)).tracks["text"]
+            track = self.generate(req, len(texts)).tracks["text"].sampled_as(TextSegment)
             ours = self.stage.replay(track.conditions, track.segment).logp
-            theirs = transformers_logp(exported.to(self.bundle.device), track.conditions, track.segment)
+            theirs = transformers_logp(exported.eval().to(self.bundle.device), track.conditions, track.segment)
         return float((ours - theirs).abs().max())
 
 
@@ -158,50 +157,6 @@ def check_prompt_length(count: int, id: str, params: ARSamplingParams) -> None:
             f"prompt {id} is {count} tokens long, its template included, and sampling.max_prompt_tokens is "
             f"{params.max_prompt_tokens}: raise that, or remove the prompt from the data. Prompts are never truncated"
         )
-
-
-def prompt_tokens(rows: Sequence[Sequence[int]]) -> PromptTokens:
-    """Prompts of text only, whose tokens have the positions 0, 1, 2, ..."""
-    lengths = torch.tensor([len(row) for row in rows])
-    return PromptTokens(
-        tokens=torch.tensor([token for row in rows for token in row]),
-        positions=torch.cat([torch.arange(len(row)) for row in rows]),
-        next_position=lengths,
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-    )
-
-
-# --- the exported model ----------------------------------------------------------------------------------------------
-
-
-def write_transformers_model(bundle: LanguageBundle, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write the model, with `tensors` in place of its own, and its tokenizer by `save_pretrained`."""
-    network: Any = bundle.untrained()
-    unexpected = network.load_state_dict(dict(tensors), strict=False).unexpected_keys
-    if unexpected:
-        raise ValueError(f"the model has no parameter {unexpected[0]!r} ({len(unexpected)} unknown names)")
-    with quiet_libraries():
-        network.save_pretrained(folder)
-        bundle.codec.tokenizer.save_pretrained(folder)
-    return folder
-
-
-def load_transformers_model(bundle: LanguageBundle, folder: Path) -> nn.Module:
-    """Load the model in `folder` as transformers' own class."""
-    kind: Any = type(bundle.untrained())
-    with quiet_libraries():
-        network: nn.Module = kind.from_pretrained(folder, dtype=bundle.dtype, local_files_only=True)
-    return network.eval()
-
-
-def load_peft_model(bundle: LanguageBundle, folder: Path) -> nn.Module:
-    """Load the adapter in `folder` onto the untrained model by peft."""
-    from peft import PeftModel
-
-    with quiet_libraries(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-        adapted: nn.Module = PeftModel.from_pretrained(bundle.untrained(), str(folder))
-    return adapted.eval()
 
 
 def transformers_logp(network: nn.Module, conditions: Conditions, segment: TextSegment) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from unirl.models.chunks import round_up
 from unirl.models.language.attention import ATTENTION, AttentionFn, register_attention
 from unirl.types.conditions import ImagePatches
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LOGITS_AT_ONCE = 2**25
 """Number of logits that exist at one time when log-probs are computed: 128 MiB in fp32, for any V and L."""
@@ -33,12 +37,11 @@ LMHead = Callable[[Tensor], Tensor]
 class OutputFn(Protocol):
     """Computes the outputs of a forward from its hidden states."""
 
-    def __call__(self, lm_head: LMHead, hidden: Tensor) -> Outputs:
+    def __call__(self, lm_head: LMHead, hidden: Float[Tensor, "N D"]) -> Outputs:
         """The outputs from hidden states [N, D] of all tokens."""
-        ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TokenInputs:
     """The input of one forward: rows of tokens laid end to end, and the functions that attend and compute outputs."""
 
@@ -56,7 +59,7 @@ class NextTokenLogits:
 
     index: Tensor  # [M] int64
 
-    def __call__(self, lm_head: LMHead, hidden: Tensor) -> Outputs:
+    def __call__(self, lm_head: LMHead, hidden: Float[Tensor, "N D"]) -> Outputs:
         return {"logits": lm_head(hidden[self.index]).float()}
 
 
@@ -79,7 +82,7 @@ class NextTokenLogProbs:
     multiple: int = 1
     """Hidden states go through the head in multiples of this number, or all at once."""
 
-    def __call__(self, lm_head: LMHead, hidden: Tensor) -> Outputs:
+    def __call__(self, lm_head: LMHead, hidden: Float[Tensor, "N D"]) -> Outputs:
         states = hidden[self.index]
         size = round_up(max(LOGITS_AT_ONCE // self.vocab_size, 1), self.multiple)
         compute = self._log_probs if len(states) <= size else self._recomputed_log_probs
@@ -88,10 +91,7 @@ class NextTokenLogProbs:
         return outputs | ({"hidden": states} if self.hidden else {})
 
     def _recomputed_log_probs(self, lm_head: LMHead, states: Tensor, targets: Tensor) -> Outputs:
-        outputs: Outputs = checkpoint(
-            self._log_probs, lm_head, states, targets, use_reentrant=False, preserve_rng_state=False
-        )
-        return outputs
+        return checkpoint(self._log_probs, lm_head, states, targets, use_reentrant=False, preserve_rng_state=False)
 
     def _log_probs(self, lm_head: LMHead, states: Tensor, targets: Tensor) -> Outputs:
         logps = tempered(lm_head(states), self.temperature)
@@ -99,9 +99,10 @@ class NextTokenLogProbs:
         return {"logp": logp} | ({"entropy": -(logps.exp() * logps).sum(1)} if self.entropy else {})
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """[M, V] fp32 log-probs of logits / temperature. Greedy decoding (temperature 0) is scored at temperature 1."""
-    return (logits.float() / (temperature or 1.0)).log_softmax(-1)
+def tempered(logits: Float[Tensor, "M V"], temperature: float) -> Float[Tensor, "M V"]:
+    """[M, V] log-probs of logits / temperature, fp32 or wider. Temperature 0 (greedy decoding) is scored at 1."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide / (temperature or 1.0)).log_softmax(-1)
 
 
 class TokenPolicy(nn.Module):
@@ -110,12 +111,13 @@ class TokenPolicy(nn.Module):
     Families may override `embeds` and `decoder`.
     """
 
-    config: Any
+    config: Any  # transformers evaluates this annotation, so it must not name a class that is imported lazily
     lm_head: nn.Module
+    tie_weights: Callable[[], None]
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PretrainedConfig) -> None:
         register_attention()
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config)
         config.get_text_config()._attn_implementation = ATTENTION
 
     def forward(self, inputs: TokenInputs) -> Outputs:
@@ -127,21 +129,19 @@ class TokenPolicy(nn.Module):
         )
         return inputs.output_fn(self.lm_head, states.last_hidden_state[0])
 
-    def embeds(self, tokens: Tensor, images: ImagePatches | None) -> tuple[Tensor, dict[str, Any]]:
+    def embeds(
+        self, tokens: Int[Tensor, "N"], images: ImagePatches | None
+    ) -> tuple[Float[Tensor, "1 N D"], dict[str, object]]:
         """Embeddings [1, N, D] of tokens [N], and further keyword arguments of the decoder."""
         return self.decoder().embed_tokens(tokens[None]), {}
 
-    def decoder(self) -> Any:
+    def decoder(self) -> PreTrainedModel:
         """The stack of layers: a module with `embed_tokens`, from embeddings to normed hidden states."""
         return self.get_submodule("model")
 
 
 @cache
-def policy_class(base: type, mixin: type[TokenPolicy] = TokenPolicy) -> type:
-    """A subclass of a causal LM class of transformers whose `forward` is that of `TokenPolicy`.
-
-    Args:
-        mixin: a family's own subclass of `TokenPolicy`, put before `base`.
-    """
+def policy_class(base: type[PreTrainedModel], mixin: type[TokenPolicy] = TokenPolicy) -> type[TokenPolicy]:
+    """A subclass of a causal LM class of transformers whose `forward` is that of `mixin`, a family's own policy."""
     # transformers reads the source of the class's module to see that its attention can be replaced.
     return type(f"{base.__name__}Policy", (mixin, base), {"__module__": base.__module__})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,12 @@ from unirl.models.language.policy import NextTokenLogits, NextTokenLogProbs, Out
 from unirl.models.language.tools import ToolBox
 from unirl.models.value_head import TokenValueHead
 from unirl.sde.noise import NoiseSource
+from unirl.types.batch import bounds_of, take_rows
 from unirl.types.conditions import Conditions, PromptTokens
+from unirl.types.device import to_device
 from unirl.types.facts import LanguageFacts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 ValueGradient = Literal["head", "policy"]
 """How far values are differentiated: only the value head, or also the policy that computes the head's input."""
@@ -54,7 +53,6 @@ class TokenStage(Protocol):
 
     def build_value_head(self, width: int, seed: int) -> nn.Module:
         """A new `TokenValueHead` for the hidden states of this policy."""
-        ...
 
     def replay(
         self,
@@ -73,7 +71,6 @@ class TokenStage(Protocol):
             values: compute values from the hidden states that the logits are made of, and differentiate them this
                 far. None computes no values.
         """
-        ...
 
 
 class ARStage:
@@ -86,21 +83,23 @@ class ARStage:
         codec: TextCodec,
         autocast_dtype: torch.dtype = torch.float32,
         tools: ToolBox | None = None,
+        use_cuda_graphs: bool = False,
     ) -> None:
         """
         Args:
             network: a `TokenPolicy`, possibly with adapters, possibly sharded.
             tools: tools that the policy may call within a response. None allows no calls.
+            use_cuda_graphs: see `TextPipeline`.
         """
         self.network = network
         self.facts = facts
         self.codec = codec
         self.autocast_dtype = autocast_dtype
         self.tools = tools
+        self.use_cuda_graphs = use_cuda_graphs
         self.value_head: nn.Module | None = None
 
     def build_value_head(self, width: int, seed: int) -> TokenValueHead:
-        """A new value head for the hidden states of this model."""
         return TokenValueHead.of(self.facts.hidden_size, width, seed)
 
     @torch.no_grad()
@@ -117,9 +116,13 @@ class ARStage:
         """
         responses = [Response(row, id) for row, id in enumerate(ids)]
         builder = ResponseBuilder(self.codec, params, self.tools)
-        uniforms = noise.uniform(ids, "tok", (params.max_new_tokens,)).to(self._device())
-        decoding = Decoding(self._forward, self._to_device(conditions), params, builder, uniforms, responses)
-        decoding.run(slots, self.facts.batch_multiple)
+        uniforms = to_device(noise.uniform(ids, "tok", (params.max_new_tokens,)), self._device())
+        conditions, multiple = self._to_device(conditions), self.facts.batch_multiple
+        # Autocast keeps its copies of trained float32 weights until the outermost context ends, so each weight is cast
+        # once in a rollout. The outer context is switched off: only forwards compute in the lower precision.
+        with torch.autocast(self._device().type, enabled=False):
+            graphs = self.use_cuda_graphs
+            Decoding(self._forward, conditions, builder, uniforms, responses, slots, multiple, graphs).run()
         return text_segment(responses, params).to(self._device())
 
     def replay(
@@ -139,8 +142,8 @@ class ARStage:
         multiple = self.facts.batch_multiple
         padded, rows = packed.padded(multiple), padded_rows(len(previous), multiple)
         output_fn = NextTokenLogProbs(
-            index=previous[rows],
-            targets=segment.tokens.to(previous.device)[rows],
+            index=take_rows(previous, rows),
+            targets=take_rows(to_device(segment.tokens, previous.device), rows),
             temperature=segment.temperature,
             vocab_size=self.facts.vocab_size,
             entropy=entropy,
@@ -149,7 +152,10 @@ class ARStage:
         )
         outputs = self._forward(padded.inputs(PackedAttention(padded.lengths, self._device()), output_fn))
         outputs = {name: tensor[: len(previous)] for name, tensor in outputs.items()}
-        token_values = None if values is None else self._values(outputs["hidden"], values)
+        token_values = None
+        if values is not None:
+            assert self.value_head is not None, "a stack whose loss needs a value head provides it"
+            token_values = self.value_head(outputs["hidden"] if values == "policy" else outputs["hidden"].detach())
         return TokenReplay(outputs["logp"], outputs.get("entropy"), token_values)
 
     @torch.no_grad()
@@ -163,17 +169,10 @@ class ARStage:
             outputs = self._forward(padded.inputs(attention_fn, NextTokenLogits(last_tokens.to(self._device()))))
         return CanaryOutput(values=outputs["logits"][: len(inputs)])
 
-    def _values(self, hidden: Float[Tensor, "N D"], gradient: ValueGradient) -> Float[Tensor, "N"]:
-        """Values [sum L] of the hidden states [sum L, D]."""
-        assert self.value_head is not None, "a stack whose loss needs a value head provides it"
-        values: Tensor = self.value_head(hidden if gradient == "policy" else hidden.detach())
-        return values
-
     def _forward(self, inputs: TokenInputs) -> Outputs:
         device = inputs.tokens.device.type
         with torch.autocast(device, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32):
-            outputs: Outputs = self.network(inputs)
-        return outputs
+            return self.network(inputs)
 
     def _device(self) -> torch.device:
         return next(self.network.parameters()).device
@@ -184,12 +183,11 @@ class ARStage:
 
 def text_segment(responses: Sequence[Response], params: ARSamplingParams) -> TextSegment:
     """The sampled responses as a packed segment on the CPU."""
-    lengths = torch.tensor([0, *(len(response.tokens) for response in responses)])
     return TextSegment(
         tokens=torch.tensor([token for response in responses for token in response.tokens]),
         logp=torch.tensor([logp for response in responses for logp in response.logps]),
         loss_mask=torch.tensor([flag for response in responses for flag in response.sampled]),
-        offsets=lengths.cumsum(0),
+        offsets=bounds_of([len(response.tokens) for response in responses]),
         finished=torch.tensor([response.finished for response in responses]),
         temperature=params.temperature,
         top_p=params.top_p,

@@ -22,7 +22,6 @@ class ToolBox(Protocol):
 
     def answer(self, text: str) -> str | None:
         """The text to append to the response `text`. None if it does not end in a call."""
-        ...
 
 
 class ExpressionTool:
@@ -34,7 +33,6 @@ class ExpressionTool:
         self.functions = functions
 
     def answer(self, text: str) -> str | None:
-        """See `ToolBox.answer`."""
         [closing] = self.closings
         body = text.rstrip().removesuffix(closing)
         start = body.rfind(self.opening)

@@ -21,6 +21,7 @@ from unirl.config.errors import DataError
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
+COMPONENT = "transformer"
 _ADAPTER_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 
 
@@ -54,8 +55,11 @@ class Adapter:
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """The tensors by key in the file: `{prefix}{module}.lora_A.weight` and `...lora_B.weight`."""
-        sides = {f"{prefix}{module}.lora_{side}.weight": (module, i) for module in self.layers for i, side in _SIDES}
-        return {key: self.layers[module][i] for key, (module, i) in sides.items()}
+        tensors: dict[str, Tensor] = {}
+        for module, (a, b) in self.layers.items():
+            tensors[f"{prefix}{module}.lora_A.weight"] = a
+            tensors[f"{prefix}{module}.lora_B.weight"] = b
+        return tensors
 
     def merged_into(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`state` with every update added to its weight in fp32, then rounded to the dtype of the weight."""
@@ -67,12 +71,7 @@ class Adapter:
         return merged
 
 
-_SIDES = ((0, "A"), (1, "B"))
-
-
-def write_diffusers_lora(
-    folder: Path, adapter: Adapter, component: str = "transformer", file: str = DIFFUSERS_FILE
-) -> Path:
+def write_diffusers_lora(folder: Path, adapter: Adapter, file: str = DIFFUSERS_FILE) -> Path:
     """Write the file that `pipeline.load_lora_weights(folder)` of diffusers loads."""
     settings = {
         "r": adapter.rank,
@@ -81,9 +80,9 @@ def write_diffusers_lora(
         "lora_dropout": 0.0,
         "bias": "none",
     }
-    header = {f"{component}.{name}": value for name, value in settings.items()}
+    header = {f"{COMPONENT}.{name}": value for name, value in settings.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(header, indent=2, sort_keys=True)}
-    return _write(folder / file, adapter.named(f"{component}."), metadata)
+    return _write(folder / file, adapter.named(f"{COMPONENT}."), metadata)
 
 
 def write_peft_adapter(folder: Path, adapter: Adapter, base_model: str) -> Path:

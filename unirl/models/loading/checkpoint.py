@@ -12,25 +12,50 @@ named by strings, and diffusers and transformers are imported by the functions t
 from __future__ import annotations
 
 import importlib
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 
 from unirl.config.errors import NotFoundError
-from unirl.models.loading.estimate import ModelEstimate, linears_of, parameters_of
-from unirl.models.loading.hub import MODEL_INDEX, components, model_directory, read_json
+from unirl.models.loading.completeness import check_dtypes, check_files, check_tensors, loading_info, read_headers
+from unirl.models.loading.dtypes import cast_module, kept_parameters
+from unirl.models.loading.estimate import (
+    DecodingCost,
+    ModelEstimate,
+    buffers_of,
+    decoding_cost,
+    linears_of,
+    parameters_of,
+    patches_of,
+)
+from unirl.models.loading.hub import MODEL_INDEX, components, model_directory, quiet_libraries, read_json
+from unirl.models.loading.saved_weights import LANGUAGE_WEIGHTS, WEIGHTS
 from unirl.types.facts import LatentFacts
+from unirl.types.protocols import TORCH_DTYPES, DtypeName, VaeDtype
+from unirl.types.sampling import DiffusionSamplingParams
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 Config = Mapping[str, Any]
 TOY = "toy"
+VAE = "vae"
 SCHEDULER = "scheduler"
 EXTENDS = "extends"
+JOINT_ATTENTION = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+)
+"""Linear layers of the attention that reads image and text tokens together (MMDiT), for `LatentFacts.lora_targets`."""
+JOINT_BLOCK = (*JOINT_ATTENTION, *(f"{part}.net.{name}" for part in ("ff", "ff_context") for name in ("0.proj", "2")))
+"""The same, and the feed-forward layers of both kinds of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +94,19 @@ def read_configs(path: Path) -> dict[str, ModelConfigs]:
     return {name: ModelConfigs(**entry) for name, entry in read_entries(path).items()}
 
 
+class FamilyFiles(TypedDict):
+    """Two fields of a `DiffusersFamily`, read from `toy.json` and `published.json`."""
+
+    toys: Mapping[str, ModelConfigs]
+    published: Mapping[str, ModelConfigs]
+
+
+def family_files(module: str) -> FamilyFiles:
+    """The models in the files beside a family's module (its `__file__`)."""
+    folder = Path(module).parent
+    return {"toys": read_configs(folder / "toy.json"), "published": read_configs(folder / "published.json")}
+
+
 def _merged(base: Config, changes: Config) -> Config:
     both = {name: _merged(base[name], value) for name, value in changes.items() if isinstance(base.get(name), Mapping)}
     return {**base, **changes, **both}
@@ -99,16 +137,30 @@ class DiffusersFamily:
     """Derives the facts of a model from its configurations and the batch multiple."""
     toys: Mapping[str, ModelConfigs]
     """Tiny models of the same classes with fixed random weights, by the path that selects them; one is `toy`."""
-    toy_tokenizers: Callable[[], Mapping[str, Any]]
+    toy_tokenizers: Callable[[], Mapping[str, PreTrainedTokenizerBase]]
     """Builds the tokenizers of the toys, by component name, without files."""
     published: Mapping[str, ModelConfigs] = field(default_factory=dict)
     """Public checkpoints by hub id, so that a run can be planned offline. Training reads the checkpoint's own files."""
     shipped: Mapping[str, Path] = field(default_factory=dict)
     """Directories of small models in this package, by the path that selects them."""
+    vae_in_bf16: bool = False
+    """With `vae_dtype: auto`, the VAE computes in bf16 where the model does, as in diffusers' examples. False
+    where a configuration of the VAE has `force_upcast` (SD3, FLUX, Z-Image, Lumina 2), and where the examples use
+    float32 (Wan) or float16 (HunyuanVideo)."""
     seed: int = 20250
     """Seed of the toys' random weights."""
     uninitialised: tuple[str, ...] = ()
     """Name suffixes of parameters that their class leaves uninitialised. Toys fill them with normal noise."""
+
+    def vae_dtype(self, choice: VaeDtype, dtype: DtypeName) -> torch.dtype:
+        """The dtype in which the VAE computes.
+
+        Args:
+            dtype: that of the model.
+        """
+        if choice == "auto":
+            return torch.bfloat16 if self.vae_in_bf16 and dtype == "bf16" else torch.float32
+        return TORCH_DTYPES[choice]
 
     # Configurations, without weights
 
@@ -117,15 +169,11 @@ class DiffusersFamily:
 
         A published hub id needs no connection. Raises NotFoundError (4001) for a checkpoint of another family.
         """
-        if self.is_toy(path):
+        if path in self.toys:
             return self.toys[path]
         if path in self.published and revision is None:
             return self.published[path]
         return self.read(self.directory(path, revision, configs_only=True))
-
-    def is_toy(self, path: str) -> bool:
-        """True if `path` selects a toy."""
-        return path in self.toys
 
     def directory(self, path: str, revision: str | None, *, configs_only: bool = False) -> Path:
         """The directory of a shipped model, of a local model, or of a downloaded copy of a hub id."""
@@ -153,15 +201,16 @@ class DiffusersFamily:
     def _check_classes(self, root: Path, present: Mapping[str, tuple[str, str]]) -> None:
         """Raises NotFoundError (4001) if a required component is missing or a trained one has another class."""
         for name, path in self.classes.items():
+            class_name = path.rpartition(".")[2]
             if name not in present and name not in self.optional:
                 raise NotFoundError(
                     f"{root}: {MODEL_INDEX} names no {name}, which every {self.name} model has. Use the bundle of that "
                     "model's family, or another path"
                 )
-            if name in self.trained and name in present and present[name][1] != _class_name(path):
+            if name in self.trained and name in present and present[name][1] != class_name:
                 raise NotFoundError(
-                    f"{root}: its {name} is {present[name][1]}, but this bundle ({self.name}) reads "
-                    f"{_class_name(path)}. Use the bundle of that family, or another path"
+                    f"{root}: its {name} is {present[name][1]}, but this bundle ({self.name}) reads {class_name}. "
+                    "Use the bundle of that family, or another path"
                 )
 
     def estimate(self, path: str, revision: str | None = None) -> ModelEstimate:
@@ -170,45 +219,63 @@ class DiffusersFamily:
         facts = self.facts(configs, 1)
         with torch.device("meta"):
             modules = {name: self.build(configs, name) for name in configs.components}
-        trained = {name: modules[name] for name in self.trained if name in modules}
-        single = len(trained) == 1
-        linears = {
-            name if single else f"{component}.{name}": shape
-            for component, module in trained.items()
-            for name, shape in linears_of(module).items()
-        }
-        blocks = [m for part in trained.values() for m in part.modules() if type(m).__name__ in facts.block_class_names]
-        sizes = {name: parameters_of(module) for name, module in modules.items()}
-        trained_size = sum(sizes.pop(name) for name in trained)
+        trained = {name: modules.pop(name) for name in self.trained if name in modules}
+        network = nn.ModuleDict(trained) if len(trained) > 1 else next(iter(trained.values()))
+        linears = linears_of(network)
+        frozen = {name: parameters_of(module) for name, module in modules.items()}
         return ModelEstimate(
             facts=facts,
-            parameters={facts.trainable_attr: trained_size, **sizes},
+            parameters={facts.trainable_attr: parameters_of(network), **frozen},
             linears=linears,
-            num_blocks=len(blocks),
+            patches=patches_of(network),
+            num_experts=len(trained),
+            buffers=buffers_of(network),
+            kept_in_fp32=sum(kept_in_fp32(module) for module in trained.values()),
+            num_blocks=sum(type(part).__name__ in facts.block_class_names for part in network.modules()),
             width=_width(linears, facts),
         )
+
+    def decoding(
+        self,
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        tiled: bool = False,
+    ) -> DecodingCost:
+        """The cost of decoding one sample in `dtype`, in tiles or whole. Nothing, for a model without a VAE."""
+        configs = self.configs(path, revision)
+        if VAE not in configs:
+            return DecodingCost()
+        channels, *frames, height, width = self.facts(configs, 1).latent_shape(sampling)
+        with torch.device("meta"):
+            vae: Any = self.build(configs, VAE).eval()
+        with quiet_libraries():  # diffusers warns of casts in general
+            vae.to(dtype)
+        if tiled and hasattr(vae, "use_tiling"):  # the attribute of diffusers' VAEs that support it
+            vae.enable_tiling()
+        settings: Mapping[str, Any] = vae.config
+        own_channels = settings.get("latent_channels") or settings["z_dim"]
+        # Some models put squares of the VAE's latents into the channels of theirs.
+        side = math.isqrt(channels // own_channels)
+        has_frames = any(isinstance(part, nn.Conv3d) for part in vae.modules())
+        shape = (1, own_channels, *(frames or (1,) * has_frames), height * side, width * side)
+        return replace(decoding_cost(vae, shape), tiled=tiled)
 
     # Modules
 
     def build(self, configs: ModelConfigs, component: str) -> nn.Module:
-        """A module with newly initialised weights, or without storage under the meta device."""
+        """A module with newly initialised weights, or without storage under the meta device.
+
+        Keys of the configuration that the class does not know are ignored, as by `from_pretrained`.
+        """
         module_class, config = self.class_of(component), dict(configs.components[component])
-        if hasattr(module_class, "config_class"):  # transformers
-            module: nn.Module = module_class(module_class.config_class(**config))
-        else:
-            module = module_class(**{name: value for name, value in config.items() if not name.startswith("_")})
+        with quiet_libraries():
+            if hasattr(module_class, "config_class"):  # transformers
+                module: nn.Module = module_class(module_class.config_class.from_dict(config))
+            else:
+                module = module_class.from_config(config)
         return module
-
-    def build_empty(self, configs: ModelConfigs, component: str) -> nn.Module:
-        """A module whose parameters have no storage. Its computed buffers do."""
-        from accelerate import init_empty_weights
-
-        with init_empty_weights(include_buffers=False):
-            return self.build(configs, component)
-
-    def build_guider(self, configs: ModelConfigs, name: str) -> Any:
-        """A new guider with the configured settings."""
-        return self.class_of(name).from_config(dict(configs.guiders[name]))
 
     def class_of(self, component: str) -> Any:
         """The class of a network, a VAE or a guider."""
@@ -229,23 +296,50 @@ class DiffusersFamily:
             for name, parameter in module.named_parameters():
                 if self.uninitialised and name.endswith(self.uninitialised):
                     torch.nn.init.normal_(parameter, std=0.02)
-        return module if dtype == torch.float32 else module.to(dtype)
-
-    def load(self, root: Path, component: str, dtype: torch.dtype) -> nn.Module:
-        """A component with the weights in a directory. Raises NotFoundError (4001) if they cannot be read."""
-        try:
-            module: nn.Module = self.class_of(component).from_pretrained(root, subfolder=component, dtype=dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            # The libraries raise these three for missing, truncated and mismatching weight files.
-            reason = str(error).strip().splitlines()[0]
-            raise NotFoundError(
-                f"cannot load {component} of the model in {root}: {reason}. Download it again"
-            ) from error
+        cast_module(module, dtype)
         return module
 
+    def load(self, root: Path, component: str, dtype: torch.dtype) -> nn.Module:
+        """A component with the weights in a directory.
 
-def _class_name(path: str) -> str:
-    return path.rpartition(".")[2]
+        Raises NotFoundError (4001) if they cannot be read, or are not exactly the weights of the component. Files of
+        encoders and of the VAE may have further weights, which are ignored.
+        """
+        module_class, place = self.class_of(component), f"{component} of the model in {root}"
+        check_files(place, root / component, self.weight_file(component))
+        # diffusers refuses tensors of another shape by itself; transformers reports them only if told to ignore them.
+        options = {"ignore_mismatched_sizes": True} if hasattr(module_class, "config_class") else {}
+        module: nn.Module
+        try:
+            module, info = module_class.from_pretrained(
+                root, subfolder=component, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            # The libraries raise these four for missing, truncated and mismatching weight files.
+            reason = str(error).strip().splitlines()[0].split(" If you want")[0].rstrip(".")
+            raise NotFoundError(f"cannot load {place}: {reason}. Download it again") from error
+        saved = read_headers(place, root / component, self.weight_file(component))
+        check_dtypes(place, module, saved, info["unexpected_keys"])
+        check_tensors(place, module_class.__name__, info, may_have_more=component not in self.trained)
+        return module
+
+    def check(self, root: Path, component: str, module: nn.Module, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises NotFoundError (4001) unless a trained component has exactly the tensors `found` in a directory."""
+        module_class = self.class_of(component)
+        unused = getattr(module_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+        found = {name: shape for name, shape in found.items() if not any(re.search(word, name) for word in unused)}
+        info = loading_info(found, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
+        check_tensors(f"{component} of the model in {root}", module_class.__name__, info, may_have_more=False)
+
+    def weight_file(self, component: str) -> str:
+        """The name of a component's weight file, which larger models split into several."""
+        return LANGUAGE_WEIGHTS if hasattr(self.class_of(component), "config_class") else WEIGHTS
+
+
+def kept_in_fp32(network: nn.Module) -> int:
+    """Number of parameters that stay in fp32 when the network is loaded in bf16."""
+    kept = kept_parameters(network, torch.bfloat16)
+    return sum(parameter.numel() for name, parameter in network.named_parameters() if name in kept)
 
 
 def _width(linears: Mapping[str, tuple[int, int]], facts: LatentFacts) -> int:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from unirl.config.errors import DataError, NotFoundError
+from unirl.config.errors import NotFoundError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MODEL_INDEX = "model_index.json"
 CONFIG = "config.json"
+_LANGUAGE_TEXTS = ("*.json", "*.jinja", "*.txt")
 _UNUSED_WEIGHTS = ("*.fp16*", "*.bin", "*.msgpack", "*.onnx", "*.ckpt")
 
 
@@ -23,19 +25,15 @@ def model_directory(path: str, revision: str | None, *, configs_only: bool = Fal
     Only the components that model_index.json names are fetched; `configs_only` leaves their weights out.
     Raises NotFoundError if there is no such model, or if the hub cannot be reached.
     """
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return _with_index(local)
-    if not HUB_ID.fullmatch(path):
+    root = _local(path, "a directory in the diffusers layout, a hub id such as stabilityai/stable-diffusion-3.5-medium")
+    if root is None:
+        root = _fetch(path, revision, *_pipeline_patterns(path, revision, configs_only))
+    if not (root / MODEL_INDEX).is_file():
         raise NotFoundError(
-            f"bundle.path={path!r}: no such directory. Give a directory in the diffusers layout, a hub id such as "
-            "stabilityai/stable-diffusion-3.5-medium, or toy"
+            f"bundle.path={str(root)!r} has no {MODEL_INDEX}: it is not a diffusers model directory. Give the folder "
+            "that `pipeline.save_pretrained` wrote"
         )
-    root = _fetch(path, revision, [MODEL_INDEX])
-    patterns = [MODEL_INDEX]
-    for name in components(root):
-        patterns += [f"{name}/*.json"] if configs_only else [f"{name}/*"]
-    return _with_index(_fetch(path, revision, patterns))
+    return root
 
 
 def language_directory(path: str, revision: str | None, *, configs_only: bool = False) -> Path:
@@ -43,23 +41,54 @@ def language_directory(path: str, revision: str | None, *, configs_only: bool = 
 
     `configs_only` leaves the weights out. Raises NotFoundError if there is no such model.
     """
-    local = Path(path).expanduser()
-    if local.is_dir():
-        root = local
-    elif HUB_ID.fullmatch(path):
-        patterns = ["*.json", "*.jinja", "*.txt"]
-        root = _fetch(path, revision, patterns if configs_only else [*patterns, "*.safetensors"])
-    else:
-        raise NotFoundError(
-            f"bundle.path={path!r}: no such directory. Give a directory that `model.save_pretrained` wrote, a hub id "
-            "such as Qwen/Qwen3-4B-Base, or toy"
-        )
+    root = _local(path, "a directory that `model.save_pretrained` wrote, a hub id such as Qwen/Qwen3-4B-Base")
+    if root is None:
+        root = _fetch(path, revision, *(_LANGUAGE_TEXTS if configs_only else (*_LANGUAGE_TEXTS, "*.safetensors")))
     if not (root / CONFIG).is_file():
         raise NotFoundError(
             f"bundle.path={str(root)!r} has no {CONFIG}: it is not a model directory of transformers. Give the folder "
             "that `model.save_pretrained` and `tokenizer.save_pretrained` wrote"
         )
     return root
+
+
+def files_to_fetch(repo: str, revision: str | None) -> dict[str, int]:
+    """The sizes in bytes of the files of a hub repository that a run reads, by name."""
+    if not HUB_ID.fullmatch(repo):
+        raise NotFoundError(f"{repo!r} is no hub id. Give one such as Qwen/Qwen-Image")
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    with _hub_errors(repo, revision):
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    is_pipeline = MODEL_INDEX in sizes
+    patterns = _pipeline_patterns(repo, revision) if is_pipeline else (*_LANGUAGE_TEXTS, "*.safetensors")
+    return {
+        name: sizes[name]
+        for name in filter_repo_objects(sizes, allow_patterns=list(patterns), ignore_patterns=list(_UNUSED_WEIGHTS))
+    }
+
+
+def _pipeline_patterns(repo: str, revision: str | None, configs_only: bool = False) -> list[str]:
+    """Patterns of the names of the files of the components that a repository's model_index.json names."""
+    named = components(_fetch(repo, revision, MODEL_INDEX))
+    return [MODEL_INDEX, *(f"{name}/*.json" if configs_only else f"{name}/*" for name in named)]
+
+
+def _local(path: str, examples: str) -> Path | None:
+    """The directory `path`, or None for a hub id. Raises NotFoundError for any other text."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.is_file():
+        raise NotFoundError(
+            f"bundle.path={path!r} is a single file, without configurations and tokenizers. Convert it: load it "
+            "with `from_single_file` of its pipeline in diffusers, and give the directory that `save_pretrained` writes"
+        )
+    if not HUB_ID.fullmatch(path):
+        raise NotFoundError(f"bundle.path={path!r}: no such directory. Give {examples}, or toy")
+    return None
 
 
 def components(root: Path) -> dict[str, tuple[str, str]]:
@@ -82,17 +111,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _with_index(root: Path) -> Path:
-    if not (root / MODEL_INDEX).is_file():
-        raise NotFoundError(
-            f"bundle.path={str(root)!r} has no {MODEL_INDEX}: it is not a diffusers model directory. Give the folder "
-            "that `pipeline.save_pretrained` wrote"
-        )
-    return root
-
-
-def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+@cache
+def _fetch(repo: str, revision: str | None, *patterns: str) -> Path:
+    """The local copy of a repository's files. A process asks the hub once for the same files."""
     from huggingface_hub import snapshot_download
+
+    unused = list(_UNUSED_WEIGHTS)
+    with _hub_errors(repo, revision):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=unused))
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """In this context, errors of the hub become a NotFoundError that says what to do."""
+    from httpx2 import TransportError
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -102,30 +134,20 @@ def _fetch(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     )
 
     try:
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_UNUSED_WEIGHTS)
-        )
+        yield
+        return
     except GatedRepoError:
-        raise _unreachable(
-            repo, f"is gated. Accept its licence at https://huggingface.co/{repo}, then run `hf auth login`"
-        ) from None
+        why = f"is gated. Accept its licence at https://huggingface.co/{repo}, then run `hf auth login`"
     except RepositoryNotFoundError:
-        raise _unreachable(
-            repo, "is not on the hub, or is private. Check the spelling; for a private one run `hf auth login`"
-        ) from None
+        why = "is not on the hub, or is private. Check the spelling; for a private one run `hf auth login`"
     except RevisionNotFoundError:
-        raise _unreachable(repo, f"has no revision {revision!r}. Set bundle.revision to one that exists") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
-        raise _unreachable(
-            repo,
+        why = f"has no revision {revision!r}. Set bundle.revision to one that exists"
+    except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError, TransportError) as error:
+        why = (
             f"is not in the local cache and the hub cannot be reached ({type(error).__name__}). Connect, or set "
-            "PRETRAINED_MODEL (bundle.path) to a local directory, or try the recipe with scale=toy",
-        ) from None
-    return Path(folder)
-
-
-def _unreachable(repo: str, why: str) -> DataError:
-    return NotFoundError(f"model {repo!r} {why}")
+            "PRETRAINED_MODEL (bundle.path) to a local directory, or try the recipe with scale=toy"
+        )
+    raise NotFoundError(f"model {repo!r} {why}")
 
 
 @contextmanager

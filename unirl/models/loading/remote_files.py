@@ -5,16 +5,14 @@ URLs come from the user's own data file, so any is allowed, including those of t
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from unirl.config.dependencies import need
 from unirl.config.errors import DataError, UnreadableFileError
+from unirl.models.cache import BoundedCache
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 MIB = 2**20
@@ -45,35 +43,8 @@ class _RetryableError(Exception):
     """A try failed, and another one may succeed."""
 
 
-class _Cache:
-    """A thread-safe cache of file contents by URL, bounded in bytes, least recently used first out."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[str, bytes] = OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def get(self, uri: str) -> bytes | None:
-        with self._lock:
-            if uri in self._files:
-                self._files.move_to_end(uri)
-            return self._files.get(uri)
-
-    def put(self, uri: str, content: bytes, capacity: int) -> None:
-        with self._lock:
-            self._size += len(content) - len(self._files.pop(uri, b""))
-            self._files[uri] = content
-            while self._size > capacity:
-                self._size -= len(self._files.popitem(last=False)[1])
-
-    def clear(self) -> None:
-        with self._lock:
-            self._files.clear()
-            self._size = 0
-
-
 LIMITS = FetchLimits()
-CACHE = _Cache()
+CACHE: BoundedCache[str, bytes] = BoundedCache(len)
 
 
 def is_remote(uri: str) -> bool:
@@ -94,19 +65,16 @@ def fetch(uri: str, limits: FetchLimits = LIMITS) -> bytes:
         DependencyError: the package that reads the scheme is missing.
     """
     content = CACHE.get(uri)
-    if content is None:
-        content = _fetch_with_retries(uri, limits)
-        CACHE.put(uri, content, limits.cache_bytes)
-    return content
-
-
-def _fetch_with_retries(uri: str, limits: FetchLimits) -> bytes:
+    if content is not None:
+        return content
     read = _over_http if scheme_of(uri) in ("http", "https") else _from_store
     for number in range(limits.tries):
         if number:
             time.sleep(limits.pause_s * 2 ** (number - 1))
         try:
-            return read(uri, limits)
+            content = read(uri, limits)
+            CACHE.put(uri, content, limits.cache_bytes)
+            return content
         except _RetryableError as error:
             last = error
     raise refusal(
@@ -129,7 +97,8 @@ def _over_http(uri: str, limits: FetchLimits) -> bytes:
     try:
         with httpx2.stream("GET", uri, headers=headers, timeout=limits.timeout_s, follow_redirects=True) as answer:
             _check_answer(uri, answer.status_code, answer.headers.get("content-type", ""))
-            _check_size(uri, _whole(answer.headers.get("content-length")), limits)
+            length = answer.headers.get("content-length", "")
+            _check_size(uri, int(length) if length.isdecimal() else None, limits)
             return _collected(uri, answer.iter_bytes(), deadline, limits)
     except httpx2.TimeoutException as error:
         raise _RetryableError(_silence(limits)) from error
@@ -149,10 +118,6 @@ def _check_answer(uri: str, status: int, content_type: str) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if kind.startswith("text/") or kind in ("application/json", "application/xml"):
         raise refusal(uri, f"the server answers with {kind}, which is no image. Give the uri of the image itself")
-
-
-def _whole(number: str | None) -> int | None:
-    return int(number) if number is not None and number.isdecimal() else None
 
 
 def _check_size(uri: str, size: int | None, limits: FetchLimits) -> None:
@@ -184,10 +149,14 @@ def _from_store(uri: str, limits: FetchLimits) -> bytes:
     scheme = scheme_of(uri)
     package = PACKAGES[scheme]
     need(package, by=f"an image at {scheme}:// ({uri})", install=f"pip install {package}")
+    import fsspec
+
+    client = {"connect_timeout": limits.timeout_s, "read_timeout": limits.timeout_s}
+    options: dict[str, Any] = {"config_kwargs": client} if scheme == "s3" else {"timeout": limits.timeout_s}
     deadline = time.monotonic() + limits.timeout_s
     try:
-        with _opened(uri, scheme, limits) as file:
-            _check_size(uri, file.size, limits)  # type: ignore[attr-defined]
+        with fsspec.filesystem(scheme, **options).open(uri, "rb", block_size=BLOCK_BYTES) as file:
+            _check_size(uri, file.size, limits)
             return _collected(uri, iter(lambda: file.read(BLOCK_BYTES), b""), deadline, limits)
     except FileNotFoundError as error:
         raise refusal(uri, "there is no such object. Correct the uri, or remove the entry") from error
@@ -199,18 +168,6 @@ def _from_store(uri: str, limits: FetchLimits) -> bytes:
         raise _RetryableError(str(error) or type(error).__name__) from error
     except _client_errors(scheme) as error:
         raise _RetryableError(f"{type(error).__name__}: {error}") from error
-
-
-def _opened(uri: str, scheme: str, limits: FetchLimits) -> AbstractContextManager[IO[bytes]]:
-    """The object as a file that is read sequentially."""
-    import fsspec
-
-    client = {"connect_timeout": limits.timeout_s, "read_timeout": limits.timeout_s}
-    options: dict[str, Any] = {"config_kwargs": client} if scheme == "s3" else {"timeout": limits.timeout_s}
-    opened: AbstractContextManager[IO[bytes]] = fsspec.filesystem(scheme, **options).open(
-        uri, "rb", block_size=BLOCK_BYTES
-    )
-    return opened
 
 
 def _client_errors(scheme: str) -> tuple[type[Exception], ...]:

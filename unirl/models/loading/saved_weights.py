@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from unirl.config.errors import NotFoundError
+from unirl.models.loading.completeness import check_files
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 """The weight file of a component of diffusers. Larger ones are split into files that an index lists."""
@@ -25,11 +27,9 @@ class SavedWeights(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor."""
-        ...
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor, or some of its rows, on the CPU in the dtype of the bundle."""
-        ...
 
 
 class ModuleWeights:
@@ -46,52 +46,39 @@ class ModuleWeights:
         return tensor if rows is None else tensor[rows]
 
 
+@dataclass(eq=False)
 class SafetensorsWeights:
     """The tensors of a folder that diffusers or transformers wrote. Only the requested rows are read."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, name: str = WEIGHTS) -> None:
-        self.folder = folder
-        self.dtype = dtype
-        self.name = name
+    folder: Path
+    dtype_of: Callable[[str], torch.dtype]
+    """The dtype of a parameter in the bundle, by its name in the module."""
+    file: str = WEIGHTS
+    """The name of the weight file."""
+    name_of: Callable[[str], str] = str
+    """Maps the name of a tensor in the file to its name in the module."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        return {name: tuple(file.get_slice(own).get_shape()) for name, (file, own) in self._tensors.items()}
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name) if rows is None else self._files[name].get_slice(name)[rows]
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        file, own_name = self._tensors[name]
+        tensor: Tensor = file.get_tensor(own_name) if rows is None else file.get_slice(own_name)[rows]
+        return tensor.to(self.dtype_of(name)) if tensor.is_floating_point() else tensor
 
     @cached_property
-    def _files(self) -> dict[str, Any]:
-        """Tensor name -> the open file that holds it."""
-        index = self.folder / f"{self.name}.index.json"
+    def _tensors(self) -> dict[str, tuple[safe_open, str]]:
+        """The open file that holds a tensor, and its name there, by its name in the module."""
+        check_files(f"the weights in {self.folder}", self.folder, self.file)
+        index = self.folder / f"{self.file}.index.json"
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [self.name]
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [self.file]
             files = [safe_open(self.folder / name, "pt") for name in names]
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise NotFoundError(
                 f"cannot read the weights in {self.folder}: {error}. Download the model again"
             ) from error
-        return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-
-
-class RenamedWeights:
-    """The tensors of a checkpoint whose files use other names than the module."""
-
-    def __init__(self, weights: SavedWeights, name_of: Callable[[str], str]) -> None:
-        """`name_of` maps the name of a tensor in the files to its name in the module."""
-        self.weights = weights
-        self.name_of = name_of
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {self.name_of(name): shape for name, shape in self.weights.shapes().items()}
-
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        return self.weights.read(self._file_names[name], rows)
-
-    @cached_property
-    def _file_names(self) -> Mapping[str, str]:
-        return {self.name_of(name): name for name in self.weights.shapes()}
+        return {self.name_of(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 class JoinedWeights:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PRINTABLE = range(33, 127)
 GEMMA_SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
@@ -27,7 +30,7 @@ _NO_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<thin
 _END = "{% endif %}"
 
 
-def clip_tokenizer() -> Any:
+def clip_tokenizer() -> PreTrainedTokenizerBase:
     """A CLIP tokenizer with 514 tokens. Ids 512 and 513 begin and end a text."""
     from transformers import CLIPTokenizer
 
@@ -37,7 +40,7 @@ def clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
-def t5_tokenizer() -> Any:
+def t5_tokenizer() -> PreTrainedTokenizerBase:
     """A T5 or UMT5 tokenizer with 98 tokens."""
     from transformers import T5Tokenizer
 
@@ -45,7 +48,7 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces + [(chr(c), -3.0) for c in PRINTABLE], extra_ids=0)
 
 
-def gemma_tokenizer() -> Any:
+def gemma_tokenizer() -> PreTrainedTokenizerBase:
     """A Gemma tokenizer with 100 tokens. Every text begins with <bos>."""
     from transformers import GemmaTokenizer
 
@@ -53,29 +56,29 @@ def gemma_tokenizer() -> Any:
     return GemmaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], add_bos_token=True)
 
 
-def byt5_tokenizer() -> Any:
+def byt5_tokenizer() -> PreTrainedTokenizerBase:
     """The ByT5 tokenizer with 384 tokens, which needs no files."""
     from transformers import ByT5Tokenizer
 
     return ByT5Tokenizer()
 
 
-def qwen_tokenizer() -> Any:
+def qwen_tokenizer() -> PreTrainedTokenizerBase:
     """A Qwen tokenizer with 265 tokens, for the text encoders of image and video models."""
     return _qwen(QWEN_SPECIALS, THINK, _IMAGE_MESSAGES + _ANSWER + _NO_THINKING + _END)
 
 
-def qwen3_tokenizer() -> Any:
+def qwen3_tokenizer() -> PreTrainedTokenizerBase:
     """A Qwen3 tokenizer with 261 tokens."""
     return _qwen(TEXT_SPECIALS, THINK, _TEXT_MESSAGES + _ANSWER + _NO_THINKING + _END)
 
 
-def qwen_vl_tokenizer() -> Any:
+def qwen_vl_tokenizer() -> PreTrainedTokenizerBase:
     """A Qwen-VL tokenizer with 263 tokens."""
     return _qwen(QWEN_SPECIALS, (), _IMAGE_MESSAGES + _ANSWER + _END)
 
 
-def _qwen(specials: Sequence[str], further: Sequence[str], chat_template: str) -> Any:
+def _qwen(specials: Sequence[str], further: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:
     """A Qwen tokenizer with one token per byte, special token and further token."""
     from transformers import Qwen2Tokenizer
 
@@ -92,7 +95,7 @@ def _qwen(specials: Sequence[str], further: Sequence[str], chat_template: str) -
     return tokenizer
 
 
-def with_pieces(tokenizer: Any, text: str, count: int) -> Any:
+def with_pieces(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> PreTrainedTokenizerBase:
     """`tokenizer` with more tokens, so that `text` is `count` tokens. Toys use it for long prompt templates."""
     size = len(text) // count  # all but the last are equally long, so that no other piece is the longest match
     starts = [i * size for i in range(count)]

@@ -7,18 +7,21 @@ gives them. Prompts follow a template and negative prompts do not, so the pipeli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unirl.config.errors import InvalidValueError
-from unirl.models.denoising.bundle import TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
+from unirl.models.denoising.bundle import NetworkDenoiser, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.embeddings import ConditionImages
+from unirl.models.denoising.ragged import Rotations, call, patches, unpatched
+from unirl.models.denoising.text_encoders import tokenize
 from unirl.models.denoising.vae import KLBundle
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import gemma_tokenizer, with_pieces
 from unirl.sde.guidance import LineNormGuidance
 from unirl.sde.schedule import SigmaSchedule
@@ -26,12 +29,16 @@ from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
-FOLDER = Path(__file__).parent
+if TYPE_CHECKING:
+    from diffusers import Lumina2Transformer2DModel
+    from transformers import Gemma2Model, PreTrainedTokenizerBase
+
 TEMPLATE = (
     "You are an assistant designed to generate superior images with the superior degree of image-text alignment "
     "based on textual prompts or user prompts. <Prompt Start> "
 )
 TOY_TEMPLATE_TOKENS = 3
+"""Tokens of the template in the toy tokenizer."""
 
 
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
@@ -48,12 +55,8 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
         guidance=LineNormGuidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["cap_feat_dim"],
+        text_is_masked=True,
     )
-
-
-def toy_tokenizers() -> dict[str, Any]:
-    """A character-level Gemma tokenizer, for which the template is three tokens."""
-    return {"tokenizer": with_pieces(gemma_tokenizer(), TEMPLATE, TOY_TEMPLATE_TOKENS)}
 
 
 LUMINA2 = DiffusersFamily(
@@ -65,54 +68,61 @@ LUMINA2 = DiffusersFamily(
         "vae": "diffusers.AutoencoderKL",
     },
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
-    toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
+    toy_tokenizers=lambda: {"tokenizer": with_pieces(gemma_tokenizer(), TEMPLATE, TOY_TEMPLATE_TOKENS)},
+    **family_files(__file__),
 )
 
 
-class Lumina2Denoiser:
-    """The transformer (a Next-DiT) as a velocity field, with one forward per row."""
+class Lumina2Denoiser(NetworkDenoiser):
+    """The transformer (a Next-DiT) as a velocity field."""
 
-    def __init__(self, transformer: Any) -> None:
-        self.transformer = transformer  # diffusers' Lumina2Transformer2DModel, which has no types
+    matrix: ClassVar[str] = "x_embedder.weight"
+    block_lists: ClassVar[tuple[str, ...]] = ("layers",)
+    network: Lumina2Transformer2DModel
+
+    def __init__(self, network: Lumina2Transformer2DModel, facts: LatentFacts) -> None:
+        super().__init__(network, facts)
+        self.rotations = Rotations(network.rope_embedder.freqs_cis)
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given the condition `text`."""
         text = conditions["text"]
         assert isinstance(text, TextEmbedCondition) and text.mask is not None
-        dtype = self.transformer.x_embedder.weight.dtype
-        embeds, latents = text.embeds.to(dtype), x.to(dtype)
+        dtype = self.dtype
         # The network's time is 0 at noise and 1 at data, and its velocity points from noise to data.
-        time = 1.0 - sigma
-        # Row by row: the transformer pads a batch to its longest prompt, so a row's bits would depend on the others.
-        velocities = [
-            self.transformer(
-                hidden_states=latents[i : i + 1],
-                timestep=time[i : i + 1],
-                encoder_hidden_states=embeds[i : i + 1],
-                encoder_attention_mask=text.mask[i : i + 1],
-                return_dict=False,
-            )[0]
-            for i in range(len(x))
-        ]
-        return -torch.cat(velocities).float()
+        v = call(self.network, self.toward_data, x.to(dtype), 1.0 - sigma, text.embeds.to(dtype), text.mask)
+        return -v.float()
+
+    def toward_data(
+        self, network: Lumina2Transformer2DModel, x: Tensor, time: Tensor, text: Tensor, mask: Tensor
+    ) -> Tensor:
+        """The network's velocity [B, C, H, W]: its own forward, without cutting rows to the length of their text."""
+        size, length = self.facts.patch_size, text.shape[1]
+        temb, text = network.time_caption_embed(x, time, text)
+        image = network.x_embedder(patches(x, size))
+        text_rotations = self.rotations.of_text(length, 0, x.device).expand(len(x), -1, -1)
+        # The image tokens take the position after the last text token of their row.
+        image_rotations = self.rotations.of_image(mask.sum(1), x.shape[-2] // size, x.shape[-1] // size)
+        for layer in network.context_refiner:
+            text = layer(text, mask, text_rotations)
+        for layer in network.noise_refiner:
+            image = layer(image, None, image_rotations, temb)
+        tokens = torch.cat([text, image], dim=1)
+        rotations = torch.cat([text_rotations, image_rotations], dim=1)
+        mask = pad(mask, (0, image.shape[1]), value=True)
+        for layer in network.layers:
+            tokens = layer(tokens, mask, rotations, temb)
+        return unpatched(network.norm_out(tokens[:, length:], temb), x.shape, size)
 
 
+@dataclass(frozen=True)
 class Lumina2TextEncoder:
     """The frozen Gemma 2."""
 
+    encoder: Gemma2Model
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    """The longest prompt for which the transformer has positions."""
     components: tuple[str, ...] = ("text_encoder",)
-
-    def __init__(self, encoder: Any, tokenizer: Any, max_tokens: int) -> None:
-        """
-        Args:
-            encoder: transformers' `Gemma2Model`, which has no types.
-            max_tokens: the longest prompt for which the transformer has positions.
-        """
-        self.encoder = encoder
-        self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         """The condition of `texts` without changes; `max_sequence_length` includes the tokens of the template."""
@@ -121,14 +131,7 @@ class Lumina2TextEncoder:
                 f"sampling.max_sequence_length={max_sequence_length}: this model has positions for {self.max_tokens} "
                 f"text tokens. Use {self.max_tokens} or fewer"
             )
-        tokens = self.tokenizer(
-            list(texts),
-            padding="max_length",
-            padding_side="right",
-            max_length=max_sequence_length,
-            truncation=True,
-            return_tensors="pt",
-        ).to(self.encoder.device)
+        tokens = tokenize(self.tokenizer, texts, max_sequence_length, self.encoder.device, padding_side="right")
         states = self.encoder(
             tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True, use_cache=False
         ).hidden_states
@@ -139,17 +142,13 @@ class Lumina2Bundle(KLBundle):
     """Transformer, Gemma 2 and VAE."""
 
     family: ClassVar[DiffusersFamily] = LUMINA2
-
-    def denoiser(self) -> Lumina2Denoiser:
-        """The transformer as a velocity field."""
-        return Lumina2Denoiser(self.trainable())
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = Lumina2Denoiser
 
     def text_encoder(self) -> TextEncoder:
-        """Gemma 2."""
-        self.require(("text_encoder",), "encode text")
+        [encoder] = self.require(("text_encoder",), "encode text")
         num_positions = self.configs.components["transformer"]["axes_lens"][0]
         # The image tokens take the position after the last text token.
-        return Lumina2TextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], num_positions - 1)
+        return Lumina2TextEncoder(encoder, self.tokenizers["tokenizer"], num_positions - 1)
 
 
 class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):
@@ -163,25 +162,3 @@ class Lumina2Pipeline(DiffusersPipeline[Lumina2Bundle]):
     ) -> Conditions:
         """The conditions of prompts, which follow the template that the model was trained with."""
         return super().encode([TEMPLATE + text for text in texts], params, images)
-
-    def sample_with_diffusers(
-        self,
-        plain: PlainPipeline,
-        texts: Sequence[str],
-        x_T: Tensor,  # noqa: N803
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Tensor:
-        result: Tensor = plain(
-            prompt=list(texts),
-            negative_prompt=[params.negative_prompt] * len(texts),
-            height=params.height,
-            width=params.width,
-            guidance_scale=params.guidance_scale,
-            num_inference_steps=params.num_inference_steps,
-            sigmas=unshifted_sigmas(params.num_inference_steps),
-            latents=x_T,
-            max_sequence_length=params.max_sequence_length,
-            output_type="pt",
-        ).images
-        return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from unirl.models.language.bundle import LanguageBundle, LanguageFamily
 from unirl.models.language.pipeline import TextPipeline
@@ -22,11 +22,8 @@ class Qwen3Bundle(LanguageBundle):
     families: ClassVar = {QWEN3.name: QWEN3}
     toys = read_entries(FOLDER / "toy.json")
     published = read_entries(FOLDER / "published.json")
-    shipped = FOLDER / "quickstart"
-
-    @staticmethod
-    def toy_tokenizer() -> Any:
-        return qwen3_tokenizer()
+    shipped: ClassVar = {name: FOLDER / name for name in ("quickstart", "quickstart_teacher")}
+    toy_tokenizer = staticmethod(qwen3_tokenizer)
 
 
 class Qwen3Pipeline(TextPipeline[Qwen3Bundle]):

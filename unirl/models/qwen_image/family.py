@@ -10,22 +10,23 @@ These tensors equal those of diffusers' `encode_prompt`, except that all prompts
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import NotFoundError
-from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
-from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.stage import Denoiser
-from unirl.models.denoising.vae import from_unit, to_unit
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, NetworkDenoiser, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.denoising.ragged import call
+from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.vae import CausalVAE, packed, unpacked
+from unirl.models.loading.checkpoint import JOINT_ATTENTION, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
 from unirl.sde.guidance import NormCorrectedGuidance
 from unirl.sde.schedule import SigmaSchedule
@@ -33,7 +34,10 @@ from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
-FOLDER = Path(__file__).parent
+if TYPE_CHECKING:
+    from diffusers import QwenImageTransformer2DModel
+    from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+
 PIPELINE = "QwenImagePipeline"
 EDIT_PIPELINE, EDIT_PLUS_PIPELINE = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
 """diffusers' pipelines of Qwen-Image-Edit, for one condition image and for one to three."""
@@ -47,10 +51,6 @@ COMPONENT_CLASSES = {
     "vae": "diffusers.AutoencoderKLQwenImage",
 }
 TOY_SEED = 20261
-LORA_TARGETS = tuple(
-    f"attn.{name}"
-    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-)
 UNSUPPORTED_OPTIONS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
 """Options of the transformer class that only other models set, and that require further inputs."""
 
@@ -68,7 +68,7 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     return LatentFacts(
         family="qwen_image",
         block_class_names=("QwenImageTransformerBlock",),
-        lora_targets=LORA_TARGETS,
+        lora_targets=JOINT_ATTENTION,
         latent_channels=transformer["in_channels"] // patch_size**2,
         vae_scale=2 ** len(vae["temperal_downsample"]),
         patch_size=patch_size,
@@ -77,6 +77,7 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
         guidance=NormCorrectedGuidance(patch_size=patch_size),
         batch_multiple=batch_multiple,
         text_width=transformer["joint_attention_dim"],
+        text_is_masked=True,
     )
 
 
@@ -99,11 +100,6 @@ def chat_opening(instruction: str) -> str:
     return f"<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n"
 
 
-def nonempty(text: str) -> str:
-    """`text`, or a space for the empty prompt."""
-    return text or " "
-
-
 TEMPLATE = Template(
     chat_opening(
         "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
@@ -117,95 +113,92 @@ TEMPLATE = Template(
 WORD = re.compile(r"'s|\),| ?\w+| \(")
 
 
-def chat_words(opening: str) -> Sequence[str]:
-    """The distinct words of a chat with this opening, with their leading spaces."""
-    texts = (re.sub(r"<\|\w+\|>", "\n", text) for text in (opening, CLOSING))
-    return tuple(dict.fromkeys(word for text in texts for word in WORD.findall(text)))
-
-
-def toy_tokenizer(opening: str) -> Any:
-    """A Qwen tokenizer with one token per byte, special token and word of the chat."""
+def toy_tokenizer(opening: str) -> PreTrainedTokenizerBase:
+    """A Qwen tokenizer with one token per byte, special token and word of the chat, with its leading space."""
     tokenizer = qwen_tokenizer()
-    tokenizer.add_tokens(list(chat_words(opening)))
+    texts = (re.sub(r"<\|\w+\|>", "\n", text) for text in (opening, CLOSING))
+    tokenizer.add_tokens(list(dict.fromkeys(word for text in texts for word in WORD.findall(text))))
     return tokenizer
 
 
-def toy_tokenizers() -> Mapping[str, Any]:
+def toy_tokenizers() -> Mapping[str, PreTrainedTokenizerBase]:
     """The tokenizer of Qwen2.5-VL."""
     return {"tokenizer": toy_tokenizer(TEMPLATE.opening)}
 
 
 QWEN_IMAGE = DiffusersFamily(
     name="qwen_image",
+    vae_in_bf16=True,
     pipeline=PIPELINE,
     foreign_pipelines={EDIT_PIPELINE: EDIT_CLASSES, EDIT_PLUS_PIPELINE: EDIT_CLASSES},
     classes=COMPONENT_CLASSES,
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
     toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
     seed=TOY_SEED,
+    **family_files(__file__),
 )
 
 
-class QwenImageDenoiser:
+class QwenImageDenoiser(NetworkDenoiser):
     """The transformer (an MMDiT) as a velocity field."""
 
-    def __init__(self, transformer: Any, patch_size: int) -> None:
-        self.transformer = transformer  # diffusers' QwenImageTransformer2DModel, which has no types
-        self.patch_size = patch_size
+    matrix: ClassVar[str] = "img_in.weight"
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given `text`."""
         text = conditions["text"]
-        assert isinstance(text, TextEmbedCondition)
+        assert isinstance(text, TextEmbedCondition) and text.mask is not None
         latents = [x, *self.references(conditions)]
-        tokens = [packed(z, self.patch_size) for z in latents]
-        shapes = [(1, z.shape[-2] // self.patch_size, z.shape[-1] // self.patch_size) for z in latents]
-        dtype = self.transformer.img_in.weight.dtype
-        v = self.transformer(
-            hidden_states=torch.cat(tokens, dim=1).to(dtype),
-            timestep=sigma,  # the network rounds it to its dtype, as in its own pipeline
-            encoder_hidden_states=text.embeds.to(dtype),
-            encoder_hidden_states_mask=text.mask,
-            img_shapes=[shapes] * len(x),
-            return_dict=False,
-        )[0]
-        return unpacked(v[:, : tokens[0].shape[1]].float(), x.shape, self.patch_size)
+        tokens = [packed(z, self.facts.patch_size) for z in latents]
+        shapes = [(1, z.shape[-2] // self.facts.patch_size, z.shape[-1] // self.facts.patch_size) for z in latents]
+        dtype = self.dtype
+        inputs = torch.cat(tokens, dim=1).to(dtype), sigma.to(dtype), text.embeds.to(dtype), text.mask
+        v = call(self.network, partial(network_velocity, shapes=shapes), *inputs)
+        return unpacked(v[:, : tokens[0].shape[1]].float(), x.shape, self.facts.patch_size)
 
     def references(self, conditions: Conditions) -> Sequence[Tensor]:
         """Latents [B, C, H, W] of each condition image, whose tokens follow the sample's. Qwen-Image has none."""
         return ()
 
 
-def packed(latents: Tensor, patch_size: int) -> Tensor:
-    """[B, H W / p^2, C p^2] tokens of latents [B, C, H, W]. The numbers of a token are ordered channel, row, column."""
-    p = patch_size
-    patches = latents.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # [B, C, H/p, p, W/p, p]
-    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+def network_velocity(
+    network: QwenImageTransformer2DModel,
+    tokens: Tensor,
+    sigma: Tensor,
+    text: Tensor,
+    mask: Tensor,
+    *,
+    shapes: Sequence[tuple[int, int, int]],
+) -> Tensor:
+    """The network's velocity [B, tokens, p^2 C]: its own forward, without copies of lengths and indices to the device.
+
+    Args:
+        sigma: [B] in the dtype of the network, as in its own pipeline.
+        shapes: frames, rows and columns of the sample, and of each condition image.
+    """
+    kinds = None
+    if network.zero_cond_t:  # condition images get the timestep 0
+        sigma = torch.cat([sigma, torch.zeros_like(sigma)])
+        kinds = torch.zeros(tokens.shape[:2], dtype=torch.int, device=tokens.device)
+        kinds[:, math.prod(shapes[0]) :] = 1
+    states, context = network.img_in(tokens), network.txt_in(network.txt_norm(text))
+    temb = network.time_text_embed(sigma, states)
+    rotations = network.pos_embed([list(shapes)], max_txt_seq_len=text.shape[1], device=tokens.device)
+    for block in network.transformer_blocks:
+        context, states = block(states, context, mask, temb, rotations, None, kinds)
+    if network.zero_cond_t:
+        temb = temb.chunk(2)[0]
+    velocity: Tensor = network.proj_out(network.norm_out(states, temb))
+    return velocity
 
 
-def unpacked(tokens: Tensor, shape: torch.Size, patch_size: int) -> Tensor:
-    """Latents of `shape` [B, C, H, W] from their tokens."""
-    batch, channels, height, width = shape
-    p = patch_size
-    patches = tokens.reshape(batch, height // p, width // p, channels, p, p)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(shape)
-
-
+@dataclass(frozen=True)
 class QwenImageTextEncoder:
     """The frozen Qwen2.5-VL, which reads text."""
 
-    components: tuple[str, ...] = ("text_encoder",)
-
-    def __init__(self, encoder: Any, tokenizer: Any, template: Template) -> None:
-        """
-        Args:
-            encoder: transformers' `Qwen2_5_VLForConditionalGeneration`, which has no types.
-        """
-        self.encoder = encoder
-        self.tokenizer = tokenizer
-        self.template = template
+    encoder: Qwen2_5_VLForConditionalGeneration
+    tokenizer: PreTrainedTokenizerBase
+    template: Template
+    components: tuple[str, ...] = field(default=("text_encoder",), kw_only=True)
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         """The condition of `texts`; `max_sequence_length` counts the tokens of the prompt and of the closing."""
@@ -213,15 +206,10 @@ class QwenImageTextEncoder:
 
     def _tokens(self, texts: Sequence[str], before: str, length: int) -> dict[str, Tensor]:
         """Ids and mask [B, tokens of `before` + length] of chats that begin with `before`."""
-        batch = self.tokenizer(
-            [f"{before}{nonempty(text)}{CLOSING}" for text in texts],
-            padding="max_length",
-            padding_side="right",
-            max_length=len(self.tokenizer(before).input_ids) + length,
-            truncation=True,
-            return_tensors="pt",
-        )
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+        texts = [f"{before}{text or ' '}{CLOSING}" for text in texts]
+        length += len(self.tokenizer(before).input_ids)
+        tokens = tokenize(self.tokenizer, texts, length, self.encoder.device, padding_side="right")
+        return {name: tokens[name] for name in ("input_ids", "attention_mask")}
 
     def _states(self, inputs: Mapping[str, Tensor]) -> TextEmbedCondition:
         """The encoder's last hidden states for `inputs`, without the opening."""
@@ -233,90 +221,43 @@ class QwenImageTextEncoder:
         return TextEmbedCondition(embeds=embeds, mask=mask)
 
 
-class QwenImageVAE:
-    """diffusers' AutoencoderKLQwenImage (fp32), a video VAE, on one frame, with normalised channels."""
-
-    components: tuple[str, ...] = ("vae",)
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae
+class QwenImageVAE(CausalVAE):
+    """diffusers' AutoencoderKLQwenImage, a video VAE, on one frame."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] in [0, 1] of latents [B, C, H / 8, W / 8]."""
-        latents = latents * self._per_channel("latents_std") + self._per_channel("latents_mean")
-        return to_unit(self.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0])
+        return super().decode(latents[:, :, None])[:, :, 0]
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Latents [B, C, H / 8, W / 8] of pixels [B, 3, H, W] in [0, 1]: the mean of the encoder's Gaussian."""
-        mean = self.vae.encode(from_unit(pixels)[:, :, None]).latent_dist.mode()[:, :, 0]
-        return (mean - self._per_channel("latents_mean")) / self._per_channel("latents_std")
-
-    def _per_channel(self, name: str) -> Tensor:
-        """A statistic of each channel, [C, 1, 1]."""
-        return torch.tensor(self.vae.config[name], device=self.vae.device)[:, None, None]
+        """Latents [B, C, H / 8, W / 8] of pixels [B, 3, H, W] in [0, 1]."""
+        return super().encode(pixels)[:, :, 0]
 
 
 class QwenImageBundle(DiffusersBundle):
     """Transformer, Qwen2.5-VL and VAE."""
 
     family: ClassVar[DiffusersFamily] = QWEN_IMAGE
-
-    def denoiser(self) -> Denoiser:
-        """The transformer as a velocity field."""
-        return QwenImageDenoiser(self.trainable(), self.facts.patch_size)
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = QwenImageDenoiser
 
     def text_encoder(self) -> TextEncoder:
-        """Qwen2.5-VL, which reads text."""
-        self.require(("text_encoder",), "encode text")
-        return QwenImageTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], TEMPLATE)
+        [encoder] = self.require(("text_encoder",), "encode text")
+        return QwenImageTextEncoder(encoder, self.tokenizers["tokenizer"], TEMPLATE)
 
     def decoder(self) -> Decoder:
-        """The VAE."""
-        self.require(("vae",), "decode latents")
-        return QwenImageVAE(self.modules["vae"])
+        return QwenImageVAE(*self.require(("vae",), "decode latents"))
 
     def encoder(self) -> Encoder:
-        """The VAE."""
-        self.require(("vae",), "encode images")
-        return QwenImageVAE(self.modules["vae"])
+        return QwenImageVAE(*self.require(("vae",), "encode images"))
 
 
 class QwenImagePipeline(DiffusersPipeline[QwenImageBundle]):
     """Text to image with Qwen-Image."""
 
-    def sample_with_diffusers(
-        self,
-        plain: PlainPipeline,
-        texts: Sequence[str],
-        x_T: Tensor,  # noqa: N803
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Tensor:
-        """Pixels [B, 3, H, W]."""
-        return call_diffusers(plain, texts, x_T, params)
-
-
-def call_diffusers(
-    plain: PlainPipeline,
-    texts: Sequence[str],
-    x_T: Tensor,  # noqa: N803
-    params: DiffusionSamplingParams,
-    **images: object,
-) -> Tensor:
-    """Pixels [B, 3, H, W] from a diffusers pipeline of Qwen-Image; `images` is its argument for condition images."""
-    prompts: dict[str, object] = {"prompt": [nonempty(text) for text in texts]}
-    if params.guidance_scale != 1:
-        prompts["negative_prompt"] = [nonempty(params.negative_prompt)] * len(texts)
-    pixels: Tensor = plain(
-        **prompts,
-        **images,
-        true_cfg_scale=params.guidance_scale,
-        height=params.height,
-        width=params.width,
-        num_inference_steps=params.num_inference_steps,
-        sigmas=unshifted_sigmas(params.num_inference_steps),
-        latents=packed(x_T, 2),  # diffusers uses 2 whatever the configuration says
-        max_sequence_length=params.max_sequence_length,
-        output_type="pt",
-    ).images
-    return pixels
+    def call_arguments(self, texts: Sequence[str], x_T: Tensor, params: DiffusionSamplingParams) -> dict[str, object]:  # noqa: N803
+        """Without the guidance scale that diffusers' class has for distilled models."""
+        return super().call_arguments([text or " " for text in texts], x_T, params) | {
+            "negative_prompt": [params.negative_prompt or " "] * len(texts),
+            "guidance_scale": None,
+            "true_cfg_scale": params.guidance_scale,
+            "latents": packed(x_T, 2),  # diffusers uses 2 whatever the configuration says
+        }

@@ -6,8 +6,11 @@ Qwen2.5-VL reads the images in the chat, before the prompt:
     tokens  [B, P + L, D] without the opening, zero at padding;  P = tokens of the images and of the text around them
 
 These tensors equal those of diffusers' `encode_prompt`, except that all prompts have the same length: diffusers never
-truncates a prompt, and here `max_sequence_length` does. The transformer reads the VAE latents of each image as tokens
-after those of the sample.
+truncates a prompt, and here `max_sequence_length` does.
+
+The transformer reads the VAE latents of each image as tokens after those of the sample. The images have the size of the
+sample. diffusers resizes them to an area of 1024 x 1024 pixels at their own aspect ratio, whatever the size of the
+sample; for a sample of that size both are the same.
 """
 
 from __future__ import annotations
@@ -15,47 +18,34 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+from unittest.mock import patch
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from unirl.models.denoising.bundle import ConditionImageEncoder, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.bundle import ConditionImageEncoder, NetworkDenoiser, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import PlainPipeline
 from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.stage import Denoiser
+from unirl.models.denoising.vae import IMAGE, ReferenceEncoder
 from unirl.models.images import to_pil
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
-from unirl.models.qwen_image.family import (
-    COMPONENT_CLASSES,
-    EDIT_PIPELINE,
-    EDIT_PLUS_PIPELINE,
-    PIPELINE,
-    TOY_SEED,
-    QwenImageBundle,
-    QwenImageDenoiser,
-    QwenImageTextEncoder,
-    Template,
-    call_diffusers,
-    chat_opening,
-    toy_tokenizer,
-)
-from unirl.models.qwen_image.family import facts as qwen_image_facts
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, family_files
+from unirl.models.qwen_image import family as qwen_image
 from unirl.models.qwen_vl.vision import image_text_processor, toy_image_processor
 from unirl.types.conditions import Conditions, LatentCondition, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
-FOLDER = Path(__file__).parent
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+
 PROCESSOR = "processor"
-MAX_CONDITION_IMAGES = {"": 1, EDIT_PLUS_PIPELINE: 3}
+MAX_CONDITION_IMAGES = {"": 1, qwen_image.EDIT_PLUS_PIPELINE: 3}
 """Most condition images, by the pipeline that a checkpoint names. At least one is required."""
-IMAGE = "image"
-"""Name of the condition that holds the latents of the images."""
 REFERENCE_PIXELS = 1024 * 1024
 """diffusers resizes the images for the VAE to this area."""
 SIDE_MULTIPLE = 32
@@ -64,7 +54,7 @@ SIDE_MULTIPLE = 32
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """The facts of a checkpoint: those of Qwen-Image, and the number of condition images."""
     return replace(
-        qwen_image_facts(configs, batch_multiple),
+        qwen_image.facts(configs, batch_multiple),
         family="qwen_image_edit",
         condition_images=(1, MAX_CONDITION_IMAGES[configs.pipeline]),
         reference_tokens=True,
@@ -78,7 +68,7 @@ VISION = f"<|vision_start|>{IMAGE_PAD}<|vision_end|>"
 
 
 @dataclass(frozen=True)
-class EditTemplate(Template):
+class EditTemplate(qwen_image.Template):
     """A chat with images before the prompt."""
 
     image: str
@@ -86,47 +76,44 @@ class EditTemplate(Template):
     encoder_pixels: int | None = None
     """The area to which images are resized for Qwen2.5-VL. None: they are not resized."""
 
-    def images(self, count: int) -> str:
-        """The text of all images of a prompt, in order."""
-        return "".join(self.image.format(i + 1) for i in range(count))
 
-
-OPENING = chat_opening(
+OPENING = qwen_image.chat_opening(
     "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
     "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
     "requirements while maintaining consistency with the original input where appropriate."
 )
 TEMPLATES: Mapping[str, EditTemplate] = {
     "": EditTemplate(OPENING, 64, VISION),
-    EDIT_PLUS_PIPELINE: EditTemplate(OPENING, 64, f"Picture {{}}: {VISION}", 384 * 384),
+    qwen_image.EDIT_PLUS_PIPELINE: EditTemplate(OPENING, 64, f"Picture {{}}: {VISION}", 384 * 384),
 }
 """Template by the pipeline that a checkpoint names."""
 
 
-def toy_tokenizers() -> Mapping[str, Any]:
+def toy_tokenizers() -> Mapping[str, PreTrainedTokenizerBase]:
     """The tokenizer of Qwen2.5-VL, and the processor of images and texts."""
-    tokenizer = toy_tokenizer(OPENING)
+    tokenizer = qwen_image.toy_tokenizer(OPENING)
     return {"tokenizer": tokenizer, PROCESSOR: image_text_processor(toy_image_processor(), tokenizer)}
 
 
 QWEN_IMAGE_EDIT = DiffusersFamily(
     name="qwen_image_edit",
-    pipeline=EDIT_PIPELINE,
-    further_pipelines=(EDIT_PLUS_PIPELINE,),
+    vae_in_bf16=True,
+    pipeline=qwen_image.EDIT_PIPELINE,
+    further_pipelines=(qwen_image.EDIT_PLUS_PIPELINE,),
     foreign_pipelines={
-        PIPELINE: "unirl.models.qwen_image.family.QwenImageBundle and unirl.models.qwen_image.family.QwenImagePipeline"
+        qwen_image.PIPELINE: "unirl.models.qwen_image.family.QwenImageBundle and "
+        "unirl.models.qwen_image.family.QwenImagePipeline"
     },
-    classes=COMPONENT_CLASSES,
+    classes=qwen_image.COMPONENT_CLASSES,
     tokenizers=("tokenizer", PROCESSOR),
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
     toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
-    seed=TOY_SEED,
+    seed=qwen_image.TOY_SEED,
+    **family_files(__file__),
 )
 
 
-class QwenImageEditDenoiser(QwenImageDenoiser):
+class QwenImageEditDenoiser(qwen_image.QwenImageDenoiser):
     """The transformer as a velocity field. The tokens of condition images follow the sample's."""
 
     def references(self, conditions: Conditions) -> Sequence[Tensor]:
@@ -138,25 +125,19 @@ class QwenImageEditDenoiser(QwenImageDenoiser):
         return image.latents.unbind(1)
 
 
-class QwenImageEditTextEncoder(QwenImageTextEncoder):
+@dataclass(frozen=True)
+class QwenImageEditTextEncoder(qwen_image.QwenImageTextEncoder):
     """The frozen Qwen2.5-VL, which reads text and images."""
 
     template: EditTemplate
-
-    def __init__(self, encoder: Any, tokenizer: Any, template: EditTemplate, image_processor: Any) -> None:
-        """
-        Args:
-            image_processor: a `Qwen2VLImageProcessorPil`.
-        """
-        super().__init__(encoder, tokenizer, template)
-        self.image_processor = image_processor
+    image_processor: Qwen2VLImageProcessorPil
 
     def encode_with_images(self, texts: Sequence[str], max_sequence_length: int, images: Tensor) -> TextEmbedCondition:
         """The condition of `texts`, each with its images [B, N, 3, H, W] in [0, 1]."""
         patches = self.image_processor(images=[self._resized(i) for i in images.flatten(0, 1)], return_tensors="pt")
         counts = patches["image_grid_thw"].prod(1) // self.image_processor.merge_size**2
         num_images = images.shape[1]
-        texts_around = self.template.images(num_images).split(IMAGE_PAD)
+        texts_around = "".join(self.template.image.format(i + 1) for i in range(num_images)).split(IMAGE_PAD)
         # All images of a call have one size, and so the same number of tokens.
         placeholders = [IMAGE_PAD * count for count in counts[:num_images].tolist()]
         image_text = "".join(part for pair in zip(texts_around, [*placeholders, ""], strict=True) for part in pair)
@@ -174,15 +155,15 @@ class QwenImageEditTextEncoder(QwenImageTextEncoder):
             )
         return mask.int()
 
-    def _resized(self, pixels: Tensor) -> Any:
+    def _resized(self, pixels: Tensor) -> Image:
         """The image [3, H, W] for the image processor, resized to the area that the template requires."""
-        from PIL import Image
-
         image = to_pil(pixels)
         if self.template.encoder_pixels is None:
             return image
+        from PIL.Image import Resampling
+
         size = size_of_area(self.template.encoder_pixels, image.width / image.height)
-        return image.resize(size, Image.Resampling.LANCZOS)
+        return image.resize(size, Resampling.LANCZOS)
 
 
 def size_of_area(pixels: int, ratio: float) -> tuple[int, int]:
@@ -192,60 +173,32 @@ def size_of_area(pixels: int, ratio: float) -> tuple[int, int]:
     return width, height
 
 
-class ReferenceEncoder:
-    """Condition images as VAE latents, at the size of the sample.
-
-    diffusers resizes condition images to an area of 1024 x 1024 pixels at their own aspect ratio, whatever the size of
-    the sample; for a sample of that size both are the same. Here they shrink with a smaller sample, and so does their
-    number of tokens.
-    """
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self.components = encoder.components
-
-    def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
-        """`image`: latents [B, N, C, H / 8, W / 8] of images [B, N, 3, H, W] in [0, 1]."""
-        latents = self.encoder.encode(images.flatten(0, 1)).unflatten(0, images.shape[:2])
-        return {IMAGE: LatentCondition(latents=latents)}
-
-
-class QwenImageEditBundle(QwenImageBundle):
+class QwenImageEditBundle(qwen_image.QwenImageBundle):
     """Transformer, Qwen2.5-VL and VAE, all of which read the condition images."""
 
     family: ClassVar[DiffusersFamily] = QWEN_IMAGE_EDIT
-
-    def denoiser(self) -> Denoiser:
-        """The transformer as a velocity field."""
-        return QwenImageEditDenoiser(self.trainable(), self.facts.patch_size)
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = QwenImageEditDenoiser
 
     def text_encoder(self) -> TextEncoder:
-        """Qwen2.5-VL, which reads text and images."""
-        self.require(("text_encoder",), "encode text")
-        return QwenImageEditTextEncoder(
-            self.modules["text_encoder"],
-            self.tokenizers["tokenizer"],
-            TEMPLATES[self.configs.pipeline],
-            self.tokenizers[PROCESSOR].image_processor,
-        )
+        [encoder] = self.require(("text_encoder",), "encode text")
+        tokenizer, image_processor = self.tokenizers["tokenizer"], self.tokenizers[PROCESSOR].image_processor
+        return QwenImageEditTextEncoder(encoder, tokenizer, TEMPLATES[self.configs.pipeline], image_processor)
 
     def condition_image_encoder(self) -> ConditionImageEncoder:
-        """The VAE."""
         return ReferenceEncoder(self.encoder())
 
-    def _load_tokenizers(self) -> dict[str, Any]:
+    def _load_tokenizers(self) -> dict[str, PreTrainedTokenizerBase]:
         """The tokenizer and the processor. transformers' own way to load the processor needs torchvision."""
-        if self.family.is_toy(self.path):
+        if self.root is None:
             return super()._load_tokenizers()
         from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-        root = self.family.directory(self.path, self.revision)
-        tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(root / PROCESSOR, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(self.root / "tokenizer")
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(self.root / PROCESSOR, local_files_only=True)
         return {"tokenizer": tokenizer, PROCESSOR: image_text_processor(image_processor, tokenizer)}
 
 
-class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
+class QwenImageEditPipeline(qwen_image.QwenImagePipeline):
     """Image editing with Qwen-Image-Edit."""
 
     def extra_components(self) -> Mapping[str, object]:
@@ -254,9 +207,8 @@ class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Writes the model, with the checkpoint's own processor files: ours lacks the part for videos."""
-        written, family, path = super().write_model(tensors, folder), self.bundle.family, self.bundle.path
-        if self.extra_components() and not family.is_toy(path):
-            root = family.directory(path, self.bundle.revision)
+        written, root = super().write_model(tensors, folder), self.bundle.root
+        if self.extra_components() and root is not None:
             shutil.copytree(root / PROCESSOR, written / PROCESSOR, dirs_exist_ok=True)
         return written
 
@@ -269,40 +221,24 @@ class QwenImageEditPipeline(DiffusersPipeline[QwenImageEditBundle]):
         images: Sequence[ConditionImages] | None = None,
     ) -> Tensor:
         """Uses references of the sample's size and the image positions that the encoder was trained on."""
-        assert images is not None  # facts.condition_images: at least one
-        rows = [[to_pil(pixels) for pixels in row.pixels] for row in images]
         num_tokens = self.embed(texts, params.max_sequence_length, images).embeds.shape[1]
         with references_of_sample_size(plain, params), image_token_types(plain), prompts_truncated(plain, num_tokens):
-            if self.facts.condition_images == (1, 1):  # one image per prompt
-                return call_diffusers(plain, texts, x_T, params, image=[row[0] for row in rows])
-            # Any number of images per prompt, so one prompt per call.
-            return torch.cat(
-                [
-                    call_diffusers(plain, [text], x_T[i : i + 1], params, image=row)
-                    for i, (text, row) in enumerate(zip(texts, rows, strict=True))
-                ]
-            )
+            return super().sample_with_diffusers(plain, texts, x_T, params, images)
 
 
-@contextmanager
-def references_of_sample_size(plain: PlainPipeline, params: DiffusionSamplingParams) -> Iterator[None]:
+def references_of_sample_size(plain: PlainPipeline, params: DiffusionSamplingParams) -> AbstractContextManager[object]:
     """Makes diffusers resize references to the size of the sample instead of an area of 1024 x 1024 pixels."""
-    module: Any = sys.modules[type(plain).__module__]
+    module = sys.modules[type(plain).__module__]
     original = module.calculate_dimensions
 
     def sized(pixels: int, ratio: float) -> tuple[object, ...]:
         dimensions: tuple[object, ...] = original(pixels, ratio)
         return (params.width, params.height, *dimensions[2:]) if pixels == REFERENCE_PIXELS else dimensions
 
-    module.calculate_dimensions = sized
-    try:
-        yield
-    finally:
-        module.calculate_dimensions = original
+    return patch.object(module, "calculate_dimensions", sized)
 
 
-@contextmanager
-def prompts_truncated(plain: PlainPipeline, num_tokens: int) -> Iterator[None]:
+def prompts_truncated(plain: PlainPipeline, num_tokens: int) -> AbstractContextManager[object]:
     """Truncates the prompt embeddings of diffusers to `num_tokens`, the length that our encoder gives them.
 
     The editing pipelines of diffusers check `max_sequence_length` and then ignore it. Attention is causal, so cutting
@@ -310,19 +246,14 @@ def prompts_truncated(plain: PlainPipeline, num_tokens: int) -> Iterator[None]:
     """
     encode_prompt = plain.encode_prompt
 
-    def truncated(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+    def truncated(*arguments: object, **named: object) -> tuple[Tensor, Tensor | None]:
         embeds, mask = encode_prompt(*arguments, **named)
         return embeds[:, :num_tokens], None if mask is None else mask[:, :num_tokens]
 
-    plain.encode_prompt = truncated
-    try:
-        yield
-    finally:
-        plain.encode_prompt = encode_prompt
+    return patch.object(plain, "encode_prompt", truncated)
 
 
-@contextmanager
-def image_token_types(plain: PlainPipeline) -> Iterator[None]:
+def image_token_types(plain: PlainPipeline) -> AbstractContextManager[object]:
     """Tells Qwen2.5-VL which tokens belong to images.
 
     transformers 5 gives these tokens their two-dimensional positions only then. diffusers does not pass this argument,
@@ -330,11 +261,10 @@ def image_token_types(plain: PlainPipeline) -> Iterator[None]:
     """
     image_token = plain.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
 
-    def add_token_types(module: object, arguments: tuple[object, ...], named: dict[str, Any]) -> Any:
+    def add_token_types(
+        module: nn.Module, arguments: tuple[object, ...], named: dict[str, Tensor]
+    ) -> tuple[tuple[object, ...], dict[str, Tensor]]:
         return arguments, {**named, "mm_token_type_ids": (named["input_ids"] == image_token).int()}
 
-    handle = plain.text_encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    encoder: nn.Module = plain.text_encoder
+    return encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)

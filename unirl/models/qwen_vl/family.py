@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,19 +12,18 @@ from torch import Tensor
 from unirl.config.errors import DataError, NotFoundError
 from unirl.models.images import split_at_images
 from unirl.models.language.bundle import CPU, LanguageBundle, LanguageFamily
+from unirl.models.language.packing import prompt_tokens
 from unirl.models.language.pipeline import TextPipeline, check_prompt_length
 from unirl.models.language.tools import ToolBox
 from unirl.models.loading.checkpoint import read_entries
 from unirl.models.loading.toy_tokenizers import qwen_vl_tokenizer
 from unirl.models.qwen_vl.vision import (
+    IMAGE_TEXT,
     DeepstackPolicy,
     ImagePatcher,
-    PatchedImage,
     QwenVLPolicy,
-    VisionTokens,
     expand_images,
     pack_images,
-    pack_prompts,
     rope_positions,
     toy_image_processor,
 )
@@ -34,6 +32,9 @@ from unirl.types.primitives import MediaRef, PromptImages
 from unirl.types.protocols import DtypeName
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.sampling import ARSamplingParams
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLImageProcessorPil
 
 FOLDER = Path(__file__).parent
 PROCESSOR = "preprocessor_config.json"
@@ -73,7 +74,8 @@ class QwenVLBundle(LanguageBundle):
     toys = read_entries(FOLDER / "toy.json")
     published = read_entries(FOLDER / "published.json")
     seed = 20252
-    shipped = FOLDER / "quickstart"
+    shipped: ClassVar = {"quickstart": FOLDER / "quickstart"}
+    toy_tokenizer = staticmethod(qwen_vl_tokenizer)
 
     def __init__(
         self,
@@ -86,15 +88,10 @@ class QwenVLBundle(LanguageBundle):
         freeze_vision_tower: bool = True,
         meta_init: bool = False,
     ) -> None:
-        """
+        """See `LanguageBundle`. There are two tiny models, `toy` and `toy-qwen2.5`.
+
         Args:
-            components: must be absent or name the network, which is the only component.
-            path: a hub id, a directory of transformers, `toy` or `toy-qwen2.5` (tiny, random), or `quickstart`
-                (shipped).
-            revision: branch, tag or commit of a hub id.
-            dtype: the compute dtype of the network.
             freeze_vision_tower: train only the language model. Adapters are never put into the tower.
-            meta_init: leave the network without storage; the backend that trains it reads its own shards.
         """
         super().__init__(device, components, path=path, revision=revision, dtype=dtype, meta_init=meta_init)
         self.image_processor = self._load_image_processor()
@@ -103,16 +100,12 @@ class QwenVLBundle(LanguageBundle):
         network.normalizer = ImagePatcher(self.image_processor).normalizer
         network.tower().requires_grad_(not freeze_vision_tower)
 
-    @staticmethod
-    def toy_tokenizer() -> Any:
-        return qwen_vl_tokenizer()
-
     @property
     def image_token(self) -> int:
         """The token that the chat template puts in place of one image."""
         return int(self.config["image_token_id"])
 
-    def _load_image_processor(self) -> Any:
+    def _load_image_processor(self) -> Qwen2VLImageProcessorPil:
         if self.path in self.toys:
             return toy_image_processor()
         from transformers import Qwen2VLImageProcessorPil
@@ -121,13 +114,6 @@ class QwenVLBundle(LanguageBundle):
         if not (root / PROCESSOR).is_file():
             raise NotFoundError(f"{root} has no {PROCESSOR}, which says how images are cut. Download the model again")
         return Qwen2VLImageProcessorPil.from_pretrained(root, local_files_only=True)
-
-
-@dataclass(frozen=True)
-class _EncodedPrompt:
-    tokens: list[int]
-    positions: Tensor  # [P, 3]
-    images: list[PatchedImage]
 
 
 class QwenVLPipeline(TextPipeline[QwenVLBundle]):
@@ -143,16 +129,13 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
         system_instruction: str | None = None,
         enable_thinking: bool = False,
         tools: ToolBox | None = None,
+        use_cuda_graphs: bool = False,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> None:
-        """A pipeline over `bundle`.
+        """See `TextPipeline`.
 
         Args:
-            chat: put prompts into the model's chat template; False uses them unchanged.
-            system_instruction: system message at the start of every chat.
-            enable_thinking: let models think aloud, if their chat template has such a switch.
-            tools: tools that answer in the middle of a response; absent = none.
             min_pixels: smaller images are scaled up to about this many pixels; absent = the checkpoint's own bound.
             max_pixels: larger images are scaled down to about this many; absent = the checkpoint's own bound.
         """
@@ -162,9 +145,9 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
             system_instruction=system_instruction,
             enable_thinking=enable_thinking,
             tools=tools,
+            use_cuda_graphs=use_cuda_graphs,
         )
         self.patcher = ImagePatcher(bundle.image_processor, min_pixels, max_pixels)
-        self.vision = VisionTokens(bundle.image_token)
 
     def encode(self, req: RolloutReq, params: ARSamplingParams) -> Conditions:
         """`prompt`, and `images` if the request has any. Each distinct prompt is encoded once."""
@@ -172,16 +155,13 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
         assert images is None or isinstance(images, PromptImages)
         refs: list[tuple[MediaRef, ...]] = [()] * len(req) if images is None else images.per_prompt
         keys = list(zip(req.prompts(), refs, strict=True))
-        encoded: dict[tuple[str, tuple[MediaRef, ...]], _EncodedPrompt] = {}
+        encoded: dict[tuple[str, tuple[MediaRef, ...]], Conditions] = {}
         for key, id in zip(keys, req.group_ids, strict=True):
             if key not in encoded:
                 encoded[key] = self._encoded(*key, id, params)
         rows = [encoded[key] for key in keys]
-        device = self.bundle.device
-        conditions: Conditions = {"prompt": pack_prompts([(row.tokens, row.positions) for row in rows]).to(device)}
-        if images is not None:
-            conditions[IMAGES] = pack_images([row.images for row in rows], self.patcher.patch_width).to(device)
-        return conditions
+        names = ("prompt",) if images is None else ("prompt", IMAGES)
+        return {name: type(rows[0][name]).concat([row[name] for row in rows]).to(self.bundle.device) for name in names}
 
     def write_model(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Writes a directory that transformers loads, with the image processor."""
@@ -189,24 +169,29 @@ class QwenVLPipeline(TextPipeline[QwenVLBundle]):
         self.bundle.image_processor.save_pretrained(written)
         return written
 
-    def _encoded(self, text: str, refs: tuple[MediaRef, ...], id: str, params: ARSamplingParams) -> _EncodedPrompt:
-        """Encodes one prompt. Raises DataError, which names the prompt `id`."""
-        images = self.patcher.read_all(refs, id)
-        counts = [self.patcher.num_tokens(image) for image in images]
+    def _encoded(self, text: str, refs: tuple[MediaRef, ...], id: str, params: ARSamplingParams) -> Conditions:
+        """The conditions of one prompt. Raises DataError, which names the prompt `id`."""
+        image_token = self.bundle.image_token
         try:
-            tokens = self.bundle.codec.encode(self._formatted(text, len(refs)))
-            tokens = expand_images(tokens, self.vision.image, counts)
+            images = [self.patcher.read(ref.uri) for ref in refs]
+            counts = [self.patcher.num_tokens(grid) for _, grid in images]
+            tokens = expand_images(self.bundle.codec.encode(self._formatted(text, len(refs))), image_token, counts)
+        except DataError as error:
+            raise type(error)(f"prompt {id}: {error}") from error
         except ValueError as error:
             raise DataError(f"prompt {id}: {error}") from error
         check_prompt_length(len(tokens), id, params)
-        grids = [image.grid for image in images]
-        return _EncodedPrompt(tokens, rope_positions(self.bundle.trainable(), tokens, grids, self.vision.image), images)
+        positions = rope_positions(self.bundle.trainable(), tokens, [grid for _, grid in images], image_token)
+        return {
+            "prompt": prompt_tokens([tokens], [positions]),
+            IMAGES: pack_images(images, self.patcher.patch_width),
+        }
 
     def _formatted(self, text: str, num_images: int) -> str:
         """The text that the model reads, with one placeholder per image."""
         parts = split_at_images(text, num_images)
         if not self.format.chat:
-            return "".join(self.vision.text() if part is None else part for part in parts)
+            return "".join(IMAGE_TEXT if part is None else part for part in parts)
         if not num_images:
             return self.format.text(text)
         return self.format.text(

@@ -7,19 +7,28 @@ eighth of the memory of the processor's output, with the same values.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import DataError, InvalidValueError
+from unirl.config.errors import InvalidValueError
 from unirl.models.images import read_image
 from unirl.models.language.policy import TokenPolicy
-from unirl.types.conditions import ImagePatches, PatchGrid, PromptTokens
-from unirl.types.primitives import MediaRef
+from unirl.types.batch import bounds_of
+from unirl.types.conditions import ImagePatches, PatchGrid
+from unirl.types.device import to_device
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2VLImageProcessorPil
+    from transformers.modeling_outputs import BaseModelOutput
+
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+"""One image in a text without a chat template."""
 IMAGE_TOKEN = -1
 """Stands in prompts for each token of an image. An image placeholder that the policy itself samples is not an image."""
 CHANNELS = 3
@@ -38,29 +47,22 @@ class PixelNormalizer:
     def __call__(self, patches: Tensor, frames: int) -> Tensor:
         """[N, 3 * frames * p * p] fp32 from the patches [N, 3 * p * p] of an image, repeated for each frame."""
         levels = patches.view(len(patches), CHANNELS, -1).float() / 255
-        mean, std = (torch.tensor(v, device=patches.device)[:, None] for v in (self.mean, self.std))
+        mean, std = (to_device(torch.tensor(v), patches.device)[:, None] for v in (self.mean, self.std))
         values = (levels - mean) / std
         return values[:, :, None].expand(-1, -1, frames, -1).reshape(len(patches), -1)
 
 
-@dataclass(frozen=True)
-class PatchedImage:
-    """The patches of one image."""
-
-    patches: Tensor  # [N, 3 * p * p] uint8
-    grid: PatchGrid
+PatchedImage = tuple[Tensor, PatchGrid]
+"""The patches [N, 3 * p * p] uint8 of one image, and their grid."""
 
 
 class ImagePatcher:
     """Turns image files into patches with the image processor of a checkpoint."""
 
-    def __init__(self, processor: Any, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-        """
-        Args:
-            processor: a `Qwen2VLImageProcessorPil`.
-            min_pixels: smaller images are scaled up to about this many pixels; absent = the checkpoint's own bound.
-            max_pixels: larger images are scaled down to about this many; absent = the checkpoint's own bound.
-        """
+    def __init__(
+        self, processor: Qwen2VLImageProcessorPil, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> None:
+        """Takes the bounds of `QwenVLPipeline`."""
         self.processor = processor
         self.min_pixels = processor.size["shortest_edge"] if min_pixels is None else min_pixels
         self.max_pixels = processor.size["longest_edge"] if max_pixels is None else max_pixels
@@ -84,27 +86,21 @@ class ImagePatcher:
         frames, rows, columns = batch["image_grid_thw"][0].tolist()
         values = batch["pixel_values"]
         patches = values.view(len(values), CHANNELS, self.processor.temporal_patch_size, -1)[:, :, 0]
-        return PatchedImage(patches.flatten(1).to(torch.uint8), (frames, rows, columns))
-
-    def read_all(self, refs: Sequence[MediaRef], id: str) -> list[PatchedImage]:
-        """The images of one prompt. Raises DataError, which names the prompt `id`."""
-        try:
-            return [self.read(ref.uri) for ref in refs]
-        except DataError as error:
-            raise type(error)(f"prompt {id}: {error}") from error
+        return patches.flatten(1).to(torch.uint8), (frames, rows, columns)
 
     @property
     def patch_width(self) -> int:
         """Number of values in a patch."""
         return CHANNELS * int(self.processor.patch_size) ** 2
 
-    def num_tokens(self, image: PatchedImage) -> int:
+    def num_tokens(self, grid: PatchGrid) -> int:
         """Number of tokens of an image in the language model."""
-        frames, rows, columns = image.grid
-        return int(frames * rows * columns // self.processor.merge_size**2)
+        return int(math.prod(grid) // self.processor.merge_size**2)
 
 
-def image_text_processor(image_processor: Any, tokenizer: Any) -> Any:
+def image_text_processor(
+    image_processor: Qwen2VLImageProcessorPil, tokenizer: PreTrainedTokenizerBase
+) -> ProcessorMixin:
     """Qwen's own processor of images and texts, without the part for videos, which needs torchvision.
 
     Its class has the name of Qwen's own, so that other libraries can load a model that is saved with it.
@@ -122,34 +118,15 @@ def image_text_processor(image_processor: Any, tokenizer: Any) -> Any:
     return ImageTextProcessor(image_processor, tokenizer)
 
 
-def toy_image_processor() -> Any:
+def toy_image_processor() -> Qwen2VLImageProcessorPil:
     """Qwen's own image processor, for toy images of 16 x 16 to 32 x 32 pixels, which are 4 to 16 tokens."""
     from transformers import Qwen2VLImageProcessorPil
 
-    return Qwen2VLImageProcessorPil(
-        patch_size=4,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
-    )
+    size = {"shortest_edge": 16 * 16, "longest_edge": 32 * 32}
+    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
 
 
 # Prompts with images
-
-
-@dataclass(frozen=True)
-class VisionTokens:
-    """The special tokens of a model for images."""
-
-    image: int
-    """The token that the chat template puts in place of one image."""
-    start: str = "<|vision_start|>"
-    pad: str = "<|image_pad|>"
-    end: str = "<|vision_end|>"
-
-    def text(self) -> str:
-        """One image in a text without a chat template."""
-        return f"{self.start}{self.pad}{self.end}"
 
 
 def expand_images(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
@@ -164,11 +141,12 @@ def expand_images(tokens: Sequence[int], image_token: int, counts: Sequence[int]
     return [new for token in tokens for new in ([IMAGE_TOKEN] * next(remaining) if token == image_token else [token])]
 
 
-def rope_positions(network: Any, tokens: Sequence[int], grids: Sequence[PatchGrid], image_token: int) -> Tensor:
+def rope_positions(network: nn.Module, tokens: Sequence[int], grids: Sequence[PatchGrid], image_token: int) -> Tensor:
     """[P, 3] (time, row, column) of a prompt's tokens, by the network's own rule."""
     ids = torch.tensor([tokens])
     is_image = ids == IMAGE_TOKEN
-    positions, _ = network.get_submodule("model").get_rope_index(
+    model: PreTrainedModel = network.get_submodule("model")
+    positions, _ = model.get_rope_index(
         ids.where(~is_image, image_token),
         mm_token_type_ids=is_image.int(),
         image_grid_thw=torch.tensor(grids) if grids else None,
@@ -176,33 +154,21 @@ def rope_positions(network: Any, tokens: Sequence[int], grids: Sequence[PatchGri
     return positions[:, 0].T.contiguous()
 
 
-def pack_prompts(rows: Sequence[tuple[Sequence[int], Tensor]]) -> PromptTokens:
-    """Prompts, given as (tokens, positions)."""
-    lengths = torch.tensor([len(tokens) for tokens, _ in rows])
-    return PromptTokens(
-        tokens=torch.tensor([token for tokens, _ in rows for token in tokens]),
-        positions=torch.cat([positions for _, positions in rows]),
-        next_position=torch.stack([positions.max() + 1 for _, positions in rows]),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-    )
-
-
-def pack_images(rows: Sequence[Sequence[PatchedImage]], width: int) -> ImagePatches:
-    """The images of all rows. `width` is the number of values in a patch, which is needed if there is no image."""
-    patches = [image.patches for row in rows for image in row]
-    sizes = torch.tensor([sum(len(image.patches) for image in row) for row in rows], dtype=torch.int64)
+def pack_images(images: Sequence[PatchedImage], width: int) -> ImagePatches:
+    """The images of one prompt, possibly none; `width` is the number of values in a patch."""
+    patches = torch.cat([torch.zeros(0, width, dtype=torch.uint8), *(patches for patches, _ in images)])
     return ImagePatches(
-        patches=torch.cat(patches) if patches else torch.zeros(0, width, dtype=torch.uint8),
-        grids=[tuple(image.grid for image in row) for row in rows],
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
+        patches=patches,
+        grids=[tuple(grid for _, grid in images)],
+        digests=[tuple(hashlib.blake2b(patches.numpy().data, digest_size=16).hexdigest() for patches, _ in images)],
+        offsets=bounds_of([len(patches)]),
     )
 
 
-def split_images(images: ImagePatches) -> list[tuple[Tensor, PatchGrid]]:
-    """The patches and the grid of each image, in the order of the rows."""
+def split_images(images: ImagePatches) -> list[PatchedImage]:
+    """Each image, in the order of the rows."""
     grids = [grid for row in images.grids for grid in row]
-    sizes = [frames * rows * columns for frames, rows, columns in grids]
-    return list(zip(images.patches.split(sizes), grids, strict=True))
+    return list(zip(images.patches.split([math.prod(grid) for grid in grids]), grids, strict=True))
 
 
 # The network
@@ -228,25 +194,24 @@ class QwenVLPolicy(TokenPolicy):
     normalizer: PixelNormalizer
     """Set by the bundle, from the checkpoint's image processor."""
 
-    def decoder(self) -> Any:
+    def decoder(self) -> PreTrainedModel:
         return self.get_submodule("model.language_model")
 
     def tower(self) -> nn.Module:
         """The vision tower."""
         return self.get_submodule("model.visual")
 
-    def embeds(self, tokens: Tensor, images: ImagePatches | None) -> tuple[Tensor, dict[str, Any]]:
+    def embeds(self, tokens: Tensor, images: ImagePatches | None) -> tuple[Tensor, dict[str, object]]:
         embeds = self.decoder().embed_tokens(tokens.clamp(min=0)[None])
-        all_images = [] if images is None else split_images(images)
-        if not all_images:
+        if images is None or not any(images.grids):
             return embeds + self._zero_gradient(tokens), {}
-        features = self._encode_images(all_images)
+        features = self._encode_images(images)
         is_image = (tokens == IMAGE_TOKEN)[None]
-        assert int(is_image.sum()) == len(features.features), "as many image tokens as features"
+        torch._assert_async(is_image.sum() == len(features.features), "as many image tokens as features")
         embeds = embeds.masked_scatter(is_image[..., None], features.features.to(embeds.dtype))
         return embeds, self.decoder_inputs(is_image, features)
 
-    def decoder_inputs(self, is_image: Tensor, features: ImageFeatures) -> dict[str, Any]:
+    def decoder_inputs(self, is_image: Tensor, features: ImageFeatures) -> dict[str, object]:
         """Further arguments of the decoder, for images at `is_image` [1, N]."""
         return {}
 
@@ -254,25 +219,42 @@ class QwenVLPolicy(TokenPolicy):
         """Runs one image through the vision tower."""
         tower, config = self.tower(), self.config.vision_config
         pixels = self.normalizer(patches, config.temporal_patch_size)
-        out = tower(
-            pixels.to(next(tower.parameters()).dtype),
-            grid_thw=torch.tensor([grid], device=patches.device),
-            return_dict=True,
-        )
-        return self.features_of(out)
+        pixels = pixels.to(next(tower.parameters()).dtype)
+        grids = torch.tensor([grid])
+        # Bounds stay on the CPU, since PyTorch's attention splits by numbers of the host.
+        inputs = {
+            name: tensor if name.startswith("cu_") else to_device(tensor, patches.device)
+            for name, tensor in self.grid_inputs(grids).items()
+        }
+        return self.features_of(tower(pixels, grid_thw=grids, return_dict=True, **inputs))
 
-    def features_of(self, out: Any) -> ImageFeatures:
+    def grid_inputs(self, grids: Tensor) -> dict[str, Tensor]:
+        """The inputs that the tower derives from the grids of images [n, 3], computed on the CPU and then copied."""
+        from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+        config = self.config.vision_config
+        side = config.spatial_merge_size
+        window_index, cu_window_seqlens = get_vision_window_index(grids, side, config.window_size, config.patch_size)
+        return {
+            "position_ids": get_vision_position_ids(grids, side),
+            "cu_seqlens": get_vision_cu_seqlens(grids),
+            "window_index": window_index,
+            "cu_window_seqlens": cu_window_seqlens,
+        }
+
+    def features_of(self, out: BaseModelOutput) -> ImageFeatures:
         """The features in the tower's output."""
         return ImageFeatures(out.pooler_output)
 
-    def _encode_images(self, images: Sequence[tuple[Tensor, PatchGrid]]) -> ImageFeatures:
-        distinct: list[tuple[Tensor, PatchGrid, ImageFeatures]] = []
+    def _encode_images(self, images: ImagePatches) -> ImageFeatures:
+        digests = [digest for row in images.digests for digest in row]
+        distinct: dict[tuple[PatchGrid, str], ImageFeatures] = {}
         parts = []
-        for patches, grid in images:
-            known = next((f for p, g, f in distinct if g == grid and torch.equal(p, patches)), None)
-            parts.append(known or self.encode_image(patches, grid))
-            if known is None:
-                distinct.append((patches, grid, parts[-1]))
+        for digest, (patches, grid) in zip(digests, split_images(images), strict=True):
+            key = grid, digest
+            if key not in distinct:
+                distinct[key] = self.encode_image(patches, grid)
+            parts.append(distinct[key])
         return ImageFeatures.concat(parts)
 
     def _zero_gradient(self, tokens: Tensor) -> Tensor | float:
@@ -289,8 +271,30 @@ class QwenVLPolicy(TokenPolicy):
 class DeepstackPolicy(QwenVLPolicy):
     """Qwen3-VL. The first layers of the decoder also read middle layers of the tower (arXiv:2406.04334)."""
 
-    def decoder_inputs(self, is_image: Tensor, features: ImageFeatures) -> dict[str, Any]:
+    def decoder_inputs(self, is_image: Tensor, features: ImageFeatures) -> dict[str, object]:
         return {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features.deepstack)}
 
-    def features_of(self, out: Any) -> ImageFeatures:
+    def features_of(self, out: BaseModelOutput) -> ImageFeatures:
         return ImageFeatures(out.pooler_output, tuple(out.deepstack_features))
+
+    def grid_inputs(self, grids: Tensor) -> dict[str, Tensor]:
+        from transformers.vision_utils import (
+            get_vision_cu_seqlens,
+            get_vision_interpolation_indices_and_weights,
+            get_vision_position_ids,
+        )
+
+        tower, side = self.tower(), self.config.vision_config.spatial_merge_size
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=side,
+        )
+        return {
+            "position_ids": get_vision_position_ids(grids, side),
+            "cu_seqlens": get_vision_cu_seqlens(grids),
+            "interp_indices": indices,
+            "interp_weights": weights,
+        }

@@ -11,17 +11,18 @@ which equals diffusers' `StableDiffusion3Pipeline.encode_prompt`. The CLIP state
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from unirl.models.denoising.bundle import Decoder, DiffusersBundle, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
-from unirl.models.denoising.embeddings import ConditionImages
-from unirl.models.denoising.vae import KLDecoder, KLEncoder, from_unit, to_unit
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.denoising.bundle import Decoder, Encoder, NetworkDenoiser, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.vae import KLBundle, from_unit, to_unit
+from unirl.models.loading.checkpoint import JOINT_ATTENTION, DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import clip_tokenizer, t5_tokenizer
 from unirl.sde.guidance import Guidance
 from unirl.sde.schedule import SigmaSchedule
@@ -29,14 +30,14 @@ from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FOLDER = Path(__file__).parent
 CLIP = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 """The tokenizer of each CLIP encoder, by component name."""
+CLIP_TOKENS = 77
 T5, T5_TOKENIZER = "text_encoder_3", "tokenizer_3"
-LORA_TARGETS = tuple(
-    f"attn.{name}"
-    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-)
 
 
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
@@ -45,7 +46,7 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     return LatentFacts(
         family="sd3",
         block_class_names=("JointTransformerBlock",),
-        lora_targets=LORA_TARGETS,
+        lora_targets=JOINT_ATTENTION,
         latent_channels=transformer["in_channels"],
         vae_scale=1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1),
         patch_size=transformer["patch_size"],
@@ -53,12 +54,8 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
         guidance=Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["pooled_projection_dim"],
+        extra_text_tokens=CLIP_TOKENS,
     )
-
-
-def toy_tokenizers() -> dict[str, Any]:
-    """Character-level tokenizers, by component name."""
-    return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), T5_TOKENIZER: t5_tokenizer()}
 
 
 SD3 = DiffusersFamily(
@@ -74,26 +71,26 @@ SD3 = DiffusersFamily(
     tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
     optional=("text_encoder", "text_encoder_2", "text_encoder_3", "vae"),
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
-    toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
+    toy_tokenizers=lambda: {
+        "tokenizer": clip_tokenizer(),
+        "tokenizer_2": clip_tokenizer(),
+        "tokenizer_3": t5_tokenizer(),
+    },
     shipped={name: FOLDER / name for name in ("quickstart", "quickstart_letters")},
+    **family_files(__file__),
 )
 
 
-class SD3Denoiser:
+class SD3Denoiser(NetworkDenoiser):
     """The transformer (an MMDiT) as a velocity field."""
 
-    def __init__(self, transformer: Any, timestep_scale: float) -> None:
-        self.transformer = transformer  # diffusers' SD3Transformer2DModel, which has no types
-        self.timestep_scale = timestep_scale
+    matrix: ClassVar[str] = "pos_embed.proj.weight"
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given the condition `text`."""
         text = conditions["text"]
         assert isinstance(text, TextEmbedCondition) and text.pooled is not None
-        dtype = self.transformer.pos_embed.proj.weight.dtype
-        v = self.transformer(
+        dtype = self.dtype
+        v = self.network(
             hidden_states=x.to(dtype),
             # The timestep stays in fp32: bf16 has 8 bits of precision, too few for 1000 sigma.
             timestep=self.timestep_scale * sigma,
@@ -104,6 +101,7 @@ class SD3Denoiser:
         return v.float()
 
 
+@dataclass(frozen=True)
 class SD3TextEncoder:
     """The frozen text encoders that a checkpoint has.
 
@@ -111,52 +109,43 @@ class SD3TextEncoder:
     with CLIP-L alone gets no T5 tokens.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], tokenizers: Mapping[str, Any], joint_dim: int) -> None:
-        """
-        Args:
-            modules: the encoders by component name; other components are ignored.
-            joint_dim: width of the tokens that the transformer reads.
-        """
-        self.modules = modules
-        self.tokenizers = tokenizers
-        self.joint_dim = joint_dim
-        self.components = tuple(name for name in (*CLIP, T5) if name in modules)
+    modules: Mapping[str, nn.Module]
+    """The encoders by component name; other components are ignored."""
+    tokenizers: Mapping[str, PreTrainedTokenizerBase]
+    joint_dim: int
+    """Width of the tokens that the transformer reads."""
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return tuple(name for name in (*CLIP, T5) if name in self.modules)
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         """The condition of `texts`; `max_sequence_length` counts T5 tokens."""
-        clip = [self._clip(name, list(texts)) for name in CLIP if name in self.modules]
+        clip = [self._clip(name, texts) for name in CLIP if name in self.modules]
         tokens = torch.cat([hidden for hidden, _ in clip], dim=-1)
         tokens = nn.functional.pad(tokens, (0, self.joint_dim - tokens.shape[-1]))
         if len(clip) == len(CLIP):
-            tokens = torch.cat([tokens, self._t5(list(texts), max_sequence_length, tokens)], dim=1)
+            tokens = torch.cat([tokens, self._t5(texts, max_sequence_length, tokens)], dim=1)
         return TextEmbedCondition(embeds=tokens, pooled=torch.cat([pooled for _, pooled in clip], dim=-1))
 
-    def _clip(self, name: str, texts: list[str]) -> tuple[Tensor, Tensor]:
+    def _clip(self, name: str, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Penultimate hidden states [B, 77, D] and projection [B, D'] of one CLIP encoder."""
-        encoder = self.modules[name]
-        ids = _token_ids(self.tokenizers[CLIP[name]], texts, self.tokenizers["tokenizer"].model_max_length)
-        out = encoder(ids.to(next(encoder.parameters()).device), output_hidden_states=True)
+        encoder, tokenizer = self.modules[name], self.tokenizers[CLIP[name]]
+        length, device = self.tokenizers["tokenizer"].model_max_length, next(encoder.parameters()).device
+        out = encoder(tokenize(tokenizer, texts, length, device).input_ids, output_hidden_states=True)
         return out.hidden_states[-2], out[0]
 
-    def _t5(self, texts: list[str], length: int, clip_tokens: Tensor) -> Tensor:
+    def _t5(self, texts: Sequence[str], length: int, clip_tokens: Tensor) -> Tensor:
         """T5 states [B, length, joint], or zeros if the checkpoint has no T5."""
         if T5 not in self.modules:
             return clip_tokens.new_zeros(len(texts), length, self.joint_dim)
-        ids = _token_ids(self.tokenizers[T5_TOKENIZER], texts, length)
-        hidden: Tensor = self.modules[T5](ids.to(clip_tokens.device))[0]
+        tokens = tokenize(self.tokenizers[T5_TOKENIZER], texts, length, clip_tokens.device)
+        hidden: Tensor = self.modules[T5](tokens.input_ids)[0]
         return hidden.to(clip_tokens.dtype)
 
 
-def _token_ids(tokenizer: Any, texts: list[str], length: int) -> Tensor:
-    """[B, length] ids, truncated or padded."""
-    ids: Tensor = tokenizer(
-        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).input_ids
-    return ids
-
-
-class PixelDecoder:
-    """The decoder of a model without a VAE, whose latents are pixels in [-1, 1]."""
+class PixelRange:
+    """Decoder and encoder of a model without a VAE, whose latents are pixels in [-1, 1]."""
 
     components: tuple[str, ...] = ()
 
@@ -164,87 +153,48 @@ class PixelDecoder:
         """Pixels [B, 3, H, W] in [0, 1] of latents of the same shape."""
         return to_unit(latents)
 
-
-class PixelEncoder:
-    """The encoder of a model without a VAE, whose latents are pixels in [-1, 1]."""
-
-    components: tuple[str, ...] = ()
-
     def encode(self, pixels: Tensor) -> Tensor:
         """Latents of pixels [B, 3, H, W] in [0, 1], of the same shape."""
         return from_unit(pixels)
 
 
-class SD3Bundle(DiffusersBundle):
+class SD3Bundle(KLBundle):
     """Transformer, VAE, CLIP-L, CLIP-G and T5. Components that model_index.json does not name are absent."""
 
     family: ClassVar[DiffusersFamily] = SD3
-
-    def denoiser(self) -> SD3Denoiser:
-        """The transformer as a velocity field."""
-        return SD3Denoiser(self.trainable(), self.facts.timestep_scale)
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = SD3Denoiser
 
     def text_encoder(self) -> TextEncoder:
-        """The text encoders that this checkpoint has."""
         self.require([name for name in (*CLIP, T5) if name in self.configs], "encode text")
         joint_dim = self.configs.components["transformer"]["joint_attention_dim"]
         return SD3TextEncoder(self.modules, self.tokenizers, joint_dim)
 
     def decoder(self) -> Decoder:
-        """The VAE's decoder, or a change of range for a model on pixels."""
-        if "vae" not in self.configs:
-            return PixelDecoder()
-        self.require(("vae",), "decode latents")
-        return KLDecoder(self.modules["vae"])
+        return super().decoder() if "vae" in self.configs else PixelRange()
 
     def encoder(self) -> Encoder:
-        """The VAE's encoder, or a change of range for a model on pixels."""
-        if "vae" not in self.configs:
-            return PixelEncoder()
-        self.require(("vae",), "encode images")
-        return KLEncoder(self.modules["vae"])
+        return super().encoder() if "vae" in self.configs else PixelRange()
 
 
 class SD3Pipeline(DiffusersPipeline[SD3Bundle]):
     """Text to image with Stable Diffusion 3."""
 
-    def sample_with_diffusers(
-        self,
-        plain: PlainPipeline,
-        texts: Sequence[str],
-        x_T: Tensor,  # noqa: N803
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Tensor:
-        """Pixels, or latents from our embeddings for a model that lacks an encoder or the VAE."""
-        complete = all(name in self.bundle.modules for name in (*CLIP, T5, "vae"))
-        result: Tensor = plain(
-            **(_prompts(texts, params) if complete else self._embeddings(texts, params)),
-            # Only validated, since the latents are given; diffusers assumes 8 pixels per latent element.
-            height=x_T.shape[-2] * plain.vae_scale_factor,
-            width=x_T.shape[-1] * plain.vae_scale_factor,
-            guidance_scale=params.guidance_scale,
-            num_inference_steps=params.num_inference_steps,
-            sigmas=unshifted_sigmas(params.num_inference_steps),
-            latents=x_T,
-            output_type="pt" if complete else "latent",
-        ).images
-        return result
-
-    def _embeddings(self, texts: Sequence[str], params: DiffusionSamplingParams) -> dict[str, Tensor | None]:
-        length = params.max_sequence_length
-        positive, negative = self.embed(texts, length), self.embed([params.negative_prompt] * len(texts), length)
-        return {
+    def call_arguments(self, texts: Sequence[str], x_T: Tensor, params: DiffusionSamplingParams) -> dict[str, object]:  # noqa: N803
+        """With our embeddings, and latents as the result, for a model that lacks an encoder or the VAE."""
+        arguments = super().call_arguments(texts, x_T, params)
+        if all(name in self.bundle.modules for name in (*CLIP, T5, "vae")):
+            return arguments
+        length, negatives = params.max_sequence_length, [params.negative_prompt] * len(texts)
+        positive, negative = self.embed(texts, length), self.embed(negatives, length)
+        return arguments | {
+            "prompt": None,
             "prompt_embeds": positive.embeds,
             "pooled_prompt_embeds": positive.pooled,
+            "negative_prompt": None,
             "negative_prompt_embeds": negative.embeds,
             "negative_pooled_prompt_embeds": negative.pooled,
+            # Only validated, since the latents are given.
+            "height": None,
+            "width": None,
+            "output_type": "latent",
         }
-
-
-def _prompts(texts: Sequence[str], params: DiffusionSamplingParams) -> dict[str, object]:
-    return {
-        "prompt": list(texts),
-        "negative_prompt": [params.negative_prompt] * len(texts),
-        "max_sequence_length": params.max_sequence_length,
-    }

@@ -13,22 +13,29 @@ of the text: there is no mask. With CLIP tokens, it takes the last 512 tokens fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.config.errors import InvalidValueError, NotFoundError
-from unirl.models.denoising.bundle import ConditionImageEncoder, Decoder, DiffusersBundle, Encoder, TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline
+from unirl.models.denoising.bundle import (
+    ConditionImageEncoder,
+    Decoder,
+    DiffusersBundle,
+    Encoder,
+    NetworkDenoiser,
+    TextEncoder,
+)
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.denoising.embeddings import ConditionImages
 from unirl.models.denoising.pipeline import VIDEO
-from unirl.models.denoising.stage import Denoiser
-from unirl.models.denoising.vae import from_unit, to_unit
+from unirl.models.denoising.text_encoders import tokenize
+from unirl.models.denoising.vae import IMAGE, CausalVAE, from_unit
 from unirl.models.images import to_pil
-from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import t5_tokenizer
 from unirl.sde.guidance import Guidance
 from unirl.sde.schedule import SigmaSchedule
@@ -37,7 +44,9 @@ from unirl.types.facts import LatentFacts
 from unirl.types.protocols import Capabilities, GuidanceLike
 from unirl.types.sampling import DiffusionSamplingParams
 
-FOLDER = Path(__file__).parent
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil, CLIPVisionModel, PreTrainedTokenizerBase, UMT5EncoderModel
+
 PIPELINE = "WanPipeline"
 FURTHER_PIPELINES = ("WanImageToVideoPipeline",)
 CLASSES = {
@@ -47,8 +56,8 @@ CLASSES = {
     "vae": "diffusers.AutoencoderKLWan",
 }
 CLIP, CLIP_PROCESSOR = "image_encoder", "image_processor"
-FIRST_FRAME, VISION = "image", "vision"
-"""Names of the conditions that a first frame gives."""
+VISION = "vision"
+"""Name of the condition that CLIP gives for a first frame."""
 LORA_TARGETS = tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
 CLIP_LORA_TARGETS = ("attn2.add_k_proj", "attn2.add_v_proj")
 TEXT_LENGTH_WITH_CLIP = 512
@@ -118,7 +127,7 @@ def reads_first_frame(in_channels: int, latent_channels: int, frame_scale: int) 
     return in_channels == image_to_video
 
 
-def toy_tokenizers() -> dict[str, Any]:
+def toy_tokenizers() -> dict[str, PreTrainedTokenizerBase]:
     """A character-level tokenizer, and an image processor for the toy CLIP."""
     from transformers import CLIPImageProcessorPil
 
@@ -135,31 +144,29 @@ WAN21 = DiffusersFamily(
     tokenizers=("tokenizer", CLIP_PROCESSOR),
     optional=(CLIP,),
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
     toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
+    **family_files(__file__),
 )
 
 
-class WanDenoiser:
+class WanDenoiser(NetworkDenoiser):
     """The transformer as a velocity field.
 
     Its timestep is 1000 sigma in fp32. diffusers' UniPC scheduler truncates that to an integer; its Euler scheduler
     does not.
     """
 
-    def __init__(self, transformer: Any, timestep_scale: float) -> None:
-        self.transformer = transformer  # diffusers' WanTransformer3DModel, which has no types
-        self.timestep_scale = timestep_scale
+    matrix: ClassVar[str] = "patch_embedding.weight"
+    block_lists: ClassVar[tuple[str, ...]] = ("blocks",)
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """v [B, C, F, H, W] fp32 at x [B, C, F, H, W] and sigma [B], given `text` and the first frame's conditions."""
-        v: Tensor = self.transformer(**self.inputs(x, sigma, conditions), return_dict=False)[0]
+        v: Tensor = self.network(**self.inputs(x, sigma, conditions), return_dict=False)[0]
         return v.float()
 
     def inputs(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> dict[str, Tensor | None]:
         """The arguments of the transformer's forward."""
-        text, first_frame, vision = (conditions.get(name) for name in ("text", FIRST_FRAME, VISION))
+        text, first_frame, vision = (conditions.get(name) for name in ("text", IMAGE, VISION))
         assert isinstance(text, TextEmbedCondition)
         if isinstance(first_frame, LatentCondition):
             x = torch.cat([x, first_frame.latents.to(x)], dim=1)
@@ -171,39 +178,23 @@ class WanDenoiser:
             "encoder_hidden_states_image": vision.embeds.to(dtype) if isinstance(vision, VisionCondition) else None,
         }
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrices. Norms and tables may be wider."""
-        dtype: torch.dtype = self.transformer.patch_embedding.weight.dtype
-        return dtype
 
-
+@dataclass(frozen=True)
 class WanTextEncoder:
     """The frozen UMT5."""
 
+    encoder: UMT5EncoderModel
+    tokenizer: PreTrainedTokenizerBase
+    fixed_length: int | None = None
+    """Number of tokens that the transformer requires. If absent, any number is possible."""
     components: tuple[str, ...] = ("text_encoder",)
-
-    def __init__(self, encoder: Any, tokenizer: Any, fixed_length: int | None = None) -> None:
-        """
-        Args:
-            fixed_length: number of tokens that the transformer requires. If absent, any number is possible.
-        """
-        self.encoder = encoder  # transformers' UMT5EncoderModel
-        self.tokenizer = tokenizer
-        self.fixed_length = fixed_length
 
     def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         """The condition of `texts`, each truncated or padded to `max_sequence_length` tokens."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        tokens = self.tokenizer(
-            [prompt_clean(text) for text in texts],
-            padding="max_length",
-            max_length=max_sequence_length,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        ).to(self.encoder.device)
+        texts = [prompt_clean(text) for text in texts]
+        tokens = tokenize(self.tokenizer, texts, max_sequence_length, self.encoder.device)
         states = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
         mask = tokens.attention_mask > 0
         embeds = torch.where(mask[..., None], states, 0.0)
@@ -216,47 +207,18 @@ class WanTextEncoder:
         return TextEmbedCondition(embeds=pad(embeds, (0, 0, 0, missing)), mask=pad(mask, (0, missing)))
 
 
-class WanVAE:
-    """diffusers' AutoencoderKLWan (fp32), with latents of mean 0 and variance 1 per channel.
-
-    It is causal: a latent frame covers 4 frames, and the first latent frame covers the first frame alone.
-    """
-
-    components: tuple[str, ...] = ("vae",)
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pixels [B, 3, 4 F - 3, H, W] in [0, 1] of latents [B, C, F, h, w]."""
-        mean, std = self._channel_statistics(latents)
-        return to_unit(self.vae.decode(latents * std + mean, return_dict=False)[0])
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Latents [B, C, F, h, w] of pixels [B, 3, 4 F - 3, H, W], or of images [B, 3, H, W], in [0, 1]."""
-        return self.encode_frames(from_unit(pixels if pixels.dim() == 5 else pixels[:, :, None]))
-
-    def encode_frames(self, frames: Tensor) -> Tensor:
-        """Latents [B, C, F, h, w] of frames [B, 3, 4 F - 3, H, W] in [-1, 1]: the mean of the encoder's Gaussian."""
-        latents: Tensor = self.vae.encode(frames.to(self.vae.dtype)).latent_dist.mode()
-        mean, std = self._channel_statistics(latents)
-        return (latents - mean) / std
-
-    def _channel_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, which broadcast over [B, C, F, h, w]."""
-        mean, std = (torch.tensor(self.vae.config[name]).to(like) for name in ("latents_mean", "latents_std"))
-        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
-
-
+@dataclass(frozen=True)
 class FirstFrameEncoder:
     """The conditions of a first frame, by the VAE and, if the checkpoint has it, CLIP-vision."""
 
-    def __init__(self, vae: WanVAE, frame_scale: int, image_encoder: Any = None, processor: Any = None) -> None:
-        self.vae = vae
-        self.frame_scale = frame_scale
-        self.image_encoder = image_encoder  # transformers' CLIPVisionModel
-        self.processor = processor
-        self.components = vae.components if image_encoder is None else (*vae.components, CLIP)
+    vae: CausalVAE
+    frame_scale: int
+    clip: CLIPVisionModel | None = None
+    processor: CLIPImageProcessorPil | None = None
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return self.vae.components if self.clip is None else (*self.vae.components, CLIP)
 
     def encode(self, images: Tensor, params: DiffusionSamplingParams) -> Conditions:
         """`image` and `vision` of images [B, 1, 3, H, W] in [0, 1]."""
@@ -265,61 +227,46 @@ class FirstFrameEncoder:
         latents = self.vae.encode_frames(torch.cat([first[:, :, None], grey], dim=2))
         mask = latents.new_zeros(len(latents), self.frame_scale, *latents.shape[2:])
         mask[:, :, 0] = 1.0
-        conditions: Conditions = {FIRST_FRAME: LatentCondition(latents=torch.cat([mask, latents], dim=1))}
-        if self.image_encoder is not None:
-            conditions[VISION] = self._vision(images[:, 0])
+        conditions: Conditions = {IMAGE: LatentCondition(latents=torch.cat([mask, latents], dim=1))}
+        if self.clip is not None and self.processor is not None:
+            inputs = self.processor(images=[to_pil(image) for image in images[:, 0]], return_tensors="pt")
+            pixels = inputs.pixel_values.to(images.device)
+            states = self.clip(pixel_values=pixels, output_hidden_states=True).hidden_states
+            conditions[VISION] = VisionCondition(embeds=states[-2])
         return conditions
-
-    def _vision(self, images: Tensor) -> VisionCondition:
-        inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
-        pixels = inputs.pixel_values.to(images.device)
-        states = self.image_encoder(pixel_values=pixels, output_hidden_states=True).hidden_states
-        return VisionCondition(embeds=states[-2])
 
 
 class WanBundle(DiffusersBundle):
     """Base of the bundles of Wan 2.1 and 2.2: transformer, UMT5, VAE, and CLIP-vision if the checkpoint has it."""
 
-    def denoiser(self) -> Denoiser:
-        """The transformer as a velocity field."""
-        return WanDenoiser(self.trainable(), self.facts.timestep_scale)
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = WanDenoiser
 
     def text_encoder(self) -> TextEncoder:
-        """UMT5."""
-        self.require(("text_encoder",), "encode text")
+        [encoder] = self.require(("text_encoder",), "encode text")
         fixed_length = TEXT_LENGTH_WITH_CLIP if CLIP in self.configs else None
-        return WanTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"], fixed_length)
-
-    def vae(self) -> WanVAE:
-        """The VAE, encoder and decoder."""
-        self.require(("vae",), "encode or decode videos")
-        return WanVAE(self.modules["vae"])
+        return WanTextEncoder(encoder, self.tokenizers["tokenizer"], fixed_length)
 
     def decoder(self) -> Decoder:
-        """The VAE."""
         return self.vae()
 
     def encoder(self) -> Encoder:
         """The VAE. An image is a video of one frame."""
         return self.vae()
 
+    def vae(self) -> CausalVAE:
+        return CausalVAE(*self.require(("vae",), "encode or decode videos"))
+
     def condition_image_encoder(self) -> ConditionImageEncoder | None:
-        """The encoder of a first frame, for checkpoints of image to video."""
+        """The VAE and, if the checkpoint has it, CLIP-vision, for checkpoints of image to video."""
         if not self.facts.condition_images[1]:
             return None
-        return self.first_frame_encoder()
-
-    def first_frame_encoder(self) -> ConditionImageEncoder:
-        """The VAE and, if the checkpoint has it, CLIP-vision."""
         assert self.facts.frame_scale is not None
         if CLIP not in self.configs:
             return FirstFrameEncoder(self.vae(), self.facts.frame_scale)
-        self.require((CLIP,), "encode condition images")
-        return FirstFrameEncoder(
-            self.vae(), self.facts.frame_scale, self.modules[CLIP], self.tokenizers[CLIP_PROCESSOR]
-        )
+        [clip] = self.require((CLIP,), "encode condition images")
+        return FirstFrameEncoder(self.vae(), self.facts.frame_scale, clip, self.tokenizers[CLIP_PROCESSOR])
 
-    def _load_tokenizers(self) -> dict[str, Any]:
+    def _load_tokenizers(self) -> dict[str, PreTrainedTokenizerBase]:
         tokenizers = super()._load_tokenizers()
         return {name: t for name, t in tokenizers.items() if name != CLIP_PROCESSOR or CLIP in self.configs}
 
@@ -336,7 +283,7 @@ class Wan21ImageBundle(Wan21Bundle):
     toy: ClassVar[Mapping[str, object]] = {**Wan21Bundle.toy, "path": "toy-i2v"}
 
 
-WanBundleT = TypeVar("WanBundleT", bound=WanBundle)
+WanBundleT = TypeVar("WanBundleT", bound=WanBundle, covariant=True)
 
 
 class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
@@ -344,44 +291,15 @@ class WanVideoPipeline(DiffusersPipeline[WanBundleT]):
 
     capabilities: ClassVar[Capabilities] = VIDEO
 
-    def sample_with_diffusers(
-        self,
-        plain: PlainPipeline,
-        texts: Sequence[str],
-        x_T: Tensor,  # noqa: N803
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Tensor:
-        """Pixels [B, 3, F, H, W].
-
-        diffusers takes one first frame per call, so rows with a first frame are sampled one by one. It gets our
-        embeddings, because its image pipeline cleans texts with ftfy without checking that ftfy is installed.
-        """
-        settings = self.settings(params)
-        if images is None:
-            negatives = [params.negative_prompt] * len(texts)
-            frames = plain(prompt=list(texts), negative_prompt=negatives, latents=x_T, **settings).frames
-        else:
-            *embeds, negative = self.embed([*texts, params.negative_prompt], params.max_sequence_length).embeds.split(1)
-            settings = {**settings, "negative_prompt_embeds": negative}
-            rows = [
-                plain(image=to_pil(row.pixels[0]), prompt_embeds=text, latents=x, **settings).frames
-                for text, x, row in zip(embeds, x_T.split(1), images, strict=True)
-            ]
-            frames = torch.cat(rows)
-        videos: Tensor = frames.transpose(1, 2)
-        return videos
-
-    def settings(self, params: DiffusionSamplingParams) -> Mapping[str, Any]:
-        """The arguments of diffusers that are the same in every call."""
+    def image_arguments(self, text: str, images: ConditionImages, params: DiffusionSamplingParams) -> dict[str, object]:
+        """With our embeddings: the image pipeline cleans texts with ftfy without checking that ftfy is installed."""
+        embeds, negative = self.embed([text, params.negative_prompt], params.max_sequence_length).embeds.split(1)
         return {
-            "height": params.height,
-            "width": params.width,
-            "num_frames": params.num_frames,
-            "num_inference_steps": params.num_inference_steps,
-            "guidance_scale": params.guidance_scale,
-            "max_sequence_length": params.max_sequence_length,
-            "output_type": "pt",
+            "image": to_pil(images.pixels[0]),
+            "prompt": None,
+            "prompt_embeds": embeds,
+            "negative_prompt": None,
+            "negative_prompt_embeds": negative,
         }
 
 

@@ -1,9 +1,8 @@
 """Z-Image and Z-Image-Turbo. Alibaba 2025 (arXiv:2511.22699).
 
-The transformer takes one list entry per row. Each row has its own number of text tokens, filled to a multiple of 32 by
-a learned token that is attended to, and the image tokens come before them. diffusers pads shorter rows to the longest
-of the batch, and masks only if rows differ. Here every row is padded to the longest possible prompt and always masked.
-Otherwise a row's bits would depend on its neighbours, and a replay's micro-batches would differ from the rollout's.
+Each row has its own number of text tokens, filled to a multiple of 32 by a learned token that is attended to, and the
+image tokens, filled likewise, come before them. diffusers pads shorter rows to the longest of the batch, and masks only
+if rows differ. Here the rows of a batch are always masked, so that a row's bits do not depend on its neighbours.
 
 The text condition is the hidden states of Qwen3 before its last layer, of a chat with the prompt as the user's message,
 as diffusers' `ZImagePipeline.encode_prompt` gives them, padded.
@@ -12,19 +11,21 @@ as diffusers' `ZImagePipeline.encode_prompt` gives them, padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.config.errors import NotFoundError
-from unirl.models.denoising.bundle import TextEncoder
-from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline, PlainPipeline, unshifted_sigmas
-from unirl.models.denoising.embeddings import ConditionImages, causal_mask
+from unirl.models.denoising.bundle import NetworkDenoiser, TextEncoder
+from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
+from unirl.models.denoising.ragged import Rotations, call, patches, unpatched
+from unirl.models.denoising.text_encoders import CausalTextEncoder
 from unirl.models.denoising.vae import KLBundle
-from unirl.models.loading.checkpoint import Config, DiffusersFamily, ModelConfigs, read_configs
+from unirl.models.language.chat import chat
+from unirl.models.loading.checkpoint import DiffusersFamily, ModelConfigs, family_files
 from unirl.models.loading.toy_tokenizers import qwen_tokenizer
 from unirl.sde.guidance import Guidance
 from unirl.sde.schedule import SigmaSchedule
@@ -32,15 +33,24 @@ from unirl.types.conditions import Conditions, TextEmbedCondition
 from unirl.types.facts import LatentFacts
 from unirl.types.sampling import DiffusionSamplingParams
 
-FOLDER = Path(__file__).parent
+if TYPE_CHECKING:
+    from diffusers import ZImageTransformer2DModel
+
 PATCH_SIZE = 2
+PATCH_KEY = f"{PATCH_SIZE}-1"
+"""Name of the layers for patches of this size and of one frame."""
 TEXT_MULTIPLE = 32
 
 
 def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
     """The facts of a checkpoint. Raises NotFoundError (4001) for a model that reads images."""
     transformer, vae = configs.components["transformer"], configs.components["vae"]
-    _check_text_to_image(transformer)
+    if transformer.get("siglip_feat_dim") is not None or PATCH_SIZE not in transformer["all_patch_size"]:
+        raise NotFoundError(
+            f"this Z-Image transformer has siglip_feat_dim={transformer.get('siglip_feat_dim')} and all_patch_size="
+            f"{tuple(transformer['all_patch_size'])}. Only text to image is supported (siglip_feat_dim=None and "
+            f"{PATCH_SIZE} in all_patch_size). Use such a checkpoint, for instance Tongyi-MAI/Z-Image"
+        )
     return LatentFacts(
         family="z_image",
         block_class_names=("ZImageTransformerBlock",),
@@ -53,21 +63,8 @@ def facts(configs: ModelConfigs, batch_multiple: int) -> LatentFacts:
         guidance=Guidance(),
         batch_multiple=batch_multiple,
         text_width=transformer["cap_feat_dim"],
+        text_is_masked=True,
     )
-
-
-def _check_text_to_image(transformer: Config) -> None:
-    if transformer.get("siglip_feat_dim") is not None or PATCH_SIZE not in transformer["all_patch_size"]:
-        raise NotFoundError(
-            f"this Z-Image transformer has siglip_feat_dim={transformer.get('siglip_feat_dim')} and all_patch_size="
-            f"{tuple(transformer['all_patch_size'])}. Only text to image is supported (siglip_feat_dim=None and "
-            f"{PATCH_SIZE} in all_patch_size). Use such a checkpoint, for instance Tongyi-MAI/Z-Image"
-        )
-
-
-def toy_tokenizers() -> dict[str, Any]:
-    """A byte-level Qwen tokenizer."""
-    return {"tokenizer": qwen_tokenizer()}
 
 
 Z_IMAGE = DiffusersFamily(
@@ -79,145 +76,87 @@ Z_IMAGE = DiffusersFamily(
         "vae": "diffusers.AutoencoderKL",
     },
     facts=facts,
-    toys=read_configs(FOLDER / "toy.json"),
-    toy_tokenizers=toy_tokenizers,
-    published=read_configs(FOLDER / "published.json"),
+    toy_tokenizers=lambda: {"tokenizer": qwen_tokenizer()},
     uninitialised=("x_pad_token", "cap_pad_token"),
+    **family_files(__file__),
 )
 
 
-class ZImageDenoiser:
+class ZImageDenoiser(NetworkDenoiser):
     """The transformer as a velocity field."""
 
-    def __init__(self, transformer: Any) -> None:
-        self.transformer = transformer  # diffusers' ZImageTransformer2DModel, which has no types
-        self.padding = EqualLengths.of(transformer)
+    matrix: ClassVar[str] = "cap_embedder.1.weight"
+    block_lists: ClassVar[tuple[str, ...]] = ("layers",)
+    network: ZImageTransformer2DModel
+
+    def __init__(self, network: ZImageTransformer2DModel, facts: LatentFacts) -> None:
+        super().__init__(network, facts)
+        rope = network.rope_embedder
+        self.rotations = Rotations(rope.precompute_freqs_cis(rope.axes_dims, rope.axes_lens, rope.theta))
 
     def velocity(self, x: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
-        """v [B, C, H, W] fp32 at x [B, C, H, W] and sigma [B], given the condition `text`."""
         text = conditions["text"]
         assert isinstance(text, TextEmbedCondition) and text.mask is not None
-        dtype = self.transformer.cap_embedder[1].weight.dtype
-        self.padding.text_length = -(-text.embeds.shape[1] // TEXT_MULTIPLE) * TEXT_MULTIPLE
-        toward_data = self.transformer(
-            list(x.to(dtype)[:, :, None]),
-            1.0 - sigma,
-            [tokens[mask] for tokens, mask in zip(text.embeds.to(dtype), text.mask, strict=True)],
-            return_dict=False,
-        )[0]
-        return -torch.stack(toward_data)[:, :, 0].float()
+        dtype = self.dtype
+        v = call(self.network, self.toward_data, x.to(dtype), 1.0 - sigma, text.embeds.to(dtype), text.mask)
+        return -v.float()
 
+    def toward_data(
+        self, network: ZImageTransformer2DModel, x: Tensor, time: Tensor, text: Tensor, mask: Tensor
+    ) -> Tensor:
+        """The network's velocity [B, C, H, W]: its own forward, without cutting rows to the length of their text."""
+        temb = network.t_embedder(time * network.t_scale).type_as(x)
+        image, image_rotations, ends = self.image(network, x, mask)
+        text, text_rotations, text_mask = self.text(network, text, mask, ends)
+        for layer in network.noise_refiner:
+            image = layer(image, None, image_rotations, temb)
+        for layer in network.context_refiner:
+            text = layer(text, text_mask, text_rotations)
+        tokens = torch.cat([image, text], dim=1)
+        rotations = torch.cat([image_rotations, text_rotations], dim=1)
+        mask = pad(text_mask, (image.shape[1], 0), value=True)
+        for layer in network.layers:
+            tokens = layer(tokens, mask, rotations, temb)
+        num_tokens = x.shape[-2] * x.shape[-1] // PATCH_SIZE**2
+        return unpatched(network.all_final_layer[PATCH_KEY](tokens[:, :num_tokens], c=temb), x.shape, PATCH_SIZE)
 
-class EqualLengths:
-    """Replaces the transformer's padding: each row is padded to the length of the longest possible row."""
+    def image(self, network: ZImageTransformer2DModel, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Image tokens [B, S, D], filled up, and their rotations; the number of text tokens [B], filled up."""
+        tokens = network.all_x_embedder[PATCH_KEY](patches(x, PATCH_SIZE))
+        ends = (mask.sum(1) + TEXT_MULTIPLE - 1) // TEXT_MULTIPLE * TEXT_MULTIPLE
+        # The first text token has position 1.
+        rotations = self.rotations.of_image(ends + 1, x.shape[-2] // PATCH_SIZE, x.shape[-1] // PATCH_SIZE)
+        missing = -tokens.shape[1] % TEXT_MULTIPLE
+        filler = network.x_pad_token.to(tokens.dtype).expand(len(x), missing, -1)
+        origin = self.rotations.of_text(1, 0, x.device).expand(len(x), missing, -1)
+        return torch.cat([tokens, filler], dim=1), torch.cat([rotations, origin], dim=1), ends
 
-    @classmethod
-    def of(cls, transformer: Any) -> EqualLengths:
-        """The padding of a transformer, which several denoisers may share."""
-        replaced = vars(transformer).get("_prepare_sequence")
-        return cls(transformer) if replaced is None else replaced.__self__
-
-    def __init__(self, transformer: Any) -> None:
-        self.text_length = 0
-        self._prepare = type(transformer)._prepare_sequence
-        self._join = type(transformer)._build_unified_sequence
-        self._transformer = transformer
-        transformer._prepare_sequence = self._prepared
-        transformer._build_unified_sequence = self._joined
-
-    def _prepared(
-        self, feats: Any, pos_ids: Any, inner_pad_mask: Any, pad_token: Any, *others: Any
-    ) -> tuple[Any, Any, Any, Any, Any]:
-        """Tokens [B, L, D], rotations [B, L, d], mask [B, L], lengths and an unused value, of the image or the text."""
-        tokens, rotations, _, lengths, unused = self._prepare(
-            self._transformer, feats, pos_ids, inner_pad_mask, pad_token, *others
-        )
-        length = self.text_length if pad_token is self._transformer.cap_pad_token else tokens.shape[1]
-        return *padded(tokens, rotations, lengths, length), lengths, unused
-
-    def _joined(self, x: Any, x_rotations: Any, x_lengths: Any, *others: Any) -> tuple[Any, Any, Any, Any]:
-        """Tokens, rotations, mask and an unused value, of images followed by their texts."""
-        text_lengths = others[3]
-        tokens, rotations, _, unused = self._join(self._transformer, x, x_rotations, x_lengths, *others)
-        lengths = [image + text for image, text in zip(x_lengths, text_lengths, strict=True)]
-        return *padded(tokens, rotations, lengths, x.shape[1] + self.text_length), unused
-
-
-def padded(tokens: Tensor, rotations: Tensor, lengths: list[int], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, length, D] and rotations [B, length, d] padded with zeros, and the mask [B, length] of real tokens."""
-    missing = (0, 0, 0, length - tokens.shape[1])
-    ends = torch.tensor(lengths, device=tokens.device)[:, None]
-    return pad(tokens, missing), pad(rotations, missing), torch.arange(length, device=tokens.device) < ends
-
-
-class ZImageTextEncoder:
-    """The frozen Qwen3, without its head."""
-
-    components: tuple[str, ...] = ("text_encoder",)
-
-    def __init__(self, text_encoder: Any, tokenizer: Any) -> None:
-        self.text_encoder = text_encoder  # transformers' Qwen3Model, which has no types
-        self.tokenizer = tokenizer
-
-    def encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
-        """The condition of `texts`; `max_sequence_length` counts the tokens of the whole chat."""
-        batch = self.tokenizer(
-            [self._chat(text) for text in texts],
-            padding="max_length",
-            max_length=max_sequence_length,
-            truncation=True,
-            return_tensors="pt",
-        ).to(self.text_encoder.device)
-        mask = batch.attention_mask.bool()
-        states = self.text_encoder(
-            input_ids=batch.input_ids, attention_mask=causal_mask(mask), output_hidden_states=True, use_cache=False
-        ).hidden_states
-        return TextEmbedCondition(embeds=states[-2], mask=mask)
-
-    def _chat(self, text: str) -> str:
-        chat: str = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        return chat
+    def text(
+        self, network: ZImageTransformer2DModel, text: Tensor, mask: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Text tokens [B, L, D], filled up, their rotations, and the mask [B, L] of those that are attended to."""
+        missing = -text.shape[1] % TEXT_MULTIPLE
+        tokens = network.cap_embedder(pad(text, (0, 0, 0, missing)))
+        tokens = torch.where(pad(mask, (0, missing))[..., None], tokens, network.cap_pad_token.to(tokens.dtype))
+        length = tokens.shape[1]
+        rotations = self.rotations.of_text(length, 1, text.device).expand(len(text), -1, -1)
+        return tokens, rotations, torch.arange(length, device=text.device) < ends[:, None]
 
 
 class ZImageBundle(KLBundle):
     """Transformer, Qwen3 and VAE."""
 
     family: ClassVar[DiffusersFamily] = Z_IMAGE
-
-    def denoiser(self) -> ZImageDenoiser:
-        """The transformer as a velocity field."""
-        return ZImageDenoiser(self.trainable())
+    denoiser_class: ClassVar[type[NetworkDenoiser]] = ZImageDenoiser
 
     def text_encoder(self) -> TextEncoder:
-        """Qwen3."""
-        self.require(ZImageTextEncoder.components, "encode text")
-        return ZImageTextEncoder(self.modules["text_encoder"], self.tokenizers["tokenizer"])
+        [model], tokenizer = self.require(("text_encoder",), "encode text"), self.tokenizers["tokenizer"]
+        return CausalTextEncoder(model, tokenizer, partial(chat, tokenizer, enable_thinking=True))
 
 
 class ZImagePipeline(DiffusersPipeline[ZImageBundle]):
     """Text to image with Z-Image."""
 
-    def sample_with_diffusers(
-        self,
-        plain: PlainPipeline,
-        texts: Sequence[str],
-        x_T: Tensor,  # noqa: N803
-        params: DiffusionSamplingParams,
-        images: Sequence[ConditionImages] | None = None,
-    ) -> Tensor:
+    def call_arguments(self, texts: Sequence[str], x_T: Tensor, params: DiffusionSamplingParams) -> dict[str, object]:  # noqa: N803
         """diffusers adds guidance_scale (v_cond - v_uncond) to v_cond, so its scale is ours minus 1."""
-        result: Tensor = plain(
-            prompt=list(texts),
-            negative_prompt=[params.negative_prompt] * len(texts),
-            max_sequence_length=params.max_sequence_length,
-            height=params.height,
-            width=params.width,
-            guidance_scale=params.guidance_scale - 1.0,
-            num_inference_steps=params.num_inference_steps,
-            sigmas=unshifted_sigmas(params.num_inference_steps),
-            latents=x_T,
-            output_type="pt",
-        ).images
-        return result
+        return super().call_arguments(texts, x_T, params) | {"guidance_scale": params.guidance_scale - 1.0}

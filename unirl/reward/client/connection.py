@@ -1,4 +1,4 @@
-"""The HTTP connection to a reward service: single attempts and the meaning of their failures.
+"""HTTP connections, and the one to a reward service: single attempts and the meaning of their failures.
 
 This module loads neither torch nor transformers.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from unirl.config.errors import ConfigError, RewardError, RewardUnreachableError
+from unirl.config.errors import ConfigError, InvalidValueError, RewardError, RewardUnreachableError
 from unirl.reward.client.wire import (
     JSON,
     MSGPACK,
@@ -71,19 +70,26 @@ class ConnectionConfig:
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must start with http:// or https://, got {self.base_url!r}")
+            raise InvalidValueError(
+                "base_url must start with http:// or https://, like http://127.0.0.1:8000 for a reward service on this "
+                f"machine, got {self.base_url!r}"
+            )
         for name in ("batch_size", "concurrency"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+                raise InvalidValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("timeout", "retry_delay", "outage_s"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0 seconds, got {getattr(self, name)}")
+                raise InvalidValueError(f"{name} must be > 0 seconds, got {getattr(self, name)}")
         if self.max_retries < 0:
-            raise ValueError(f"max_retries must be >= 0, got {self.max_retries}")
+            raise InvalidValueError(f"max_retries must be >= 0, got {self.max_retries}")
 
 
 class RequestFailed(Exception):
     """An attempt failed, and another attempt may succeed."""
+
+
+class ServerUnreachable(RequestFailed):
+    """No server listens at the address."""
 
 
 class ServerBusy(Exception):
@@ -98,70 +104,113 @@ class TooLarge(RewardError):
     """The service refuses a request because of its size. A request with fewer items may succeed."""
 
 
-class Connection:
-    """A pool of HTTP connections to one service. Threads may share it."""
+@dataclass(frozen=True)
+class Reply:
+    """A response of a server."""
+
+    status: int
+    body: bytes
+    content_type: str
+    retry_after: str
+
+    def raise_if_retryable(self, message: str, pause_s: float) -> None:
+        """Raises RequestFailed or ServerBusy for a status after which another attempt may succeed.
+
+        Args:
+            pause_s: the pause in seconds when a busy server names none.
+        """
+        if self.status in (429, 503):
+            raise ServerBusy(message, float(self.retry_after) if self.retry_after.isdecimal() else pause_s)
+        if self.status >= 500 or self.status == 408:
+            raise RequestFailed(message)
+
+
+class HttpClient:
+    """A pool of HTTP connections to one server. Threads may share it. Garbage collection closes it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | None,
+        timeout_s: float,
+        connections: int,
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
+        import httpx2
+
+        self._http = httpx2.Client(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
+            limits=httpx2.Limits(max_connections=connections),
+            transport=transport,
+            trust_env=False,
+            follow_redirects=False,
+            # Loading the root certificates takes time, and plain HTTP does not need them.
+            verify=base_url.startswith("https"),
+        )
+        self.close = weakref.finalize(self, self._http.close)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """Returns the response to one attempt. Raises RequestFailed when there is none, or it is too large."""
+        import httpx2
+
+        timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+        body = bytearray()
+        try:
+            with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
+                for piece in response.iter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        raise RequestFailed(f"the response body has more than {MAX_BODY_BYTES} bytes")
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise ServerUnreachable(f"{type(error).__name__}: {error}") from error
+        except httpx2.TransportError as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from error
+        except httpx2.DecodingError as error:
+            raise RequestFailed(f"the body cannot be decompressed: {error}") from error
+        content_type = response.headers.get("content-type", "").partition(";")[0]
+        return Reply(response.status_code, bytes(body), content_type, response.headers.get("retry-after", ""))
+
+
+class Connection(HttpClient):
+    """The connection to a reward service."""
 
     def __init__(self, config: ConnectionConfig) -> None:
         self.config = config
         self._content_type = JSON if config.encoding == "json" else MSGPACK
-        self._http: httpx2.Client | None = None
-        self._closing: Callable[[], object] = lambda: None
-        self._lock = threading.Lock()
-
-    @property
-    def http(self) -> httpx2.Client:
-        """The HTTP client, created on first use. It follows no redirects and reads no settings from the environment."""
-        with self._lock:
-            if self._http is None:
-                import httpx2
-
-                self._http = httpx2.Client(
-                    base_url=self.config.base_url,
-                    headers=self._headers(),
-                    timeout=httpx2.Timeout(self.config.timeout, connect=CONNECT_S, pool=None),
-                    limits=httpx2.Limits(max_connections=self.config.concurrency + 1),
-                    trust_env=False,
-                    follow_redirects=False,
-                    # Loading the root certificates takes time, and plain HTTP does not need them.
-                    verify=self.config.base_url.startswith("https"),
-                )
-                self._closing = weakref.finalize(self, self._http.close)
-            return self._http
-
-    def _headers(self) -> dict[str, str]:
-        if self.config.token_file is None:
-            return {}
-        try:
-            return {"Authorization": f"Bearer {Path(self.config.token_file).read_text(encoding='ascii').strip()}"}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file={self.config.token_file!r} cannot be read: {error}") from error
-
-    def close(self) -> None:
-        """Closes the pool. The next request opens another one. Garbage collection also closes the pool."""
-        with self._lock:
-            self._http = None
-            self._closing()
+        super().__init__(
+            config.base_url,
+            token=read_token(config.token_file),
+            timeout_s=config.timeout,
+            connections=config.concurrency + 1,
+        )
 
     def health(self, patience_s: float = 0.0) -> Health:
-        """Returns the rewards of the service and which replicas are ready. Waits up to `patience_s` for its start.
-
-        Raises:
-            RewardError: 6001 the service did not answer.
-        """
+        """Returns the rewards and ready replicas of a service. Raises RewardError (6001) after `patience_s` seconds."""
         start, attempts = time.monotonic(), 0
         while True:
             attempts += 1
             try:
-                return self.ask_health(timeout=max(PROBE_TIMEOUT_S, min(patience_s, CONNECT_S)))
+                return self.ask_health(timeout_s=max(PROBE_TIMEOUT_S, min(patience_s, CONNECT_S)))
             except (RequestFailed, ServerBusy) as error:
                 seconds = time.monotonic() - start
                 if seconds >= patience_s:
                     raise self.unreachable(attempts, seconds, error) from error
             time.sleep(min(self.config.retry_delay * attempts, MAX_PAUSE_S, max(0.05, patience_s)))
 
-    def ask_health(self, timeout: float = CONNECT_S) -> Health:
+    def ask_health(self, timeout_s: float = CONNECT_S) -> Health:
         """Returns the same as `health` in one attempt. Raises RequestFailed or ServerBusy."""
-        return self._read(Health, *self._request("GET", "/health", timeout=timeout))
+        return self._read(Health, self.request("GET", "/health", timeout_s=timeout_s))
 
     def post(self, items: list[ScoreItem]) -> ScoreResponse:
         """Sends one batch of items once and returns their scores.
@@ -175,51 +224,34 @@ class Connection:
         headers = {"Content-Type": self._content_type, "Accept": self._content_type}
         if self.config.compression == "gzip":
             body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
-        response = self._read(ScoreResponse, *self._request("POST", "/score", content=body, headers=headers))
+        response = self._read(ScoreResponse, self.request("POST", "/score", content=body, headers=headers))
         if len(response.results) != len(items):
             raise RequestFailed(f"{len(response.results)} results for {len(items)} items")
         return response
 
-    def _request(self, method: str, path: str, **options: Any) -> tuple[bytes, str]:
-        """Returns the body of a successful response and its content type."""
-        import httpx2
-
+    def _read(self, kind: type[T], reply: Reply) -> T:
+        """Returns the message in a response. Raises the error for a response that is not a success."""
+        if reply.status != 200:
+            self._refuse(reply)
         try:
-            with self.http.stream(method, path, **options) as response:
-                body = read_bounded(response.iter_bytes())
-        except httpx2.TransportError as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}") from error
-        except httpx2.DecodingError as error:
-            raise RequestFailed(f"the body cannot be decompressed: {error}") from error
-        content_type = response.headers.get("content-type", "").partition(";")[0]
-        if response.status_code != 200:
-            self._raise_for_status(response.status_code, body, response.headers.get("retry-after", ""))
-        return body, content_type
+            if reply.content_type == JSON and self._content_type == JSON:
+                # The standard library reads NaN, which other services may send, so that an error can name the sample.
+                return msgspec.convert(json.loads(reply.body), type=kind)
+            return decode(kind, reply.body, reply.content_type)
+        except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
+            raise RequestFailed(f"the response is not a {kind.__name__}: {error}") from error
 
-    def _raise_for_status(self, status: int, body: bytes, retry_after: str) -> NoReturn:
-        """Raises the error for a response that is not a success."""
+    def _refuse(self, reply: Reply) -> NoReturn:
         try:
-            refusal = decode(Refusal, body, JSON)
-            message = f"{status} {refusal.kind}: {refusal.detail}"
+            refusal = decode(Refusal, reply.body, JSON)
+            message = f"{reply.status} {refusal.kind}: {refusal.detail}"
         except msgspec.DecodeError:
-            message = f"{status}: {body[:200].decode(errors='replace')}"
-        if status in (429, 503):
-            raise ServerBusy(message, float(retry_after) if retry_after.isdecimal() else 1.0)
-        if status >= 500 or status == 408:
-            raise RequestFailed(message)
-        raise (TooLarge if status == 413 else RewardError)(
+            message = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
+        reply.raise_if_retryable(message, pause_s=1.0)
+        raise (TooLarge if reply.status == 413 else RewardError)(
             f"the reward service at {self.config.base_url} refuses: {message}. Correct the request, the token or "
             f"the service, and try: unirl reward ping {self.config.base_url}"
         )
-
-    def _read(self, kind: type[T], body: bytes, content_type: str) -> T:
-        try:
-            if content_type == JSON and self._content_type == JSON:
-                # The standard library reads NaN, which other services may send, so that an error can name the sample.
-                return msgspec.convert(json.loads(body), type=kind)
-            return decode(kind, body, content_type)
-        except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
-            raise RequestFailed(f"the response is not a {kind.__name__}: {error}") from error
 
     def unreachable(self, attempts: int, seconds: float, last: object) -> RewardError:
         """Returns the error (6001) for a service that does not answer."""
@@ -230,11 +262,11 @@ class Connection:
         )
 
 
-def read_bounded(pieces: Iterator[bytes]) -> bytes:
-    """Joins the pieces of a body. Raises RequestFailed when they are more than MAX_BODY_BYTES bytes."""
-    body = bytearray()
-    for piece in pieces:
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestFailed(f"the response body has more than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+def read_token(token_file: str | None) -> str | None:
+    """Returns the token in a file. Raises ConfigError when it cannot be read."""
+    if token_file is None:
+        return None
+    try:
+        return Path(token_file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token_file={token_file!r} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 from uuid import uuid4
@@ -22,6 +23,7 @@ import msgspec
 
 from unirl.reward.client.connection import MAX_PAUSE_S, Connection, RequestFailed, ServerBusy, TooLarge
 from unirl.reward.client.wire import RETRYABLE, ItemError, Score, ScoreItem, TextAnswer
+from unirl.types.progress import progress
 
 BREAK_AFTER: Final = 5
 """After this many failures in a row one thread asks /health until it answers, and the other threads wait."""
@@ -30,14 +32,19 @@ ScoresOrError = dict[str, float] | ItemError
 """The finite scores of one item by one reward, by part, or the reason why there are none."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ItemResult:
-    """The result of one item."""
+    """The result of one item, as far as it is known."""
 
-    scores: dict[str, ScoresOrError]
+    index: int
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    open: list[str] | None = None
+    """The rewards without a result; None before the first attempt."""
+    scores: dict[str, ScoresOrError] = field(default_factory=dict)
     """By reward."""
-    answers: dict[str, TextAnswer]
+    answers: dict[str, TextAnswer] = field(default_factory=dict)
     """The answer that the item's text gives, by reward, for rewards that report it."""
+    attempts: int = 0
 
 
 class Items(Protocol):
@@ -57,42 +64,31 @@ def score_items(connection: Connection, items: Items) -> list[ItemResult]:
     return RetryQueue(connection, items).run() if len(items) else []
 
 
-@dataclass(eq=False)
-class ItemProgress:
-    """One item that does not have all its scores yet."""
-
-    index: int
-    request_id: str = field(default_factory=lambda: uuid4().hex)
-    open: list[str] | None = None
-    """The rewards without a result; None before the first attempt."""
-    scores: dict[str, ScoresOrError] = field(default_factory=dict)
-    answers: dict[str, TextAnswer] = field(default_factory=dict)
-    attempts: int = 0
-
-
 class RetryQueue:
     """A queue of items and the threads that send them in batches until every item has a result."""
 
     def __init__(self, connection: Connection, items: Items) -> None:
         self._connection, self._items, self._config = connection, items, connection.config
-        self._queue: deque[ItemProgress] = deque()
+        self._queue: deque[ItemResult] = deque()
         self._batch_size = self._config.batch_size
         self._in_flight = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._probing = threading.Lock()
-        self._random = random.Random()
         self._start = self._last_success = time.monotonic()
         self._attempts = self._failures_in_a_row = 0
 
     def run(self) -> list[ItemResult]:
         """Returns the result of every item. Raises RewardError."""
-        all_items = [ItemProgress(index) for index in range(len(self._items))]
-        self._queue.extend(all_items)
-        count = min(self._config.concurrency, math.ceil(len(all_items) / self._config.batch_size))
+        results = [ItemResult(index) for index in range(len(self._items))]
+        self._queue.extend(results)
+        count = min(self._config.concurrency, math.ceil(len(results) / self._config.batch_size))
         # Daemon threads: an interrupted run does not wait for responses.
-        threads = [threading.Thread(target=self._work, name="reward", daemon=True) for _ in range(count)]
+        threads = [
+            threading.Thread(target=copy_context().run, args=(self._work,), name="reward", daemon=True)
+            for _ in range(count)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -104,7 +100,7 @@ class RetryQueue:
                 self._changed.notify_all()
         if self._error is not None:
             raise self._error
-        return [ItemResult(item.scores, item.answers) for item in all_items]
+        return results
 
     def _work(self) -> None:
         try:
@@ -115,7 +111,7 @@ class RetryQueue:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _take(self) -> list[ItemProgress]:
+    def _take(self) -> list[ItemResult]:
         """Returns the next batch, or an empty list when there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or not self._in_flight or self._stopped.is_set())
@@ -125,7 +121,7 @@ class RetryQueue:
             self._in_flight += len(batch)
             return batch
 
-    def _attempt(self, batch: list[ItemProgress]) -> None:
+    def _attempt(self, batch: list[ItemResult]) -> None:
         self._wait_while_broken()
         try:
             response = self._connection.post([self._message(item) for item in batch])
@@ -137,23 +133,25 @@ class RetryQueue:
         except ServerBusy as error:
             self._check_outage(error)
             self._requeue(batch)
-            self._pause(error.retry_after_s * self._random.uniform(1.0, 1.5))
+            self._stopped.wait(error.retry_after_s * random.uniform(1.0, 1.5))
         except RequestFailed as error:
-            self._count_failure()
-            self._check_outage(error)
+            self._count_failure(error)
             for item in batch:
                 count_attempt(item, ItemError("unavailable", str(error)), self._config.max_retries)
             self._requeue(batch)
-            self._pause(self._backoff_s())
+            self._back_off()
         else:
-            self._count_success()
+            progress("batch of the reward service")
+            with self._changed:
+                self._last_success, self._failures_in_a_row = time.monotonic(), 0
+                self._attempts += 1
             for item, results, errors in zip(batch, response.results, response.errors, strict=True):
                 store_results(item, results, errors, self._config.max_retries)
             for item, answers in zip(batch, response.answers or (), strict=False):  # no answers, or one for each
                 item.answers |= answers
             self._requeue(batch)
 
-    def _message(self, item: ItemProgress) -> ScoreItem:
+    def _message(self, item: ItemResult) -> ScoreItem:
         """Returns the item to send: with the same id in all attempts, and with the rewards that have no result yet."""
         message = self._items[item.index]
         if item.open is None:
@@ -161,29 +159,23 @@ class RetryQueue:
         request_id = message.request_id or item.request_id
         return msgspec.structs.replace(message, request_id=request_id, required_rewards=item.open)
 
-    def _requeue(self, batch: list[ItemProgress]) -> None:
+    def _requeue(self, batch: list[ItemResult]) -> None:
         """Moves unfinished items to the end of the queue, so that their next batch consists of other items."""
         with self._changed:
             self._in_flight -= len(batch)
             self._queue.extend(item for item in batch if item.open)
             self._changed.notify_all()
 
-    def _count_success(self) -> None:
-        with self._changed:
-            self._last_success, self._failures_in_a_row = time.monotonic(), 0
-            self._attempts += 1
-
-    def _count_failure(self) -> None:
+    def _count_failure(self, error: Exception) -> None:
+        """Raises RewardError (6001) after a failure when no item was scored for `outage_s` seconds."""
         with self._changed:
             self._failures_in_a_row += 1
             self._attempts += 1
+        self._check_outage(error)
 
-    def _backoff_s(self) -> float:
+    def _back_off(self) -> None:
         delay = self._config.retry_delay * 2.0 ** min(self._failures_in_a_row - 1, 16)
-        return min(delay, MAX_PAUSE_S) * self._random.uniform(0.5, 1.0)
-
-    def _pause(self, seconds: float) -> None:
-        self._stopped.wait(seconds)
+        self._stopped.wait(min(delay, MAX_PAUSE_S) * random.uniform(0.5, 1.0))
 
     def _wait_while_broken(self) -> None:
         """Holds every batch back, after several failures in a row, until /health answers."""
@@ -195,9 +187,8 @@ class RetryQueue:
                     self._connection.ask_health()
                     self._failures_in_a_row = 0
                 except (RequestFailed, ServerBusy) as error:
-                    self._count_failure()
-                    self._check_outage(error)
-                    self._pause(self._backoff_s())
+                    self._count_failure(error)
+                    self._back_off()
 
     def _check_outage(self, last: Exception) -> None:
         """Raises RewardError (6001) when no item was scored for `outage_s` seconds."""
@@ -206,7 +197,7 @@ class RetryQueue:
 
 
 def store_results(
-    item: ItemProgress, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str], max_retries: int
+    item: ItemResult, results: Mapping[str, Mapping[str, Score]], errors: Mapping[str, str], max_retries: int
 ) -> None:
     """Stores the scores and errors of an item. A reward whose error may disappear with another attempt stays open."""
     retryable: ItemError | None = None
@@ -236,7 +227,7 @@ def read_scores(name: str, results: Mapping[str, Mapping[str, Score]], errors: M
     return {part: float(score) for part, score in results[name].items() if score is not None}
 
 
-def count_attempt(item: ItemProgress, error: ItemError, max_retries: int) -> None:
+def count_attempt(item: ItemResult, error: ItemError, max_retries: int) -> None:
     """Counts a failed attempt. After the last one, the error is the result of all open rewards."""
     item.attempts += 1
     if item.attempts > max_retries:

@@ -12,8 +12,8 @@ rewards that compare a text with a right answer send `answers`, and other servic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -22,9 +22,8 @@ MSGPACK, JSON = "application/msgpack", "application/json"
 ContentType = Literal["application/msgpack", "application/json"]
 
 ImageFormat = Literal["raw", "png", "webp", "jpeg"]
-VideoFormat = Literal["raw", "mp4", "webm"]
-IMAGE_FORMATS: tuple[ImageFormat, ...] = ("raw", "png", "webp", "jpeg")
-VIDEO_FORMATS: tuple[VideoFormat, ...] = ("raw", "mp4", "webm")
+IMAGE_FORMATS: tuple[ImageFormat, ...] = get_args(ImageFormat)
+VIDEO_FORMATS = ("raw", "mp4", "webm")
 
 MAX_DEPTH = 16
 """Largest nesting depth of lists and mappings in metadata."""
@@ -199,32 +198,24 @@ class ItemError(Struct, frozen=True, array_like=True):
     def read(cls, text: str) -> ItemError:
         """Parses the error of a service. A text without a known kind has the kind `failed`."""
         kind, colon, message = text.partition(": ")
-        return cls(kind, message) if colon and kind in Kind.__args__ else cls("failed", text)  # type: ignore[attr-defined]
+        return cls(kind, message) if colon and kind in get_args(Kind) else cls("failed", text)
 
 
-def check_plain(value: Any, where: str, depth: int = MAX_DEPTH) -> None:
+def check_plain(value: object, where: str, depth: int = MAX_DEPTH) -> None:
     """Raises ValueError unless `value` is JSON: str, bool, None, 64-bit int, finite float, list, dict."""
-    if isinstance(value, (Mapping, list)):
+    if isinstance(value, Mapping | list):
         if depth == 0:
             raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
-        for key, below in _entries(value):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(value, Mapping) and not isinstance(key, str):
+                raise ValueError(f"the key {key!r} is not a string")
             check_plain(below, f"{where}[{key!r}]", depth - 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}: only finite numbers are JSON")
     elif isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
         raise ValueError(f"{where} is an integer beyond 64 bits")
-    elif not isinstance(value, (str, bool, int, float, type(None))):
+    elif not isinstance(value, str | bool | int | float | None):
         raise ValueError(f"{where} is a {type(value).__name__}, which JSON does not have")
-
-
-def _entries(value: Mapping[Any, Any] | Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(value, Mapping):
-        yield from enumerate(value)
-        return
-    for key, below in value.items():
-        if not isinstance(key, str):
-            raise ValueError(f"the key {key!r} is not a string")
-        yield key, below
 
 
 def encode(value: Struct, content_type: str = MSGPACK) -> bytes:

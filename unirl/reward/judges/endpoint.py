@@ -7,22 +7,23 @@ import math
 import os
 import random
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import msgspec
 
 from unirl.config.errors import InvalidValueError, RewardError, RewardUnreachableError, did_you_mean
 from unirl.reward.client.connection import (
-    CONNECT_S,
     MAX_PAUSE_S,
     PROBE_TIMEOUT_S,
+    HttpClient,
+    Reply,
     RequestFailed,
     ServerBusy,
-    read_bounded,
+    ServerUnreachable,
 )
+from unirl.reward.judges.toy import toy_transport
 
 TOP = 20
 """Number of alternatives requested for a token, which is the most that servers return."""
@@ -116,33 +117,25 @@ class Completion(msgspec.Struct):
     choices: list[Choice]
 
 
-class Model(msgspec.Struct):
-    id: str
-
-
 class Models(msgspec.Struct):
     """The part of a response of /models that is read."""
 
-    data: list[Model]
+    data: list[dict[str, object]]
 
 
-class Endpoint:
+class Endpoint(HttpClient):
     """An OpenAI-compatible server. Threads may share it."""
 
     def __init__(self, config: JudgeSpec, key: str | None) -> None:
-        import httpx2
-
+        toy = config.base_url == TOY
         self.config = config
-        self._http = httpx2.Client(
-            base_url=config.base_url.rstrip("/"),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(config.timeout, connect=CONNECT_S, pool=None),
-            limits=httpx2.Limits(max_connections=config.concurrency),
-            trust_env=False,
-            follow_redirects=False,
-            verify=config.base_url.startswith("https"),
+        super().__init__(
+            "http://toy" if toy else config.base_url.rstrip("/"),
+            token=key,
+            timeout_s=config.timeout,
+            connections=config.concurrency,
+            transport=toy_transport() if toy else None,
         )
-        weakref.finalize(self, self._http.close)
 
     def ask(self, image: bytes, question: str, max_tokens: int, alternatives: bool = False) -> JudgeReply:
         """Returns the answer, after retries.
@@ -167,82 +160,59 @@ class Endpoint:
 
     def check_model(self) -> None:
         """Raises RewardError (6001) when no server answers, it refuses the key, or it lists other models only."""
-        import httpx2
-
         try:
-            with self._http.stream("GET", "/models", timeout=PROBE_TIMEOUT_S) as response:
-                content = read_bounded(response.iter_bytes())
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            reply = self.request("GET", "/models", timeout_s=PROBE_TIMEOUT_S)
+        except ServerUnreachable as error:
             raise RewardUnreachableError(
-                f"no server answers at {self.config.base_url}: {type(error).__name__}: {error}. Start the judge, or "
-                "correct base_url"
+                f"no server answers at {self.config.base_url}: {error}. Start the judge, or correct base_url"
             ) from error
-        except (httpx2.TransportError, httpx2.DecodingError, RequestFailed):
+        except RequestFailed:
             return  # a server is there, and it need not list its models
-        if response.status_code in (401, 403):
-            raise self._refusal(response.status_code, content, "")
-        names = _model_names(content) if response.status_code == 200 else []
+        if reply.status in (401, 403):
+            self._refuse(reply)
+        try:
+            models = msgspec.json.decode(reply.body, type=Models).data if reply.status == 200 else []
+            names = [str(model["id"]) for model in models]
+        except (msgspec.DecodeError, KeyError):
+            return  # a list in another form says nothing
         if names and self.config.model not in names:
             raise RewardUnreachableError(
                 f"the judge at {self.config.base_url} does not serve {self.config.model!r}."
                 f"{did_you_mean(self.config.model, names)} It has {', '.join(names)}"
             )
 
-    def _question(self, image: bytes, question: str, max_tokens: int, alternatives: bool) -> dict[str, object]:
+    def _question(self, image: bytes, question: str, max_tokens: int, alternatives: bool) -> bytes:
         url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
-        logprobs = {"logprobs": True, "top_logprobs": TOP} if alternatives else {}
-        return {
+        body = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": content}],
             "max_tokens": max_tokens,
             "temperature": 0,
             "seed": 0,
-            **logprobs,
         }
+        return msgspec.json.encode(body | ({"logprobs": True, "top_logprobs": TOP} if alternatives else {}))
 
-    def _post(self, body: Mapping[str, object], alternatives: bool) -> JudgeReply:
+    def _post(self, body: bytes, alternatives: bool) -> JudgeReply:
         """Asks once. Raises RequestFailed or ServerBusy when another attempt may succeed."""
-        import httpx2
-
+        headers = {"Content-Type": "application/json"}
+        reply = self.request("POST", "/chat/completions", content=body, headers=headers)
+        if reply.status != 200:
+            self._refuse(reply)
         try:
-            with self._http.stream("POST", "/chat/completions", json=body) as response:
-                content = read_bounded(response.iter_bytes())
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise ServerUnreachable(f"{type(error).__name__}: {error}") from error
-        except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise self._refusal(response.status_code, content, response.headers.get("retry-after", ""))
-        try:
-            return _reply(msgspec.json.decode(content, type=Completion), alternatives)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise RequestFailed(f"the response is not a completion: {error}: {content[:SHOWN]!r}") from error
+            return _reply(msgspec.json.decode(reply.body, type=Completion), alternatives)
+        except msgspec.DecodeError as error:
+            raise RequestFailed(f"the response is not a completion: {error}: {reply.body[:SHOWN]!r}") from error
 
-    def _refusal(self, status: int, content: bytes, retry_after: str) -> Exception:
-        message = f"status {status}: {content[:SHOWN].decode(errors='replace')}"
-        if status in (429, 503):
-            return ServerBusy(message, float(retry_after) if retry_after.isdecimal() else self.config.retry_delay)
-        if status >= 500 or status == 408:
-            return RequestFailed(message)
-        refuses_all = status in (401, 403, 404)  # the key, the address or the model is wrong for every question
-        kind = RewardUnreachableError if refuses_all else RewardError
-        return kind(
+    def _refuse(self, reply: Reply) -> NoReturn:
+        """Raises the error for a response that is not a success."""
+        message = f"status {reply.status}: {reply.body[:SHOWN].decode(errors='replace')}"
+        reply.raise_if_retryable(message, self.config.retry_delay)
+        refuses_all = reply.status in (401, 403, 404)  # the key, the address or the model is wrong for every question
+        raise (RewardUnreachableError if refuses_all else RewardError)(
             f"the judge {self.config.model!r} at {self.config.base_url} refuses: {message}. Correct base_url, model, "
             "api_key_env or the question"
         )
-
-
-def _model_names(content: bytes) -> list[str]:
-    """Returns the model names in a response of /models; none if it has another form."""
-    try:
-        return [model.id for model in msgspec.json.decode(content, type=Models).data]
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        return []
-
-
-class ServerUnreachable(RequestFailed):
-    """No server listens at the address."""
 
 
 def _reply(completion: Completion, alternatives: bool) -> JudgeReply:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from unirl.reward.base import CLIP_L
 from unirl.reward.local.shared.clip import clip_image_processor, toy_clip_config
 from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import fill, fixed_seed, load, read_weights
 
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+
 
 @dataclass(frozen=True, kw_only=True)
 class AestheticSpec(ImageScorerSpec):
-    """The CLIP, the head and the batch size."""
-
     path: str = "openai/clip-vit-large-patch14"
-    """Hub id or local directory of the CLIP; `toy` is a tiny network of the same class with fixed random weights."""
     head: str = "trl-lib/ddpo-aesthetic-predictor"
     """The file of the head, or a hub id or local directory that holds aesthetic-model.pth; `toy` does not read it."""
 
@@ -30,7 +31,7 @@ class AestheticSpec(ImageScorerSpec):
 class AestheticNetwork(nn.Module):
     """Maps images [B, 3, S, S], preprocessed for CLIP, to scores [B] by the head on the normalised image embedding."""
 
-    def __init__(self, clip: Any) -> None:
+    def __init__(self, clip: CLIPVisionModelWithProjection) -> None:
         super().__init__()
         self.clip = clip
         self.head = published_head(clip.config.projection_dim)
@@ -41,9 +42,10 @@ class AestheticNetwork(nn.Module):
         return scores
 
 
-class AestheticRewardScorer(ImageScorer):
+class AestheticRewardScorer(ImageScorer[AestheticNetwork]):
     """The predicted rating, about 1 to 10, in float32. The prompt has no effect."""
 
+    cost = CLIP_L
     name = "aesthetic"
     reads = ("images",)
     config: AestheticSpec
@@ -51,28 +53,24 @@ class AestheticRewardScorer(ImageScorer):
     def __init__(self, *, config: AestheticSpec = AestheticSpec()) -> None:
         super().__init__(config)
 
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> AestheticNetwork:
         from transformers import CLIPVisionModelWithProjection
 
         if self.config.path == "toy":
-            return toy_network()
+            with fixed_seed():
+                return AestheticNetwork(CLIPVisionModelWithProjection(toy_clip_config().vision_config))
         network = AestheticNetwork(load(CLIPVisionModelWithProjection, self.config.path, "config.path").float())
         weights = read_weights(self.config.head, "aesthetic-model.pth", "config.head")
         fill(network.head, {name.removeprefix("layers."): tensor for name, tensor in weights.items()}, "config.head")
         return network
 
     @property
-    def image_processor(self) -> Any:
-        network: Any = self.model
-        return clip_image_processor(network.clip.config.image_size)
+    def image_processor(self) -> CLIPImageProcessorPil:
+        return clip_image_processor(self.model.clip.config.image_size)
 
     def judge(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
         scores: Tensor = self.model(pixels.to(self.device))
         return scores
-
-    def objective(self, images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
-        """Returns the differentiable score [B] of images [B, 3, H, W] in [0, 1]. The prompts have no effect."""
-        return super().objective(images, prompts)
 
 
 def published_head(width: int) -> nn.Sequential:
@@ -91,11 +89,3 @@ def published_head(width: int) -> nn.Sequential:
         nn.Linear(64, 16),
         nn.Linear(16, 1),
     )
-
-
-def toy_network() -> AestheticNetwork:
-    """Returns the predictor with the toy's CLIP and fixed random weights."""
-    from transformers import CLIPVisionModelWithProjection
-
-    with fixed_seed():
-        return AestheticNetwork(CLIPVisionModelWithProjection(toy_clip_config().vision_config))

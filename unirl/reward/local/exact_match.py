@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatchSpec(AnswerSpec):
-    """The place of the right answer, and the comparison."""
-
     ignore_case: bool = False
 
 
@@ -21,11 +19,11 @@ class ExactMatchRewardScorer(AnswerScorer):
     config: ExactMatchSpec
 
     def __init__(self, *, config: ExactMatchSpec = ExactMatchSpec()) -> None:
-        super().__init__(config)
+        super().__init__(config=config)
 
-    def judge(self, text: str, answer: str) -> AnswerVerdict:
+    def judge(self, text: str, answer: str) -> tuple[dict[str, float], str]:
         response = self._comparable(text)
-        return AnswerVerdict({self.name: float(response == self._comparable(answer))}, response)
+        return {self.name: float(response == self._comparable(answer))}, response
 
     def _comparable(self, text: str) -> str:
         words = " ".join(text.split())

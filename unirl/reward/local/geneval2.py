@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from unirl.config.errors import RewardError
 from unirl.reward.judges.endpoint import JudgeReply, JudgeSpec
@@ -26,8 +26,6 @@ SHORTEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class GenEval2Spec(JudgeSpec):
-    """The judge and the aggregation of its answers."""
-
     model: str = "Qwen/Qwen3-VL-8B-Instruct"
     aggregation: Literal["gm", "am"] = "gm"
     """gm: geometric mean, which is 0 if one fact has probability 0; am: arithmetic mean."""
@@ -51,24 +49,23 @@ class GenEval2RewardScorer(JudgeScorer):
     def __init__(self, *, config: GenEval2Spec) -> None:
         super().__init__(config)
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         questions_of(metadata)
 
-    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
-        probabilities = [self._probability(image, question, answer) for question, answer in questions_of(metadata)]
+    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, object]) -> Mapping[str, float]:
+        max_tokens = 1 if self.config.soft else MAX_WORD
+        probabilities = [
+            probability(self.judge.ask(image, ONE_WORD.format(question=question), max_tokens, self.config.soft), answer)
+            for question, answer in questions_of(metadata)
+        ]
         means = {
             "geneval2_gm": geometric_mean(probabilities),
             "geneval2_am": sum(probabilities) / len(probabilities),
         }
         return {"geneval2": means[f"geneval2_{self.config.aggregation}"], **means}
 
-    def _probability(self, image: bytes, question: str, answer: str) -> float:
-        max_tokens = 1 if self.config.soft else MAX_WORD
-        reply = self.judge.ask(image, ONE_WORD.format(question=question), max_tokens, self.config.soft)
-        return probability(reply, answer)
 
-
-def questions_of(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+def questions_of(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
     """Returns the questions about an image and their answers. Raises RewardError when they are missing or malformed."""
     pairs = metadata.get(KEY)
     if not isinstance(pairs, list) or not pairs:
@@ -87,17 +84,12 @@ def questions_of(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def probability(reply: JudgeReply, answer: str) -> float:
     """Returns the probability in [0, 1] of the right answer; 0 or 1 for a reply without probabilities."""
-    spellings = spellings_of(answer)
+    word = plain(answer)
+    spellings = {word, NUMERALS.get(word, word), *(name for name, digits in NUMERALS.items() if digits == word)}
     if reply.first is None:
         words = reply.text.split()
         return float(bool(words) and plain(words[0]) in spellings)
     return min(1.0, sum(mass for token, mass in reply.first.items() if begins(plain(token), spellings)))
-
-
-def spellings_of(answer: str) -> set[str]:
-    """Returns the spellings of an answer: the word itself, and for a number the word and the numeral."""
-    word = plain(answer)
-    return {word, NUMERALS.get(word, word), *(name for name, digits in NUMERALS.items() if digits == word)}
 
 
 def plain(token: str) -> str:

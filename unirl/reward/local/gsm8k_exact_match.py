@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Literal
 
 from unirl.config.errors import RewardError
-from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec
 
 NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MARK = "####"
@@ -16,8 +16,6 @@ MARK = "####"
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8KExactMatchSpec(AnswerSpec):
-    """The place of the right answer, and the required form of a response."""
-
     method: Literal["strict", "flexible"] = "strict"
     """strict: the number right after the last ####; flexible: the last number of the response."""
     format_score: float = 0.0
@@ -35,7 +33,7 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
     config: GSM8KExactMatchSpec
 
     def __init__(self, *, config: GSM8KExactMatchSpec = GSM8KExactMatchSpec()) -> None:
-        super().__init__(config)
+        super().__init__(config=config)
 
     def read_answer(self, answer: str) -> str:
         number = NUMBER.fullmatch(answer.rpartition(MARK)[2].strip())
@@ -43,12 +41,12 @@ class GSM8KExactMatchRewardScorer(AnswerScorer):
             raise RewardError(f"the right answer {answer!r} is not a number. Write it like '42' or '... {MARK} 42'")
         return number[0]
 
-    def judge(self, text: str, answer: str) -> AnswerVerdict:
+    def judge(self, text: str, answer: str) -> tuple[dict[str, float], str]:
         number = self._number_in(text)
         if number is None:
-            return AnswerVerdict({self.name: 0.0}, "")
+            return {self.name: 0.0}, ""
         right = value(number) == value(answer)
-        return AnswerVerdict({self.name: 1.0 if right else self.config.format_score}, plain(number))
+        return {self.name: 1.0 if right else self.config.format_score}, plain(number)
 
     def _number_in(self, text: str) -> str | None:
         if self.config.method == "flexible":

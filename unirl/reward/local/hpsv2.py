@@ -6,21 +6,25 @@ CLIPModel, which computes the same values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from unirl.reward.base import CLIP_H
 from unirl.reward.local.shared.clip import ClipSimilarityScorer, ClipSimilaritySpec
 from unirl.reward.local.shared.images import normalised
-from unirl.reward.local.shared.pretrained import assemble, load, read_weights
+from unirl.reward.local.shared.pretrained import assemble, load, read_weights, renamed
+from unirl.types.primitives import unit
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class HPSv2Spec(ClipSimilaritySpec):
-    """The checkpoint and its batch size."""
-
     path: str = "xswu/HPSv2"
     """A checkpoint file, or a hub id or local directory that holds `file`; `toy` is a tiny random CLIPModel."""
     file: str | None = "HPS_v2.1_compressed.pt"
@@ -36,28 +40,28 @@ class HPSv2RewardScorer(ClipSimilarityScorer):
     Tokens are those of open_clip, except that HTML entities in a prompt are not decoded.
     """
 
+    cost = CLIP_H
     name = "hpsv2"
     config: HPSv2Spec
 
     def __init__(self, *, config: HPSv2Spec = HPSv2Spec()) -> None:
         super().__init__(config)
 
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> CLIPModel:
         from transformers import CLIPConfig, CLIPModel
 
         if self.config.path == "toy" or self.config.file is None:
             return super().load_model()
         architecture = load(CLIPConfig, self.config.processor, "config.processor")
         weights = from_open_clip(read_weights(self.config.path, self.config.file, "config.path"))
-        model: nn.Module = assemble(CLIPModel, architecture, weights, "config.path", torch.float32)
-        return model
+        return assemble(CLIPModel, architecture, weights, "config.path", torch.float32)
 
     def scaled(self, cosine: Tensor) -> Tensor:
         return cosine
 
     def pixels(self, images: Tensor) -> Tensor:
         processor = self.image_processor
-        return normalised(letterboxed(images.float(), processor.crop_size["height"]), processor)
+        return normalised(letterboxed(unit(images.to(self.device)).float(), processor.crop_size["height"]), processor)
 
     def smooth_pixels(self, images: Tensor) -> Tensor:
         return self.pixels(images)
@@ -77,55 +81,37 @@ def letterboxed(images: Tensor, side: int) -> Tensor:
     return nn.functional.pad(images, (across // 2, across - across // 2, down // 2, down - down // 2))
 
 
-BLOCK = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
+NAMES = {
+    r"^positional_embedding$": "text_model.embeddings.position_embedding.weight",
+    r"^token_embedding\.": "text_model.embeddings.token_embedding.",
+    r"^ln_final\.": "text_model.final_layer_norm.",
+    r"^text_projection$": "text_projection.weight",
+    r"^transformer\.resblocks\.": "text_model.encoder.layers.",
+    r"^visual\.class_embedding$": "vision_model.embeddings.class_embedding",
+    r"^visual\.positional_embedding$": "vision_model.embeddings.position_embedding.weight",
+    r"^visual\.conv1\.": "vision_model.embeddings.patch_embedding.",
+    r"^visual\.ln_pre\.": "vision_model.pre_layrnorm.",
+    r"^visual\.ln_post\.": "vision_model.post_layernorm.",
+    r"^visual\.proj$": "visual_projection.weight",
+    r"^visual\.transformer\.resblocks\.": "vision_model.encoder.layers.",
+    r"\.ln_(\d)\.": r".layer_norm\1.",
+    r"\.attn\.": ".self_attn.",
+    r"\.mlp\.c_fc\.": ".mlp.fc1.",
+    r"\.mlp\.c_proj\.": ".mlp.fc2.",
 }
-"""Modules of a transformer block, by their names in open_clip and in transformers."""
-TOWERS = {
-    "logit_scale": "logit_scale",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "ln_final.weight": "text_model.final_layer_norm.weight",
-    "ln_final.bias": "text_model.final_layer_norm.bias",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
-    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
-    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
-    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
-}
-"""Weights outside of transformer blocks, by their names in open_clip and in transformers."""
-TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
+"""Names in open_clip and in transformers' CLIPModel."""
+TRANSPOSED = ("text_projection", "visual.proj")
 """Matrices that open_clip stores transposed."""
 
 
 def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights of an open_clip CLIP with the names and the layout of transformers' CLIPModel."""
-    return {new: tensor for name, weight in weights.items() for new, tensor in _renamed(name, weight)}
-
-
-def _renamed(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if name in TRANSPOSED:
-        yield TRANSPOSED[name], weight.T.contiguous()
-    elif ".resblocks." in name:
-        yield from _of_block(name, weight)
-    else:
-        yield TOWERS.get(name, name), weight  # `assemble` refuses an unknown name
-
-
-def _of_block(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    tower = "vision_model" if name.startswith("visual.") else "text_model"
-    number, _, rest = name.partition(".resblocks.")[2].partition(".")
-    prefix = f"{tower}.encoder.layers.{number}"
-    if rest.startswith("attn.in_proj_"):
-        kind = rest.removeprefix("attn.in_proj_")
-        for letter, third in zip("qkv", weight.chunk(3), strict=True):
-            yield f"{prefix}.self_attn.{letter}_proj.{kind}", third.contiguous()
-        return
-    module, _, kind = rest.rpartition(".")
-    yield f"{prefix}.{BLOCK.get(module, module)}.{kind}", weight
+    converted: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        new = renamed(name, NAMES)  # `assemble` refuses an unknown name
+        if ".in_proj_" in new:
+            for letter, third in zip("qkv", weight.chunk(3), strict=True):
+                converted[new.replace(".in_proj_", f".{letter}_proj.")] = third.contiguous()
+        else:
+            converted[new] = weight.T.contiguous() if name in TRANSPOSED else weight
+    return converted

@@ -7,149 +7,102 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from unirl.models.chunks import padded_chunks
-from unirl.reward.base import Device, LocalRewardBackend, single
-from unirl.reward.local.shared.images import ROWS
-from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
+from unirl.config.dependencies import need
+from unirl.config.errors import NotFoundError
+from unirl.reward.base import single
+from unirl.reward.local.shared.pretrained import part
 from unirl.reward.local.shared.vision_language import (
-    VisionLanguageProcessor,
-    check_special_tokens,
-    padded_length,
-    preference_head,
-    published_processor,
-    states_at,
-    toy_processor,
-    toy_vl_config,
+    PROMPT_PLACE,
+    REWARD_TOKEN,
+    VisionLanguageScorer,
+    VisionLanguageSpec,
+    text_constants,
 )
-from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLConfig, Qwen2VLModel
 
 SCALE = 15.0
 """The means of good images are about 10 to 15."""
+TOY_INSTRUCTION = f"How good is this picture of the following: {PROMPT_PLACE}\nAnswer: {REWARD_TOKEN}\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HPSv3Spec:
-    """The checkpoint, its instruction and its batch size."""
-
+class HPSv3Spec(VisionLanguageSpec):
     path: str = "MizzenAI/HPSv3"
     """The checkpoint file, or the hub id or local directory that holds HPSv3.safetensors; `toy` is a tiny Qwen2-VL."""
     processor: str = "Qwen/Qwen2-VL-7B-Instruct"
-    """Hub id or local directory of the architecture, tokenizer and image processor; `toy` does not read it."""
     instruction: str | None = None
     """A text file with the instruction, which contains {text_prompt} and <|Reward|>; `toy` does not read it.
     None: the instruction in the authors' package (pip install --no-deps hpsv3)."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Data type of the backbone. The head is float32."""
-    batch_size: int = 4
-    device: Device = "auto"
-
-    toy: ClassVar[dict[str, object]] = {"path": "toy", "dtype": "fp32"}
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"HPSv3Spec.batch_size must be >= 1, got {self.batch_size}")
 
 
-class HPSv3Network(nn.Module):
-    """Qwen2-VL, and a head on the hidden state of one token of the text."""
-
-    def __init__(self, backbone: Any) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = preference_head(backbone.config.text_config.hidden_size)
-
-    def forward(self, tokens: Tensor, patches: Tensor, grids: Tensor, token_id: int) -> Tensor:
-        """Returns mean and spread [B, 2] for texts [B, L] with one image each, which contain token `token_id` once."""
-        prediction: Tensor = self.head(states_at(self.backbone, tokens, patches, grids, token_id))
-        return prediction
-
-
-class HPSv3RewardScorer(LocalRewardBackend):
+class HPSv3RewardScorer(VisionLanguageScorer):
     """mean / 15, where the mean is the first of the two outputs of the published head."""
 
-    reads = ("prompts", "images")
-    capabilities = Capabilities(modalities=("image",))
+    config: HPSv3Spec
+    toy_instructions = (TOY_INSTRUCTION,)
+    weights_file = "HPSv3.safetensors"
+    toy_vision = {"embed_dim": 32}  # noqa: RUF012
 
     def __init__(self, *, config: HPSv3Spec = HPSv3Spec()) -> None:
-        super().__init__(device=config.device)
-        self.config = config
-        self._processor: VisionLanguageProcessor | None = None
+        super().__init__(config)
 
-    @property
-    def processor(self) -> VisionLanguageProcessor:
-        """The tokenizer, image processor and instruction, loaded on first use."""
-        if self._processor is None:
-            toy = self.config.path == "toy"
-            self._processor = (
-                toy_processor() if toy else published_processor(self.config.processor, self.config.instruction)
-            )
-        return self._processor
+    def instructions(self) -> Sequence[str]:
+        return [read_instruction(self.config.instruction)]
 
-    def load_model(self) -> nn.Module:
-        if self.config.path == "toy":
-            return toy_network(self.processor)
-        from transformers import Qwen2VLConfig
+    def classes(self) -> tuple[type[Qwen2VLModel], type[Qwen2VLConfig]]:
+        from transformers import Qwen2VLConfig, Qwen2VLModel
 
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.config.dtype]
-        architecture = load(Qwen2VLConfig, self.config.processor, "config.processor")
-        return network_of(read_weights(self.config.path, "HPSv3.safetensors", "config.path"), architecture, dtype)
+        return Qwen2VLModel, Qwen2VLConfig
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Raises RewardError when the prompt contains a special token of the model."""
-        check_special_tokens(prompt)
+    def parts_of(self, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        backbone = {f"language_model.{name}": tensor for name, tensor in part(weights, "model.").items()}
+        backbone |= {name: tensor for name, tensor in weights.items() if name.startswith("visual.")}
+        return backbone, [part(weights, "rm_head.")]
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        assert request.images is not None and request.prompts is not None
-        for sample, prompt in zip(request.sample_ids, request.prompts, strict=True):
-            check_special_tokens(prompt, f" of sample {sample!r}")
-        texts = [self.processor.tokenize(prompt) for prompt in request.prompts]
-        means = torch.empty(len(texts))
-        for length in sorted({padded_length(text) for text in texts}):
-            same = [row for row, text in enumerate(texts) if padded_length(text) == length]
-            for chunk in padded_chunks(len(same), self.config.batch_size, ROWS):
-                rows = [same[i] for i in chunk.rows]
-                answer = self._means([texts[row] for row in rows], request.images[rows])
-                means[rows[: chunk.num_real]] = answer[: chunk.num_real]
-        return single("hpsv3", means / SCALE)
-
-    @torch.no_grad()
-    def _means(self, texts: Sequence[list[int]], images: Tensor) -> Tensor:
-        """Returns the means [B] for texts that have one padded length."""
-        inputs = self.processor.inputs(texts, images)
-        tensors = (x.to(self.device) for x in (inputs.tokens, inputs.patches, inputs.grids))
-        means: Tensor = self.model(*tensors, self.processor.reward_id)[:, 0].cpu()
-        return means
+        assert request.images is not None
+        return single("hpsv3", self.means(request, [[image] for image in request.images])[0] / SCALE)
 
 
-def network_of(weights: Mapping[str, Tensor], architecture: Any, dtype: torch.dtype) -> HPSv3Network:
-    """Returns the network of a published checkpoint: Qwen2-VL with one more token, and the head, without lm_head."""
-    from transformers import Qwen2VLModel
+def read_instruction(path: str | None) -> str:
+    """Returns the instruction in a text file, or (None) in the authors' package, whose source is parsed and not run.
 
-    language = part(weights, "model.")
-    architecture.text_config.vocab_size = len(language["embed_tokens.weight"])
-    backbone = {f"language_model.{name}": tensor for name, tensor in language.items()}
-    backbone |= {name: tensor for name, tensor in weights.items() if name.startswith("visual.")}
-    network = HPSv3Network(assemble(Qwen2VLModel, architecture, backbone, "config.path", dtype))
-    fill(network.head, part(weights, "rm_head."), "config.path")
-    return network
+    Raises:
+        DependencyError: 3001 when the package is not installed.
+        DataError: 4001 when the file is missing, or lacks {text_prompt} or <|Reward|>.
+    """
+    where = Path(path).expanduser() if path is not None else _published_source()
+    try:
+        text = where.read_text(encoding="utf-8")
+    except OSError as error:
+        raise NotFoundError(f"config.instruction={path!r}: {where} cannot be read ({error.strerror})") from error
+    if path is None:
+        constants = text_constants(text)
+        text = constants.get("INSTRUCTION", "") + constants.get("prompt_with_special_token", "")
+    for place in (PROMPT_PLACE, REWARD_TOKEN):
+        if text.count(place) != 1:
+            raise NotFoundError(
+                f"config.instruction={path!r}: the text of {where} has {place} {text.count(place)} times, and must "
+                "have it once"
+            )
+    return text
 
 
-def toy_network(processor: VisionLanguageProcessor) -> HPSv3Network:
-    """Returns a network of about 100,000 parameters with fixed random weights for the tokens of a toy processor."""
-    from transformers import Qwen2VLModel
-
-    with fixed_seed():
-        return HPSv3Network(Qwen2VLModel(toy_config(processor)))
-
-
-def toy_config(processor: VisionLanguageProcessor) -> Any:
-    """Returns the configuration of a tiny Qwen2-VL."""
-    from transformers import Qwen2VLConfig
-
-    return toy_vl_config(Qwen2VLConfig, processor, embed_dim=32)
+def _published_source() -> Path:
+    need(
+        "hpsv3",
+        by="reward 'hpsv3', for the instruction that it was trained with,",
+        install="pip install --no-deps hpsv3, or give that instruction in a file as config.instruction",
+    )
+    package = find_spec("hpsv3")
+    assert package is not None and package.submodule_search_locations, "hpsv3 is a package"
+    return Path(package.submodule_search_locations[0]) / "dataset" / "data_collator_qwen.py"

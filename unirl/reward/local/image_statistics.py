@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from unirl.reward.base import RewardScorer, single
+from unirl.reward.client.encoding import uint8_levels
+from unirl.types.primitives import unit
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
 class JpegSpec:
-    """The compression of images before their size is measured."""
-
     quality: int = 95
     """JPEG quality, 1 to 95."""
 
@@ -26,28 +26,25 @@ class JpegSpec:
             raise ValueError(f"JpegSpec.quality must lie in 1..95, got {self.quality}")
 
 
-def jpeg_kilobytes(pixels: Tensor, quality: int) -> float:
-    """Returns the size of an image [3, H, W] in [0, 1] as a JPEG file, in units of 1000 bytes."""
-    from PIL import Image
-
-    levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
-    file = io.BytesIO()
-    Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()).save(file, format="JPEG", quality=quality)
-    return file.tell() / 1000
-
-
 class JpegIncompressibilityRewardScorer(RewardScorer):
-    """The size of the image as a JPEG in kB: rewards detail."""
+    """The size of the image as a JPEG in kB (1000 bytes): rewards detail."""
 
     reads = ("images",)
+    reads_levels = True
     sign = 1.0
 
     def __init__(self, *, config: JpegSpec = JpegSpec()) -> None:
         self.config = config
 
     def score(self, request: RewardRequest) -> RewardResponse:
+        from PIL import Image
+
         assert request.images is not None
-        sizes = [jpeg_kilobytes(image, self.config.quality) for image in request.images]
+        sizes = []
+        for image in request.images:
+            file = io.BytesIO()
+            Image.fromarray(uint8_levels(image)).save(file, format="JPEG", quality=self.config.quality)
+            sizes.append(file.tell() / 1000)
         return single("jpeg_kb", self.sign * torch.tensor(sizes))
 
 
@@ -61,11 +58,12 @@ class BrightnessRewardScorer(RewardScorer):
     """The mean luma of the image in [0, 1] (ITU-R BT.601 weights)."""
 
     reads = ("images",)
+    reads_levels = True
     capabilities = Capabilities(modalities=("image",), differentiable=True)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None
-        return single("brightness", self.objective(request.images))
+        return single("brightness", self.objective(unit(request.images)))
 
     def objective(self, images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
         """Returns the differentiable brightness [B] of images [B, 3, H, W]. The prompts have no effect."""

@@ -6,11 +6,11 @@ converted to that of transformers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from unirl.reward.local.aesthetic import published_head
 from unirl.reward.local.shared.clip import clip_image_processor
 from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
-from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights
+from unirl.reward.local.shared.pretrained import assemble, fill, fixed_seed, load, part, read_weights, renamed
+
+if TYPE_CHECKING:
+    import transformers
+
+    BlipConfigs = tuple[transformers.BlipVisionConfig, transformers.BlipTextConfig]
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Mean and standard deviation of the head's output over the authors' images, by which scores are standardised."""
@@ -29,8 +34,6 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRewardSpec(ImageScorerSpec):
-    """The checkpoint and its batch size."""
-
     path: str = "THUDM/ImageReward"
     """The checkpoint file, or a hub id or local directory that holds ImageReward.pt; `toy` is a tiny random network."""
     tokenizer: str = "google-bert/bert-base-uncased"
@@ -43,7 +46,7 @@ class ImageRewardNetwork(nn.Module):
     The text model attends to the image, and the head reads the hidden state of the first token.
     """
 
-    def __init__(self, vision: Any, text: Any) -> None:
+    def __init__(self, vision: transformers.BlipVisionModel, text: transformers.BlipTextModel) -> None:
         super().__init__()
         self.vision = vision
         self.text = text
@@ -61,7 +64,7 @@ class ImageRewardNetwork(nn.Module):
         return scores
 
 
-class ImageRewardRewardScorer(ImageScorer):
+class ImageRewardRewardScorer(ImageScorer[ImageRewardNetwork]):
     """(head - 0.16717) / 1.03334, the published score, about -2 to 2. Prompts are truncated to 35 tokens."""
 
     name = "imagereward"
@@ -69,27 +72,24 @@ class ImageRewardRewardScorer(ImageScorer):
 
     def __init__(self, *, config: ImageRewardSpec = ImageRewardSpec()) -> None:
         super().__init__(config)
-        self._tokenizer: Any = None
 
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> ImageRewardNetwork:
         if self.config.path == "toy":
             return toy_network()
         return network_of(read_weights(self.config.path, "ImageReward.pt", "config.path"), "config.path")
 
-    @property
-    def tokenizer(self) -> Any:
+    @cached_property
+    def tokenizer(self) -> transformers.BertTokenizer:
         """BERT's tokenizer, loaded on first use."""
         from transformers import BertTokenizer
 
-        if self._tokenizer is None:
-            toy = self.config.path == "toy"
-            self._tokenizer = toy_tokenizer() if toy else load(BertTokenizer, self.config.tokenizer, "config.tokenizer")
-        return self._tokenizer
+        if self.config.path == "toy":
+            return toy_tokenizer()
+        return load(BertTokenizer, self.config.tokenizer, "config.tokenizer")
 
     @property
-    def image_processor(self) -> Any:
-        network: Any = self.model
-        return clip_image_processor(network.vision.config.image_size)
+    def image_processor(self) -> transformers.CLIPImageProcessorPil:
+        return clip_image_processor(self.model.vision.config.image_size)
 
     def judge(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
         tokens = self.tokenizer(
@@ -107,7 +107,7 @@ def network_of(weights: Mapping[str, Tensor], key: str) -> ImageRewardNetwork:
     text = part(weights, "blip.text_encoder.")
     text.pop("embeddings.position_ids", None)  # 0, 1, 2, ...
     vision_config, text_config = configs_of(image, text)
-    vision = {renamed(name): tensor for name, tensor in image.items()}
+    vision = {renamed(name, VISION_NAMES): tensor for name, tensor in image.items()}
     network = ImageRewardNetwork(
         assemble(BlipVisionModel, vision_config, vision, key, torch.float32),
         assemble(BlipTextModel, text_config, text, key, torch.float32, add_pooling_layer=False),
@@ -126,17 +126,10 @@ VISION_NAMES = {
     r"\.attn\.proj\.": ".self_attn.projection.",
     r"\.norm(\d)\.": r".layer_norm\1.",
 }
-"""Names in Salesforce's vision model and in that of transformers. The text model has the same names in both."""
+"""Names in Salesforce's vision model and in BlipVisionModel. The text model has the same names in both."""
 
 
-def renamed(name: str) -> str:
-    """Returns the name in transformers' BlipVisionModel of a weight of Salesforce's vision model."""
-    for pattern, new in VISION_NAMES.items():
-        name = re.sub(pattern, new, name)
-    return name
-
-
-def configs_of(image: Mapping[str, Tensor], text: Mapping[str, Tensor]) -> tuple[Any, Any]:
+def configs_of(image: Mapping[str, Tensor], text: Mapping[str, Tensor]) -> BlipConfigs:
     """Returns the configurations of BLIP's vision and text model, derived from the shapes of their weights."""
     positions, width = image["pos_embed"].shape[1:]
     patch = image["patch_embed.proj.weight"].shape[-1]
@@ -159,16 +152,14 @@ def configs_of(image: Mapping[str, Tensor], text: Mapping[str, Tensor]) -> tuple
     return configs(vision, reading)
 
 
-def configs(vision: Mapping[str, int], text: Mapping[str, int]) -> tuple[Any, Any]:
+def configs(vision: Mapping[str, int], text: Mapping[str, int]) -> BlipConfigs:
     """Returns BLIP's configurations with these sizes and Salesforce's constants for heads, norms and GELU."""
     from transformers import BlipTextConfig, BlipVisionConfig
 
-    def heads(sizes: Mapping[str, int]) -> dict[str, int]:
-        return {"num_attention_heads": sizes["hidden_size"] // HEAD_WIDTH}
-
+    image_heads, text_heads = (sizes["hidden_size"] // HEAD_WIDTH for sizes in (vision, text))
     return (
-        BlipVisionConfig(**vision, **heads(vision), layer_norm_eps=1e-6, hidden_act="gelu"),
-        BlipTextConfig(**text, **heads(text), layer_norm_eps=1e-12, hidden_act="gelu"),
+        BlipVisionConfig(**vision, num_attention_heads=image_heads, layer_norm_eps=1e-6, hidden_act="gelu"),
+        BlipTextConfig(**text, num_attention_heads=text_heads, layer_norm_eps=1e-12, hidden_act="gelu"),
     )
 
 
@@ -191,7 +182,7 @@ def toy_words() -> list[str]:
     return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
 
 
-def toy_tokenizer() -> Any:
+def toy_tokenizer() -> transformers.BertTokenizer:
     """Returns BERT's tokenizer over the toy's vocabulary."""
     from transformers import BertTokenizer
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from unirl.reward.base import RewardScorer
-from unirl.reward.scoring import check_prompt, check_start, name_of, response_of
-from unirl.types.protocols import Capabilities, Scorer
+from unirl.reward.scoring import name_of, response_of
+from unirl.types.protocols import Capabilities
 from unirl.types.reward import ResponseLength, RewardRequest, RewardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSpec:
-    """The rule for long responses."""
-
     truncated: Literal["zero", "keep", "soft"] = "zero"
     """zero: a response that was cut off gets the reward 0. keep: it keeps its reward. soft: DAPO's penalty is added."""
     buffer: int = 4096
@@ -42,10 +40,11 @@ class LengthRewardScorer(RewardScorer):
     of the total.
     """
 
+    reads_levels = True
     capabilities = Capabilities(modalities=("text",))
 
-    def __init__(self, *, scorer: Scorer, config: LengthSpec = LengthSpec()) -> None:
-        self.scorer, self.config = scorer, config
+    def __init__(self, *, scorer: RewardScorer, config: LengthSpec = LengthSpec()) -> None:
+        self.scorer, self.config, self.parts = scorer, config, (scorer,)
         self.reads = tuple(dict.fromkeys((*scorer.reads, "lengths")))
         self.capabilities = scorer.capabilities
 
@@ -55,13 +54,8 @@ class LengthRewardScorer(RewardScorer):
         response = response_of(self.scorer, request, name_of(self.scorer))
         penalty = self._penalty(response.total, lengths)
         truncated = torch.tensor([float(length.truncated) for length in lengths])
-        return RewardResponse(
-            total=response.total + penalty,
-            components=response.components | {"truncated": truncated, "length_penalty": penalty},
-            logged_rewards=response.logged_rewards,
-            failures=response.failures,
-            answers=response.answers,
-        )
+        components = response.components | {"truncated": truncated, "length_penalty": penalty}
+        return replace(response, total=response.total + penalty, components=components)
 
     def _penalty(self, total: Tensor, lengths: Sequence[ResponseLength]) -> Tensor:
         """Returns the change [B] of `total`."""
@@ -71,18 +65,6 @@ class LengthRewardScorer(RewardScorer):
             return overlong_penalty(tokens, limits, self.config.buffer, self.config.factor).float()
         cut = torch.tensor([length.truncated and self.config.truncated == "zero" for length in lengths])
         return torch.where(cut, -total, 0.0)
-
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        check_prompt(self.scorer, prompt, metadata)
-
-    def check_start(self) -> None:
-        check_start(self.scorer)
-
-    def offload(self) -> None:
-        self.scorer.offload()
-
-    def onload(self) -> None:
-        self.scorer.onload()
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, buffer: int, factor: float = 1.0) -> Tensor:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from unirl.reward.mathematics.answers import MathScorer, MathSpec
 
-
-@dataclass(frozen=True, kw_only=True)
-class MathVerifySpec(MathSpec):
-    """The place of the right answer, and the deadline of a comparison."""
+MathVerifySpec = MathSpec
 
 
 class MathVerifyRewardScorer(MathScorer):
     r"""1 if math-verify reads the right answer: the boxed one, else the announced one, else the last one."""
 
     name = "math_verify"
-
-    def __init__(self, *, config: MathVerifySpec = MathVerifySpec()) -> None:
-        super().__init__(config)
 
     def answer_in(self, text: str) -> str:
         return text

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from unirl.config.errors import RewardError
-from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, AnswerVerdict, last_boxed
+from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec, last_boxed
+
+MCExactMatchSpec = AnswerSpec
 
 LETTER = re.compile(r"\W*([A-Za-z])\W*")
 ANNOUNCED = re.compile(r"(?i:answer)\W*(?i:is|:|=)?[\s:*_({\[]*([A-Z])(?![A-Za-z0-9'])")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MCExactMatchSpec(AnswerSpec):
-    """The place of the right letter."""
 
 
 class MCExactMatchRewardScorer(AnswerScorer):
@@ -27,18 +23,15 @@ class MCExactMatchRewardScorer(AnswerScorer):
 
     name = "mc_exact_match"
 
-    def __init__(self, *, config: MCExactMatchSpec = MCExactMatchSpec()) -> None:
-        super().__init__(config)
-
     def read_answer(self, answer: str) -> str:
         letter = LETTER.fullmatch(answer)
         if not letter:
             raise RewardError(f"the right answer {answer!r} is not the letter of a choice. Write it like 'B'")
         return letter[1].upper()
 
-    def judge(self, text: str, answer: str) -> AnswerVerdict:
+    def judge(self, text: str, answer: str) -> tuple[dict[str, float], str]:
         letter = chosen(text)
-        return AnswerVerdict({self.name: float(letter == answer)}, letter or "")
+        return {self.name: float(letter == answer)}, letter or ""
 
 
 def chosen(text: str) -> str | None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from unirl.config.dependencies import need
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
+from unirl.reward.client.encoding import uint8_levels
 from unirl.reward.scoring import score_rows
 from unirl.types.reward import RewardRequest, RewardResponse
+
+Levels = NDArray[np.uint8]
 
 QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')
 EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
@@ -75,12 +78,8 @@ class Line:
         return (self.top + self.bottom) / 2
 
 
-class OcrEngine(Protocol):
-    """An OCR engine."""
-
-    def read(self, image: Any) -> Sequence[Line]:
-        """Returns the lines in an image [H, W, 3] of uint8, channels blue, green, red, in any order."""
-        ...
+Reader = Callable[[Levels], Sequence[Line]]
+"""Returns the lines in an image [H, W, 3], channels blue, green, red, in any order."""
 
 
 class OCRRewardScorer(RewardScorer):
@@ -93,31 +92,33 @@ class OCRRewardScorer(RewardScorer):
     scores 0. An image on which the engine fails has no score.
     """
 
+    reads_levels = True
+
     def __init__(self, *, config: OCRSpec = OCRSpec()) -> None:
         need(config.engine, "rapidfuzz", extra=EXTRAS[config.engine], by="reward 'ocr'")
         self.config = config
         self.reads = ("images", "metadata" if config.target_key else "prompts")
 
     @cached_property
-    def engine(self) -> OcrEngine:
+    def read(self) -> Reader:
         """The engine, loaded on first use."""
-        return RapidOcrEngine(self.config) if self.config.engine == "rapidocr" else PaddleOcrEngine(self.config)
+        return rapidocr_reader(self.config) if self.config.engine == "rapidocr" else paddleocr_reader(self.config)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None
-        images = as_bgr(request.images)
+        images = uint8_levels(request.images.flip(1))  # the readers take blue, green, red
         prompts, metadata = request.prompts or [""] * len(request), request.metadata or [{}] * len(request)
 
         def score_row(row: int) -> dict[str, float]:
             target = self.target(prompts[row], metadata[row])
-            return {"ocr": similarity(in_reading_order(self.engine.read(images[row])), target)}
+            return {"ocr": similarity(in_reading_order(self.read(images[row])), target)}
 
         return score_rows(request, ("ocr",), score_row, self.config.num_threads)
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         self.target(prompt, metadata)
 
-    def target(self, prompt: str, metadata: Mapping[str, Any]) -> str:
+    def target(self, prompt: str, metadata: Mapping[str, object]) -> str:
         """Returns the comparable text that the image should show. Raises RewardError when there is none."""
         key = self.config.target_key
         if key is not None:
@@ -158,64 +159,56 @@ def similarity(recognised: str, target: str) -> float:
     return 1.0 - distance / len(target)
 
 
-def as_bgr(pixels: Tensor) -> Any:
-    """Returns images [B, 3, H, W] in [0, 1] as a uint8 array [B, H, W, 3] with channels blue, green, red."""
-    levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
-    return levels.flip(1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+def rapidocr_reader(config: OCRSpec) -> Reader:
+    """Returns PP-OCR by onnxruntime. Text that is upside down is not rotated."""
+    from rapidocr import RapidOCR
 
+    threads = "EngineConfig.onnxruntime"
+    engine = RapidOCR(
+        params={
+            "Global.log_level": "critical",
+            "Global.use_cls": False,
+            "Global.text_score": config.text_score,
+            "Det.limit_side_len": config.side,
+            f"{threads}.intra_op_num_threads": 1,
+            f"{threads}.inter_op_num_threads": 1,
+        }
+    )
 
-class RapidOcrEngine:
-    """PP-OCR by onnxruntime. Text that is upside down is not rotated."""
-
-    def __init__(self, config: OCRSpec) -> None:
-        from rapidocr import RapidOCR
-
-        self.config = config
-        threads = "EngineConfig.onnxruntime"
-        self.engine: Any = RapidOCR(
-            params={
-                "Global.log_level": "critical",
-                "Global.use_cls": False,
-                "Global.text_score": config.text_score,
-                "Det.limit_side_len": config.side,
-                f"{threads}.intra_op_num_threads": 1,
-                f"{threads}.inter_op_num_threads": 1,
-            }
-        )
-
-    def read(self, image: Any) -> list[Line]:
-        result = self.engine(image, use_det=self.config.detect)
+    def read(image: Levels) -> list[Line]:
+        result = engine(image, use_det=config.detect)
         texts = result.txts or ()
-        if self.config.detect:
+        if config.detect:
             return [_line(text, box) for text, box in zip(texts, result.boxes if texts else (), strict=True)]
-        height = float(len(image))
         scored = zip(texts, result.scores or (), strict=True)
-        return [Line(text, 0.0, 0.0, height) for text, score in scored if score >= self.config.text_score]
+        return [Line(text, 0.0, 0.0, float(len(image))) for text, score in scored if score >= config.text_score]
+
+    return read
 
 
-class PaddleOcrEngine:
-    """PaddleOCR 3 without its corrections of whole pages."""
+def paddleocr_reader(config: OCRSpec) -> Reader:
+    """Returns PaddleOCR 3 without its corrections of whole pages."""
+    from paddleocr import PaddleOCR
 
-    def __init__(self, config: OCRSpec) -> None:
-        from paddleocr import PaddleOCR
+    engine = PaddleOCR(
+        lang=config.lang,
+        device="cpu",
+        text_det_limit_side_len=config.side,
+        text_det_limit_type="min",
+        text_rec_score_thresh=config.text_score,
+        use_doc_orientation_classify=False,
+        use_doc_unwarping=False,
+        use_textline_orientation=False,
+    )
 
-        self.engine: Any = PaddleOCR(
-            lang=config.lang,
-            device="cpu",
-            text_det_limit_side_len=config.side,
-            text_det_limit_type="min",
-            text_rec_score_thresh=config.text_score,
-            use_doc_orientation_classify=False,
-            use_doc_unwarping=False,
-            use_textline_orientation=False,
-        )
-
-    def read(self, image: Any) -> list[Line]:
-        (page,) = self.engine.predict(image)
+    def read(image: Levels) -> list[Line]:
+        (page,) = engine.predict(image)
         return [_line(text, box) for text, box in zip(page["rec_texts"], page["rec_polys"], strict=True)]
 
+    return read
 
-def _line(text: str, corners: Any) -> Line:
+
+def _line(text: str, corners: Iterable[tuple[float, float]]) -> Line:
     """Returns a line of text with corners [4, 2] of (x, y)."""
-    heights = [float(y) for _, y in corners]
-    return Line(text, min(float(x) for x, _ in corners), min(heights), max(heights))
+    places, heights = zip(*corners, strict=True)
+    return Line(text, float(min(places)), float(min(heights)), float(max(heights)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from unirl.config.errors import RewardError
 from unirl.reward.base import RewardScorer
+from unirl.types.primitives import unit
 from unirl.types.reward import RewardRequest, RewardResponse
 
 Array = NDArray[np.float64]
@@ -78,8 +79,6 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesSpec:
-    """The limits of the detector."""
-
     min_contrast: float = 0.3
     """Distance from the background color, in RGB with channels in [0, 1], from which a pixel belongs to a blob."""
     min_area: float = 0.03
@@ -100,13 +99,14 @@ class ShapesRewardScorer(RewardScorer):
     """The share of the requested attributes that an image shows: "color", "shape" and "place" of the metadata."""
 
     reads = ("images", "metadata")
+    reads_levels = True
 
     def __init__(self, *, config: ShapesSpec = ShapesSpec()) -> None:
         self.config = config
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.images is not None and request.metadata is not None
-        images = request.images.permute(0, 2, 3, 1).double().cpu().numpy()
+        images = unit(request.images).permute(0, 2, 3, 1).double().cpu().numpy()
         right = [
             matches(sight(image, self.config), metadata, sample)
             for image, metadata, sample in zip(images, request.metadata, request.sample_ids, strict=True)
@@ -116,7 +116,7 @@ class ShapesRewardScorer(RewardScorer):
         return RewardResponse(total=share, components={"share": share, "exact": exact})
 
 
-def matches(sighting: Sighting, metadata: Mapping[str, Any], sample_id: str) -> list[bool]:
+def matches(sighting: Sighting, metadata: Mapping[str, object], sample_id: str) -> list[bool]:
     """Returns True for each requested attribute that was detected. Raises RewardError when none is requested."""
     known = {"color": PALETTE, "shape": SHAPES, "place": PLACES}
     requested = {key: metadata[key] for key in known if key in metadata}
@@ -140,9 +140,10 @@ def sight(image: Array, spec: ShapesSpec = ShapesSpec()) -> Sighting:
     paint = np.median(image[blob], axis=0)
     cover = flat_cover(image, blob, paint)
     residual = image - GROUND - cover[..., None] * (paint - GROUND)
+    closeness = {name: -float(np.linalg.norm(paint - entry)) for name, entry in PALETTE.items()}
     clean = bool(np.sqrt(np.square(residual).mean()) <= spec.max_residual)
     return Sighting(
-        color=nearest_color(paint, spec.max_color_distance),
+        color=largest(closeness, -spec.max_color_distance),
         shape=best_shape(cover, spec.min_overlap) if clean else None,
         place=side(cover, spec.min_offset),
     )
@@ -167,28 +168,18 @@ def flat_cover(image: Array, blob: NDArray[np.bool_], paint: Array) -> Array:
     return np.asarray(np.where(binary_dilation(blob, iterations=1), share, 0.0))
 
 
-def nearest_color(paint: Array, max_distance: float) -> str | None:
-    """Returns the name of the nearest palette entry; None if its distance is above `max_distance`."""
-    distance = {name: float(np.linalg.norm(paint - entry)) for name, entry in PALETTE.items()}
-    name = min(distance, key=distance.__getitem__)
-    return name if distance[name] <= max_distance else None
-
-
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A bounding box in pixels, with subpixel precision."""
 
     x: float
-    y: float
     width: float
+    y: float
     height: float
 
 
 def box(cover: Array) -> Box:
     """Returns the bounding box of the paint."""
-    x, width = extent(cover.max(axis=0))
-    y, height = extent(cover.max(axis=1))
-    return Box(x, y, width, height)
+    return Box(*extent(cover.max(axis=0)), *extent(cover.max(axis=1)))
 
 
 def extent(profile: Array) -> tuple[float, float]:
@@ -203,9 +194,7 @@ def best_shape(cover: Array, min_overlap: float) -> str | None:
     b = box(cover)
     if max(b.height, b.width) > MAX_ASPECT * min(b.height, b.width):
         return None
-    overlap = overlaps(cover, b)
-    name = max(overlap, key=overlap.__getitem__)
-    return name if overlap[name] >= min_overlap else None
+    return largest(overlaps(cover, b), min_overlap)
 
 
 def overlaps(cover: Array, b: Box) -> dict[str, float]:
@@ -215,18 +204,19 @@ def overlaps(cover: Array, b: Box) -> dict[str, float]:
     at = (np.arange(TEMPLATE_SIZE) + 0.5) / TEMPLATE_SIZE
     rows, columns = np.meshgrid(b.y + at * b.height - 0.5, b.x + at * b.width - 0.5, indexing="ij")
     seen = map_coordinates(cover, [rows, columns], order=1)
-    return {name: intersection_over_union(seen, template(name)) for name in SHAPES}
-
-
-def intersection_over_union(one: Array, other: Array) -> float:
-    """Returns the overlap of two soft masks, in [0, 1]."""
-    return float(np.minimum(one, other).sum() / np.maximum(one, other).sum())
+    return {
+        name: float(np.minimum(seen, template(name)).sum() / np.maximum(seen, template(name)).sum()) for name in SHAPES
+    }
 
 
 def side(cover: Array, min_offset: float) -> str | None:
     """Returns the side of the image on which the bounding box's center is farthest out; None near the middle."""
     b, (height, width) = box(cover), cover.shape
     dx, dy = (b.x + b.width / 2) / width - 0.5, (b.y + b.height / 2) / height - 0.5
-    reach = {name: x * dx + y * dy for name, (x, y) in PLACES.items()}
-    name = max(reach, key=reach.__getitem__)
-    return name if reach[name] >= min_offset else None
+    return largest({name: x * dx + y * dy for name, (x, y) in PLACES.items()}, min_offset)
+
+
+def largest(values: Mapping[str, float], least: float) -> str | None:
+    """Returns the name of the largest value; None if it is below `least`."""
+    name = max(values, key=values.__getitem__)
+    return name if values[name] >= least else None

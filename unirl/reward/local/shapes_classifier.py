@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from unirl.config.errors import RewardError
+from unirl.config.errors import InvalidValueError, RewardError
 from unirl.reward.base import Device, LocalRewardBackend, single
 from unirl.reward.local.shapes import PALETTE, SHAPES, ShapesSpec
+from unirl.types.primitives import unit
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -57,18 +58,11 @@ class ShapesClassifier(nn.Module):
         return distance, overlap, residual
 
 
-def log_probs(distance: Tensor, overlap: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs of colors [B, 7] and shapes [B, 5], both with "none" last, and of a clean image [B, 1]."""
-    color = nn.functional.pad(-distance, (0, 1), value=-SPEC.max_color_distance) / SOFTNESS["distance"]
-    shape = nn.functional.pad(overlap, (0, 1), value=SPEC.min_overlap) / SOFTNESS["overlap"]
-    clean = (SPEC.max_residual - residual) / SOFTNESS["residual"]
-    return color.log_softmax(1), shape.log_softmax(1), nn.functional.logsigmoid(clean)
-
-
-class ShapesClassifierRewardScorer(LocalRewardBackend):
+class ShapesClassifierRewardScorer(LocalRewardBackend[ShapesClassifier]):
     """(log p(color) + log p(shape) + log p(clean)) / 3 in nats, for the color and shape that the prompt names."""
 
     reads = ("images", "prompts")
+    reads_levels = True
     capabilities = Capabilities(modalities=("image",), differentiable=True)
 
     def __init__(self, *, batch_size: int = 256, device: Device = "auto") -> None:
@@ -77,11 +71,11 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
             batch_size: images per forward.
         """
         if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+            raise InvalidValueError(f"batch_size must be >= 1, got {batch_size}")
         super().__init__(device=device)
         self.batch_size = batch_size
 
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> ShapesClassifier:
         from safetensors.torch import load_file
 
         model = ShapesClassifier()
@@ -89,24 +83,16 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
         return model
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        assert request.images is not None and request.prompts is not None
+        images, prompts, size = request.images, request.prompts, self.batch_size
+        assert images is not None and prompts is not None
         with torch.no_grad():
             parts = [
-                self.objective(images, request.prompts[start : start + self.batch_size])
-                for start, images in zip(
-                    range(0, len(request.images), self.batch_size),
-                    request.images.split(self.batch_size),
-                    strict=True,
-                )
+                self.objective(unit(images[start : start + size].to(self.device)), prompts[start : start + size])
+                for start in range(0, len(request), size)
             ]
         return single("log_prob", torch.cat(parts))
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Returns the differentiable reward [B] of images [B, 3, H, W] in [0, 1].
-
-        Raises:
-            RewardError: a prompt does not name one color and one shape.
-        """
         requested = torch.tensor([color_and_shape(prompt) for prompt in prompts], device=self.device)
         small = nn.functional.interpolate(images.to(self.device).float(), (24, 24), mode="bilinear", antialias=True)
         return mean_log_prob(self.model(small), requested)
@@ -114,8 +100,13 @@ class ShapesClassifierRewardScorer(LocalRewardBackend):
 
 def mean_log_prob(measures: tuple[Tensor, Tensor, Tensor], requested: Tensor) -> Tensor:
     """Returns the reward [B] for the network's output; `requested` [B, 2] holds the indices of color and shape."""
-    color, shape, clean = log_probs(*measures)
-    return (color.gather(1, requested[:, :1]) + shape.gather(1, requested[:, 1:]) + clean)[:, 0] / 3
+    distance, overlap, residual = measures
+    # Logits of colors [B, 7] and shapes [B, 5], both with "none" last, and of a clean image [B, 1].
+    color = nn.functional.pad(-distance, (0, 1), value=-SPEC.max_color_distance) / SOFTNESS["distance"]
+    shape = nn.functional.pad(overlap, (0, 1), value=SPEC.min_overlap) / SOFTNESS["overlap"]
+    clean = nn.functional.logsigmoid((SPEC.max_residual - residual) / SOFTNESS["residual"])
+    log_probs = color.log_softmax(1).gather(1, requested[:, :1]) + shape.log_softmax(1).gather(1, requested[:, 1:])
+    return (log_probs + clean)[:, 0] / 3
 
 
 def color_and_shape(prompt: str) -> tuple[int, int]:

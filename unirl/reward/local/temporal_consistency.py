@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from unirl.distributed.group.rank import own_device
 from unirl.reward.base import RewardScorer, single
 from unirl.reward.local.shared.images import video_frames
+from unirl.types.primitives import unit
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemporalConsistencySpec:
-    """The scale at which motion is measured, and the least motion for a full score."""
-
     side: int = 32
     """Frames are downscaled by averaging to this many pixels on the shorter side, which removes fine texture."""
     motion: float = 0.005
@@ -33,14 +33,16 @@ class TemporalConsistencyRewardScorer(RewardScorer):
     """The function `temporal_consistency` of the frames, in [-1, 1]. It measures motion alone, not the content."""
 
     reads = ("videos",)
+    reads_levels = True
     capabilities = Capabilities(modalities=("video",))
 
     def __init__(self, *, config: TemporalConsistencySpec = TemporalConsistencySpec()) -> None:
         self.config = config
+        self.device = own_device()
 
     def score(self, request: RewardRequest) -> RewardResponse:
         scores = [
-            temporal_consistency(averaged_down(frames.float(), self.config.side), self.config.motion)
+            temporal_consistency(averaged_down(unit(frames.to(self.device)), self.config.side), self.config.motion)
             for _, frames in video_frames(request, at_least=3)
         ]
         return single("temporal_consistency", torch.stack(scores))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from unirl.reward.judges.endpoint import JudgeSpec
 from unirl.reward.judges.judge import JudgeScorer, read_scores
@@ -25,8 +24,6 @@ Style Score (1-5): Z"""
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedRewardSpec(JudgeSpec):
-    """The judge and its instruction."""
-
     instruction: str = INSTRUCTION
     """The question for the judge, with {prompt}. A published model grades best with the wording of its training."""
 
@@ -40,7 +37,7 @@ class UnifiedRewardRewardScorer(JudgeScorer):
     def __init__(self, *, config: UnifiedRewardSpec) -> None:
         super().__init__(config)
 
-    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, object]) -> Mapping[str, float]:
         reply = self.judge.ask(image, self.config.instruction.format(prompt=prompt), max_tokens=128)
         scores = read_scores(reply.text, LABELS, LOW, HIGH)
         mean = sum(scores.values()) / len(scores)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.reward.base import RewardScorer, single
+from unirl.reward.base import CLIP_H, RewardScorer, single
 from unirl.reward.local.pickscore import PickScoreRewardScorer, PickScoreSpec
 from unirl.reward.local.shared.images import evenly_spaced, video_frames
 from unirl.types.protocols import Capabilities
@@ -15,8 +15,6 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 @dataclass(frozen=True, kw_only=True)
 class VideoPickScoreSpec(PickScoreSpec):
-    """The CLIP, its batch size and the number of frames of a video."""
-
     num_frames: int = 8
     """Number of frames that are scored: the middles of equal parts of the video, or all frames of a shorter one."""
 
@@ -29,12 +27,15 @@ class VideoPickScoreSpec(PickScoreSpec):
 class VideoPickScoreRewardScorer(RewardScorer):
     """The mean PickScore (`pickscore.py`) of evenly spaced frames with the video's prompt."""
 
+    cost = CLIP_H.on_frames(VideoPickScoreSpec.num_frames)
     reads = ("prompts", "videos")
+    reads_levels = True
     capabilities = Capabilities(modalities=("video",))
 
     def __init__(self, *, config: VideoPickScoreSpec = VideoPickScoreSpec()) -> None:
         self.config = config
         self.frame_scorer = PickScoreRewardScorer(config=config)
+        self.parts = (self.frame_scorer,)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         assert request.prompts is not None
@@ -45,9 +46,3 @@ class VideoPickScoreRewardScorer(RewardScorer):
             frame_request = RewardRequest(sample_ids=ids, prompts=[prompt] * len(ids), images=frames[chosen])
             scores.append(self.frame_scorer.score(frame_request).total.mean())
         return single("video_pickscore", torch.stack(scores))
-
-    def offload(self) -> None:
-        self.frame_scorer.offload()
-
-    def onload(self) -> None:
-        self.frame_scorer.onload()

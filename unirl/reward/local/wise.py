@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from unirl.config.errors import RewardError
 from unirl.reward.judges.endpoint import JudgeSpec
@@ -31,8 +30,6 @@ Aesthetic Quality: <grade>"""
 
 @dataclass(frozen=True, kw_only=True)
 class WiseSpec(JudgeSpec):
-    """The judge and its instruction."""
-
     explanation_key: str | None = None
     """Metadata key of an explicit description of what the image must show. None: the judge gets the prompt alone."""
     instruction: str = INSTRUCTION
@@ -49,10 +46,10 @@ class WiseRewardScorer(JudgeScorer):
         super().__init__(config)
         self.reads = (*self.reads, "metadata") if config.explanation_key else self.reads
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         self._explanation(metadata)
 
-    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, Any]) -> Mapping[str, float]:
+    def score_image(self, image: bytes, prompt: str, metadata: Mapping[str, object]) -> Mapping[str, float]:
         question = self.config.instruction.format(prompt=prompt, explanation=self._explanation(metadata))
         grades = read_scores(self.judge.ask(image, question, max_tokens=64).text, LABELS, 0, BEST)
         invalid = [name for name, grade in grades.items() if grade != int(grade)]
@@ -60,7 +57,7 @@ class WiseRewardScorer(JudgeScorer):
             raise RewardError(f"the judge gave {invalid[0]} {grades[invalid[0]]:g}, which is not 0, 1 or 2")
         return {"wise": sum(WEIGHTS[name] * grade for name, grade in grades.items()) / BEST, **grades}
 
-    def _explanation(self, metadata: Mapping[str, Any]) -> str:
+    def _explanation(self, metadata: Mapping[str, object]) -> str:
         key = self.config.explanation_key
         if key is None:
             return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from unirl.config.dependencies import need
 from unirl.config.errors import RewardError
@@ -29,16 +29,6 @@ class AnswerSpec:
     """Metadata key of the right answer, which is a text or a number."""
 
 
-@dataclass(frozen=True)
-class AnswerVerdict:
-    """The scores of a response and the answer that it gives."""
-
-    scores: Mapping[str, float]
-    """By component. The component with the scorer's name is 1 for the right answer."""
-    answer: str
-    """Equal for equal answers; "" if the response gives no answer."""
-
-
 class AnswerScorer(RewardScorer):
     """1 for the right answer, 0 for another answer or none. It fails on a sample without a right answer."""
 
@@ -48,20 +38,26 @@ class AnswerScorer(RewardScorer):
     capabilities = Capabilities(modalities=("text",))
     config: AnswerSpec
 
-    def __init__(self, config: AnswerSpec) -> None:
+    def __init__(self, *, config: AnswerSpec = AnswerSpec()) -> None:
         self.config = config
         self.names: tuple[str, ...] = (self.name,)
         self.threads = 1
 
     @abstractmethod
-    def judge(self, text: str, answer: str) -> AnswerVerdict:
-        """Returns the verdict on a response. `answer` is the right answer as `read_answer` returns it."""
+    def judge(self, text: str, answer: str) -> tuple[dict[str, float], str]:
+        """Returns the scores of a response by component, and the answer that it gives; "" if it gives none.
+
+        The component with the scorer's name is 1 for the right answer. Equal answers are equal texts.
+
+        Args:
+            answer: the right answer as `read_answer` returns it.
+        """
 
     def read_answer(self, answer: str) -> str:
         """Returns the right answer in the form that `judge` needs. Raises RewardError when it cannot be read."""
         return answer
 
-    def reference_answer(self, metadata: Mapping[str, Any]) -> str:
+    def reference_answer(self, metadata: Mapping[str, object]) -> str:
         """Returns the right answer of a prompt. Raises RewardError when there is none."""
         value = metadata.get(self.config.answer_key)
         answer = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
@@ -72,22 +68,22 @@ class AnswerScorer(RewardScorer):
             )
         return self.read_answer(answer)
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         self.reference_answer(metadata)
 
     def score(self, request: RewardRequest) -> RewardResponse:
         texts, metadata = request.texts, request.metadata
         assert texts is not None and metadata is not None
 
-        answers: dict[int, Answer] = {}
+        answers: list[Answer | None] = [None] * len(request)
 
         def score_row(row: int) -> Mapping[str, float]:
-            verdict = self.judge(texts[row], self.reference_answer(metadata[row]))
-            answers[row] = Answer(right=verdict.scores[self.name] == 1.0, text=verdict.answer)
-            return verdict.scores
+            scores, answer = self.judge(texts[row], self.reference_answer(metadata[row]))
+            answers[row] = Answer(right=scores[self.name] == 1.0, text=answer)
+            return scores
 
         response = score_rows(request, self.names, score_row, self.threads)
-        return replace(response, answers=[answers.get(row) for row in range(len(request))])
+        return replace(response, answers=answers)
 
 
 def last_boxed(text: str) -> str | None:
@@ -121,9 +117,9 @@ class MathSpec(AnswerSpec):
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
-            raise ValueError(f"{type(self).__name__}.timeout_s must be > 0 seconds, got {self.timeout_s}")
+            raise ValueError(f"MathSpec.timeout_s must be > 0 seconds, got {self.timeout_s}")
         if self.num_workers < 1:
-            raise ValueError(f"{type(self).__name__}.num_workers must be >= 1, got {self.num_workers}")
+            raise ValueError(f"MathSpec.num_workers must be >= 1, got {self.num_workers}")
 
 
 class MathScorer(AnswerScorer):
@@ -137,8 +133,8 @@ class MathScorer(AnswerScorer):
 
     config: MathSpec
 
-    def __init__(self, config: MathSpec) -> None:
-        super().__init__(config)
+    def __init__(self, *, config: MathSpec = MathSpec()) -> None:
+        super().__init__(config=config)
         self.names, self.threads = (self.name, f"{self.name}_undecided"), config.num_workers
         need("math_verify", extra="math", by=f"reward {self.name!r}")
         self._idle: SimpleQueue[MathChecker] = SimpleQueue()
@@ -158,13 +154,13 @@ class MathScorer(AnswerScorer):
         finally:
             self._idle.put(checker)
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_prompt(self, prompt: str, metadata: Mapping[str, object]) -> None:
         answer = self.reference_answer(metadata)
         with self._checker() as checker:
             checker.check_reference(answer)
 
-    def judge(self, text: str, answer: str) -> AnswerVerdict:
+    def judge(self, text: str, answer: str) -> tuple[dict[str, float], str]:
         with self._checker() as checker:
             comparison = checker.judge(answer, self.answer_in(text))
         scores = (float(comparison.verdict == "right"), float(comparison.verdict == "undecided"))
-        return AnswerVerdict(dict(zip(self.names, scores, strict=True)), comparison.answer)
+        return dict(zip(self.names, scores, strict=True)), comparison.answer

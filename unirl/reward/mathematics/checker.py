@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from unirl.config.errors import RewardError
 
@@ -42,16 +41,24 @@ class MathChecker:
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._stderr: IO[bytes] | None = None
-        self._read = b""
 
     def judge(self, reference: str, response: str) -> Comparison:
         """Compares a response with a reference. The verdict is `undecided` when that takes too much time or memory.
 
         Raises:
-            RewardError: 6002 when the reference cannot be read, or the process fails.
+            RewardError: 6002 when the reference cannot be read, the process fails, or an easy question is late as well.
         """
-        return self._ask(reference, response) or self._undecided()
+        comparison = self._ask(reference, response)
+        if comparison is not None:
+            return comparison
+        easy = self._ask("1", r"\boxed{1}")
+        if easy is None or easy.verdict != "right":
+            self.close()
+            raise RewardError(
+                f"math-verify does not say within {self.deadline_s:g} s that 1 is 1: this machine is too busy. Give it "
+                "more time (config.timeout_s), or fewer processes"
+            )
+        return Comparison("undecided")
 
     def check_reference(self, reference: str) -> None:
         """Raises RewardError when the reference cannot be read as mathematics."""
@@ -65,71 +72,54 @@ class MathChecker:
             self._finalizer()
             self._process = None
 
-    def _undecided(self) -> Comparison:
-        """Returns `undecided` after a passed deadline, if the process still answers an easy question in time."""
-        easy = self._ask("1", r"\boxed{1}")
-        if easy is None or easy.verdict != "right":
-            self.close()
-            raise RewardError(
-                f"math-verify does not say within {self.deadline_s:g} s that 1 is 1: this machine is too busy. Give it "
-                "more time (config.timeout_s), or fewer processes"
-            )
-        return Comparison("undecided")
-
     def _ask(self, reference: str, response: str | None) -> Comparison | None:
         """Returns the result, or None when the deadline has passed. The process is then killed."""
-        process = self._running()
-        assert process.stdin is not None
+        if self._process is None:
+            self._start()
         try:
-            process.stdin.write(json.dumps({"reference": reference, "response": response}).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
+            self._pipe.send_bytes(json.dumps({"reference": reference, "response": response}).encode())
+        except OSError:
             raise self._died() from None
-        reply = self._reply(self.deadline_s)
+        reply = self._receive(self.deadline_s)
         if reply is None:
             self.close()
             return None
-        if reply["verdict"] == "unreadable":
+        answer = json.loads(reply)
+        if answer["verdict"] == "unreadable":
             raise RewardError(
                 f"the right answer {reference!r} is not mathematics in LaTeX. Write it like \\frac{{1}}{{2}}"
             )
-        return Comparison(reply["verdict"], reply["answer"])
+        return Comparison(**answer)
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            script = str(Path(__file__).with_name("worker.py"))
-            self._stderr, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115 - lives as long as the process
+    def _start(self) -> None:
+        script = str(Path(__file__).with_name("worker.py"))
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._pipe, theirs = Pipe()
+        with theirs:
             self._process = subprocess.Popen(
                 # -P excludes the folder of the script from the module search path.
-                [sys.executable, "-P", script, str(PATIENCE * self.deadline_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-P", script, str(theirs.fileno()), str(PATIENCE * self.deadline_s)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
                 stderr=self._stderr,
+                start_new_session=True,  # Ctrl-C and a closed terminal are for the run, which finishes its step.
                 env=os.environ | {"PYTHONHASHSEED": "0"},
             )
-            self._finalizer = weakref.finalize(self, _end, self._process, self._stderr)
-            if self._reply(START_S) is None:
-                self.close()
-                raise RewardError(f"the process of math-verify did not start within {START_S:g} s")
-        return self._process
+        self._finalizer = weakref.finalize(self, _end, self._process, self._pipe, self._stderr)
+        if self._receive(START_S) is None:
+            self.close()
+            raise RewardError(f"the process of math-verify did not start within {START_S:g} s")
 
-    def _reply(self, seconds: float) -> Any:
-        """Returns the next line of the process as JSON; None if none comes in time. Raises RewardError if it died."""
-        assert self._process is not None and self._process.stdout is not None
-        pipe, until = self._process.stdout.fileno(), time.monotonic() + seconds
-        while b"\n" not in self._read:
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
-                return None
-            received = os.read(pipe, 1 << 16)
-            if not received:
-                raise self._died()
-            self._read += received
-        line, _, self._read = self._read.partition(b"\n")
-        return json.loads(line)
+    def _receive(self, seconds: float) -> bytes | None:
+        """Returns the next message of the process; None if none comes in time. Raises RewardError if it died."""
+        try:
+            return self._pipe.recv_bytes() if self._pipe.poll(seconds) else None
+        except (EOFError, OSError):
+            raise self._died() from None
 
     def _died(self) -> RewardError:
-        assert self._process is not None and self._stderr is not None
+        assert self._process is not None
         status = self._process.wait()
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - SHOWN))
         last = self._stderr.read(SHOWN).decode(errors="replace").strip().rpartition("\n")[2]
@@ -137,10 +127,8 @@ class MathChecker:
         return RewardError(f"the process of math-verify ended (status {status}): {last or 'it wrote no error'}")
 
 
-def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: Connection, stderr: IO[bytes]) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout, stderr):
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # the process did not read its last question
-            pipe.close()
+    pipe.close()
+    stderr.close()

@@ -1,4 +1,4 @@
-"""The process that runs math-verify, as a script: it reads one JSON object per line and writes one.
+"""The process that runs math-verify, as a script: it answers one JSON object after the other on a pipe.
 
 The comparison of expressions that a policy wrote may take unbounded time or memory. In a process of its own, it can be
 stopped.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import resource
 import signal
 import sys
-from typing import Any, TextIO
+from multiprocessing.connection import Connection
 
 MEMORY = 2 << 30
 """Largest address space in bytes. An expression that needs more raises MemoryError here."""
@@ -22,32 +21,23 @@ LONGEST = 200
 
 
 def main() -> None:
-    deadline_s = float(sys.argv[1])
-    answers = own_stdout()
+    owner, deadline_s = Connection(int(sys.argv[1])), float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.WARNING)
     judge("1", r"\boxed{1}")
-    say(answers, {"ready": True})
-    for line in sys.stdin:
+    owner.send_bytes(b"ready")
+    while True:
+        try:
+            question = json.loads(owner.recv_bytes())
+        except EOFError:
+            return
         # The owner may have died. The default action of this alarm ends the process, also inside foreign code.
         signal.setitimer(signal.ITIMER_REAL, deadline_s)
-        say(answers, reply_to(json.loads(line)))
+        owner.send_bytes(json.dumps(reply_to(question)).encode())
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def own_stdout() -> TextIO:
-    """Returns a stream to standard output, and redirects everything that libraries print to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
-
-
-def say(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
-
-
-def reply_to(question: dict[str, str | None]) -> dict[str, Any]:
+def reply_to(question: dict[str, str | None]) -> dict[str, str]:
     """Returns `{"verdict": "right" | "wrong" | "undecided" | "unreadable", "answer": answer of the response}`.
 
     `unreadable` refers to the reference.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
-from unirl.config.errors import SyncError
+from unirl.config.errors import InvalidValueError, SyncError
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.distributed.group.rank import current
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping
 from unirl.distributed.weight_sync.buckets import Bucket
-from unirl.distributed.weight_sync.routes import BucketReceiver, WeightRoute, unpacked
-from unirl.types.batch import concat_rows, take_rows
-from unirl.types.facts import ModelFacts
+from unirl.distributed.weight_sync.routes import ReceiveBuckets, WeightRoute
+from unirl.models.base import CanaryOutput, Pipeline
+from unirl.types.batch import Batch, concat_rows, take_rows
+from unirl.types.facts import ROWS_AT_ONCE, ModelFacts
 from unirl.types.primitives import Decoded, Preview
 from unirl.types.protocols import Capabilities
 from unirl.types.rollout_req import RolloutReq
@@ -48,6 +49,27 @@ class RolloutEngine(ABC):
         return decoded.preview()
 
 
+RowsPerForward = int | Literal["auto"]
+"""The setting `rollout.forward_batch_size`."""
+
+
+def checked_rows(rows: RowsPerForward) -> RowsPerForward:
+    """The setting itself. Raises ConfigError if it is less than 1."""
+    if rows != "auto" and rows < 1:
+        raise InvalidValueError(f"rollout.forward_batch_size must be >= 1, got {rows}")
+    return rows
+
+
+def rows_per_forward(rows: RowsPerForward, pipeline: Pipeline, req: RolloutReq) -> int:
+    """The rows of one forward for a request, which has one track."""
+    if rows != "auto":
+        return rows
+    if pipeline.bundle.device.type == "cpu":
+        return ROWS_AT_ONCE
+    [track] = req.tracks.values()
+    return pipeline.facts.rows_at_once(track.sampling, pipeline.stage.autocast_dtype.itemsize)
+
+
 class DedicatedEngine(RolloutEngine):
     """An engine with weights of its own, which the driver's `EngineSync` sends to it.
 
@@ -58,7 +80,7 @@ class DedicatedEngine(RolloutEngine):
 
     held: tuple[int, str] | None = None
     """Optimizer updates and name of the engine's weights. None: no transfer has been verified."""
-    bucket_receiver: BucketReceiver | None = None
+    receive_buckets: ReceiveBuckets | None = None
     is_asleep: bool = False
 
     @collect
@@ -69,7 +91,7 @@ class DedicatedEngine(RolloutEngine):
     @collect
     def connect(self, route: WeightRoute) -> None:
         """Open this end of a route on which the engine listens. Returns when all ends are open."""
-        self.bucket_receiver = route.open_receiver(current().rank)
+        self.receive_buckets = route.open_receiver(current().rank)
 
     @broadcast
     def expect_weights(self) -> None:
@@ -80,8 +102,8 @@ class DedicatedEngine(RolloutEngine):
     @collect
     def listen(self) -> None:
         """Receive the buckets of one transfer."""
-        assert self.bucket_receiver is not None, "connect comes first"
-        buckets = self.bucket_receiver.buckets()
+        assert self.receive_buckets is not None, "connect comes first"
+        buckets = self.receive_buckets()
         try:
             for bucket in buckets:
                 self.receive(bucket)
@@ -94,10 +116,6 @@ class DedicatedEngine(RolloutEngine):
         self.held = None
         self.take(bucket)
 
-    def receive_packed(self, packed: Any) -> None:
-        """Receive a bucket that came through Ray's object store."""
-        self.receive(unpacked(packed))
-
     @abstractmethod
     def take(self, bucket: Bucket) -> None:
         """Copy the tensors of a bucket into the parameters that `prepare` found."""
@@ -109,12 +127,12 @@ class DedicatedEngine(RolloutEngine):
 
     @rank0
     @abstractmethod
-    def canary_inputs(self) -> Any:
+    def canary_inputs(self) -> Batch:
         """A fixed input for the trainer's network and the engine's."""
 
     @collect
     @abstractmethod
-    def canary(self, inputs: Any, answer: Any) -> CanaryResult:
+    def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
         """The difference between the network's output on `inputs` and `answer`, the trainer's output."""
 
     @broadcast
@@ -137,14 +155,7 @@ class DedicatedEngine(RolloutEngine):
                 "push them first"
             )
         with torch.no_grad():
-            resp = self.sample(req)
-        version = self.held[0]
-        return RolloutResp(
-            {
-                name: track.replace(weight_version=torch.full((len(track),), version, dtype=torch.int64))
-                for name, track in resp.tracks.items()
-            }
-        )
+            return sampled_from(self.held[0], self.sample(req))
 
     @abstractmethod
     def sample(self, req: RolloutReq) -> RolloutResp:
@@ -173,3 +184,13 @@ class DedicatedEngine(RolloutEngine):
         """Raises RuntimeError while the engine is in main memory."""
         if self.is_asleep:
             raise RuntimeError(f"the engine cannot {what} while it sleeps: call wake_up() first")
+
+
+def sampled_from(version: int, resp: RolloutResp) -> RolloutResp:
+    """The response with the number of optimizer updates of the weights that its rows were sampled from."""
+    return RolloutResp(
+        {
+            name: track.replace(weight_version=torch.full((len(track),), version, dtype=torch.int64))
+            for name, track in resp.tracks.items()
+        }
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unirl.config.errors import ConfigError, InvalidValueError
 from unirl.distributed.group.dispatch import broadcast, rank0
 from unirl.distributed.weight_sync.base import Payload
-from unirl.models.loading.lora import LoraSpec
+from unirl.types.facts import LoraSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +115,12 @@ class TrainBackend(ABC):
 
     module: nn.Module
     """The trained module. It is always in eval mode."""
+    device: torch.device
+    """The device to which rows must be moved before training."""
     trainable: Mapping[str, nn.Parameter]
     """Trainable parameters by their names in `module`."""
     updates: int
     """Number of optimizer updates done."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device to which rows must be moved before training."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -136,6 +133,10 @@ class TrainBackend(ABC):
         If `loss` or the gradient is not finite, the update is skipped instead: the gradient is dropped and the weights
         stay as they are.
         """
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Drop the gradient that was added since the last `step`. The last call of `backward` had `last=True`."""
 
     @abstractmethod
     def provide_value_head(self, build: BuildHead) -> nn.Module:
@@ -160,19 +161,14 @@ class TrainBackend(ABC):
         Forward passes inside contain no collective, so ranks may run unequal numbers of them.
         """
 
-    @property
-    @abstractmethod
-    def snapshot_names(self) -> tuple[str, ...]:
-        """The names of the snapshots that exist."""
-
     @broadcast
     @abstractmethod
     def snapshot(self, name: str) -> None:
         """Keep a copy of the live weights as `name`."""
 
+    @abstractmethod
     def has_snapshot(self, name: str) -> bool:
         """True if a snapshot `name` exists."""
-        return name in self.snapshot_names
 
     @broadcast
     def version(self) -> int:

@@ -2,17 +2,17 @@
 
     write into a hidden folder -> fsync every file -> MANIFEST.json -> one rename -> LATEST by rename -> prune
 
+The last checkpoint of a completed run is also published as `checkpoint-final`, whose files are hard links to it.
+
 A reader sees a whole checkpoint or none. A damaged checkpoint is detected before anything in it is deserialised.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,18 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unirl.config.errors import CheckpointError, StorageError
-from unirl.train.backend.manifest import DamagedManifest, fsync, problems, read_manifest, seal
+from unirl.train.backend.manifest import DamagedManifest, fsync, link_sealed, problems, read_manifest, seal
 
 FINAL = "checkpoint-final"
 LATEST = "LATEST"
-LOCK = ".lock-"
+OPTIMIZER = "policy/optimizer"
+"""How the names of files begin that only a continued run reads."""
 NUMBERED = re.compile(r"(?:checkpoint-|global_step_)(\d+)")
 OWN = re.compile(r"checkpoint-\d+")
-REPLACED = re.compile(r"(?P<name>checkpoint-.+)\.replaced-(?P<id>[0-9a-f]+)")
-STAGING = re.compile(r"\.staging-.+-(?P<id>[0-9a-f]+)")
-UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-LEFTOVER_AGE_S = 3600.0
-"""On a file system without locks, an unfinished file or folder is removed when it is older than this."""
+REPLACED = re.compile(r"(checkpoint-.+)\.replaced")
+UNFINISHED = (".staging-", ".removing-")
+"""Prefixes of folders that a save or a removal leaves when its process dies."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,24 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class LatestValid:
+class ResumePoint:
     """The newest valid checkpoint (None if there is none), and the newer ones that are damaged."""
 
     checkpoint: Checkpoint | None
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[Skipped, ...] = ()
 
 
 class CheckpointStore:
-    """The `checkpoints` folder of one run. Only one process may save at a time. Any number of processes may read."""
+    """The `checkpoints` folder of one run. Any number of processes may read.
+
+    Only one process may save: `RunDirectory` refuses a second writer of a run.
+    """
 
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
         """
         Args:
             keep: number of numbered checkpoints that remain after a save (0 keeps all). `checkpoint-final` does not
-                count.
+                count. It is removed when a later checkpoint is saved, because the run then continues beyond it.
         """
         if keep < 0:
             raise ValueError(f"keep must be >= 0 (0 keeps all), got {keep}")
@@ -76,22 +78,43 @@ class CheckpointStore:
         self.keep = keep
 
     @contextmanager
-    def stage(self, step: int, *, final: bool = False) -> Iterator[Path]:
-        """Yield a folder to write into, and publish it as `checkpoint-<step>` (or `checkpoint-final`) afterwards.
+    def stage(self, step: int) -> Iterator[Path]:
+        """Yield a folder to write into, and publish it as `checkpoint-<step>` afterwards.
 
         An error inside the block or during publication leaves every published checkpoint unchanged.
         """
-        name = FINAL if final else checkpoint_name(step)
+        with self._published_as(checkpoint_name(step)) as folder:
+            if shutil.disk_usage(self.directory).free < self._last_size():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield folder
+            seal(folder, step)
+
+    def publish_final(self, step: int) -> None:
+        """Publish `checkpoint-<step>` a second time, as `checkpoint-final`. The files are hard links and take no space.
+
+        Nothing is done if `checkpoint-final` is already valid, or if this folder has no checkpoint of that step.
+        """
+        source, final = self.directory / checkpoint_name(step), Checkpoint(self.directory / FINAL, step)
+        if not source.is_dir() or (final in self.checkpoints() and _is_valid(final)):
+            return
+        with self._published_as(FINAL) as folder:
+            link_sealed(source, folder)
+
+    @contextmanager
+    def _published_as(self, name: str) -> Iterator[Path]:
         published = False
         try:
-            self._prepare()
-            with self._staging_folder(name) as (folder, token):
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True)
+                fsync(self.directory.parent)
+            self.collect()
+            with self._staging_folder(name) as folder:
                 yield folder
-                seal(folder, step)
-                replaced = self._publish(folder, name, token)
+                replaced = self._publish(folder, name)
                 published = True
                 fsync(self.directory)
-                self._point_latest(name)
+                if name != FINAL:
+                    self._point_latest(name)
             for path in replaced:
                 self._remove(path)
             self.prune(self.directory / name)
@@ -103,41 +126,42 @@ class CheckpointStore:
                 raise
             raise self._storage_error(name, published, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
 
-    def latest_valid(self) -> LatestValid:
-        """The newest checkpoint whose files are exactly those that were written. This changes nothing on disk."""
+    def latest_valid(self, unread: str | None = None) -> ResumePoint:
+        """The newest checkpoint whose files are exactly those that were written. This changes nothing on disk.
+
+        Args:
+            unread: as in `verify`.
+        """
         skipped: list[Skipped] = []
         for candidate in self.checkpoints():
-            damage = verify(candidate.path)
+            damage = verify(candidate.path, unread)
             if not damage:
-                return LatestValid(candidate, tuple(skipped))
+                return ResumePoint(candidate, tuple(skipped))
             skipped.append(Skipped(candidate.path, tuple(damage)))
-        return LatestValid(None, tuple(skipped))
+        return ResumePoint(None, tuple(skipped))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All folders that are named like a checkpoint, valid or damaged, newest step first."""
+        """All folders that are named like a checkpoint, valid or damaged, newest step first.
+
+        `checkpoint-final` comes after the numbered checkpoint of the same step.
+        """
         if not self.directory.is_dir():
             return []
         all_checkpoints = [checkpoint for path in self.directory.iterdir() if (checkpoint := _recognise(path))]
-        return sorted(all_checkpoints, key=lambda each: (-each.step, len(each.path.name), each.path.name))
+        return sorted(all_checkpoints, key=_newest_first)
 
-    def verify(self, path: str | Path) -> list[str]:
-        """The problems of the checkpoint folder `path`, as the function `verify` returns them."""
-        return verify(path)
-
-    def discard_after(self, step: int) -> list[Path]:
+    def discard_after(self, step: int) -> None:
         """Remove the valid checkpoints of later steps, because a run that resumes from `step` will write its own.
 
         Damaged ones stay: nothing resumes from them, and the run replaces them when it reaches their step again.
-        Returns the removed paths.
         """
         later = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step > step]
-        doomed = [checkpoint.path for checkpoint in later if self._is_own(checkpoint.path) and _is_valid(checkpoint)]
+        doomed = [c.path for c in later if c.path.name.startswith("checkpoint-") and _is_valid(c)]
         for path in doomed:
             self._remove(path)
         remaining = [checkpoint for checkpoint in self.checkpoints() if checkpoint not in later]
         if doomed and remaining:
             self._point_latest(remaining[0].path.name)
-        return doomed
 
     def prune(self, published: Path | None = None) -> list[Checkpoint]:
         """Remove the checkpoints that `beyond_keep` returns, and return them."""
@@ -147,7 +171,7 @@ class CheckpointStore:
         return doomed
 
     def beyond_keep(self, published: Path | None = None) -> list[Checkpoint]:
-        """The oldest numbered checkpoints beyond `keep`.
+        """The oldest numbered checkpoints beyond `keep`, and a `checkpoint-final` that is older than the newest one.
 
         The checkpoint that was just `published` is never among them. If all others are damaged, the newest valid
         checkpoint is not among them either.
@@ -155,69 +179,43 @@ class CheckpointStore:
         everything = self.checkpoints()
         numbered = [checkpoint for checkpoint in everything if OWN.fullmatch(checkpoint.path.name)]
         num_kept = self.keep or len(numbered)
-        doomed = [checkpoint for checkpoint in numbered[num_kept:] if checkpoint.path != published]
+        final = [checkpoint for checkpoint in everything if checkpoint.path.name == FINAL]
+        outgrown = [checkpoint for checkpoint in final if numbered and checkpoint.step < numbered[0].step]
+        old = [*numbered[num_kept:], *outgrown]
+        doomed = [checkpoint for checkpoint in everything if checkpoint in old and checkpoint.path != published]
         remaining = [checkpoint for checkpoint in everything if checkpoint not in doomed]
         if doomed and not any(_is_valid(checkpoint) for checkpoint in remaining):
             spared = next((checkpoint for checkpoint in doomed if _is_valid(checkpoint)), None)
             doomed = [checkpoint for checkpoint in doomed if checkpoint is not spared]
         return doomed
 
-    def collect(self) -> list[Path]:
-        """Remove or restore the unfinished work of dead processes. The files of live processes stay untouched.
-
-        Returns the paths that were handled.
-        """
-        if not self.directory.is_dir():
-            return []
-        leftovers = [path for path in sorted(self.directory.iterdir()) if self._is_leftover(path)]
-        for path in leftovers:
-            self._settle(path)
-        return leftovers
-
-    def _prepare(self) -> None:
-        if not self.directory.is_dir():
-            self.directory.mkdir(parents=True)
-            fsync(self.directory.parent)
-        self.collect()
-        if shutil.disk_usage(self.directory).free < self._last_size():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def collect(self) -> None:
+        """Remove or restore the unfinished work of dead processes."""
+        for path in sorted(self.directory.iterdir()):
+            replaced = REPLACED.fullmatch(path.name)
+            successor = self.directory / replaced[1] if replaced else None
+            if successor is not None and (not successor.exists() or (verify(successor) and not verify(path))):
+                # The save that moved it aside died before its successor was published, or the successor is damaged.
+                if successor.exists():
+                    self._remove(successor)
+                os.rename(path, successor)
+            elif replaced or path.name.startswith(UNFINISHED):
+                shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
-    def _staging_folder(self, name: str) -> Iterator[tuple[Path, str]]:
-        descriptor, lock = self._new_lock()
-        token = lock.name.removeprefix(LOCK)
-        folder = self.directory / f".staging-{name}-{token}"
+    def _staging_folder(self, name: str) -> Iterator[Path]:
+        folder = self.directory / f".staging-{name}-{uuid.uuid4().hex[:12]}"
         try:
             os.mkdir(folder)
-            yield folder, token
+            yield folder
         finally:
             # The next save removes everything that cannot be removed now.
             shutil.rmtree(folder, ignore_errors=True)
-            try:
-                lock.unlink(missing_ok=True)
-            finally:
-                os.close(descriptor)
 
-    def _new_lock(self) -> tuple[int, Path]:
-        """Create a file that stays locked as long as this process lives. Returns its descriptor and path."""
-        while True:
-            lock = self.directory / f"{LOCK}{uuid.uuid4().hex[:12]}"
-            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in UNLOCKABLE:
-                    os.close(descriptor)
-                    raise
-            # Between the two calls, `collect` of another process may have removed the file as that of a dead process.
-            if lock.exists():
-                return descriptor, lock
-            os.close(descriptor)
-
-    def _publish(self, folder: Path, name: str, token: str) -> list[Path]:
+    def _publish(self, folder: Path, name: str) -> list[Path]:
         """Rename `folder` to `name`. An older folder of that name is moved aside first, and its new path returned."""
         target = self.directory / name
-        aside = self.directory / f"{name}.replaced-{token}"
+        aside = self.directory / f"{name}.replaced"
         replaced = [aside] if target.exists() else []
         if replaced:
             os.rename(target, aside)
@@ -242,31 +240,6 @@ class CheckpointStore:
         doomed = self.directory / f".removing-{path.name}-{uuid.uuid4().hex[:12]}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
-
-    def _is_own(self, path: Path) -> bool:
-        """True if a store wrote `path`: a checkpoint, or one that an unfinished save moved aside."""
-        return path.name == FINAL or bool(OWN.fullmatch(path.name)) or self._is_leftover(path)
-
-    def _is_leftover(self, path: Path) -> bool:
-        match = STAGING.fullmatch(path.name) or REPLACED.fullmatch(path.name)
-        if match:
-            return _is_abandoned(self.directory / f"{LOCK}{match['id']}")
-        if path.name.startswith(LOCK):
-            return _is_abandoned(path)
-        return path.name.startswith(".removing-")
-
-    def _settle(self, path: Path) -> None:
-        replaced = REPLACED.fullmatch(path.name)
-        successor = self.directory / replaced["name"] if replaced else None
-        if successor is not None and (not successor.exists() or (verify(successor) and not verify(path))):
-            # The save that moved it aside died before its successor was published, or the successor is damaged.
-            if successor.exists():
-                self._remove(successor)
-            os.rename(path, successor)
-        elif path.name.startswith(LOCK):
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
 
     def _last_size(self) -> int:
         """Size in bytes of the newest checkpoint with a readable manifest. It estimates the size of the next one."""
@@ -303,39 +276,74 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step:06d}"
 
 
-def verify(path: str | Path) -> list[str]:
-    """The problems of the checkpoint folder `path`, one sentence each. Empty if every byte is as it was written."""
+def verify(path: str | Path, unread: str | None = None) -> list[str]:
+    """The problems of the checkpoint folder `path`, one sentence each. Empty if every byte is as it was written.
+
+    Args:
+        unread: files whose names begin so are not needed, and may be damaged.
+    """
     folder = Path(path)
     if not folder.is_dir():
         return ["it is not a folder"]
-    damage = problems(folder)
+    damage = [problem for problem in problems(folder) if unread is None or not problem.startswith(unread)]
     numbered = NUMBERED.match(folder.name)
     if not damage and numbered and int(numbered[1]) != (step := read_manifest(folder).step):
         damage = [f"the folder's name says step {int(numbered[1])} but its manifest says step {step}: was it renamed?"]
     return damage
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, unread: str | None = None) -> Checkpoint:
     """The checkpoint that `resume=<path>` selects. `path` is a checkpoint, a run folder, or a folder of checkpoints.
 
-    Folders named `global_step_<N>` are ordered by step, too. Raises CheckpointError (7001) if no checkpoint is valid.
+    Folders named `global_step_<N>` are ordered by step, too.
+
+    Args:
+        unread: as in `verify`.
+
+    Raises:
+        CheckpointError: 7001 if there is no such folder, or no checkpoint in it is valid.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"resume={path}: there is no such folder. Name a checkpoint, or the folder of a run")
+    folder = existing(path)
     named = _recognise(folder)
     if named:
-        return _valid_or_explain(named)
+        return _valid_or_explain(named, unread)
     store = CheckpointStore(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
-    latest = store.latest_valid()
+    latest = store.latest_valid(unread)
     if latest.checkpoint:
         return latest.checkpoint
     reasons = "".join(f"\n  {skipped}" for skipped in latest.skipped) or " (no checkpoint-<N> or global_step_<N> in it)"
     raise CheckpointError(f"resume={path}: there is no valid checkpoint in this folder{reasons}")
 
 
-def _valid_or_explain(checkpoint: Checkpoint) -> Checkpoint:
-    damage = verify(checkpoint.path)
+def existing(path: str | Path) -> Path:
+    """The folder of a run or checkpoint. Raises CheckpointError (7001) if there is none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder. Give a run (runs/<project>/<name>) or a checkpoint")
+    return folder
+
+
+@contextmanager
+def still_there(checkpoint: Checkpoint) -> Iterator[None]:
+    """Within the block the checkpoint is read. The run that writes it may remove it meanwhile.
+
+    Raises:
+        CheckpointError: 7001 if an error came up and the checkpoint is gone.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Libraries that read tensors report a missing file with exception types of their own.
+        if checkpoint.path.is_dir():
+            raise
+        raise CheckpointError(
+            f"{checkpoint.path} was removed while it was read: its run keeps only its newest checkpoints "
+            "(keep_checkpoints). Run the command again for the newest one"
+        ) from error
+
+
+def _valid_or_explain(checkpoint: Checkpoint, unread: str | None) -> Checkpoint:
+    damage = verify(checkpoint.path, unread)
     if not damage:
         return checkpoint
     other = CheckpointStore(checkpoint.path.parent).latest_valid().checkpoint
@@ -350,11 +358,16 @@ def _valid_or_explain(checkpoint: Checkpoint) -> Checkpoint:
 
 def _recognise(path: Path) -> Checkpoint | None:
     replaced = REPLACED.fullmatch(path.name)
-    name = replaced["name"] if replaced else path.name
+    name = replaced[1] if replaced else path.name
     numbered = NUMBERED.fullmatch(name)
     if not path.is_dir() or not (numbered or name == FINAL):
         return None
     return Checkpoint(path, int(numbered[1]) if numbered else _final_step(path))
+
+
+def _newest_first(checkpoint: Checkpoint) -> tuple[int, bool, int, str]:
+    name = checkpoint.path.name
+    return -checkpoint.step, name.startswith(FINAL), len(name), name
 
 
 def _final_step(path: Path) -> int:
@@ -367,25 +380,6 @@ def _final_step(path: Path) -> int:
 
 def _is_valid(checkpoint: Checkpoint) -> bool:
     return not verify(checkpoint.path)
-
-
-def _is_abandoned(lock: Path) -> bool:
-    """True if the process that made `lock` has ended. The system releases the lock of a process when it ends."""
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in UNLOCKABLE:
-            raise
-        return time.time() - os.fstat(descriptor).st_mtime > LEFTOVER_AGE_S
-    finally:
-        os.close(descriptor)
 
 
 def _megabytes(size: int) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from unirl.config.errors import ConfigError, IncompatibleError
 from unirl.distributed import current
 from unirl.distributed.weight_sync.base import Payload
-from unirl.models.loading.lora import ADAPTER, LoraSpec
-from unirl.models.loading.saved_weights import SavedWeights
+from unirl.models.base import Bundle
+from unirl.models.loading.lora import ADAPTER, AdapterCopies, AdapterStart
 from unirl.train.backend import module_setup, state
 from unirl.train.backend.base import (
     BuildHead,
@@ -25,17 +25,9 @@ from unirl.train.backend.base import (
     TrainBackend,
     UpdateStats,
 )
-from unirl.train.backend.optimizer import (
-    MOMENTS,
-    adamw,
-    check_optimizer,
-    load_optimizer,
-    move_optimizer,
-    optimizer_tensors,
-    owners,
-)
-from unirl.train.backend.sharding import Sharding, clip, sharding_of
-from unirl.train.backend.snapshots import LIVE, Snapshots, load_snapshot
+from unirl.train.backend.optimizer import adamw, empty_moments, load_optimizer, move_optimizer, optimizer_tensors
+from unirl.train.backend.sharding import FSDP2Sharding, Sharding
+from unirl.train.backend.snapshots import LIVE, Snapshots
 from unirl.train.configs import (
     EmaFullConfig,
     EmaLoraConfig,
@@ -46,29 +38,11 @@ from unirl.train.configs import (
     TrainTopology,
     ValueConfig,
 )
-from unirl.types.facts import ModelFacts
+from unirl.types.device import CPU, move_module
+from unirl.types.facts import LoraSpec
 
 VALUE_HEAD = "value_head"
 """The prefix of the names of the value head's parameters."""
-
-
-class TrainableBundle(Protocol):
-    """The part of a bundle that the backend uses."""
-
-    facts: ModelFacts
-    device: torch.device
-
-    def trainable(self) -> nn.Module:
-        """The module whose parameters with `requires_grad` are trained, in place."""
-        ...
-
-    def saved(self) -> SavedWeights:
-        """The trained module's weights in its checkpoint. Used if the module was built without storage."""
-        ...
-
-    def saved_at(self, path: str, revision: str | None) -> SavedWeights:
-        """The trained module's weights in another checkpoint of the same architecture. Used for `snapshots`."""
-        ...
 
 
 class FSDPBackend(TrainBackend):
@@ -78,7 +52,7 @@ class FSDPBackend(TrainBackend):
 
     def __init__(
         self,
-        bundle: TrainableBundle,
+        bundle: Bundle,
         seed: int = 0,
         run_updates: int | None = None,
         *,
@@ -126,40 +100,48 @@ class FSDPBackend(TrainBackend):
         self.schedule.check(run_updates)
         module_setup.check_component(trainable_attr, bundle.facts)
         self.prepare_module(bundle, config, block_class_names)
-        self.prepare_snapshots(bundle, snapshots or {})
+        self.snapshots = Snapshots(self.sharding)
+        for rule in self.rules:
+            self.snapshots.take(rule.snapshot)
+        for name, source in (snapshots or {}).items():
+            self.snapshots.load(name, source, bundle, self.module)
 
-    def prepare_module(
-        self, bundle: TrainableBundle, config: FSDPConfig, block_class_names: tuple[str, ...] | None
-    ) -> None:
+    def prepare_module(self, bundle: Bundle, config: FSDPConfig, block_class_names: tuple[str, ...] | None) -> None:
         """Prepare the bundle's module for training, in place. The order of the steps matters."""
         # 1. The policy stays in eval mode, so dropout would have no effect.
         self.module = bundle.trainable().eval()
         module_setup.refuse_dropout(self.module)
         # 2. Adapters decide which parameters are trained. The next steps treat trained and frozen ones differently.
-        self.adapter = module_setup.add_adapters(self.module, self.lora, bundle.facts, self.seed)
+        facts, lora = bundle.facts, self.lora
+        self.adapter: LoraSpec | None = None
+        start: AdapterStart | None = None
+        if lora is not None:
+            self.adapter, start = module_setup.add_adapters(bundle, lora, self.seed)
         # 3. Set the storage dtypes. The compute dtype is read before, because it is the dtype that the bundle loaded.
         compute_dtype = module_setup.usual_dtype(self.module)
         module_setup.set_dtypes(self.module, config)
         # 4. Compile and checkpoint the forward of each block before FSDP2 puts its hooks around it.
-        facts = bundle.facts
         needs_blocks = config.activation_checkpointing or config.use_torch_compile or bool(block_class_names)
-        find_blocks = module_setup.require_blocks if needs_blocks else module_setup.blocks_of
-        blocks = find_blocks(self.module, block_class_names or facts.block_class_names)
+        class_names = block_class_names or facts.block_class_names
+        blocks = module_setup.blocks_of(self.module, class_names, required=needs_blocks)
         module_setup.wrap_blocks(blocks, config)
         # 5. Shard the blocks, then the experts, then the rest. FSDP2 replaces the parameters by DTensors.
         pieces = [*blocks, *module_setup.blocks_of(self.module, facts.expert_class_names)]
-        self.sharding = sharding_of(config, self.rank)
-        self.sharding.wrap(self.module, pieces, compute_dtype)
+        self.sharding = Sharding(config) if self.rank.dp_size == 1 else FSDP2Sharding(config, self.rank)
+        dtype, kept = module_setup.gather_dtype(self.module, config, compute_dtype, frozen_base=lora is not None)
+        self.sharding.wrap(self.module, pieces, dtype, kept)
         # 6. Give storage to a module that has none. After sharding, no rank ever holds more than its shards.
-        if module_setup.is_deferred(self.module):
+        if next(self.module.parameters()).is_meta:
             module_setup.load_deferred(
-                self.module, self.sharding, bundle.saved(), bundle.device, self.adapter, self.seed
+                self.module, self.sharding, bundle.saved(), bundle.device, self.adapter, self.seed, start
             )
         # 7. Collect the parameters. From here on, the parameter objects stay the same.
         self.sharding.adopt(self.module)
-        if bundle.facts.expert_class_names:
+        if self.rank.dp_size == 1 and not config.use_torch_compile:
+            AdapterCopies.attach(self.module)
+        if facts.expert_class_names:
             self.sharding.gather_each_once()
-        self.home = next(self.module.parameters()).device
+        self.device = next(self.module.parameters()).device
         self.trainable = self.sharding.trainable
         if not self.trainable:
             raise ConfigError(
@@ -170,18 +152,6 @@ class FSDPBackend(TrainBackend):
         self.shards = self.sharding.shards
         self.optimizer = adamw(self.shards.values(), self.optimizer_cfg, exact=config.reduce_dtype == "fp64")
 
-    def prepare_snapshots(self, bundle: TrainableBundle, loaded: Mapping[str, SnapshotConfig]) -> None:
-        """Take the snapshots that follow training from the initial weights, and load those that never change."""
-        self.snapshots = Snapshots(self.shards)
-        for rule in self.rules:
-            self.snapshots.take(rule.snapshot)
-        for name, source in loaded.items():
-            load_snapshot(self.snapshots, name, source, bundle.saved_at, self.module, self.sharding)
-
-    @property
-    def device(self) -> torch.device:
-        return self.home
-
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self.optimizer_cfg.learning_rate * self.schedule.factor(self.updates, self.run_updates)
@@ -190,10 +160,10 @@ class FSDPBackend(TrainBackend):
 
     def provide_value_head(self, build: BuildHead) -> nn.Module:
         if self.value_head is None:
-            self.value_head = build(self.value_cfg.width, self.seed).eval().to(self.home)
+            self.value_head = build(self.value_cfg.width, self.seed).eval().to(self.device)
             # The head has its own sharding. Inside the policy's, FSDP2 would expect a forward of the policy first.
             self.value_sharding = self.sharding.for_another_module()
-            self.value_sharding.wrap(self.value_head, [], torch.float32)
+            self.value_sharding.wrap(self.value_head, [])
             self.value_sharding.adopt(self.value_head, prefix=VALUE_HEAD)
             shards, config = self.value_sharding.shards, self.value_cfg
             group = {"params": list(shards.values()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
@@ -222,7 +192,7 @@ class FSDPBackend(TrainBackend):
         limits = [max_grad_norm, self.value_cfg.max_grad_norm]
         for i, layout in enumerate(self.layouts):
             if sizes[i] > limits[i]:
-                clip(layout.shards, norms[i], limits[i])
+                layout.clip(norms[i], limits[i])
         self.optimizer.param_groups[0]["lr"] = lr
         for layout in self.layouts:
             layout.reshard()
@@ -233,6 +203,9 @@ class FSDPBackend(TrainBackend):
         self.skipped_in_a_row = 0
         return self._stats(sizes, lr)
 
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _skip(self, norms: list[float], lr: float) -> UpdateStats:
         """Drop the gradient and count the update as skipped.
 
@@ -242,8 +215,8 @@ class FSDPBackend(TrainBackend):
         names = list(shards)
         gradients = [shard.grad for shard in shards.values()]
         bad = [i for i, grad in enumerate(gradients) if grad is not None and not grad.isfinite().all()]
-        first = self.sharding.first_of_ranks(bad[0] if bad else len(names))
-        culprit = names[first] if first < len(names) else "loss"
+        [negative] = self.rank.max_over_dp([-(bad[0] if bad else len(names))])
+        culprit = [*names, "loss"][-negative]  # the smallest index over the ranks
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped_in_a_row += 1
         return self._stats(norms, lr, culprit)
@@ -295,9 +268,8 @@ class FSDPBackend(TrainBackend):
         finally:
             self.is_gathered = False
 
-    @property
-    def snapshot_names(self) -> tuple[str, ...]:
-        return tuple(self.snapshots.stored)
+    def has_snapshot(self, name: str) -> bool:
+        return name in self.snapshots.stored
 
     def snapshot(self, name: str) -> None:
         self.snapshots.take(name)
@@ -322,18 +294,14 @@ class FSDPBackend(TrainBackend):
             yield name, self.sharding.whole(parameter, values[name])
 
     def _merged_tensors(self, weights: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield W + scale B A in float32 for every adapted layer, under the layer's name without adapter parts."""
         assert self.adapter is not None
         values = self._shards_of(weights)
         for name in [name for name in self.trainable if ".lora_A." in name]:
             layer = name.removesuffix(f".lora_A.{ADAPTER}.weight")
             a, b = (f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB")
-            product = self._whole(b, values[b]) @ self._whole(a, values[a])
+            whole_a, whole_b = (self.sharding.whole(self.trainable[key], values[key]) for key in (a, b))
             base = self.sharding.whole(self.sharding.parameters[f"{layer}.base_layer.weight"])
-            yield f"{layer}.weight", base.float() + self.adapter.scale * product
-
-    def _whole(self, name: str, shard: Tensor) -> Tensor:
-        return self.sharding.whole(self.trainable[name], shard)
+            yield f"{layer}.weight", base.float() + self.adapter.scale * (whole_b @ whole_a)
 
     def _shards_of(self, weights: str) -> Mapping[str, Tensor]:
         if weights == LIVE:
@@ -342,11 +310,8 @@ class FSDPBackend(TrainBackend):
 
     # State
 
-    def _all_trainable(self) -> dict[str, nn.Parameter]:
-        """All trained parameters by the names under which they are saved, in the order of the optimizer groups."""
-        return {name: parameter for layout in self.layouts for name, parameter in layout.trainable.items()}
-
     def _all_shards(self) -> dict[str, nn.Parameter]:
+        """All trained shards by the names under which they are saved, in the order of the optimizer groups."""
         return {name: shard for layout in self.layouts for name, shard in layout.shards.items()}
 
     def checkpoint_bytes(self) -> int:
@@ -367,32 +332,37 @@ class FSDPBackend(TrainBackend):
         }
         if self.value_sharding is not None:
             tensors["value"] = self._to_dtensors(self.value_sharding.shards)
-        state.write(Path(directory), tensors, self._counters(), self.rank)
+        snapshots = tuple(sorted(self.snapshots.changing))
+        counters = state.Counters(self.updates, self.skipped_in_a_row, state.trained_weights(self.lora), snapshots)
+        state.write(Path(directory), tensors, counters, self.rank)
 
     def load(self, directory: str) -> None:
         counters, saved = self._opened(directory)
-        state.check_snapshots(counters, sorted(self.snapshots.changing))
-        headers = saved.headers
-        state.check_match("value head", headers.get("value", {}), self._value_parameters())
-        check_optimizer(headers["optimizer"], self._all_trainable())
-        moments = self._empty_moments(headers["optimizer"])
-        self._take_over(saved, self._all_shards(), moments)
-        load_optimizer(self.optimizer, moments, self._all_shards())
+        state.check_equal("weight snapshots", list(counters.snapshots), sorted(self.snapshots.changing))
+        shards = self._all_shards()
+        head = {} if self.value_sharding is None else self.value_sharding.trainable
+        state.check_match("value head", saved.headers.get("value", {}), head)
+        moments = empty_moments(saved.headers["optimizer"], shards)
+        state.check_match("optimizer states", saved.headers["optimizer"], self._to_dtensors(moments))
+        self._take_over(saved, shards, moments)
+        load_optimizer(self.optimizer, moments, shards)
         self.updates, self.skipped_in_a_row = counters.updates, counters.skipped_in_a_row
         self.finished_updates = self.updates  # checkpoints are written only between steps
 
     def load_policy(self, directory: str) -> None:
-        counters, saved = self._opened(directory)
+        counters, saved = self._opened(directory, unread="optimizer")
         for name in counters.snapshots:
             if not self.has_snapshot(name):
                 self.snapshots.take(name)
         self._take_over(saved, self.shards, {})
         self.updates = counters.updates
 
-    def _opened(self, directory: str) -> tuple[state.Counters, state.SavedTensors]:
+    def _opened(self, directory: str, unread: str | None = None) -> tuple[state.Counters, state.SavedTensors]:
+        """The counters and the tensors of a checkpoint. Files of the stem `unread` may be damaged."""
         counters = state.read_counters(Path(directory))
         state.check_trained_weights(counters, self.lora)
-        return counters, state.open_tensors(Path(directory), counters.files, self.rank)
+        files = [name for name in counters.files if unread is None or not name.startswith(unread)]
+        return counters, state.open_tensors(Path(directory), files, self.rank)
 
     def _take_over(
         self, saved: state.SavedTensors, shards: Mapping[str, Tensor], moments: Mapping[str, Tensor]
@@ -411,53 +381,35 @@ class FSDPBackend(TrainBackend):
             for name, tensor in targets.items():
                 tensor.copy_(fresh[name])
 
-    def _value_parameters(self) -> Mapping[str, nn.Parameter]:
-        return {} if self.value_sharding is None else self.value_sharding.trainable
-
-    def _empty_moments(self, saved: state.Tensors) -> state.Tensors:
-        moments, shards = {}, self._all_shards()
-        for name in owners(saved, shards):
-            for key in MOMENTS:
-                like = torch.zeros(()) if key == "step" else shards[name].detach()
-                moments[f"{name}.{key}"] = torch.empty_like(like)
-        return moments
-
-    def _to_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _to_dtensors(self, shards: Mapping[str, Tensor]) -> state.Tensors:
         """Convert tensors of the state to DTensors. Each is sharded like the parameter that its name contains."""
-        parameters = self._all_trainable()
-        return {name: self._to_dtensor(name, shard.detach(), parameters) for name, shard in shards.items()}
-
-    def _to_dtensor(self, name: str, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> Any:
-        key = name.rpartition(":")[2]
-        if key.endswith(".step") and key not in parameters:
-            return shard
-        owner = key if key in parameters else key.rpartition(".")[0]
-        return self.sharding.to_dtensor(parameters[owner], shard)
+        parameters = {name: parameter for layout in self.layouts for name, parameter in layout.trainable.items()}
+        tensors = {}
+        for name, shard in shards.items():
+            key = name.rpartition(":")[2]
+            owner = key if key in parameters else key.rpartition(".")[0]
+            is_count = key.endswith(".step") and key not in parameters
+            tensors[name] = shard.detach() if is_count else self.sharding.to_dtensor(parameters[owner], shard.detach())
+        return tensors
 
     def _snapshot_tensors(self) -> dict[str, Tensor]:
         return {f"{s}:{key}": tensor for s, values in self.snapshots.changing.items() for key, tensor in values.items()}
 
-    def _counters(self) -> state.Counters:
-        names = tuple(sorted(self.snapshots.changing))
-        return state.Counters(
-            self.updates, self.skipped_in_a_row, adapter=state.trained_weights(self.lora), snapshots=names
-        )
-
     # Offloading
 
     def offload(self, names: Sequence[Offloadable]) -> None:
-        self._move(names, torch.device("cpu"))
+        self._move(names, CPU)
         current().free_unused()
 
     def onload(self, names: Sequence[Offloadable]) -> None:
-        self._move(names, self.home)
+        self._move(names, self.device)
 
     def _move(self, names: Sequence[Offloadable], device: torch.device) -> None:
         for name in names:
             if name == "policy":
-                self.module.to(device)
+                move_module(self.module, device)
                 if self.value_head is not None:
-                    self.value_head.to(device)
+                    move_module(self.value_head, device)
                 for layout in self.layouts:
                     layout.moved()
                 self.snapshots.to(device)

@@ -6,12 +6,14 @@ bit in a file or in the list is therefore detected and described in a sentence.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -22,6 +24,8 @@ MANIFEST = "MANIFEST.json"
 SCHEMA_VERSION = 1
 DROPPINGS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs")
 """Prefixes of the names of files that operating systems create in folders. No loader reads them."""
+UNLINKABLE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Errors of file systems that have no hard links, or no further one for a file."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,33 @@ def seal(folder: Path, step: int) -> Manifest:
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path} is a link or a special file, and a checkpoint may contain only plain files")
         fsync(path)
-        entries.append(_describe(folder, path))
+        entries.append(FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path)))
     manifest = Manifest(step, tuple(entries), _versions())
-    text = _with_digest(manifest)
     with open(folder / MANIFEST, "wb") as file:
-        file.write(text)
+        file.write(_with_digest(manifest))
     fsync(folder / MANIFEST)
+    _fsync_folders(folder)
+    return manifest
+
+
+def link_sealed(source: Path, folder: Path) -> None:
+    """Fill `folder` with the files of a sealed folder as hard links, or as copies if the file system has no links."""
+    for path in (*files_of(source), source / MANIFEST):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, target)
+        except OSError as error:
+            if error.errno not in UNLINKABLE:
+                raise
+            shutil.copyfile(path, target)
+            fsync(target)
+    _fsync_folders(folder)
+
+
+def _fsync_folders(folder: Path) -> None:
     for directory in sorted({path.parent for path in files_of(folder)} | {folder}):
         fsync(directory)
-    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -146,10 +168,6 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _describe(folder: Path, path: Path) -> FileEntry:
-    return FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path))
-
-
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -161,12 +179,7 @@ def _versions() -> dict[str, str]:
 
 
 def _with_digest(manifest: Manifest) -> bytes:
-    data: dict[str, object] = {
-        "schema_version": manifest.schema_version,
-        "step": manifest.step,
-        "versions": manifest.versions,
-        "files": [{"name": entry.name, "size": entry.size, "sha256": entry.sha256} for entry in manifest.files],
-    }
+    data = asdict(manifest)
     return _canonical({**data, "sha256": _digest(data)})
 
 

@@ -14,11 +14,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unirl.config.errors import ConfigError, IncompatibleError, NotFoundError
-from unirl.models.loading.lora import LoraSpec, adapter_names, choose_targets, initial_adapter_weight, inject_lora
+from unirl.models.base import Bundle
+from unirl.models.loading.adapter_sources import starting_weights
+from unirl.models.loading.compiled import compile_blocks
+from unirl.models.loading.completeness import QUANTIZED
+from unirl.models.loading.dtypes import kept_parameters
+from unirl.models.loading.lora import (
+    AdapterStart,
+    adapter_names,
+    choose_targets,
+    initial_adapter_weight,
+    inject_lora,
+)
 from unirl.models.loading.saved_weights import SavedWeights
 from unirl.train.backend.sharding import Sharding
 from unirl.train.configs import FSDPConfig, LoraConfig
-from unirl.types.facts import ModelFacts
+from unirl.types.facts import LoraSpec, ModelFacts
 from unirl.types.protocols import TORCH_DTYPES
 
 
@@ -36,16 +47,13 @@ def refuse_dropout(module: nn.Module) -> None:
             )
 
 
-def add_adapters(module: nn.Module, lora: LoraConfig | None, facts: ModelFacts, seed: int) -> LoraSpec | None:
-    """Inject the adapters that `lora` describes, and return their rank, alpha and targets.
-
-    Returns None if `lora` is None, in which case all weights are trained.
-    """
-    if lora is None:
-        return None
-    spec = LoraSpec(lora.rank, lora.alpha, choose_targets(module, lora.target_modules, facts.lora_targets))
-    inject_lora(module, spec, seed)
-    return spec
+def add_adapters(bundle: Bundle, lora: LoraConfig, seed: int) -> tuple[LoraSpec, AdapterStart | None]:
+    """Inject the adapters that `lora` describes. Returns their settings, and the values of the file they start from."""
+    module = bundle.trainable()
+    spec = LoraSpec(lora.rank, lora.alpha, choose_targets(module, lora.target_modules, bundle.facts.lora_targets))
+    start = None if lora.path is None else starting_weights(bundle.read_adapter(lora.path), spec, lora.path)
+    inject_lora(module, spec, seed, start)
+    return spec, start
 
 
 def usual_dtype(module: nn.Module) -> torch.dtype:
@@ -57,12 +65,28 @@ def usual_dtype(module: nn.Module) -> torch.dtype:
 
 
 def set_dtypes(module: nn.Module, config: FSDPConfig) -> None:
-    """Convert trainable weights to float32 and frozen ones to `config.param_dtype`."""
-    for parameter in module.parameters():
+    """Convert trainable weights to float32, and frozen ones to `config.param_dtype` unless their class keeps them."""
+    dtype = None if config.param_dtype is None else TORCH_DTYPES[config.param_dtype]
+    kept = set() if dtype is None else kept_parameters(module, dtype)
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-        elif config.param_dtype is not None:
-            parameter.data = parameter.data.to(TORCH_DTYPES[config.param_dtype])
+        elif dtype is not None and name not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def gather_dtype(
+    module: nn.Module, config: FSDPConfig, compute_dtype: torch.dtype, frozen_base: bool
+) -> tuple[torch.dtype | None, set[str]]:
+    """The dtype in which sharded parameters are gathered, and the names of those that keep their own.
+
+    None means that all are gathered as they are stored. A frozen base is stored in the dtypes in which it computes, so
+    its adapters alone would be converted. They stay float32 if the base has several dtypes, because FSDP2 gathers
+    a block in one.
+    """
+    kept = kept_parameters(module, compute_dtype)
+    narrow = config.mixed_precision and compute_dtype != torch.float32 and not (frozen_base and kept)
+    return (compute_dtype if narrow else None), kept
 
 
 def check_component(name: str | None, facts: ModelFacts) -> None:
@@ -74,15 +98,13 @@ def check_component(name: str | None, facts: ModelFacts) -> None:
         )
 
 
-def blocks_of(module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """The modules inside `module` whose class name is in `class_names`, in the order of `module`."""
-    return [child for child in module.modules() if type(child).__name__ in class_names]
+def blocks_of(module: nn.Module, class_names: Sequence[str], *, required: bool = False) -> list[nn.Module]:
+    """The modules inside `module` whose class name is in `class_names`, in the order of `module`.
 
-
-def require_blocks(module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """The modules that `blocks_of` returns. Raises ConfigError (2001) if there is none."""
-    blocks = blocks_of(module, class_names)
-    if not blocks:
+    Raises ConfigError (2001) if they are `required` and there is none.
+    """
+    blocks = [child for child in module.modules() if type(child).__name__ in class_names]
+    if required and not blocks:
         raise ConfigError(
             f"{type(module).__name__} has no block of {', '.join(class_names)} to shard, checkpoint or compile. "
             "Leave backend.block_class_names out to use the block classes of the model"
@@ -92,10 +114,10 @@ def require_blocks(module: nn.Module, class_names: Sequence[str]) -> list[nn.Mod
 
 def wrap_blocks(blocks: Sequence[nn.Module], config: FSDPConfig) -> None:
     """Compile and checkpoint the forward of each block, if `config` says so."""
-    for block in blocks:
-        if config.use_torch_compile:
-            block.forward = torch.compile(block.forward)
-        if config.activation_checkpointing:
+    if config.use_torch_compile:
+        compile_blocks(blocks)
+    if config.activation_checkpointing:
+        for block in blocks:
             # Checkpoint the compiled forward. In the reverse order, the compiler would not trace into the checkpoint.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -103,19 +125,24 @@ def wrap_blocks(blocks: Sequence[nn.Module], config: FSDPConfig) -> None:
 # Modules that were built without storage
 
 
-def is_deferred(module: nn.Module) -> bool:
-    """True while the parameters have no storage."""
-    return next(module.parameters()).is_meta
-
-
 def load_deferred(
-    module: nn.Module, sharding: Sharding, saved: SavedWeights, device: torch.device, lora: LoraSpec | None, seed: int
+    module: nn.Module,
+    sharding: Sharding,
+    saved: SavedWeights,
+    device: torch.device,
+    lora: LoraSpec | None,
+    seed: int,
+    start: AdapterStart | None = None,
 ) -> None:
-    """Give storage and values to a module that was built without them. This rank reads only the rows of its shards."""
+    """Give storage and values to a module that was built without them. This rank reads only the rows of its shards.
+
+    Args:
+        start: the values with which adapters start, see `initial_adapter_weight`.
+    """
     persistent = set(module.state_dict()) - {name for name, _ in module.named_parameters()}
     give_storage(module, device)
     sharding.adopt(module)
-    fill(module, sharding, saved, persistent, 0 if lora is None else lora.rank, seed)
+    fill(module, sharding, saved, persistent, 0 if lora is None else lora.rank, seed, start)
 
 
 def give_storage(module: nn.Module, device: torch.device) -> None:
@@ -140,9 +167,15 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def fill(
-    module: nn.Module, sharding: Sharding, saved: SavedWeights, persistent: set[str], rank: int, seed: int
+    module: nn.Module,
+    sharding: Sharding,
+    saved: SavedWeights,
+    persistent: set[str],
+    rank: int,
+    seed: int,
+    start: AdapterStart | None,
 ) -> None:
-    """Fill this rank's rows of every parameter: the base from the checkpoint, the adapters from the seed.
+    """Fill this rank's rows of every parameter: the base from the checkpoint, the adapters from the seed and `start`.
 
     Args:
         persistent: names of the buffers that the checkpoint holds.
@@ -155,9 +188,12 @@ def fill(
     for name, parameter in sharding.parameters.items():
         rows, shard = sharding.rows(parameter), sharding.shard(parameter)
         if name in adapters:
-            shard.copy_(initial_adapter_weight(name, tuple(parameter.shape), rank, seed)[rows])
+            shard.copy_(initial_adapter_weight(name, tuple(parameter.shape), rank, seed, start)[rows])
         else:
-            shard.copy_(saved.read(base_name(name), rows))
+            values = saved.read(base_name(name), rows)
+            if not values.is_floating_point():
+                raise NotFoundError(f"{base_name(name)} of {type(module).__name__} is {values.dtype}. {QUANTIZED}")
+            shard.copy_(values)
     for name, buffer in module.named_buffers():
         if name in persistent:
             buffer.copy_(saved.read(base_name(name)))

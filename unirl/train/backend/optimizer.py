@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unirl.train.backend.base import OptimizerConfig
-from unirl.train.backend.state import Tensors, check_match
+from unirl.train.backend.state import Tensors
+from unirl.types.device import CPU, wait_for
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The keys of AdamW's state of one parameter."""
@@ -45,7 +46,7 @@ class ReproducibleAdamW(torch.optim.AdamW):
                     _update(parameter, self.state[parameter], group)
 
 
-def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _update(parameter: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
     assert parameter.grad is not None
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -62,11 +63,18 @@ def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
 
 
 def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the moments to `device`. The step counter stays on the CPU, where AdamW keeps it."""
+    """Move the moments to `device`. The step counter stays on the CPU, where AdamW keeps it.
+
+    The host waits once for copies to the CPU, which lie in pinned memory.
+    """
+    origins = set()
     for state in optimizer.state.values():
         for key, value in state.items():
             if key != "step":
-                state[key] = value.to(device, non_blocking=False)
+                origins.add(value.device)
+                state[key] = value.to(device, non_blocking=True)
+    if device == CPU:
+        wait_for(origins)
 
 
 # The optimizer state as tensors, for checkpoints
@@ -82,15 +90,13 @@ def optimizer_tensors(optimizer: Optimizer, shards: Mapping[str, nn.Parameter]) 
     }
 
 
-def check_optimizer(tensors: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises CheckpointError (7002) unless `tensors` is the complete AdamW state of some of the parameters."""
-    count = torch.zeros((), dtype=torch.float32)
-    expected: dict[str, Tensor] = {
-        f"{name}.{key}": count if key == "step" else parameters[name]
-        for name in owners(tensors, parameters)
+def empty_moments(tensor_names: Iterable[str], shards: Mapping[str, nn.Parameter]) -> Tensors:
+    """Uninitialised tensors for the complete AdamW state of every parameter that owns one of `tensor_names`."""
+    return {
+        f"{name}.{key}": torch.empty(()) if key == "step" else torch.empty_like(shards[name].detach())
+        for name in owners(tensor_names, shards)
         for key in MOMENTS
     }
-    check_match("optimizer states", tensors, expected)
 
 
 def load_optimizer(optimizer: Optimizer, tensors: Tensors, shards: Mapping[str, nn.Parameter]) -> None:

@@ -7,10 +7,9 @@ snapshots and the check for finite gradients use only shards, so their code is t
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,19 @@ from torch import Tensor, nn
 from unirl.distributed import RankInfo
 from unirl.train.configs import FSDPConfig
 
+if TYPE_CHECKING:  # these imports take seconds
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 Parameters = dict[str, nn.Parameter]
 
 
-class Sharding(ABC):
-    """The layout of one module's parameters, and the reduction of gradients from a backward pass to the shards."""
+class Sharding:
+    """The layout of one module's parameters, and the reduction of gradients from a backward pass to the shards.
+
+    On one rank every parameter is whole, and a shard is the parameter itself. `FSDP2Sharding` is for several ranks.
+    """
 
     trainable: Parameters
     """Trainable parameters of the module by name."""
@@ -32,15 +39,28 @@ class Sharding(ABC):
     def __init__(self, config: FSDPConfig) -> None:
         self.config = config
         self.accumulation = torch.float64 if config.reduce_dtype == "fp64" else torch.float32
+        self.sums: dict[str, Tensor] = {}
 
-    def wrap(  # noqa: B027
-        self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype
-    ) -> None:
-        """Shard `module` in place. Each of `pieces` (inner ones first) and then the rest is gathered as one unit."""
-
-    @abstractmethod
     def for_another_module(self) -> Sharding:
         """Return a sharding over the same ranks for a second module, which is called independently."""
+        return Sharding(self.config)
+
+    def wrap(
+        self,
+        module: nn.Module,
+        pieces: Sequence[nn.Module],
+        dtype: torch.dtype | None = None,
+        kept: Collection[str] = (),
+    ) -> None:
+        """Shard `module` in place. Each of `pieces` (inner ones first) and then the rest is gathered as one unit.
+
+        Args:
+            dtype: the dtype in which parameters are gathered. If absent, they are gathered as they are stored.
+            kept: names of the parameters that are gathered as they are stored in any case.
+        """
+        if self.accumulation == torch.float64:
+            for piece in pieces:
+                piece.register_forward_pre_hook(_group_gradients, with_kwargs=True)
 
     def adopt(self, module: nn.Module, prefix: str = "") -> None:
         """Record the module's current parameters, under names that begin with `prefix`."""
@@ -48,94 +68,32 @@ class Sharding(ABC):
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.shards = {name: self.shard(p) for name, p in self.trainable.items()}
 
-    @abstractmethod
     def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's part of a parameter."""
-
-    @abstractmethod
-    def rows(self, parameter: nn.Parameter) -> slice:
-        """The rows of the whole parameter that this rank holds."""
-
-    @abstractmethod
-    def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Any:
-        """Convert `shard` to a tensor that is laid out like `parameter`: a DTensor on several ranks. Used for files."""
-
-    @abstractmethod
-    def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
-        """Gather the whole of a parameter, or of a tensor whose shards are laid out like it. This is a collective."""
-
-    def before_backward(self, last: bool) -> None:  # noqa: B027
-        """Called before each backward pass. `last` is True for the last one of an update."""
-
-    @abstractmethod
-    def after_backward(self, last: bool) -> None:
-        """Called after each backward pass. After the last one of an update, `shards` hold the sum over all ranks."""
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the gradient over all shards of all ranks, [] float32."""
-        gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        return self.squared_norm(gradients).sqrt().float()
-
-    @abstractmethod
-    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum of squares over all shards, [] float64."""
-
-    @abstractmethod
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a scalar over the ranks, [] float64."""
-
-    @abstractmethod
-    def first_of_ranks(self, index: int) -> int:
-        """The smallest `index` over the ranks."""
-
-    def gather_each_once(self) -> None:  # noqa: B027
-        """Gather every piece once, so that a backward pass also works if a piece was in no forward. A collective."""
-
-    def reshard(self) -> None:  # noqa: B027
-        """Drop the gathered copies, so that the next forward reads the shards."""
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Keep the whole module gathered inside the block, so that forwards contain no collective."""
-        yield
-
-    def moved(self) -> None:  # noqa: B027
-        """Called after the module was moved to another device."""
-
-
-class Unsharded(Sharding):
-    """The layout on one rank: every parameter is whole."""
-
-    def __init__(self, config: FSDPConfig) -> None:
-        super().__init__(config)
-        self.sums: dict[str, Tensor] = {}
-
-    def for_another_module(self) -> Unsharded:
-        return Unsharded(self.config)
-
-    def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
-        if self.accumulation == torch.float64:
-            for piece in pieces:
-                piece.register_forward_pre_hook(_group_gradients, with_kwargs=True)
-
-    def shard(self, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
 
     def rows(self, parameter: nn.Parameter) -> slice:
+        """The rows of the whole parameter that this rank holds."""
         return slice(0, parameter.shape[0])
 
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """Convert `shard` to a tensor that is laid out like `parameter`: a DTensor on several ranks. Used for files."""
         return shard
 
     def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
+        """Gather the whole of a parameter, or of a tensor whose shards are laid out like it. This is a collective."""
         return parameter.detach() if shard is None else shard
 
-    def after_backward(self, last: bool) -> None:
-        if self.accumulation == torch.float64:
-            self._add_up(last)
+    def before_backward(self, last: bool) -> None:
+        """Called before each backward pass. `last` is True for the last one of an update."""
 
-    def _add_up(self, last: bool) -> None:
-        """Add this backward pass's gradients to float64 sums. The last one rounds the sums to the parameters' dtype."""
+    def after_backward(self, last: bool) -> None:
+        """Called after each backward pass. After the last one of an update, `shards` hold the sum over all ranks.
+
+        With float64 accumulation, passes are added up in float64, and the last one rounds the sums.
+        """
+        if self.accumulation == torch.float32:
+            return
         for name, parameter in self.trainable.items():
             if parameter.grad is not None:
                 total = self.sums.get(name)
@@ -146,64 +104,116 @@ class Unsharded(Sharding):
                 self.trainable[name].grad = total.to(self.trainable[name].dtype)
             self.sums.clear()
 
-    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return sum_of_squares(gradients, self.accumulation)
+    def gradient_norm(self) -> Tensor:
+        """The norm of the gradient over all shards of all ranks, [] float32."""
+        return self.squared_norm().sqrt().float()
+
+    def squared_norm(self) -> Tensor:
+        """The sum of squares of the gradient, [] float64. Squares of one tensor add up in the accumulation dtype."""
+        gradients = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(torch._foreach_norm(gradients, 2.0, self.accumulation)).double().square().sum()
+
+    def clip(self, norm: Tensor, max_grad_norm: float) -> None:
+        """Scale the gradients down to a total norm of `max_grad_norm`. `norm` is their current total norm."""
+        nn.utils.clip_grads_with_norm_(self.shards.values(), max_grad_norm, norm, foreach=True)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over the ranks, [] float64."""
         return value.double()
 
-    def first_of_ranks(self, index: int) -> int:
-        return index
+    def gather_each_once(self) -> None:
+        """Gather every piece once, so that a backward pass also works if a piece was in no forward. A collective."""
+
+    def reshard(self) -> None:
+        """Drop the gathered copies, so that the next forward reads the shards."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep the whole module gathered inside the block, so that forwards contain no collective."""
+        yield
+
+    def moved(self) -> None:
+        """Called after the module was moved to another device."""
 
 
-class Sharded(Sharding):
+class FSDP2Sharding(Sharding):
     """The layout on several ranks: each rank holds some rows of every parameter.
 
     `shard_size` ranks share one copy of the parameters, and the other ranks hold further copies.
     """
 
-    def __init__(self, config: FSDPConfig, rank: RankInfo, mesh: Any = None) -> None:
+    def __init__(self, config: FSDPConfig, rank: RankInfo, mesh: DeviceMesh | None = None) -> None:
         """
         Args:
-            mesh: the DeviceMesh of another layout over the same ranks. If absent, a new one is made: a collective.
+            mesh: the mesh of another layout over the same ranks. If absent, a new one is made: a collective.
         """
         super().__init__(config)
         self.rank = rank
         self.mesh = mesh_of(rank, config.shard_size) if mesh is None else mesh
         self.shard_mesh = self.mesh if self.mesh.ndim == 1 else self.mesh["shard"]
-        self.modules: list[Any] = []  # FSDPModule, whose import takes seconds
-        self.module: Any = None
+        self.pieces: list[FSDPModule] = []
+        """The units of the pieces."""
+        self.roots: list[FSDPModule] = []
+        """The units of the rest. The last one is the whole module."""
 
-    def for_another_module(self) -> Sharded:
-        return Sharded(self.config, self.rank, self.mesh)
+    def for_another_module(self) -> FSDP2Sharding:
+        return FSDP2Sharding(self.config, self.rank, self.mesh)
 
-    def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        mixed = self.config.mixed_precision and compute_dtype != torch.float32
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype if mixed else None,
-            reduce_dtype=self.accumulation,
-            cast_forward_inputs=False,  # 1000 sigma does not fit in the 8 bits of bf16
-        )
-        for piece in pieces:
-            fully_shard(piece, mesh=self.mesh, mp_policy=policy, reshard_after_forward=self._reshards)
-        # The parameters of the root are needed again as soon as the backward pass begins.
-        self.module = fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
-        self.modules = [*pieces, module]
-        for each in self.modules:
-            # Losses are already divided by the number of elements over all ranks.
-            each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)
+    def wrap(
+        self,
+        module: nn.Module,
+        pieces: Sequence[nn.Module],
+        dtype: torch.dtype | None = None,
+        kept: Collection[str] = (),
+    ) -> None:
+        wide = {id(parameter) for name, parameter in module.named_parameters() if name in kept}
+        units: dict[nn.Module, list[FSDPModule]] = {}
+        for unit in (*pieces, module):
+            # The parameters of the root are needed again as soon as the backward pass begins.
+            reshard = self.config.reshard_after_forward and unit is not module
+            group = units.setdefault(unit, [])
+            own = (p for part in _own_modules(unit, pieces) for p in part.parameters(recurse=False))
+            if dtype is not None and any(id(p) in wide for p in own):
+                # FSDP2 gathers a unit in one dtype, so the parts without kept parameters become a unit of their own.
+                group.append(self._wrap_unit(_parts_without(wide, unit, pieces), dtype, reshard))
+                group.append(self._wrap_unit([unit], None, reshard))
+            else:
+                group.append(self._wrap_unit([unit], dtype, reshard))
+        self.roots += units.pop(module)
+        self.pieces += [part for parts in units.values() for part in parts]
+        if self.config.prefetch_blocks:
+            for chain in chains_of(list(units)):
+                self._prefetch([units[block] for block in chain])
         # The outputs of most video networks are views, and no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
-    @property
-    def _reshards(self) -> bool:
-        return self.config.reshard_after_forward
+    def _wrap_unit(self, parts: list[nn.Module], dtype: torch.dtype | None, reshard: bool) -> FSDPModule:
+        """Shard the parameters of `parts` that are not sharded yet, and gather them together, in `dtype` if given."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    def shard(self, parameter: Any) -> nn.Parameter:
-        return nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=self.accumulation,
+            cast_forward_inputs=False,  # 1000 sigma does not fit in the 8 bits of bf16
+        )
+        wrapped = fully_shard(parts, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)[0]
+        # Losses are already divided by the number of elements over all ranks.
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+        return wrapped
+
+    def _prefetch(self, chain: Sequence[Sequence[FSDPModule]]) -> None:
+        """Gather the next blocks of a chain ahead of each of its blocks, whose last unit is the block itself."""
+        count = self.config.prefetch_blocks
+        for i, block in enumerate(chain):
+            later, earlier = chain[i + 1 : i + 1 + count], chain[max(i - count, 0) : i]
+            block[-1].set_modules_to_forward_prefetch([unit for units in later for unit in units])
+            block[-1].set_modules_to_backward_prefetch([unit for units in reversed(earlier) for unit in units])
+
+    def shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
 
     def rows(self, parameter: nn.Parameter) -> slice:
         """The rows of this rank. FSDP2 cuts like `torch.chunk`: equal pieces, the last ones shorter or empty."""
@@ -212,37 +222,31 @@ class Sharded(Sharding):
         start = min(self.shard_mesh.get_local_rank() * piece, count)
         return slice(start, min(start + piece, count))
 
-    def to_dtensor(self, parameter: Any, shard: Tensor) -> Any:
+    def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> DTensor:
         from torch.distributed.tensor import DTensor
 
+        like = cast(DTensor, parameter)
         return DTensor.from_local(
-            shard,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
+            shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def whole(self, parameter: Any, shard: Tensor | None = None) -> Tensor:
-        tensor = parameter.detach() if shard is None else self.to_dtensor(parameter, shard)
-        whole: Tensor = tensor.full_tensor()
-        return whole
+    def whole(self, parameter: nn.Parameter, shard: Tensor | None = None) -> Tensor:
+        tensor = cast("DTensor", parameter.detach()) if shard is None else self.to_dtensor(parameter, shard)
+        return tensor.full_tensor()
 
     def before_backward(self, last: bool) -> None:
-        self.module.set_requires_gradient_sync(last or not self.config.defer_grad_sync)
-        if not self._reshards:
-            self.module.set_reshard_after_backward(last)
+        self.roots[-1].set_requires_gradient_sync(last or not self.config.defer_grad_sync)
+        if not self.config.reshard_after_forward:
+            self.roots[-1].set_reshard_after_backward(last)
 
     def after_backward(self, last: bool) -> None:
         if last:
             for name, parameter in self.trainable.items():
-                grad: Any = parameter.grad
-                self.shards[name].grad = None if grad is None else grad.to_local()
+                self.shards[name].grad = None if parameter.grad is None else _local(parameter.grad)
                 parameter.grad = None
 
-    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        total = sum_of_squares(gradients, self.accumulation).to(self.rank.device)
+    def squared_norm(self) -> Tensor:
+        total = super().squared_norm().to(self.rank.device)
         torch.distributed.all_reduce(total, group=self.shard_mesh.get_group())
         return total
 
@@ -251,44 +255,79 @@ class Sharded(Sharding):
         torch.distributed.all_reduce(total, group=self.rank.group)
         return total
 
-    def first_of_ranks(self, index: int) -> int:
-        first = torch.tensor(index, device=self.rank.device)
-        torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN, group=self.rank.group)
-        return int(first)
-
     def gather_each_once(self) -> None:
         # FSDP2 creates a piece's unsharded parameters when it first gathers it, and reads them after every backward.
-        for module in self.modules:
+        for module in (*self.pieces, *self.roots):
             module.unshard()
             module.reshard()
 
     def reshard(self) -> None:
-        for module in self.modules:
+        for module in (*self.pieces, *self.roots):
             module.reshard()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         self._set_resharding(pieces=False)
-        for module in self.modules:
+        for module in (*self.pieces, *self.roots):
             module.unshard()
         try:
             yield
         finally:
             self.reshard()
-            self._set_resharding(pieces=self._reshards)
+            self._set_resharding(pieces=self.config.reshard_after_forward)
 
     def _set_resharding(self, pieces: bool) -> None:
-        for piece in self.modules[:-1]:
+        for piece in self.pieces:
             piece.set_reshard_after_forward(pieces, recurse=False)
 
     def moved(self) -> None:
         """Point the shards to the storage of their parameters, which were moved in place."""
         for name, shard in self.shards.items():
-            parameter: Any = self.trainable[name]
-            shard.data = parameter.detach().to_local()
+            shard.data = _local(self.trainable[name].detach())
 
 
-def _group_gradients(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+def _own_modules(unit: nn.Module, others: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """`unit` and the modules inside it that are not inside one of `others`."""
+    yield unit
+    for child in unit.children():
+        if child not in others:
+            yield from _own_modules(child, others)
+
+
+def chains_of(pieces: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks among `pieces`, in their order. Blocks of one expert, which is a piece around them, are a chain."""
+    inside = {part: piece for piece in pieces for part in piece.modules() if part is not piece}
+    experts = {inside[piece] for piece in pieces if piece in inside}
+    chains: dict[nn.Module | None, list[nn.Module]] = {}
+    for piece in pieces:
+        if piece not in experts:
+            chains.setdefault(inside.get(piece), []).append(piece)
+    return list(chains.values())
+
+
+def _parts_without(kept: set[int], unit: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
+    """The largest modules inside `unit` that have parameters, none with an id in `kept`, and contain no `others`."""
+    parts: list[nn.Module] = []
+    for child in unit.children():
+        ids = {id(parameter) for parameter in child.parameters()}
+        if child in others or not ids:
+            continue
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)  # FSDP2 cannot wrap modules without a forward
+        if is_container or ids & kept or any(part in others for part in child.modules()):
+            parts += _parts_without(kept, child, others)
+        else:
+            parts.append(child)
+    return parts
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without a copy."""
+    return cast("DTensor", tensor).to_local()
+
+
+def _group_gradients(
+    block: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Give a block's inputs their own autograd nodes, so that their gradients sum in the same order as under FSDP2.
 
     The gradients of an input's uses inside the block are added up before those of other blocks. FSDP2 inserts such
@@ -297,17 +336,12 @@ def _group_gradients(block: nn.Module, inputs: tuple[Any, ...], named: dict[str,
     return tuple(_node(value) for value in inputs), {name: _node(value) for name, value in named.items()}
 
 
-def _node(value: Any) -> Any:
+def _node(value: object) -> object:
     return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
-def sharding_of(config: FSDPConfig, rank: RankInfo) -> Sharding:
-    """The sharding for the number of ranks: `Unsharded` on one rank, `Sharded` on several."""
-    return Unsharded(config) if rank.dp_size == 1 else Sharded(config, rank)
-
-
-def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
-    """The DeviceMesh of the role's ranks, with shape (ranks) or (copies, ranks that share a copy)."""
+def mesh_of(rank: RankInfo, shard_size: int | None) -> DeviceMesh:
+    """The mesh of the role's ranks, with shape (ranks) or (copies, ranks that share a copy)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     size = rank.dp_size if shard_size is None else shard_size
@@ -316,15 +350,3 @@ def mesh_of(rank: RankInfo, shard_size: int | None) -> Any:
     if size == rank.dp_size:
         return DeviceMesh(rank.device.type, ranks, mesh_dim_names=("shard",))
     return DeviceMesh(rank.device.type, ranks.view(-1, size), mesh_dim_names=("replicate", "shard"))
-
-
-def sum_of_squares(gradients: Sequence[Tensor], within: torch.dtype) -> Tensor:
-    """The sum of squares over all elements, [] float64. Inside one tensor, squares are added up in dtype `within`."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(list(gradients), 2.0, within)).double().square().sum()
-
-
-def clip(shards: Mapping[str, nn.Parameter], norm: Tensor, max_grad_norm: float) -> None:
-    """Scale the shards' gradients down to a total norm of `max_grad_norm`. `norm` is their current total norm."""
-    nn.utils.clip_grads_with_norm_(shards.values(), max_grad_norm, norm, foreach=True)

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from unirl.config.errors import ConfigError, IncompatibleError, InvalidValueError, NotFoundError
+from unirl.models.base import Bundle
 from unirl.models.loading.lora import adapter_names
-from unirl.models.loading.saved_weights import SavedWeights
 from unirl.train.backend.module_setup import base_name, check_saved
 from unirl.train.backend.sharding import Sharding
 from unirl.train.configs import SnapshotConfig
+from unirl.types.device import CPU, to_device, to_host
 
 LIVE = "live"
 
 
 class Snapshots:
-    """Copies of a set of parameters, by name, on the parameters' device."""
+    """Copies of the trained parameters, by name, on the parameters' device. With sharding, this rank's shards."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """
-        Args:
-            parameters: the trained parameters by name. With sharding, this rank's shards.
-        """
-        self.parameters = parameters
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.parameters = sharding.shards
         self.stored: dict[str, dict[str, Tensor]] = {}
         """Snapshot name -> values of `parameters`."""
-        self.loaded: dict[str, LoadedSnapshot] = {}
-        """The snapshots that came from other checkpoints. They never change, so a run's checkpoints omit them."""
+        self.frozen: dict[str, dict[str, Tensor]] = {}
+        """Name of a snapshot from another checkpoint -> its values of the parameters that are not trained.
+
+        These snapshots never change, so a run's checkpoints omit them.
+        """
         self.active = LIVE
         """Name of the weights that the parameters currently hold."""
 
@@ -41,15 +42,35 @@ class Snapshots:
             raise ConfigError(f"{LIVE!r} is the name of the trained weights. Give the snapshot another name")
         self.stored[name] = {key: p.detach().clone() for key, p in self.parameters.items()}
 
-    def add(self, name: str, values: dict[str, Tensor], loaded: LoadedSnapshot) -> None:
-        """Keep `values`, which come from another checkpoint, as the snapshot `name`."""
-        self.stored[name] = values
-        self.loaded[name] = loaded
+    @torch.no_grad()
+    def load(self, name: str, source: SnapshotConfig, bundle: Bundle, module: nn.Module) -> None:
+        """Load the checkpoint of `source` as the snapshot `name`. Each rank reads only the rows of its shards.
+
+        Raises:
+            ConfigError: 2004 if the backend itself makes a snapshot of that name.
+            DataError: 4001 if there is no such checkpoint, or if it is of another architecture.
+        """
+        if name == LIVE or name in self.stored:
+            raise InvalidValueError(
+                f"backend.snapshots.{name}: the backend makes this snapshot from the trained weights. Use another name"
+            )
+        sharding, adapters = self.sharding, set(adapter_names(module))
+        base = {key: parameter for key, parameter in sharding.parameters.items() if key not in adapters}
+        try:
+            saved = bundle.saved_at(source.path, source.revision)
+            check_saved(type(module).__name__, saved.shapes(), base)
+        except NotFoundError as error:
+            raise NotFoundError(f"backend.snapshots.{name}: {error}") from error
+        values = {key: torch.zeros_like(sharding.shard(parameter)) for key, parameter in sharding.parameters.items()}
+        for key, parameter in base.items():  # adapters stay zero, so that they add nothing to the base weights
+            values[key].copy_(saved.read(base_name(key), sharding.rows(parameter)))
+        self.stored[name] = {key: values.pop(key) for key in self.parameters}
+        self.frozen[name] = values
 
     @property
     def changing(self) -> dict[str, dict[str, Tensor]]:
         """The snapshots that follow training. The checkpoints of a run contain them."""
-        return {name: values for name, values in self.stored.items() if name not in self.loaded}
+        return {name: values for name, values in self.stored.items() if name not in self.frozen}
 
     @torch.no_grad()
     def average(self, name: str, decay: float) -> None:
@@ -79,7 +100,7 @@ class Snapshots:
         Raises ConfigError (2020) if the snapshot does not exist, or if it differs from the policy in frozen weights.
         """
         self.require(name)
-        if name in self.loaded and self.loaded[name].frozen:
+        if self.frozen.get(name):
             raise IncompatibleError(
                 f"the snapshot {name!r} was loaded from another checkpoint and differs from the policy in weights that "
                 "are not trained, so adapters cannot represent it. Evaluate or export that checkpoint directly"
@@ -108,11 +129,12 @@ class Snapshots:
         self.require(name)
         live = [p.detach().clone() for p in self.parameters.values()]
         self.active = name
+        self._fill(list(self.stored[name].values()))
+        self._exchange_frozen(name)
         try:
-            self._fill(list(self.stored[name].values()))
-            with self._frozen_exchanged(name):
-                yield
+            yield
         finally:
+            self._exchange_frozen(name)
             self._fill(live)
             self.active = LIVE
 
@@ -120,78 +142,22 @@ class Snapshots:
     def _fill(self, values: list[Tensor]) -> None:
         torch._foreach_copy_(list(self.parameters.values()), values)
 
-    @contextmanager
-    def _frozen_exchanged(self, name: str) -> Iterator[None]:
-        loaded = [self.loaded[name]] if name in self.loaded else []
-        for snapshot in loaded:
-            snapshot.exchange_frozen()
-        try:
-            yield
-        finally:
-            for snapshot in loaded:
-                snapshot.exchange_frozen()
-
-    def to(self, device: torch.device) -> None:
-        """Move all snapshots to `device`."""
-        for name, tensors in self.stored.items():
-            self.stored[name] = {key: tensor.to(device) for key, tensor in tensors.items()}
-        for snapshot in self.loaded.values():
-            snapshot.frozen = {key: tensor.to(device) for key, tensor in snapshot.frozen.items()}
-
-
-class LoadedSnapshot:
-    """The frozen weights of a snapshot from another checkpoint. With adapters, they differ from the policy's."""
-
-    def __init__(self, sharding: Sharding, frozen: dict[str, Tensor]) -> None:
-        self.sharding = sharding
-        self.frozen = frozen
-        """Values of the parameters that are not trained, by name. With sharding, this rank's shards."""
-
     @torch.no_grad()
-    def exchange_frozen(self) -> None:
-        """Exchange the values of the frozen parameters with those of the snapshot, one tensor at a time.
-
-        Only one tensor is copied at a time, which saves memory.
-        """
-        for name, stored in self.frozen.items():
-            shard = self.sharding.shard(self.sharding.parameters[name])
+    def _exchange_frozen(self, name: str) -> None:
+        """Exchange the policy's frozen weights with those of a loaded snapshot, one tensor at a time to save memory."""
+        for key, stored in self.frozen.get(name, {}).items():
+            shard = self.sharding.shard(self.sharding.parameters[key])
             policy_values = shard.detach().clone()
             shard.copy_(stored)
             stored.copy_(policy_values)
 
-
-OpenCheckpoint = Callable[[str, str | None], SavedWeights]
-"""Opens the weights of the checkpoint at (path, revision), as `bundle.saved_at` does."""
-
-
-@torch.no_grad()
-def load_snapshot(
-    snapshots: Snapshots,
-    name: str,
-    source: SnapshotConfig,
-    open_checkpoint: OpenCheckpoint,
-    module: nn.Module,
-    sharding: Sharding,
-) -> None:
-    """Load the checkpoint of `source` as the snapshot `name`. Each rank reads only the rows of its shards.
-
-    Raises:
-        ConfigError: 2004 if the backend itself makes a snapshot of that name.
-        DataError: 4001 if there is no such checkpoint, or if it is of another architecture.
-    """
-    if name == LIVE or name in snapshots.stored:
-        raise InvalidValueError(
-            f"backend.snapshots.{name}: the backend makes this snapshot from the trained weights. Use another name"
-        )
-    adapters = set(adapter_names(module))
-    base = {key: parameter for key, parameter in sharding.parameters.items() if key not in adapters}
-    try:
-        saved = open_checkpoint(source.path, source.revision)
-        check_saved(type(module).__name__, saved.shapes(), base)
-    except NotFoundError as error:
-        raise NotFoundError(f"backend.snapshots.{name}: {error}") from error
-    values = {key: torch.zeros_like(sharding.shard(parameter)) for key, parameter in sharding.parameters.items()}
-    for key, parameter in base.items():  # adapters stay zero, so that they add nothing to the base weights
-        values[key].copy_(saved.read(base_name(key), sharding.rows(parameter)))
-    frozen = {key: values[key] for key in values if key not in snapshots.parameters}
-    snapshots.add(name, {key: values[key] for key in snapshots.parameters}, LoadedSnapshot(sharding, frozen))
+    def to(self, device: torch.device) -> None:
+        """Move all snapshots to `device`."""
+        for snapshots in (self.stored, self.frozen):
+            for name, tensors in snapshots.items():
+                moved = (
+                    to_host(list(tensors.values()))
+                    if device == CPU
+                    else [to_device(tensor, device) for tensor in tensors.values()]
+                )
+                snapshots[name] = dict(zip(tensors, moved, strict=True))

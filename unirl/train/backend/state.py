@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.config.errors import CheckpointError, ResumeError
@@ -54,15 +53,11 @@ def trained_weights(lora: LoraConfig | None) -> str:
 
 def check_trained_weights(counters: Counters, lora: LoraConfig | None) -> None:
     """Raises CheckpointError (7002) unless the checkpoint's trained weights are of the kind that this recipe trains."""
-    _check_equal("trained weights", counters.adapter, trained_weights(lora))
+    check_equal("trained weights", counters.adapter, trained_weights(lora))
 
 
-def check_snapshots(counters: Counters, names: Sequence[str]) -> None:
-    """Raises CheckpointError (7002) unless the checkpoint holds exactly the snapshots `names`."""
-    _check_equal("weight snapshots", list(counters.snapshots), list(names))
-
-
-def _check_equal(subject: str, saved: object, expected: object) -> None:
+def check_equal(subject: str, saved: object, expected: object) -> None:
+    """Raises CheckpointError (7002) unless a property of the checkpoint is the one that this recipe has."""
     if saved != expected:
         raise ResumeError(
             f"the checkpoint's {subject} are {saved!r}, this recipe's are {expected!r}. Resume with the recipe that "
@@ -116,17 +111,6 @@ def _write_rows(directory: Path, tensors: Mapping[str, Tensors], rank: RankInfo)
 # Reading
 
 
-class SavedTensors(ABC):
-    """The tensors of a checkpoint. Shapes and dtypes are known at once; `read` reads the values."""
-
-    headers: Mapping[str, Tensors]
-    """File stem -> tensor name -> a tensor of the saved shape and dtype."""
-
-    @abstractmethod
-    def read(self, targets: Tensors) -> None:
-        """Fill `targets` by name. On several ranks this is a collective: each rank reads its rows."""
-
-
 def read_counters(directory: Path) -> Counters:
     """Read the counters. Raises CheckpointError (7001) if they are missing or damaged."""
     path = directory / "backend.json"
@@ -150,25 +134,14 @@ def open_tensors(directory: Path, files: Sequence[str], rank: RankInfo) -> Saved
                 pass
         except (OSError, SafetensorError) as error:
             raise _damaged(directory / name, error) from error
-    if rank.dp_size == 1 and set(files) <= {f"{stem}.safetensors" for stem in STEMS}:
-        return _WholeFiles(directory, files)
-    return _RowFiles(directory, rank)
+    return SavedTensors(directory, rank)
 
 
-class _WholeFiles(SavedTensors):
-    """Files that a single rank wrote and a single rank reads."""
+class SavedTensors:
+    """Files of any number of ranks, read by any number of ranks. torch.distributed.checkpoint assigns the rows.
 
-    def __init__(self, directory: Path, files: Sequence[str]) -> None:
-        self.headers = {name.removesuffix(".safetensors"): load_file(directory / name) for name in files}
-
-    def read(self, targets: Tensors) -> None:
-        tensors = {name: tensor for entries in self.headers.values() for name, tensor in entries.items()}
-        for name, target in targets.items():
-            target.copy_(tensors[name])
-
-
-class _RowFiles(SavedTensors):
-    """Files of any number of ranks, read by any number of ranks. torch.distributed.checkpoint assigns the rows."""
+    `headers` (stem -> name -> tensor) holds shapes and dtypes; `read` reads the values.
+    """
 
     def __init__(self, directory: Path, rank: RankInfo) -> None:
         from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -189,6 +162,7 @@ class _RowFiles(SavedTensors):
         self.headers = headers
 
     def read(self, targets: Tensors) -> None:
+        """Fill `targets` by name. On several ranks this is a collective: each rank reads its rows."""
         from torch.distributed.checkpoint import load
 
         alone = self.rank.dp_size == 1

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from unirl.models.loading.toy_tokenizers import clip_tokenizer
 from unirl.reward.local.shared.images import ImageScorer, ImageScorerSpec
 from unirl.reward.local.shared.pretrained import fixed_seed, load
+
+if TYPE_CHECKING:
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
 MAX_TOKENS = 77
 
@@ -23,35 +27,24 @@ class ClipSimilaritySpec(ImageScorerSpec):
     """Hub id or local directory of the tokenizer and image processor; `toy` does not read it."""
 
 
-class ClipSimilarityScorer(ImageScorer):
-    """A function of cosine(image, prompt), in float32. Prompts are truncated to 77 tokens."""
+class ClipSimilarityScorer(ImageScorer["CLIPModel"]):
+    """exp(logit_scale) * cosine(image, prompt) / divisor, in float32. Prompts are truncated to 77 tokens."""
 
     config: ClipSimilaritySpec
+    divisor: ClassVar[float]
+    """Brings the scores of good images near 1. exp(logit_scale) * cosine are the logits that CLIP was trained with."""
 
-    def __init__(self, config: ClipSimilaritySpec) -> None:
-        super().__init__(config)
-        self._processor: Any = None
-
-    @abstractmethod
-    def scaled(self, cosine: Tensor) -> Tensor:
-        """Returns the scores [B] for cosine similarities [B]."""
-
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> CLIPModel:
         from transformers import CLIPModel
 
         if self.config.path == "toy":
-            return toy_clip()
-        model: nn.Module = load(CLIPModel, self.config.path, "config.path").float()
-        return model
+            with fixed_seed():
+                return CLIPModel(toy_clip_config())
+        return load(CLIPModel, self.config.path, "config.path").float()
 
-    @property
-    def processor(self) -> Any:
+    @cached_property
+    def processor(self) -> CLIPProcessor:
         """The tokenizer and image processor, loaded on first use."""
-        if self._processor is None:
-            self._processor = self._load_processor()
-        return self._processor
-
-    def _load_processor(self) -> Any:
         from transformers import CLIPProcessor
 
         if self.config.path == "toy":
@@ -59,34 +52,23 @@ class ClipSimilarityScorer(ImageScorer):
         return load(CLIPProcessor, self.config.processor, "config.processor")
 
     @property
-    def image_processor(self) -> Any:
+    def image_processor(self) -> CLIPImageProcessorPil:
         return self.processor.image_processor
 
     def judge(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
         tokens = self.processor.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         )
-        model: Any = self.model
-        out = model(pixel_values=pixels.to(self.device), **tokens.to(self.device))
+        out = self.model(pixel_values=pixels.to(self.device), **tokens.to(self.device))
         return self.scaled((out.image_embeds * out.text_embeds).sum(dim=-1))
 
-    def logits(self, cosine: Tensor) -> Tensor:
-        """Returns exp(logit_scale) * cosine [B], the logits that CLIP was trained with."""
-        model: Any = self.model
-        logits: Tensor = model.logit_scale.exp() * cosine
-        return logits
+    def scaled(self, cosine: Tensor) -> Tensor:
+        """Returns the scores [B] for cosine similarities [B]."""
+        return self.model.logit_scale.exp() * cosine / self.divisor
 
 
-def toy_clip() -> nn.Module:
-    """Returns a CLIPModel of about 30,000 parameters with fixed random weights. The global generator is not used."""
-    from transformers import CLIPModel
-
-    with fixed_seed():
-        return CLIPModel(toy_clip_config())
-
-
-def toy_clip_config() -> Any:
-    """Returns the configuration of the toy: 2 layers, width 32, the tokens of `toy_processor`, images of 32 pixels."""
+def toy_clip_config() -> CLIPConfig:
+    """Returns the configuration of the toy, which has about 30,000 parameters, for the tokens of `toy_processor`."""
     from transformers import CLIPConfig
 
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -101,20 +83,14 @@ def toy_clip_config() -> Any:
     return CLIPConfig(text_config=small | text, vision_config=small | vision, projection_dim=32)
 
 
-def toy_processor() -> Any:
+def toy_processor() -> CLIPProcessor:
     """Returns the CLIPProcessor of the toy: a tokenizer of bytes and images of 32 pixels."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import CLIPProcessor, CLIPTokenizer
+    from transformers import CLIPProcessor
 
-    letters = sorted(ByteLevel.alphabet())
-    pieces = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=MAX_TOKENS
-    )
-    return CLIPProcessor(image_processor=clip_image_processor(32), tokenizer=tokenizer)
+    return CLIPProcessor(image_processor=clip_image_processor(32), tokenizer=clip_tokenizer())
 
 
-def clip_image_processor(side: int) -> Any:
+def clip_image_processor(side: int) -> CLIPImageProcessorPil:
     """Returns CLIP's preprocessing (openai/CLIP): a bicubic resize of the shortest edge, a centre crop, normalisation.
 
     If an odd number of pixels is cropped, torchvision's CenterCrop may differ by one pixel.

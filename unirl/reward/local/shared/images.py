@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from unirl.config.errors import RewardError
-from unirl.models.chunks import padded_chunks
-from unirl.reward.base import Device, LocalRewardBackend, single
+from unirl.models.chunks import map_chunks
+from unirl.reward.base import Device, LocalRewardBackend, ModelT, single
+from unirl.reward.client.encoding import uint8_levels
+from unirl.reward.local.shared.resize import clip_input, level_values
+from unirl.types.device import to_device
+from unirl.types.primitives import levels_of
 from unirl.types.protocols import Capabilities
 from unirl.types.reward import RewardRequest, RewardResponse
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor
 
 ROWS = 4
 """Batch sizes of forwards are multiples of this. On one CPU thread, a row then has the same bits in every batch; on
@@ -30,6 +39,9 @@ class ImageScorerSpec:
     weights."""
     batch_size: int = 8
     device: Device = "auto"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs the network's matrix products in bfloat16, which GPUs do many times faster. Scores move a little, so
+    that images with almost equal scores may change places."""
 
     toy: ClassVar[dict[str, object]] = {"path": "toy", "batch_size": 4}
 
@@ -38,12 +50,13 @@ class ImageScorerSpec:
             raise ValueError(f"{type(self).__name__}.batch_size must be >= 1, got {self.batch_size}")
 
 
-class ImageScorer(LocalRewardBackend):
-    """Scores an image and its prompt by a network in float32, also with a gradient."""
+class ImageScorer(LocalRewardBackend[ModelT]):
+    """Scores an image and its prompt by a network with float32 weights, also with a gradient."""
 
     name: ClassVar[str]
     """Name of the component."""
     reads: tuple[str, ...] = ("prompts", "images")
+    reads_levels = True
     capabilities = Capabilities(modalities=("image",), differentiable=True)
     config: ImageScorerSpec
 
@@ -53,13 +66,23 @@ class ImageScorer(LocalRewardBackend):
 
     @property
     @abstractmethod
-    def image_processor(self) -> Any:
+    def image_processor(self) -> BaseImageProcessor:
         """The image processor of transformers that was published with the network."""
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Returns the network's input [B, 3, S, S] for images [B, 3, H, W] in [0, 1]."""
-        pixels: Tensor = self.image_processor(as_pil(images), return_tensors="pt")["pixel_values"]
-        return pixels
+        """Returns the network's input [B, 3, S, S] for images [B, 3, H, W], uint8 or in [0, 1].
+
+        On a CPU, Pillow itself is the fastest. On another device, the same bits are computed there.
+        """
+        if self.device.type == "cpu":
+            pixels: Tensor = self.image_processor(as_pil(images), return_tensors="pt")["pixel_values"]
+            return pixels
+        return clip_input(levels_of(to_device(images, self.device)), self.image_processor, self.level_values)
+
+    @cached_property
+    def level_values(self) -> Tensor:
+        """The network's input for each of 256 levels of each channel, [3, 256]."""
+        return level_values(self.image_processor).to(self.device)
 
     def smooth_pixels(self, images: Tensor) -> Tensor:
         """Returns the same input as `pixels`, differentiable and without rounding to uint8 levels."""
@@ -70,32 +93,36 @@ class ImageScorer(LocalRewardBackend):
         """Returns the scores [B] of images that `pixels` has preprocessed."""
 
     def score(self, request: RewardRequest) -> RewardResponse:
-        images, prompts = request.images, request.prompts
+        images, prompts = request.images, request.prompts or [""] * len(request)
         assert images is not None
-        if prompts is None:
-            prompts = [""] * len(request)
-        scores = torch.empty(len(request))
-        for chunk in padded_chunks(len(request), self.config.batch_size, ROWS):
-            rows = list(chunk.rows)
-            with torch.no_grad():
-                chunk_scores = self.judge(self.pixels(images[rows]), [prompts[row] for row in rows]).cpu()
-            scores[rows[: chunk.num_real]] = chunk_scores[: chunk.num_real]
-        return single(self.name, scores)
+
+        @torch.no_grad()
+        def score_rows(rows: Tensor) -> Tensor:
+            pixels = self.pixels(images[rows])
+            with self.autocast():
+                return self.judge(pixels, [prompts[row] for row in rows.tolist()]).float().cpu()
+
+        return single(self.name, map_chunks(score_rows, torch.arange(len(request)), self.config.batch_size, ROWS))
 
     def objective(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Returns the differentiable score [B]. Images of any size are scaled and cropped as in `score`."""
-        return self.judge(self.smooth_pixels(images.float()), prompts)
+        pixels = self.smooth_pixels(images.float())
+        with self.autocast():
+            return self.judge(pixels, prompts).float()
+
+    def autocast(self) -> torch.autocast:
+        """The precision of the network's matrix products."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16")
 
 
-def as_pil(pixels: Tensor) -> list[Any]:
-    """Returns images [B, 3, H, W] in [0, 1] as PIL images."""
+def as_pil(images: Iterable[Tensor]) -> list[Image]:
+    """Returns images [3, H, W], uint8 or in [0, 1], as PIL images."""
     from PIL import Image
 
-    levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(image) for image in levels]
+    return [Image.fromarray(uint8_levels(image)) for image in images]
 
 
-def clip_pixels(images: Tensor, processor: Any) -> Tensor:
+def clip_pixels(images: Tensor, processor: BaseImageProcessor) -> Tensor:
     """Returns [B, 3, S, S]: the output of CLIP's image processor for images [B, 3, H, W] in [0, 1], without rounding.
 
     The shortest edge is scaled by bicubic interpolation with antialiasing, first along rows and then along columns,
@@ -112,7 +139,7 @@ def clip_pixels(images: Tensor, processor: Any) -> Tensor:
     return normalised(images[..., top : top + side, left : left + side], processor)
 
 
-def normalised(images: Tensor, processor: Any) -> Tensor:
+def normalised(images: Tensor, processor: BaseImageProcessor) -> Tensor:
     """Returns (images - mean) / std per channel, with the constants of an image processor."""
     mean, std = (
         torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std)

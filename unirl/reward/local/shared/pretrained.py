@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -15,16 +16,28 @@ from torch import Tensor, nn
 from unirl.config.errors import NotFoundError
 from unirl.models.loading.hub import HUB_ID, quiet_libraries
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class Pretrained(Protocol):
+    """A class of transformers: a model, configuration, tokenizer or processor."""
+
+    @classmethod
+    def from_pretrained(cls, path: str, /) -> Self: ...
+
+
+PretrainedT = TypeVar("PretrainedT", bound=Pretrained)
+
 DAMAGED = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
 """The errors of the libraries for files that are truncated, have another format or hold more than tensors."""
 WAY_OUT = "Give a local directory, a hub id that can be reached, or `toy`"
 
 
-def load(cls: Any, path: str, key: str) -> Any:
-    """Returns a pretrained object of transformers from a hub id or a local directory. Errors name `key` of the recipe.
+def load(cls: type[PretrainedT], path: str, key: str) -> PretrainedT:
+    """Returns a pretrained object of transformers from a hub id or a local directory.
 
-    Raises:
-        DataError: 4001 when there is no such object.
+    Raises DataError (4001), which names `key` of the recipe, when there is no such object.
     """
     try:
         with quiet_libraries():
@@ -87,14 +100,16 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
 
 
 def assemble(
-    cls: Any, config: Any, weights: Mapping[str, Tensor], key: str, dtype: torch.dtype, **arguments: Any
-) -> Any:
-    """Returns a model of transformers from its configuration and exactly these weights. No weight is random.
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    weights: Mapping[str, Tensor],
+    key: str,
+    dtype: torch.dtype,
+    **arguments: object,
+) -> PreTrainedModel:
+    """Returns a model of transformers from its configuration, further `arguments` and exactly these weights.
 
-    `arguments` are passed to the class in addition to its configuration.
-
-    Raises:
-        DataError: 4001 when a weight is missing, unexpected or of another shape.
+    Raises DataError (4001) if names or shapes do not fit.
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **arguments}
     with quiet_libraries():
@@ -105,11 +120,7 @@ def assemble(
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
-    """Loads exactly these weights into a module.
-
-    Raises:
-        DataError: 4001 when a weight is missing, unexpected or of another shape.
-    """
+    """Loads exactly these weights into a module. Raises DataError (4001) if names or shapes do not fit."""
     own = module.state_dict()
     wrong = {
         "missing": sorted(own.keys() - weights.keys()),
@@ -131,6 +142,13 @@ def _refuse_wrong(wrong: Mapping[str, list[str]], name: str, key: str) -> None:
 def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Returns the weights whose names begin with `prefix`, with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def renamed(name: str, patterns: Mapping[str, str]) -> str:
+    """Returns the name of a weight in transformers: every regular expression in the name is replaced."""
+    for pattern, new in patterns.items():
+        name = re.sub(pattern, new, name)
+    return name
 
 
 @contextmanager

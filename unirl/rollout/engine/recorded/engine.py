@@ -7,16 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from unirl.config.errors import UnreadableFileError
 from unirl.models.denoising.pipeline import DiffusionPipeline
-from unirl.rollout.engine.trainside.engine import TrainedWeights, TrainsideRolloutEngine
+from unirl.models.images import fit_image, open_image
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.primitives import Images, MediaRef, MediaRefs
-from unirl.types.protocols import Capabilities
+from unirl.types.protocols import Capabilities, WeightSource
 from unirl.types.rollout_req import RECORDED, RolloutReq
 from unirl.types.rollout_resp import RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
@@ -30,9 +29,7 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(snapshots=True, recorded=True, modalities=("image",))
 
-    def __init__(
-        self, pipeline: DiffusionPipeline[Any], backend: TrainedWeights, *, forward_batch_size: int = 8
-    ) -> None:
+    def __init__(self, pipeline: DiffusionPipeline[Any], backend: WeightSource, *, forward_batch_size: int = 8) -> None:
         """
         Args:
             forward_batch_size: rows per forward when images are sampled. It changes speed and memory, not the samples.
@@ -55,15 +52,11 @@ class RecordedRolloutEngine(TrainsideRolloutEngine):
         return self.recorder.record(req, read_images(recorded.refs, params.height, params.width))
 
 
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-"""PIL's modes for images with 8 bits per channel."""
-
-
 def read_images(refs: Sequence[MediaRef], height: int, width: int) -> Images:
     """Read one image per reference, in order. Raises DataError (4003)."""
     with ThreadPoolExecutor() as threads:  # PIL decoders release Python's lock
         pixels = list(threads.map(partial(read_image, height=height, width=width), (ref.uri for ref in refs)))
-    return Images(pixels=torch.stack(pixels))
+    return Images.of(torch.stack(pixels))
 
 
 def read_image(path: str, height: int, width: int) -> Tensor:
@@ -72,31 +65,12 @@ def read_image(path: str, height: int, width: int) -> Tensor:
     Raises:
         DataError: 4003 when the file is not an image, is truncated or transparent, or would have to be enlarged.
     """
-    image = _as_rgb(_open(path), path)
+    image = open_image(path)
     if image.height < height or image.width < width:
         raise UnreadableFileError(
             f"{path} has {image.width} x {image.height} pixels, and sampling.width x height = {width} x {height} "
             "would enlarge it. Lower sampling.height and sampling.width, or use larger images"
         )
-    fitted = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous().float().div_(255)
-
-
-def _open(path: str) -> Image.Image:
-    """Reads all pixels and rotates the image as its EXIF data says. Raises DataError (4003)."""
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's errors for damaged files
-        raise UnreadableFileError(f"{path} cannot be read as an image: {error}") from error
-
-
-def _as_rgb(image: Image.Image, path: str) -> Image.Image:
-    """The image as RGB. Raises DataError (4003) when it is transparent or has other than 8 bits per channel."""
-    if image.mode not in MODES:
-        raise UnreadableFileError(
-            f"{path} is an image of mode {image.mode}; save it with 8 bits per channel as one of {', '.join(MODES)}"
-        )
     if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
         raise UnreadableFileError(f"{path} has transparent parts, and their background is unknown; save it as opaque")
-    return image.convert("RGB")
+    return fit_image(image, height, width)

@@ -6,21 +6,25 @@ every engine with weights of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.compiler import set_stance
 
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, Numerics, ParamMapping
 from unirl.distributed.weight_sync.buckets import Bucket
-from unirl.distributed.weight_sync.endpoints import WeightReceiver, uncompiled
+from unirl.distributed.weight_sync.endpoints import WeightReceiver
 from unirl.models.base import CanaryOutput, Pipeline
-from unirl.models.loading.lora import LoraSpec, adapter_names, inconsistent_adapters, inject_lora
-from unirl.rollout.engine.base import DedicatedEngine
+from unirl.models.loading.compiled import compile_blocks
+from unirl.models.loading.dtypes import cast_module
+from unirl.models.loading.lora import AdapterCopies, adapter_names, inconsistent_adapters, inject_lora, masters
+from unirl.rollout.engine.base import DedicatedEngine, RowsPerForward, checked_rows, rows_per_forward
 from unirl.types.batch import Batch
 from unirl.types.facts import ModelFacts
+from unirl.types.fp8 import Fp8Linear
 from unirl.types.protocols import TORCH_DTYPES, Capabilities, DtypeName
 from unirl.types.rollout_req import RolloutReq
 from unirl.types.rollout_resp import RolloutResp
@@ -36,50 +40,55 @@ class ReplicaRolloutEngine(DedicatedEngine):
         self,
         pipeline: Pipeline,
         *,
-        forward_batch_size: int = 8,
+        forward_batch_size: RowsPerForward = "auto",
         dtype: DtypeName | None = None,
+        weight_dtype: Literal["fp8"] | None = None,
         use_torch_compile: bool = False,
     ) -> None:
         """
         Args:
             pipeline: over a bundle that no other object uses.
-            forward_batch_size: rows per forward. It changes speed and memory, but no bit of a sample.
+            forward_batch_size: rows per forward. It changes speed and memory, but no bit of a sample. The word "auto"
+                takes 8; for tokens on a GPU, it takes as many slots as fit 24 GiB of keys and values, at most 256.
             dtype: the dtype in which the network is stored and computes. Absent = the bundle's. Adapters are float32.
+            weight_dtype: store the linear layers of the blocks in eight bits, with a scale for each row, after every
+                transfer. The engine then is another policy than the trained one, so the loss must weigh its samples.
+                Absent = the dtype of the network.
             use_torch_compile: compile each block.
         """
-        if forward_batch_size < 1:
-            raise ValueError(f"rollout.forward_batch_size must be >= 1, got {forward_batch_size}")
         self.pipeline = pipeline
-        self.forward_batch_size = forward_batch_size
+        self.forward_batch_size = checked_rows(forward_batch_size)
         self.network: nn.Module = pipeline.bundle.trainable().eval().requires_grad_(False)
         if dtype is not None:
-            self.network.to(TORCH_DTYPES[dtype])
+            cast_module(self.network, TORCH_DTYPES[dtype])
             pipeline.stage.autocast_dtype = TORCH_DTYPES[dtype]
+        self.is_quantized = weight_dtype is not None
+        self.is_compiled = use_torch_compile
         if use_torch_compile:
-            compile_blocks(self.network, pipeline.facts)
+            compile_blocks(blocks_of(self.network, pipeline.facts))
         self.receiver: WeightReceiver | None = None
 
     def facts(self) -> ModelFacts:
-        """The facts of the model."""
         return self.pipeline.facts
 
     def sample(self, req: RolloutReq) -> RolloutResp:
-        """Run the pipeline."""
-        return self.pipeline.generate(req, self.forward_batch_size)
+        return self.pipeline.generate(req, rows_per_forward(self.forward_batch_size, self.pipeline, req))
 
     def prepare(self, layout: Layout) -> ParamMapping:
-        """Inject adapters like the trainer's, and map every tensor of the layout to its parameter."""
         self.held = None
         if layout.adapter is not None and not adapter_names(self.network):
-            spec = LoraSpec(layout.adapter.rank, layout.adapter.alpha, tuple(layout.adapter.targets))
-            inject_lora(self.network, spec, seed=0)
+            inject_lora(self.network, layout.adapter, seed=0)
+            if not self.is_compiled:
+                AdapterCopies.attach(self.network)
         self._check_adapters(layout)
+        if self.is_quantized:
+            quantize_blocks(blocks_of(self.network, self.pipeline.facts))
         self.receiver = WeightReceiver(self.network, layout)
         # requires_grad as at the trainer, also under no_grad: torch.matmul folds dimensions, and rounds, by it.
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in layout.tensors and layout.payload != "merged")
         numerics = Numerics.of(self.network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)
-        return ParamMapping(self.receiver.dtypes(), numerics)
+        return ParamMapping(self.receiver.dtypes(), numerics, self.receiver.quantized())
 
     def _check_adapters(self, layout: Layout) -> None:
         """Raises SyncError when an adapter acts that the trainer does not send, or one that it sends does not act."""
@@ -89,21 +98,18 @@ class ReplicaRolloutEngine(DedicatedEngine):
                 f"the engine's network has the adapter weight {extra[0]!r} ({len(extra)} in all), which the "
                 "trainer does not send: it would add to the trained weights"
             )
-        if layout.adapter is not None:
-            spec = LoraSpec(layout.adapter.rank, layout.adapter.alpha, tuple(layout.adapter.targets))
-            idle = inconsistent_adapters(self.network, spec)
-            if idle:
-                raise SyncError(
-                    f"the adapter of {idle[0]!r} ({len(idle)} layers) is disabled, merged or not scaled by "
-                    f"alpha / rank = {spec.scale:g}: the weights that arrive would not act"
-                )
+        spec = layout.adapter
+        idle = [] if spec is None else inconsistent_adapters(self.network, spec)
+        if spec is not None and idle:
+            raise SyncError(
+                f"the adapter of {idle[0]!r} ({len(idle)} layers) is disabled, merged or not scaled by "
+                f"alpha / rank = {spec.scale:g}: the weights that arrive would not act"
+            )
 
     def take(self, bucket: Bucket) -> None:
-        """Copy the tensors of a bucket into the network's parameters."""
         self._bound().receive(bucket)
 
     def arrival(self) -> Arrival:
-        """Fingerprints of the network's parameters."""
         return self._bound().arrival()
 
     def _bound(self) -> WeightReceiver:
@@ -112,14 +118,12 @@ class ReplicaRolloutEngine(DedicatedEngine):
         return self.receiver
 
     def canary_inputs(self) -> Batch:
-        """The pipeline's fixed input, encoded by the engine's own encoders."""
         return self.pipeline.canary_inputs()
 
     @torch.no_grad()
     def canary(self, inputs: Batch, answer: CanaryOutput) -> CanaryResult:
-        """Compare the network's own output with the trainer's."""
         device = self.pipeline.bundle.device
-        with uncompiled():
+        with set_stance("force_eager"):
             mine = self.pipeline.stage.canary(inputs.to(device)).values
         theirs = answer.values.to(device)
         gap = (mine - theirs).double()
@@ -127,18 +131,22 @@ class ReplicaRolloutEngine(DedicatedEngine):
         return CanaryResult(torch.equal(mine, theirs), float(gap.abs().max()), float(relative))
 
     def move(self, asleep: bool) -> None:
-        """Move all components of the bundle."""
-        names = tuple(self.pipeline.bundle.modules)
-        if asleep:
-            self.pipeline.offload(names)
-        else:
-            self.pipeline.onload(names)
+        bundle = self.pipeline.bundle
+        (bundle.offload if asleep else bundle.onload)(tuple(bundle.modules))
 
 
-def compile_blocks(network: nn.Module, facts: ModelFacts) -> None:
-    """Compile each block of `network` in place."""
+def blocks_of(network: nn.Module, facts: ModelFacts) -> list[nn.Module]:
+    """The blocks of `network`, which are compiled one by one and whose linear layers may be quantised."""
     blocks = [module for module in network.modules() if type(module).__name__ in facts.block_class_names]
     if not blocks:
-        raise ValueError(f"{type(network).__name__} has no block of {list(facts.block_class_names)} to compile")
+        raise ValueError(f"{type(network).__name__} has no block of {list(facts.block_class_names)}")
+    return blocks
+
+
+def quantize_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Store the weights of all linear layers of the blocks in eight bits, in place. Adapters and biases are kept."""
     for block in blocks:
-        block.forward = torch.compile(block.forward)
+        kept = {id(weight) for layer in block.modules() if hasattr(layer, "lora_A") for weight in masters(layer)}
+        for layer in block.modules():
+            if type(layer) is nn.Linear and id(layer.weight) not in kept:
+                Fp8Linear.convert(layer)

@@ -1,0 +1,131 @@
+"""Mistakes in a user's own class are answered as such: the class, the line, the contract, and never error 1001."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import run_python
+from tests.source_tree import ROOT
+from unirl.cli.main import main
+from unirl.config.failures import failure_of
+from unirl.config.targets import find_target
+
+SCORER = """\
+import sys
+
+import torch
+from unirl.reward.base import RewardScorer, single
+from unirl.types.reward import RewardResponse
+
+class Mine(RewardScorer):
+    reads = ("images",)
+
+{body}
+"""
+SOUND = "    def score(self, request):\n        return single('mine', request.images.mean(dim=(1, 2, 3)))"
+SCORES = "    def score(self, request):\n        "
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes the module `scoring` of a package in the current folder, which is not on Python's path."""
+    name = f"pack_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+
+    def write(text: str) -> str:
+        (tmp_path / name / "scoring.py").write_text(text)
+        return name
+
+    yield write
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+def lint(name: str) -> list[str]:
+    return ["reward", "lint", "-r", f"{name}.scoring.Mine", "--plugins", name]
+
+
+def test_a_plugin_is_found_in_the_current_folder(package, capsys):
+    assert main(lint(package(SCORER.format(body=SOUND)))) == 0
+    assert "not constant" in capsys.readouterr().out
+
+
+def test_the_current_folder_hides_no_installed_package(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
+    script = "import sys; sys.path.remove(''); from unirl.cli.main import main; sys.exit(main(['reward', 'ls']))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    status = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True)
+    assert status.returncode == 0, status.stderr
+
+
+def test_a_package_that_python_cannot_import_is_named_with_the_ways_out(capsys):
+    assert main(["reward", "lint", "-r", "leash.rewards.Leash", "--plugins", "leash"]) == 3
+    shown = capsys.readouterr().err
+    assert "Python cannot import 'leash'. Run from its folder, set PYTHONPATH, or install it" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("class Mine(:\n    pass\n", 2, r"scoring\.py:1: SyntaxError"),
+        ("def f():\n    return {}['x']\n\nf()\n", 2, r"scoring\.py:2: KeyError: 'x'"),
+        ("import sys\nsys.exit(3)\n", 2, r"scoring\.py:2: SystemExit: 3"),
+        (SCORER.format(body="    pass"), 2, r"has no score"),
+        (SCORER.format(body="    def __init__(self):\n        {}['x']\n" + SOUND), 2, r"scoring\.py:11: KeyError"),
+        (
+            SCORER.format(body="    def __init__(self):\n        sys.exit(3)\n" + SOUND),
+            2,
+            r"scoring\.py:11: SystemExit",
+        ),
+        (SCORER.format(body="    def __init__(self, *things): ...\n" + SOUND), 2, r"takes \*things"),
+        (SCORER.format(body=SCORES + "return None"), 6, r"returned NoneType, not a RewardResponse"),
+        (SCORER.format(body=SCORES + "return [0.5]"), 6, r"returned list, not a RewardResponse"),
+        (SCORER.format(body=SCORES + "return RewardResponse(total=[1.0], components={})"), 6, r"'total' as list"),
+        (SCORER.format(body=SCORES + "return single('my score', torch.ones(len(request)))"), 6, r"named 'my score'"),
+        (SCORER.format(body=SCORES + "return 1 / 0"), 6, r"scoring\.py:11: ZeroDivisionError"),
+        (SCORER.format(body=SCORES + "sys.exit(3)"), 6, r"scoring\.py:11: SystemExit: 3"),
+        (SCORER.format(body="    def score(self): ..."), 6, r"scoring\.py:7: TypeError"),
+    ],
+)
+def test_a_mistake_in_a_class_of_the_user_names_it(package, capsys, tmp_path, text, status, said):
+    name = package(text)
+    assert main(lint(name)) == status
+    shown = capsys.readouterr().err
+    assert re.search(said, shown), shown
+    assert f"{name}.scoring" in shown
+    assert "1001" not in shown and "Traceback" not in shown
+    assert len(shown.rstrip().splitlines()) <= 6
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_message_shows_the_failing_lines_and_the_contract(package, capsys):
+    body = SCORES + "return self.share(request)\n\n    def share(self, request):\n        return 1 / 0"
+    assert main(lint(package(SCORER.format(body=body)))) == 6
+    shown = capsys.readouterr().err
+    assert "in score: return self.share(request)" in shown
+    assert "in share: return 1 / 0" in shown
+    assert "Contract of RewardScorer:" in shown
+
+
+def test_an_attribute_that_a_class_of_the_user_lacks_is_its_own_mistake(package, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = package("class Mine:\n    def take(self, rows): ...\n")
+    mine = find_target(f"{name}.scoring.Mine", "algorithm", (name,))
+    with pytest.raises(AttributeError) as caught:
+        mine().needs  # noqa: B018
+    failure = failure_of(caught.value)
+    assert failure.status == 2
+    assert re.search(r"your class \S+Mine, \S+scoring.py:1: AttributeError: .* no attribute 'needs'", failure.message)
+
+
+def test_a_crash_in_native_code_names_the_line_that_called_it(package, tmp_path):
+    name = package(SCORER.format(body=SCORES + "import ctypes\n        ctypes.string_at(0)"))
+    status, output = run_python(["-m", "unirl.cli", *lint(name)], tmp_path)
+    assert status < 0
+    assert re.search(r'scoring\.py", line 12 in score', output)

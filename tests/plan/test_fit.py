@@ -1,0 +1,182 @@
+"""`unirl fit` finds the fastest settings that fit, and says why the next faster ones do not."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from unirl.cli.main import main
+from unirl.config.load import load
+from unirl.plan.devices import device_named
+from unirl.plan.fit import (
+    FASTER,
+    LEAST_SAVING,
+    MICRO,
+    RUNGS,
+    candidate,
+    moment_peaks,
+    next_rung,
+    overrides,
+    search,
+    shortage,
+    usable,
+    values_of,
+)
+from unirl.plan.sizes import RunSizes
+
+CASES = {
+    "a small card, images": ("diffusion/sd3_trainside", ["--device", "4090"]),
+    "eight H100, images": ("diffusion/sd3_trainside", ["--devices", "8", "--device", "h100"]),
+    "eight H100, a large base": ("diffusion/qwen_image_trainside", ["--devices", "8", "--device", "h100"]),
+    "eight H200, videos": ("diffusion/wan21_t2v", ["--devices", "8", "--device", "h200"]),
+    "eight H100, all weights of a language model": (
+        "llm/qwen3_grpo_4b_base_dapo",
+        ["--devices", "8", "--memory", "80", "--device", "h100"],
+    ),
+    "eight L40S, adapters of a language model": (
+        "vlm/qwen_vl_argrpo_geo3k_mc_4x8_lora",
+        ["--devices", "8", "--device", "l40s"],
+    ),
+}
+
+
+@cache
+def sized(recipe, *words):
+    return RunSizes.of(load(recipe, list(words)).config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_words_that_fit_prints_are_legal_and_fit(case, capsys):
+    recipe, options = CASES[case]
+    status = main(["fit", recipe, *options])
+    shown = capsys.readouterr().out
+    if status == 5:
+        assert re.search(r"devices with \d+ GiB would do", shown)
+        return
+    [line] = [line for line in shown.splitlines() if line.startswith("fastest")]
+    words = [word for word in shlex.split(line)[1:] if "=" in word]
+    assert line.split()[1:4] == ["unirl", "train", recipe]
+    device, _ = device_named(options[options.index("--device") + 1])
+    count = [f"num_devices={options[options.index('--devices') + 1]}"] if "--devices" in options else []
+    before, after = (sized(recipe, *count, *more) for more in ([], words))
+    result = candidate(after, after.settings, device)
+    assert result.peak_gib <= usable(device.memory_gib)
+    own = candidate(before, before.settings, device)
+    assert result.seconds <= own.seconds or own.peak_gib > usable(device.memory_gib)
+    assert "does not fit" in shown or "no setting is faster" in shown
+    changed = {word.partition("=")[0] for word in words} - {"num_devices"}
+    assert changed <= {rung.key for rung in RUNGS}
+    # The algorithm's own counts stay.
+    assert (after.sizes.num_samples, after.sizes.num_updates) == (before.sizes.num_samples, before.sizes.num_updates)
+
+
+def test_the_search_agrees_with_trying_every_setting():
+    run = RunSizes.of(load("diffusion/sd3_trainside", ["num_devices=2"]).config)
+    device, memory = device_named("h100")[0], 60.0
+    fit = search(run, device, memory)
+    every = [
+        candidate(run, replace(run.settings, micro_rows=micro, forward_rows=rows, recompute=recompute), device)
+        for micro, rows, recompute in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (False, True))
+    ]
+    fastest = min(each.seconds for each in every if each.peak_gib <= usable(memory))
+    assert fit.best is not None
+    assert fit.best.seconds <= fastest / 0.99
+    assert fit.best.peak_gib <= usable(memory)
+
+
+def test_if_nothing_fits_it_lists_what_saves_memory_and_how_much(capsys):
+    recipe, whole = "diffusion/qwen_image_trainside", "pipeline.vae_tiling=false"
+    assert main(["fit", recipe, whole, "--device", "4090", "--json"]) == 5
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["fits"] and facts["best"] is None
+    gains = [saving["gib"] for saving in facts["savings"]]
+    assert len(gains) > 1
+    assert gains == sorted(gains, reverse=True)
+    before = moment_peaks(sized(recipe, whole), sized(recipe, whole).settings)
+    for saving in facts["savings"]:
+        changed = sized(recipe, whole, saving["word"])
+        saved = before[saving["moment"]] - moment_peaks(changed, changed.settings)[saving["moment"]]
+        # The plan of a recipe with `auto` chooses the micro-batch for the device; the smallest is the same here.
+        assert saved == pytest.approx(saving["gib"])
+        assert saved >= LEAST_SAVING
+    assert main(["fit", recipe, "--device", "4090"]) == 5
+    shown = capsys.readouterr().out
+    assert "nothing fits" in shown
+    assert "more than fits" in shown
+    assert "would do" in shown
+
+
+def test_a_number_of_rows_between_two_powers_of_two_is_found():
+    """With 24 rows, chunks of 8 are three and chunks of 12 are two. Where 16 do not fit, 12 are the fastest."""
+    recipe, words = "diffusion/sd3_trainside", ["batch_size=3", "sampling.samples_per_prompt=8"]
+    run = RunSizes.of(load(recipe, [*words, "stack.num_updates_per_batch=1", "stack.micro_batch_size=8"]).config)
+    device = device_named("h100")[0]
+    at = {rows: candidate(run, replace(run.settings, micro_rows=rows, forward_rows=24), device) for rows in (8, 12, 24)}
+    assert {8, 12, 24} <= set(values_of(run, MICRO))
+    assert at[12].seconds < at[8].seconds
+    memory = (at[12].peak_gib + 0.01) / usable(1.0)
+    kept = [rung.key for rung in RUNGS if rung is not MICRO]
+    best = search(run, device, memory, kept).best
+    assert best is not None
+    assert best.settings.micro_rows not in (1, 2, 4, 16)
+
+
+def test_typed_settings_are_kept_and_what_would_be_faster_is_said(capsys):
+    typed = ["stack.micro_batch_size=1", "rollout.forward_batch_size=8", "sampling.height=256"]
+    assert main(["fit", "diffusion/sd3_trainside", *typed, "--device", "h100", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    words = facts["best"]["command"].split()
+    assert set(typed) <= set(words)
+    kept = {each["key"]: each["faster"] for each in facts["kept"]}
+    assert set(kept) == {"stack.micro_batch_size", "rollout.forward_batch_size"}
+    word, seconds = kept["stack.micro_batch_size"]
+    assert word.startswith("stack.micro_batch_size=")
+    assert seconds < FASTER * facts["best"]["step_seconds"]
+    assert main(["fit", "diffusion/sd3_trainside", *typed, "--device", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert "kept       stack.micro_batch_size, as typed; a step would take" in shown
+
+
+def test_options_that_cannot_be_are_refused(capsys):
+    assert main(["fit", "diffusion/sd3_trainside", "--device", "tpu"]) == 2
+    assert "there is no such device in the table" in capsys.readouterr().err
+    assert main(["fit", "diffusion/sd3_trainside", "--memory", "0"]) == 2
+    assert "--memory 0" in capsys.readouterr().err
+    assert main(["fit", "diffusion/sd3_trainside", "--memory", "nan"]) == 2
+
+
+def test_each_rung_of_the_ladder_lowers_the_peak_until_none_is_left():
+    recipe, words, device = "diffusion/sd3_trainside", ["stack.micro_batch_size=8"], device_named("h100")[0]
+    run = RunSizes.of(load(recipe, words).config)
+    climbed = []
+    while (word := next_rung(run, "train")) is not None:
+        climbed.append(word)
+        lower = RunSizes.of(load(recipe, [*words, *climbed]).config)
+        assert moment_peaks(lower, lower.settings)["train"] < moment_peaks(run, run.settings)["train"]
+        run = lower
+        assert len(climbed) < 12
+    assert climbed[0] == "stack.micro_batch_size=4"
+    assert "backend.fsdp_cfg.activation_checkpointing=true" in climbed
+    assert overrides(run, run.settings) == []
+    assert "use more devices" in shortage(run, "train")
+    assert candidate(run, run.settings, device).peak_gib > 0
+
+
+def test_the_printed_command_holds_the_typed_words_that_the_search_leaves(capsys):
+    typed = ["pipeline.keep_resident=true", "sampling.height=256"]
+    assert main(["fit", "diffusion/sd3_trainside", *typed, "--device", "4090"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fastest")]
+    keys = [word.partition("=")[0] for word in shlex.split(line) if "=" in word]
+    assert "sampling.height" in keys
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(("device", "says"), [("4090", "does not fit 4090"), ("h200", "fits h200")])
+def test_a_plan_says_whether_its_peak_fits_the_device(device, says, capsys):
+    assert main(["plan", "diffusion/sd3_trainside", "--device", device]) == 0
+    assert says in capsys.readouterr().out

@@ -1,0 +1,83 @@
+"""Every recipe runs a step on an emulated device, and the host waits for the device no more often than recorded.
+
+`python -m tests.second_device.test_recipes [RECIPE ...]` measures host_waits.json again, whole or for some recipes. A
+number in it may only fall.
+"""
+
+import contextlib
+import gc
+import json
+import math
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+from unirl.config.load import load
+from unirl.testing.emulated_streams import Devices
+from unirl.testing.second_device import second_devices
+from unirl.tracking.timing import PhaseTimers
+from unirl.trainer.assemble import build_trainer
+
+RECORD = Path(__file__).with_name("host_waits.json")
+RECIPES = sorted(
+    f"{path.parent.name}/{path.stem}"
+    for path in (ROOT / "examples").glob("*/*.yaml")
+    if not path.name.endswith(".card.yaml")
+)
+PHASES = ("sync", "generate", "reward", "train")
+
+
+def train_a_step(recipe: str, folder: Path, *overrides: str) -> tuple[dict[str, int], dict[str, float]]:
+    """Waits of the host in each phase of one step, and the metrics of that step."""
+    settings = ("scale=toy", "num_rollouts=1", "evaluation.eval_steps=0", "tracking.mirrors=[]", f"run.dir={folder}")
+    waits: dict[str, Counter[tuple[str, str]]] = {}
+    with second_devices(count=4) as devices, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PhaseTimers, "phase", counting(PhaseTimers.phase, devices, waits))
+        with build_trainer(load(recipe, [*settings, *overrides])) as trainer:
+            trainer.train()
+        del trainer
+        gc.collect()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {phase: waits[phase].total() for phase in PHASES if phase in waits}, rows[-1]
+
+
+def counting(phase, devices: Devices, waits: dict[str, Counter[tuple[str, str]]]):
+    """`PhaseTimers.phase`, which also counts the waits of the blocks of each name in `waits`."""
+
+    @contextlib.contextmanager
+    def counted(self, name):
+        before = Counter(devices.syncs)
+        with phase(self, name):
+            yield
+            waits[name] = waits.get(name, Counter()) + (devices.syncs - before)
+
+    return counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_trains_on_a_device_and_waits_for_it_no_more_often_than_recorded(recipe, tmp_path):
+    waits, metrics = train_a_step(recipe, tmp_path / "run")
+    recorded = json.loads(RECORD.read_text())[recipe]
+    assert all(math.isfinite(value) for name, value in metrics.items() if name.startswith("train/"))
+    assert waits.keys() == recorded.keys()
+    more = {phase: f"{n}, recorded {recorded[phase]}" for phase, n in waits.items() if n > recorded[phase]}
+    assert not more, "the host waits for the device more often: keep the values on the device"
+
+
+def main(recipes: list[str]) -> None:
+    """Measure the waits of some recipes, or of all, and write them down."""
+    record = json.loads(RECORD.read_text()) if recipes else {}
+    for recipe in recipes or RECIPES:
+        with tempfile.TemporaryDirectory() as folder:
+            record[recipe] = train_a_step(recipe, Path(folder, "run"))[0]
+    lines = ",\n".join(f"  {json.dumps(recipe)}: {json.dumps(waits)}" for recipe, waits in sorted(record.items()))
+    RECORD.write_text("{\n" + lines + "\n}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,513 @@
+"""The cost model of `unirl plan` and `unirl fit`: the memory and the time of one step, by phase, from sizes alone.
+
+Nothing here was measured on a GPU. Operations are those that torch's counter sees, and bytes and launches follow from
+the layers by the constants below, which were counted on networks of the published sizes without storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from unirl.models.loading.estimate import DecodingCost
+from unirl.plan.devices import GIB, HOST_BANDWIDTH, Device
+from unirl.types.facts import PREFILL_TOKENS
+
+MASTER_BYTES = 4
+"""Trainable weights, gradients, snapshots and each of AdamW's two moments are float32."""
+JOINED = 2
+"""Copies of the rows of a step while the chunks of a rollout are joined: the chunks and the whole."""
+ACTIVATION_BYTES_PER_BLOCK = 26
+"""Bytes stored for the backward pass per token, channel and byte of the compute dtype.
+
+34 bytes at 16 bits are arXiv:2205.05198, eq. 1, without the attention matrix, which fused attention does not store.
+Autocast adds the casts of what it reads: 2.4 GiB a row were counted for SD3.5-M at 512 px.
+"""
+LIVE_BYTES_WITHOUT_GRAD = 12
+"""The same without gradients: the residual, q, k, v and the widened layer of the block that runs."""
+CACHED_STREAMS = 3
+"""Numbers that a step cache keeps per token and channel: after the first block in two steps, and a residual."""
+LAUNCHES_PER_LAYER, LAUNCHES_PER_ADAPTER, CASTS_PER_LAYER = 7.0, 4.0, 2.0
+"""Operations of a forward pass: per matrix (6.0 to 8.9 in four networks), per adapted one, and casts of autocast."""
+LAUNCHES_PER_TOKEN_LAYER = 8.5
+"""The same when one token of each response is decoded: 2,145 for 36 layers of 7 matrices."""
+BACKWARD_LAUNCHES = 1.2
+"""Launches of a backward pass in relation to those of its forward pass (8,796 of 3,968 for both together)."""
+TRAFFIC, CAST_TRAFFIC = 7.0, 2.0
+"""Bytes that operations read and write, in relation to the inputs and outputs of the matrices (5.6 to 8.3), and those
+of autocast and adapters."""
+BACKWARD_TRAFFIC = 1.5
+"""Traffic of a backward pass in relation to that of its forward pass (405 GB of 162 GB for both together)."""
+BACKWARD_ATTENTION = 2.5
+"""Operations of attention in a backward pass in relation to a forward pass: five matrix products instead of two."""
+COMPILED = 0.5
+"""Launches and traffic of compiled blocks in relation to those of eager ones."""
+TF32 = 2.0
+"""Time of a float32 convolution, which runs in TF32, in relation to one in bf16."""
+LOGIT_BYTES = 2**27
+"""The logits that exist at one time when log-probs of tokens are computed."""
+
+MOMENTS = ("sync", "encode", "sample", "decode", "reward", "anchors", "train", "resume")
+"""The moments of a step at which memory peaks: encode, sample and decode belong to the phase generate, anchors (the
+outputs of other weights, before any gradient) to train, and resume to the start of a run that continues."""
+STEP_PHASES: Mapping[str, tuple[str, ...]] = {
+    "sync": ("sync",),
+    "generate": ("encode", "sample", "decode"),
+    "reward": ("reward",),
+    "train": ("anchors", "train"),
+    "checkpoint": ("resume",),
+}
+"""The phases of the loop, and their moments."""
+KEPT = ("decode", "reward", "anchors", "train")
+"""The moments at which the rows of a step exist."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings that change memory and speed, and the results by rounding alone."""
+
+    micro_rows: int
+    """Rows of a micro-batch (stack.micro_batch_size)."""
+    forward_rows: int
+    """Rows of a forward pass of sampling, or slots of responses in the making (rollout.forward_batch_size)."""
+    recompute: bool
+    num_shards: int
+    """Devices that share one copy of the trained module."""
+    reshard: bool = True
+    """Gathered blocks are freed after their forward pass."""
+    prefetched: int = 0
+    """Blocks that are gathered ahead of the one that runs (backend.fsdp_cfg.prefetch_blocks)."""
+    deferred: bool = False
+    """Gradients are reduced once per update, so each device holds all of them until then."""
+    keep_resident: bool = True
+    """Encoders and VAE stay on the device while idle."""
+    guidance_passes: int = 1
+    decode_rows: int = 8
+    compiled: bool = False
+    decode_ahead: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The trained network on one row: what a forward pass costs, and how wide it is."""
+
+    matrix_flops: float
+    attention_flops: float
+    layer_numbers: float
+    """Inputs and outputs of all matrices, in numbers."""
+    num_layers: int
+    num_adapted: int
+    tokens: int  # of one row, at most
+    width: int
+    num_blocks: int
+    active_parameters: int  # that one row needs
+    cache_width: int = 0  # numbers that sampling caches per token
+    prompt_tokens: int = 0  # of a language model
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Numbers of one sample that its device keeps until the step ends. Pixels leave it chunk by chunk."""
+
+    latents: int = 0
+    latent_bytes: int = 4
+    conditions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """The sizes of the reward models."""
+
+    parameters: int = 0
+    flops: float = 0.0  # of one sample, in bf16
+    slow_flops: float = 0.0  # of one sample, in float32
+    unknown: tuple[str, ...] = ()
+    """Scorers whose cost is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a recipe on one device, without the settings that `unirl fit` chooses."""
+
+    policy_parameters: int
+    kept_in_fp32: int = 0
+    buffers: int = 0  # numbers of the trained module that are no parameters, and are never sharded
+    encoder_parameters: int = 0
+    vae_parameters: int = 0
+    trainable_parameters: int
+    dtype_bytes: int
+    full_training: bool
+    num_snapshots: int = 0  # copies of the trained weights
+    num_loaded_snapshots: int = 0  # from other checkpoints; each is a whole module, also with adapters
+    swaps_weights: bool = False  # the loss reads outputs of a snapshot
+    engine_dtype_bytes: int = 0  # of a dedicated engine's network; 0 = the engine borrows the trained one
+    engine_eight_bit: int = 0  # parameters of the engine's network that are stored in eight bits
+    network: Network
+    decoding: DecodingCost = field(default_factory=DecodingCost)
+    stored: Stored = field(default_factory=Stored)
+    reward: Reward = field(default_factory=Reward)
+    num_prompts: int = 1  # of a step
+    encoded_tokens: int = 0  # of one prompt
+    num_samples: int = 1  # of a step
+    num_trained: int = 1  # rows of a step that are trained
+    num_updates: int = 1
+    num_steps: int = 1  # network evaluations to sample a row: denoising steps, or tokens of a response
+    network_rows: int = 1  # of one sample in a forward pass: 2 with guidance
+    caches_steps: bool = False  # sampling keeps tokens of an earlier step
+    trained_rows: int = 1  # the same in training
+    trained_steps: float = 1.0  # forward and backward passes of a trained row
+    steps_per_forward: int = 1
+    anchor_passes: float = 0.0  # further forward passes of a trained row, for each trained step
+    free_passes: float = 0.0  # forward passes without gradient per trained row, in training
+    always_recomputes: bool = False  # the loss repeats each forward pass in the backward pass
+    trains_decoder: bool = False  # gradients flow through the decoder
+    num_engine_devices: int = 1
+    num_train_devices: int = 1
+    num_reward_devices: int = 1
+    shares_devices: bool = True  # of rollout and train
+    sync_bytes: float = 0.0
+    sync_crosses: bool = False  # the engine is on other nodes than the trainer
+    devices_per_node: int | None = None  # None: one node has all devices
+    takes_turns: bool = False
+    """Engine and trainer take turns on the same devices, so both are moved in every step."""
+
+
+# Memory
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Memory of one kind on one device, at each moment of a step."""
+
+    name: str
+    """The item, such as gradients."""
+    part: str
+    """The part of the residency table that it belongs to."""
+    gib: Mapping[str, float]
+
+
+Item = tuple[str, str, float, Collection[str]]
+"""Name, the part that it belongs to, bytes, and the moments at which it exists."""
+
+
+def memory_table(sizes: Sizes, settings: Settings, resident: Mapping[str, Collection[str]]) -> list[MemoryRow]:
+    """The rows whose sum is the peak of each moment.
+
+    Args:
+        resident: phase of the loop to the parts that are on their devices in it.
+    """
+    here = {moment: resident[phase] for phase, moments in STEP_PHASES.items() for moment in moments}
+    items = (*_weights(sizes, settings), *_training(sizes, settings), *_sampling(sizes, settings), *_rows(sizes))
+    return [
+        MemoryRow(name, part, {moment: size / GIB * (part in here[moment] and moment in when) for moment in MOMENTS})
+        for name, part, size, when in items
+    ]
+
+
+def policy_bytes(sizes: Sizes) -> float:
+    """Bytes of the trained module without adapters, over all shards."""
+    if sizes.full_training:
+        return sizes.policy_parameters * MASTER_BYTES
+    wide = sizes.kept_in_fp32 * (MASTER_BYTES - sizes.dtype_bytes)
+    return sizes.policy_parameters * sizes.dtype_bytes + wide
+
+
+def engine_bytes(sizes: Sizes) -> int:
+    """Bytes of the network of a dedicated engine without adapters."""
+    wide = sizes.policy_parameters - sizes.engine_eight_bit
+    return wide * sizes.engine_dtype_bytes + sizes.engine_eight_bit
+
+
+def adapter_bytes(sizes: Sizes) -> int:
+    """Bytes of the adapters, over all shards."""
+    return 0 if sizes.full_training else sizes.trainable_parameters * MASTER_BYTES
+
+
+def _weights(sizes: Sizes, settings: Settings) -> Iterator[Item]:
+    shards = settings.num_shards
+    policy, adapters = policy_bytes(sizes) / shards, adapter_bytes(sizes) / shards
+    trainable = sizes.trainable_parameters * MASTER_BYTES / shards
+    yield "policy weights", "policy", policy, MOMENTS
+    yield "tables of positions", "policy", sizes.buffers * sizes.dtype_bytes, MOMENTS
+    yield "adapters", "policy", adapters, MOMENTS
+    yield "optimizer (AdamW)", "optimizer", 2 * trainable, MOMENTS
+    snapshots = sizes.num_snapshots * trainable + sizes.num_loaded_snapshots * (policy + adapters)
+    yield "snapshots", "policy", snapshots, MOMENTS
+    yield "live weights, set aside", "policy", trainable * sizes.swaps_weights, ("anchors",)
+    yield "weights and snapshots, read", "policy", trainable * (1 + sizes.num_snapshots), ("resume",)
+
+
+def _training(sizes: Sizes, settings: Settings) -> Iterator[Item]:
+    network, shards = sizes.network, settings.num_shards
+    trainable = sizes.trainable_parameters * MASTER_BYTES
+    yield "gradients", "policy", trainable / (1 if settings.deferred else shards), ("train",)
+    whole = sizes.policy_parameters * sizes.dtype_bytes
+    if shards > 1:
+        # A block and those ahead of it, or all of them from their forward pass to the backward pass.
+        at_once = 1 + max(settings.prefetched, 1)
+        fraction = min(at_once / network.num_blocks, 1.0) if settings.reshard else 1.0
+        yield "gathered blocks", "policy", whole * fraction, ("anchors", "train")
+    elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
+        yield "casts of the weights", "policy", whole, ("anchors", "train")
+    rows = settings.micro_rows * sizes.trained_rows * sizes.steps_per_forward
+    per_channel = rows * network.tokens * network.width * sizes.dtype_bytes
+    one_block = per_channel * ACTIVATION_BYTES_PER_BLOCK
+    kept = per_channel * network.num_blocks + one_block if settings.recompute else one_block * network.num_blocks
+    yield "activations of training", "policy", kept, ("train",)
+    yield "activations of anchors", "policy", per_channel * LIVE_BYTES_WITHOUT_GRAD, ("anchors",)
+    if network.vocabulary:
+        logits = min(rows * network.tokens * network.vocabulary * MASTER_BYTES, LOGIT_BYTES)
+        yield "logits", "policy", 2 * logits, ("anchors", "train")
+    if sizes.trains_decoder:
+        yield "decoder in training", "policy", 3 * settings.micro_rows * sizes.decoding.peak_bytes, ("train",)
+
+
+def _sampling(sizes: Sizes, settings: Settings) -> Iterator[Item]:
+    """Memory of sampling, either with the trained module, gathered for it, or in an engine with its own weights."""
+    network, borrows = sizes.network, sizes.engine_dtype_bytes == 0
+    part, frozen = ("policy", "frozen") if borrows else ("engine", "engine")
+    generate = STEP_PHASES["generate"]
+    if not borrows:
+        yield "engine weights", part, engine_bytes(sizes) + adapter_bytes(sizes), MOMENTS
+    elif settings.num_shards > 1:
+        gathered = sizes.policy_parameters * sizes.dtype_bytes + adapter_bytes(sizes)
+        yield "gathered weights", part, gathered, generate
+    elif sizes.full_training and sizes.dtype_bytes < MASTER_BYTES:
+        yield "casts of the weights, sampling", part, sizes.policy_parameters * sizes.dtype_bytes, generate
+    always = settings.keep_resident
+    yield "encoders", frozen, sizes.encoder_parameters * sizes.dtype_bytes, MOMENTS if always else ("encode",)
+    yield "VAE", frozen, sizes.vae_parameters * sizes.decoding.dtype_bytes, MOMENTS if always else ("decode",)
+    rows = settings.forward_rows * sizes.network_rows / settings.guidance_passes
+    # A language model reads the prompts, some at a time, and then one token of each response.
+    at_once = max(PREFILL_TOKENS, network.tokens) if network.cache_width else rows * network.tokens
+    per_channel = min(at_once, rows * network.tokens) * network.width * sizes.dtype_bytes
+    sampled = ("sample", "decode") if settings.decode_ahead else ("sample",)
+    yield "activations of sampling", part, per_channel * LIVE_BYTES_WITHOUT_GRAD, sampled
+    cached = settings.forward_rows * network.tokens * network.cache_width * sizes.dtype_bytes
+    yield "keys and values", part, cached, ("sample",)
+    tokens = settings.forward_rows * sizes.network_rows * network.tokens * sizes.caches_steps
+    yield "step cache", part, CACHED_STREAMS * tokens * network.width * sizes.dtype_bytes, ("sample",)
+    yield "activations of the decoder", frozen, settings.decode_rows * sizes.decoding.peak_bytes, ("decode",)
+    yield "reward models", "reward", sizes.reward.parameters * MASTER_BYTES, MOMENTS
+
+
+def _rows(sizes: Sizes) -> Iterator[Item]:
+    """The rows of a step: on the engine's devices until it ends, and on those that train while they train."""
+    stored = sizes.stored
+    part, rows = ("policy" if sizes.shares_devices else "engine"), sizes.num_samples / sizes.num_engine_devices
+    latents, conditions = stored.latents * stored.latent_bytes, stored.conditions * sizes.dtype_bytes
+    yield "stored latents", part, rows * latents, ("sample", *KEPT)
+    yield "stored latents, joined", part, rows * latents * (JOINED - 1), ("sample",)
+    yield "stored conditions", part, rows * conditions, ("encode", "sample", *KEPT)
+    if not sizes.shares_devices:
+        trained = sizes.num_trained / sizes.num_train_devices * (latents + conditions)
+        yield "rows that are trained", "policy", trained, ("anchors", "train")
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations, bytes and launches of one device, which add up."""
+
+    flops: float = 0.0
+    useful_flops: float = 0.0  # without what is computed again
+    slow_flops: float = 0.0  # in float32
+    traffic: float = 0.0
+    launches: float = 0.0
+    gathered: float = 0.0  # bytes received from other devices
+    crossing: float = 0.0  # bytes received from other nodes through the device's share of the network
+    host_s: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def times(self, factor: float) -> Work:
+        """The work of `factor` repetitions."""
+        return Work(*(value * factor for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """The expected time of one phase."""
+
+    seconds: float
+    bound_by: str
+    """The resource that takes the longest: compute, bytes, launches, gathers, network or host."""
+    mfu: float
+    """Useful operations in relation to those that the device could do at its data sheet's rate."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the phase by resource, if no other resource took time."""
+
+
+def phase_time(work: Work, device: Device, dtype_bytes: int) -> PhaseTime:
+    """The time of `work`. Kernels run one after the other, while the host launches and devices gather."""
+    parts = {
+        "compute": device.compute_s(work.flops, dtype_bytes) + device.compute_s(work.slow_flops, 4),
+        "bytes": device.memory_s(work.traffic),
+        "launches": work.launches * device.launch_s,
+        "gathers": work.gathered / device.interconnect,
+        "network": work.crossing / device.network,
+        "host": work.host_s,
+    }
+    on_device = parts["compute"] + parts["bytes"]
+    overlapped = {"device": on_device} | {name: parts[name] for name in ("launches", "gathers", "network")}
+    longest = max(overlapped, key=lambda name: overlapped[name])
+    seconds = overlapped[longest] + parts["host"]
+    kernels = "compute" if parts["compute"] >= parts["bytes"] else "bytes"
+    bound = kernels if longest == "device" else longest
+    if parts["host"] > overlapped[longest]:
+        bound = "host"
+    mfu = work.useful_flops / (seconds * device.bf16) if seconds else 0.0
+    return PhaseTime(seconds, bound if seconds else "nothing", mfu, parts)
+
+
+def step_times(sizes: Sizes, settings: Settings, device: Device) -> dict[str, PhaseTime]:
+    """The expected time of each phase of a step."""
+    works = {
+        "sync": sync_work(sizes),
+        "generate": generate_work(sizes, settings),
+        "reward": reward_work(sizes),
+        "train": train_work(sizes, settings),
+    }
+    return {name: phase_time(work, device, sizes.dtype_bytes) for name, work in works.items()}
+
+
+def train_seconds(sizes: Sizes, settings: Settings, device: Device) -> float:
+    """The expected time of training in a step."""
+    return phase_time(train_work(sizes, settings), device, sizes.dtype_bytes).seconds
+
+
+def step_seconds(sizes: Sizes, settings: Settings, device: Device) -> float:
+    """The expected time of a step."""
+    return sum(phase.seconds for phase in step_times(sizes, settings, device).values())
+
+
+def sync_work(sizes: Sizes) -> Work:
+    """Sending the trained weights to the engine."""
+    return Work(gathered=sizes.sync_bytes, crossing=sizes.sync_bytes * sizes.sync_crosses)
+
+
+def forward_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
+    """One forward pass of the network over so many of its rows, weights in place."""
+    network, saved = sizes.network, COMPILED if settings.compiled else 1.0
+    has_casts = sizes.full_training or network.num_adapted > 0
+    flops = rows * (network.matrix_flops + network.attention_flops)
+    traffic = rows * network.layer_numbers * sizes.dtype_bytes * (TRAFFIC + CAST_TRAFFIC * has_casts) * saved
+    launches = network.num_layers * (LAUNCHES_PER_LAYER + CASTS_PER_LAYER * has_casts)
+    launches += network.num_adapted * LAUNCHES_PER_ADAPTER
+    weights = network.active_parameters * sizes.dtype_bytes
+    return Work(flops, flops, traffic=traffic + weights, launches=launches * saved)
+
+
+def casts_work(sizes: Sizes, settings: Settings) -> Work:
+    """The casts of all weights for a forward pass of a module whose master weights are float32."""
+    if not sizes.full_training or sizes.dtype_bytes == MASTER_BYTES or settings.num_shards > 1:
+        return Work()
+    return Work(traffic=sizes.network.active_parameters * (MASTER_BYTES + sizes.dtype_bytes))
+
+
+def collective(num_bytes: float, group: int, per_node: int) -> Work:
+    """A gather or a reduction that brings `num_bytes` to each device of a group.
+
+    Devices form rings through all nodes of the group, as NCCL does, and the adapters of its devices share the traffic
+    between two nodes.
+
+    Args:
+        per_node: devices of the group on one node.
+    """
+    return Work(gathered=num_bytes, crossing=num_bytes / per_node if group > per_node else 0.0)
+
+
+def gather_work(sizes: Sizes, settings: Settings) -> Work:
+    """Gathering the trained module once, from the devices that share a copy."""
+    shards = settings.num_shards
+    num_bytes = (1 - 1 / shards) * sizes.network.active_parameters * sizes.dtype_bytes
+    return collective(num_bytes, shards, min(shards, sizes.devices_per_node or shards))
+
+
+def reduce_work(sizes: Sizes, settings: Settings) -> Work:
+    """Adding up the gradients: each device of a copy gets its shard, and then the copies add up their shards."""
+    shards, devices = settings.num_shards, sizes.num_train_devices
+    trainable, node = sizes.trainable_parameters * MASTER_BYTES, sizes.devices_per_node or devices
+    scattered = collective((1 - 1 / shards) * trainable, shards, min(shards, node))
+    copies = devices // shards
+    return scattered + collective(
+        2 * (1 - 1 / copies) * trainable / shards, copies, min(copies, max(node // shards, 1))
+    )
+
+
+def generate_work(sizes: Sizes, settings: Settings) -> Work:
+    """Encoding the prompts, sampling and decoding."""
+    rows = sizes.num_samples / sizes.num_engine_devices
+    prompts = sizes.num_prompts / sizes.num_engine_devices
+    borrows = sizes.engine_dtype_bytes == 0
+    encoding = 2.0 * sizes.encoder_parameters * sizes.encoded_tokens * prompts
+    work = Work(encoding, encoding, traffic=sizes.encoder_parameters * sizes.dtype_bytes * bool(encoding))
+    if not settings.keep_resident:
+        moved = sizes.encoder_parameters * sizes.dtype_bytes + sizes.vae_parameters * sizes.decoding.dtype_bytes
+        work += Work(host_s=moved / HOST_BANDWIDTH)  # frozen weights stay in main memory, too, so they only come
+    if borrows and settings.num_shards > 1:
+        work += gather_work(sizes, settings)
+    if sizes.takes_turns:
+        work += Work(host_s=2 * engine_bytes(sizes) / HOST_BANDWIDTH)
+    if sizes.network.cache_width:
+        return work + tokens_work(sizes, settings, rows)
+    chunk = rows / math.ceil(rows / settings.forward_rows)  # the mean, since the last chunk may be smaller
+    forward = forward_work(sizes, settings, chunk * sizes.network_rows / settings.guidance_passes)
+    forward += casts_work(sizes, settings) if borrows else Work()
+    work += forward.times(sizes.num_steps * settings.guidance_passes * rows / chunk)
+    decoding = sizes.decoding.flops * rows
+    slower = TF32 if sizes.decoding.dtype_bytes == 4 else 1.0
+    return work + Work(slower * decoding, decoding, traffic=2 * rows * sizes.decoding.made_bytes)
+
+
+def tokens_work(sizes: Sizes, settings: Settings, rows: float) -> Work:
+    """Reading the prompts, then decoding token by token in slots. Every response has the largest length."""
+    network, slots = sizes.network, min(settings.forward_rows, rows)
+    prefill = 2.0 * network.active_parameters * network.prompt_tokens * rows
+    flops = 2.0 * network.active_parameters * slots
+    context = network.prompt_tokens + sizes.num_steps / 2
+    read = network.active_parameters + slots * context * network.cache_width
+    launches = LAUNCHES_PER_TOKEN_LAYER * network.num_layers * (COMPILED if settings.compiled else 1.0)
+    token = Work(flops, flops, traffic=read * sizes.dtype_bytes, launches=launches) + casts_work(sizes, settings)
+    return Work(prefill, prefill) + token.times(sizes.num_steps * rows / slots)
+
+
+def reward_work(sizes: Sizes) -> Work:
+    """Scoring all samples. What the loss itself scores in training is not counted here."""
+    rows = sizes.num_samples / sizes.num_reward_devices
+    fast, slow = sizes.reward.flops * rows, sizes.reward.slow_flops * rows
+    return Work(fast, fast + slow, slow)
+
+
+def train_work(sizes: Sizes, settings: Settings) -> Work:
+    """Anchors, forward and backward passes, and the optimizer's updates."""
+    network = sizes.network
+    rows = sizes.num_trained / sizes.num_train_devices
+    share = max(rows / sizes.num_updates, 1)  # of an update
+    micro = share / math.ceil(share / settings.micro_rows)  # the mean, since the last micro-batch may be smaller
+    forward = forward_work(sizes, settings, micro * sizes.trained_rows * sizes.steps_per_forward)
+    gather = gather_work(sizes, settings)
+    forward += casts_work(sizes, settings) + gather
+    matrices = network.matrix_flops * (2.0 if sizes.full_training else 1.0)
+    flops = (matrices + BACKWARD_ATTENTION * network.attention_flops) * forward.flops
+    flops /= network.matrix_flops + network.attention_flops
+    backward = Work(flops, flops, 0.0, BACKWARD_TRAFFIC * forward.traffic, BACKWARD_LAUNCHES * forward.launches)
+    if settings.reshard:
+        backward += gather
+    if settings.recompute or sizes.always_recomputes:
+        backward += replace(forward, useful_flops=0.0, gathered=0.0, crossing=0.0)
+    passes = rows / micro * sizes.trained_steps / sizes.steps_per_forward
+    work = (forward + backward).times(passes)
+    work += forward.times(passes * sizes.anchor_passes + rows / micro * sizes.free_passes)
+    trainable = sizes.trainable_parameters * MASTER_BYTES
+    update = Work(traffic=7 * trainable / settings.num_shards)  # reads weights, gradients and moments, writes three
+    update += reduce_work(sizes, settings)
+    if sizes.takes_turns:
+        own = (policy_bytes(sizes) + adapter_bytes(sizes) + 2 * trainable) / settings.num_shards
+        work += Work(host_s=2 * own / HOST_BANDWIDTH)
+    return work + update.times(sizes.num_updates)

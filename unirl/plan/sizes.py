@@ -1,0 +1,348 @@
+"""The sizes and settings of a checked recipe, as the cost model reads them. No model is loaded, and no step is run."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from unirl.algorithms.base import StageAlgorithm
+from unirl.config.build import build
+from unirl.config.device_sets import DeviceSet
+from unirl.config.node import Node, nodes_below
+from unirl.config.recipe import RecipeConfig
+from unirl.models.loading.checkpoint import TOY
+from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, forward_flops
+from unirl.plan.compatibility import KEPT_BY
+from unirl.plan.cost import MASTER_BYTES, Network, Reward, Settings, Sizes, Stored
+from unirl.plan.geometry import Geometry, geometry_of
+from unirl.plan.layout import transport_of
+from unirl.plan.placement import PlacementPlan, plan_of
+from unirl.plan.preflight import Estimated, needs_of, sizes_of
+from unirl.plan.residency import PHASES, resident
+from unirl.reward.base import RewardScorer, ScorerCost
+from unirl.types.facts import LanguageFacts, LatentFacts
+from unirl.types.protocols import REFERENCE, DtypeName, Needs, VaeDtype
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Sampling
+from unirl.types.segments import LatentSegment, stored_positions
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """A bundle class whose samples are decoded."""
+
+    def decoding(
+        self,
+        path: str,
+        sampling: DiffusionSamplingParams,
+        revision: str | None = None,
+        *,
+        dtype: DtypeName = "bf16",
+        vae_dtype: VaeDtype = "auto",
+        tiled: bool = False,
+    ) -> DecodingCost:
+        """The cost of decoding one sample."""
+
+
+@dataclass(frozen=True)
+class WeightTransfer:
+    """The weights that are sent to the engine, and how."""
+
+    payload: str  # nothing, adapter, merged or full
+    transport: str
+    num_bytes: int
+    interval: int  # steps
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """Everything that a recipe says about memory and time."""
+
+    placement: PlacementPlan
+    geometry: Geometry
+    estimate: ModelEstimate
+    transfer: WeightTransfer
+    sizes: Sizes
+    settings: Settings
+
+    @classmethod
+    def of(cls, config: RecipeConfig) -> RunSizes:
+        """Works it out from the recipe and the configuration files that its bundle class reads.
+
+        With `stack.micro_batch_size=auto`, the settings hold the smallest micro-batch; `with_auto_micro` of
+        unirl.plan.micro_batch chooses one.
+        """
+        placement, needs = plan_of(config), needs_of(config)
+        owner = config.bundle.schema.owner
+        assert isinstance(owner, Estimated) and config.model_path is not None
+        estimate = owner.estimate(config.model_path, config.model_revision)
+        geometry = geometry_of(config, placement, needs)
+        transfer = _transfer(config, placement, estimate)
+        sizes = _sizes(config, placement, geometry, needs, estimate, transfer)
+        settings = _settings(config, placement, geometry, sizes, estimate)
+        return cls(placement, geometry, estimate, transfer, sizes, settings)
+
+
+def _settings(
+    config: RecipeConfig, placement: PlacementPlan, geometry: Geometry, sizes: Sizes, estimate: ModelEstimate
+) -> Settings:
+    budget, fsdp = config.micro_batch_tokens, config.backend.get("fsdp_cfg", Node)
+    num_shards = (fsdp and fsdp.get("shard_size", int)) or len(placement.train)
+    slots = estimate.facts.rows_at_once(largest(config, estimate), sizes.engine_dtype_bytes or sizes.dtype_bytes)
+    rows_at_once = min(slots, -(-sizes.num_samples // sizes.num_engine_devices))
+    return Settings(
+        micro_rows=geometry.micro_batch_size if budget is None else max(budget // sizes.network.tokens, 1),
+        forward_rows=config.rollout.get("forward_batch_size", int) or rows_at_once,
+        recompute=fsdp is not None and fsdp.require("activation_checkpointing", bool),
+        num_shards=num_shards,
+        reshard=fsdp is None or fsdp.require("reshard_after_forward", bool),
+        prefetched=0 if fsdp is None else fsdp.require("prefetch_blocks", int),
+        deferred=num_shards > 1 and (fsdp is None or fsdp.require("defer_grad_sync", bool)),
+        keep_resident=config.pipeline.get("keep_resident", bool) is not False,
+        guidance_passes=(config.sampling.get("guidance_passes", int) or 1) if sizes.network_rows > 1 else 1,
+        decode_rows=config.pipeline.get("decode_batch_size", int) or 1,
+        compiled=fsdp is not None and fsdp.require("use_torch_compile", bool),
+        decode_ahead=bool(config.pipeline.get("decode_ahead", bool)),
+    )
+
+
+def _sizes(
+    config: RecipeConfig,
+    placement: PlacementPlan,
+    geometry: Geometry,
+    needs: Needs,
+    estimate: ModelEstimate,
+    transfer: WeightTransfer,
+) -> Sizes:
+    sampling, facts = largest(config, estimate), estimate.facts
+    parameters = dict(estimate.parameters)
+    policy, vae = parameters.pop(facts.trainable_attr), parameters.pop("vae", 0)
+    lora, dtype = config.lora, config.bundle.require("dtype", str)
+    rank = 0 if lora is None else lora.require("rank", int)
+    targets = None if lora is None else lora.get("target_modules", tuple)
+    averages = [config.backend.get(name, Node) for name in KEPT_BY.values()]
+    has_reference = REFERENCE in needs.snapshots
+    dtype_bytes = DTYPE_BYTES[dtype]
+    work = _work_of_loss(config, sampling, facts, geometry)
+    guided = isinstance(sampling, DiffusionSamplingParams) and _is_guided(facts, sampling)
+    return Sizes(
+        policy_parameters=policy,
+        kept_in_fp32=estimate.kept_in_fp32,
+        buffers=estimate.buffers,
+        encoder_parameters=sum(parameters.values()),
+        vae_parameters=vae,
+        trainable_parameters=policy if lora is None else estimate.lora_parameters(rank, targets),
+        dtype_bytes=dtype_bytes,
+        full_training=lora is None,
+        num_snapshots=sum(average is not None for average in averages) + has_reference,
+        num_loaded_snapshots=len(config.loaded_snapshots),
+        swaps_weights=bool(needs.snapshots),
+        engine_eight_bit=0 if config.rollout.get("weight_dtype", str) is None else estimate.block_weights,
+        engine_dtype_bytes=DTYPE_BYTES[config.rollout.get("dtype", str) or dtype] if placement.is_dedicated else 0,
+        network=_network(estimate, sampling, rank, targets),
+        decoding=decoding_of(config, sampling, tiled=config.pipeline.get("vae_tiling", bool) is True),
+        stored=_stored(estimate, sampling, guided),
+        reward=reward_of(config),
+        num_prompts=geometry.num_prompts,
+        encoded_tokens=sampling.max_sequence_length if isinstance(sampling, DiffusionSamplingParams) else 0,
+        num_samples=geometry.num_samples,
+        num_trained=geometry.num_trained,
+        num_updates=geometry.num_updates,
+        num_steps=_num_steps(sampling),
+        network_rows=2 if guided else 1,
+        caches_steps=isinstance(sampling, DiffusionSamplingParams) and sampling.cache_threshold is not None,
+        trained_rows=2 if guided and work.is_guided else 1,
+        trained_steps=work.steps,
+        steps_per_forward=work.steps_per_forward,
+        anchor_passes=work.anchor_passes,
+        free_passes=work.free_passes,
+        always_recomputes=needs.differentiable_reward,
+        trains_decoder=needs.differentiable_reward,
+        num_engine_devices=len(placement.rollout),
+        num_train_devices=len(placement.train),
+        num_reward_devices=max(len(placement.reward), 1),
+        shares_devices=placement.rollout.devices == placement.train.devices,
+        sync_bytes=transfer.num_bytes / transfer.interval,
+        sync_crosses=_nodes(placement.train, config) != _nodes(placement.rollout, config),
+        devices_per_node=config.devices_per_node,
+        takes_turns=placement.relation == "colocate",
+    )
+
+
+def _nodes(devices: DeviceSet, config: RecipeConfig) -> set[int]:
+    """The nodes of a device set."""
+    per_node = config.devices_per_node or config.num_devices
+    return {index // per_node for index in devices.indices}
+
+
+def largest(config: RecipeConfig, estimate: ModelEstimate) -> Sampling:
+    """The sampling settings, at the size of samples that has the most tokens."""
+    sampling: Sampling = build(config.sampling)
+    sized = [sampling.at_size(*size) for size in sizes_of(config)]
+    return max(sized or [sampling], key=estimate.facts.tokens_of)
+
+
+def _is_guided(facts: object, sampling: DiffusionSamplingParams) -> bool:
+    return isinstance(facts, LatentFacts) and facts.guidance_of(sampling).active
+
+
+def _num_steps(sampling: Sampling) -> int:
+    if isinstance(sampling, ARSamplingParams):
+        return sampling.max_new_tokens
+    return sampling.num_inference_steps if isinstance(sampling, DiffusionSamplingParams) else 1
+
+
+def _network(estimate: ModelEstimate, sampling: Sampling, rank: int, targets: Iterable[str] | None) -> Network:
+    facts, layers = estimate.facts, estimate.layers(targets)
+    tokens = facts.tokens_of(sampling)
+    lengths = Lengths(0, tokens, causal=True)
+    if isinstance(sampling, DiffusionSamplingParams) and isinstance(facts, LatentFacts):
+        text = facts.text_seq_len(sampling)
+        lengths = Lengths(tokens - text, text)
+    matrices, attention = forward_flops(layers, lengths, rank)
+    language = facts if isinstance(facts, LanguageFacts) else None
+    return Network(
+        matrix_flops=matrices,
+        attention_flops=attention,
+        layer_numbers=sum(lengths.of(layer.stream) * (layer.inputs + layer.outputs) for layer in layers),
+        num_layers=len(layers),
+        num_adapted=sum(layer.is_adapted for layer in layers) if rank else 0,
+        tokens=tokens,
+        width=estimate.width,
+        num_blocks=estimate.num_blocks // estimate.num_experts,
+        active_parameters=estimate.parameters[facts.trainable_attr] // estimate.num_experts,
+        cache_width=estimate.cache_width,
+        prompt_tokens=sampling.max_prompt_tokens if isinstance(sampling, ARSamplingParams) else 0,
+        vocabulary=0 if language is None else language.vocab_size,
+    )
+
+
+def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> DecodingCost:
+    """The cost of decoding one sample."""
+    owner, path = config.bundle.schema.owner, config.model_path
+    if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
+        return DecodingCost()
+    dtypes = {name: config.bundle.require(name, str) for name in ("dtype", "vae_dtype")}
+    return owner.decoding(path, sampling, config.model_revision, tiled=tiled, **dtypes)  # type: ignore[arg-type]  # checked words
+
+
+def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:
+    """Numbers of the latents and the conditions of a sample. Those of a text are negligible."""
+    facts = estimate.facts
+    if not isinstance(sampling, DiffusionSamplingParams) or not isinstance(facts, LatentFacts):
+        return Stored()
+    indices = sampling.resolve_sde_indices(0)
+    text = facts.text_seq_len(sampling) * estimate.text_width
+    positions = stored_positions(indices, sampling.num_inference_steps)
+    return Stored(
+        latents=len(positions) * math.prod(facts.latent_shape(sampling)),
+        latent_bytes=DTYPE_BYTES[sampling.trajectory_dtype],
+        conditions=text * (2 if guided else 1),
+    )
+
+
+@dataclass(frozen=True)
+class _LossWork:
+    """Passes of the network for one trained row."""
+
+    steps: float
+    steps_per_forward: int = 1
+    anchor_passes: float = 0.0
+    free_passes: float = 0.0
+    is_guided: bool = True
+
+
+def _work_of_loss(config: RecipeConfig, sampling: Sampling, facts: object, geometry: Geometry) -> _LossWork:
+    algorithm: StageAlgorithm[object] = build(config.algorithm)
+    later = (geometry.num_updates - 1) / geometry.num_updates
+    snapshots = {anchor.snapshot for anchor in algorithm.anchors().values()}
+    anchors = sum(later if name == "live" and not algorithm.needs.totals else 1.0 for name in snapshots)
+    if not isinstance(sampling, DiffusionSamplingParams) or not isinstance(facts, LatentFacts):
+        return _LossWork(1.0, 1, anchors)
+    segment = _recorded(sampling, facts)
+    if algorithm.needs.differentiable_reward:
+        path = algorithm.gradient_path(segment)  # type: ignore[attr-defined]  # RewardBackprop has it
+        gradient = len(path.gradient.steps)
+        return _LossWork(gradient, 1, 0.0, path.num_steps - gradient)
+    parts = algorithm.parts(segment)
+    guided = vars(algorithm).get("train_guided", True)
+    return _LossWork(sum(map(len, parts)), max(map(len, parts), default=1), anchors, 0.0, guided)
+
+
+def _recorded(sampling: DiffusionSamplingParams, facts: LatentFacts) -> LatentSegment:
+    """One trajectory of the first step of a run, without latents: the settings that the parts of a loss depend on."""
+    steps = sampling.num_inference_steps
+    pinned = sampling.pinned(0, [1 - i / steps for i in range(steps + 1)], lambda n: [1 - i / n for i in range(n + 1)])
+    indices = pinned.sde_indices or ()
+    return LatentSegment(
+        latents=torch.zeros(1, 1, 1),
+        indices=stored_positions(indices, pinned.num_inference_steps),
+        sde_indices=indices,
+        sigmas=torch.tensor(pinned.sigmas),
+        logp=torch.zeros(1, len(indices)),
+        kernel=sampling.kernel,
+        init_same_noise=False,
+        guidance=facts.guidance,
+        seed=sampling.seed,
+        step=0,
+        anchors={},
+    )
+
+
+def reward_of(config: RecipeConfig) -> Reward:
+    """The cost of the scorers of a recipe together, as their classes declare it."""
+    backend = config.reward_backend
+    nodes = [] if backend is None else [backend, *nodes_below(backend.values)]
+    costs: list[ScorerCost] = []
+    fast = slow = 0.0
+    unknown: list[str] = []
+    for node in nodes:
+        if not issubclass(node.schema.owner, RewardScorer):
+            continue
+        settings = node.get("config", Node)
+        if settings is not None and settings.get("path", str) == TOY:
+            continue
+        cost = inspect.getattr_static(node.schema.owner, "cost", None)
+        if isinstance(cost, ScorerCost):
+            costs.append(cost)
+            if settings is not None and settings.get("dtype", str) == "bf16":
+                fast += cost.flops
+            else:
+                slow += cost.flops
+        else:
+            unknown.append(node.class_name)
+    return Reward(
+        parameters=sum(cost.parameters for cost in costs),
+        flops=fast,
+        slow_flops=slow,
+        unknown=tuple(unknown),
+    )
+
+
+def _transfer(config: RecipeConfig, plan: PlacementPlan, estimate: ModelEstimate) -> WeightTransfer:
+    if config.sync is None:
+        return WeightTransfer("nothing", "none", 0, 1)
+    lora, dtype = config.lora, config.bundle.require("dtype", str)
+    payload, number = "full", estimate.parameters[estimate.facts.trainable_attr]
+    if lora is not None:
+        targets = lora.get("target_modules", tuple)
+        payload, number = "adapter", estimate.lora_parameters(lora.require("rank", int), targets)
+        if config.merges_adapters:
+            payload = "merged"
+            number = sum(inputs * outputs for inputs, outputs in estimate.adapted_layers(targets))
+    stored = MASTER_BYTES if payload == "adapter" else DTYPE_BYTES[config.rollout.get("dtype", str) or dtype]
+    wire_dtype = config.sync.get("wire_dtype", str)
+    size = stored if wire_dtype is None else DTYPE_BYTES[wire_dtype]
+    return WeightTransfer(payload, transport_of(config, plan), number * size, config.weight_sync_interval)
+
+
+def resident_parts(placement: PlacementPlan) -> dict[str, Sequence[str]]:
+    """Phase to the parts that are on their devices in it."""
+
+    return {phase: resident(placement, phase) for phase in PHASES}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes import is_running, wait_until
 from tests.trainer.child import begin, said
-from unirl.config.errors import StallError, WorkerError
+from unirl.config.errors import PluginError, StallError
 from unirl.config.load import load
 from unirl.plan.preflight import preflight
 from unirl.trainer.assemble import build_trainer
@@ -80,9 +80,10 @@ def test_a_deadlock_in_training_is_named_and_leaves_no_process(ray_session, tmp_
 
 def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> None:
     with trainer_of(tmp_path, TRAINSIDE, f"algorithm._target_={HERE}.FailingLoss") as trainer:
-        cause = r"train_track failed on the worker on device 1 .*OverflowError: out of sorts"
-        with pytest.raises(WorkerError, match=cause):
+        with pytest.raises(PluginError, match="OverflowError: out of sorts") as error:
             trainer.train()
+    assert f"your class {HERE}.FailingLoss" in str(error.value)
+    assert "raised by stack.train_track on the worker on device 1" in "".join(error.value.__notes__)
 
 
 def test_the_local_runtime_ends_a_hanging_run(tmp_path) -> None:

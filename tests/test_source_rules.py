@@ -172,6 +172,17 @@ def test_files_stay_under_600_lines_and_functions_under_100():
     assert [name for name, lines in functions if lines > 100] == []
 
 
+def test_no_two_classes_of_the_package_share_a_name():
+    """A search for a class leads to one place."""
+    places: dict[str, list[str]] = {}
+    for file, source in FILES.items():
+        if file.startswith("unirl/"):
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(file)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_code_is_ascii():
     assert [name for name, source in FILES.items() if not source.isascii()] == []
 

@@ -12,7 +12,7 @@ from unirl.config.build import schemas_of
 from unirl.config.compose import compose
 from unirl.config.errors import ConfigError, UniRLError, did_you_mean, nearest, report
 from unirl.config.load import check, load
-from unirl.config.merge import Layer, fold, leaves, put
+from unirl.config.merge import ConfigLayer, fold, leaves, put
 from unirl.config.overrides import command_line_layer
 from unirl.config.recipe_files import list_recipes
 from unirl.plan.preflight import preflight
@@ -142,7 +142,7 @@ def test_no_yaml_value_ends_in_anything_but_success_or_a_short_error(key, value)
     """As above, for data that YAML can hold and the command line cannot."""
     tree = {}
     put(tree, key, value)
-    layered = replace(CHECKED.composed, layers=(*CHECKED.composed.layers, Layer("recipe", tree)))
+    layered = replace(CHECKED.composed, layers=(*CHECKED.composed.layers, ConfigLayer("recipe", tree)))
     try:
         check(layered)
     except UniRLError as error:

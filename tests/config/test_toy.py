@@ -7,7 +7,7 @@ import yaml
 
 from unirl.config.errors import ConfigError
 from unirl.config.load import load
-from unirl.config.merge import Layer, fold, get
+from unirl.config.merge import ConfigLayer, fold, get
 from unirl.config.recipe_files import list_recipes
 from unirl.config.toy import NUM_PROMPTS, QUANTITIES, toy_layer
 from unirl.plan.layout import check_layout
@@ -63,7 +63,7 @@ def test_toy_wins_over_the_environment(monkeypatch):
 def test_a_recipe_keeps_its_frames_where_they_are_few(own, toy):
     tree = load("diffusion/sd3_trainside").composed.resolved()
     tree["sampling"]["num_frames"] = own
-    assert get(fold((Layer("", tree), toy_layer(tree))), "sampling.num_frames") == toy
+    assert get(fold((ConfigLayer("", tree), toy_layer(tree))), "sampling.num_frames") == toy
 
 
 def test_a_class_says_its_own_toy_values_wherever_it_stands():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.config.errors import SyncError
 from unirl.distributed.weight_sync import fingerprint as module
-from unirl.distributed.weight_sync.base import Layout, Numerics, TensorInfo, TransferConfig
+from unirl.distributed.weight_sync.base import Numerics, TensorInfo, TransferConfig, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket, fill, plan_buckets
 from unirl.distributed.weight_sync.fingerprint import digest, fingerprint, fingerprints
 
@@ -100,10 +100,10 @@ def test_the_source_may_change_once_its_fingerprint_is_asked_for() -> None:
     assert pending.result()["a"] == fingerprint(torch.ones(5))
 
 
-def layout_of(tensors: dict[str, Tensor]) -> Layout:
+def layout_of(tensors: dict[str, Tensor]) -> WeightLayout:
     numerics = Numerics("cpu", 1, torch.float32, ())
     infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return Layout("full", infos, None, numerics, has_engine_in_process=False)
+    return WeightLayout("full", infos, None, numerics, has_engine_in_process=False)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 100, 10_000])

@@ -9,7 +9,7 @@ import torch
 
 from unirl.config.errors import UnsupportedEnvironmentError
 from unirl.distributed.group.lockstep import check_same_kind
-from unirl.distributed.weight_sync.base import Layout, Numerics, ParamMapping
+from unirl.distributed.weight_sync.base import Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.sync import _common
 from unirl.testing.second_device import second_devices
 from unirl.types.device import CPU, DeviceKind, accelerator, device_kind
@@ -62,6 +62,6 @@ def test_the_kind_of_a_device_is_what_torch_says_of_it() -> None:
 
 def test_equal_bits_are_not_expected_of_an_engine_with_one_rank_unlike_the_trainer() -> None:
     same, other = (Numerics(device, 0, torch.float32, {}) for device in ("NVIDIA H100", "NVIDIA A100"))
-    layout = Layout("full", {}, None, same, has_engine_in_process=False)
+    layout = WeightLayout("full", {}, None, same, has_engine_in_process=False)
     assert _common([ParamMapping({}, same), ParamMapping({}, other)], layout).numerics == other
     assert _common([ParamMapping({}, same), ParamMapping({}, same)], layout).numerics == same

@@ -79,9 +79,10 @@ def test_a_deadlock_in_training_is_named_and_leaves_no_process(ray_session, tmp_
 
 
 def test_an_exception_on_one_rank_is_what_the_user_sees(workers, tmp_path) -> None:
-    with trainer_of(tmp_path, TRAINSIDE, f"algorithm._target_={HERE}.FailingLoss") as trainer:
-        with pytest.raises(PluginError, match="OverflowError: out of sorts") as error:
-            trainer.train()
+    failing = f"algorithm._target_={HERE}.FailingLoss"
+    refusal = pytest.raises(PluginError, match="OverflowError: out of sorts")
+    with trainer_of(tmp_path, TRAINSIDE, failing) as trainer, refusal as error:
+        trainer.train()
     assert f"your class {HERE}.FailingLoss" in str(error.value)
     assert "raised by stack.train_track on the worker on device 1" in "".join(error.value.__notes__)
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from unirl.config.errors import ConfigError, InvalidValueError, did_you_mean
-from unirl.config.merge import Layer, Origin, Tree, fold, get, join, leaves, origins, put
+from unirl.config.merge import ConfigLayer, Origin, Tree, fold, get, join, leaves, origins, put
 from unirl.config.overrides import command_line_layer
 from unirl.config.recipe_files import RecipeFile, find_recipe, search_path
 
@@ -42,7 +42,7 @@ class ComposedConfig:
     """A recipe as a stack of layers, one per source of settings. Nothing is checked yet."""
 
     recipe: RecipeFile
-    layers: tuple[Layer, ...]
+    layers: tuple[ConfigLayer, ...]
 
     @property
     def tree(self) -> Tree:
@@ -69,7 +69,7 @@ class ComposedConfig:
             return f" ({place})" if origin.place else f" ({origin.source})"
         return ""
 
-    def under_command_line(self, layer: Layer) -> ComposedConfig:
+    def under_command_line(self, layer: ConfigLayer) -> ComposedConfig:
         """This recipe with one more layer, just below the command line."""
         return replace(self, layers=(*self.layers[:-1], layer, self.layers[-1]))
 
@@ -95,7 +95,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...]
 # Files
 
 
-def _file_layers(path: Path) -> tuple[Layer, ...]:
+def _file_layers(path: Path) -> tuple[ConfigLayer, ...]:
     """The recipe's layer, above that of the recipe that it extends, if any."""
     layer = _read(path)
     base = _base_of(layer.tree.pop("defaults", None), path)
@@ -129,7 +129,7 @@ def _find_base(name: str, path: Path) -> Path:
     )
 
 
-def _read(path: Path) -> Layer:
+def _read(path: Path) -> ConfigLayer:
     """The settings of a file, and the line of every key."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -140,7 +140,7 @@ def _read(path: Path) -> Layer:
     if not isinstance(tree, dict):
         raise InvalidValueError(f"{path}: a recipe is a mapping of blocks, got {type(tree).__name__}")
     places = {key: f"{path.name}:{line}" for key, line in _lines(root, "")}
-    return Layer("recipe", {str(key): value for key, value in tree.items()}, places)
+    return ConfigLayer("recipe", {str(key): value for key, value in tree.items()}, places)
 
 
 def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
@@ -165,7 +165,7 @@ def _through_environment(origin: Origin) -> Origin:
     )
 
 
-def _environment_layer(recipe: Tree) -> Layer:
+def _environment_layer(recipe: Tree) -> ConfigLayer:
     """The variables that are set, without those that the recipe reads itself."""
     tree: Tree = {}
     places: dict[str, str] = {}
@@ -176,7 +176,7 @@ def _environment_layer(recipe: Tree) -> Layer:
         if value and has_block and f"oc.env:{name}" not in str(get(recipe, path)):
             put(tree, path, value)
             places[path] = name
-    return Layer("environment", tree, places)
+    return ConfigLayer("environment", tree, places)
 
 
 # Interpolation

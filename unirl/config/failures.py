@@ -29,7 +29,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ExitReport:
     """The message and exit status of an exception."""
 
     message: str
@@ -37,47 +37,47 @@ class Failure:
     is_bug: bool = False
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> ExitReport:
     """The message about `error`, and the exit status of the process, which depends on the class of failure."""
     match error:
         case UniRLError(exit_status=75 | 130 as status):
-            return Failure(f"unirl: {error}", status)
+            return ExitReport(f"unirl: {error}", status)
         case UniRLError(exit_status=status):
-            return Failure(report(error), status)
+            return ExitReport(report(error), status)
         case KeyboardInterrupt():
-            return Failure("unirl: interrupted", 130)
+            return ExitReport("unirl: interrupted", 130)
         case _ if is_full_disk(error):
             file = error.filename if isinstance(error, OSError) else None
             where = f" while writing {file}" if file else ""
-            return Failure(
+            return ExitReport(
                 f"error[7003]: the disk is full{where} ({summary(error)}). Free some space, or choose another folder "
                 "(run.dir, --out). Published checkpoints are intact: unirl ckpt prune RUN --keep 1 frees space, and "
                 "resume=auto continues a run",
                 7,
             )
         case OSError(errno=number, filename=str(file)) if number in UNWRITABLE:
-            return Failure(
+            return ExitReport(
                 f"error[7003]: {file} cannot be used: {error.strerror}. Choose a folder that this user may write to "
                 "(run.dir, --out), or correct its rights",
                 7,
             )
         case ModuleNotFoundError(name=str(name)) if name.split(".")[0] != "unirl":
-            return Failure(
+            return ExitReport(
                 f"error[3001]: the Python package '{name.split('.')[0]}' is not installed here. Install everything "
                 f"with: pip install -c constraints.txt -e '.[dev]'   (this Python: {sys.executable})",
                 3,
             )
     first = next(iter(str(error).splitlines()), "")
     if is_out_of_memory(error):
-        return Failure(
+        return ExitReport(
             f"error[5002]: out of memory: {first or 'no more memory'}. Turn these down, in this order: "
             "stack.micro_batch_size, rollout.forward_batch_size, sampling.height and width. "
             "unirl plan RECIPE shows where the memory goes, and unirl fit RECIPE finds settings that fit",
             5,
         )
     if (why := explained(error)) is not None:
-        return Failure(report(PluginError(why)), PluginError.exit_status)
-    return Failure(
+        return ExitReport(report(PluginError(why)), PluginError.exit_status)
+    return ExitReport(
         f"error[1001]: {type(error).__name__}: {first}\n"
         f"  This is a bug in UniRL{suspects()}: please report it, with the output of `unirl env`.",
         1,

@@ -14,7 +14,7 @@ from unirl.config.build import SPECIAL, build, check_node, schemas_of
 from unirl.config.compose import ComposedConfig, compose
 from unirl.config.errors import ConfigError, InvalidValueError, UnknownKeyError, did_you_mean, likeness, nearest
 from unirl.config.foreign_keys import refuse_layout_keys
-from unirl.config.merge import Layer, Tree, get, join, leaves, put
+from unirl.config.merge import ConfigLayer, Tree, get, join, leaves, put
 from unirl.config.node import Node
 from unirl.config.recipe import RecipeConfig
 from unirl.config.recipe_files import RecipeFile, search_path
@@ -113,7 +113,7 @@ def _with_hint(error: UnknownKeyError, composed: ComposedConfig, plugins: tuple[
     return UnknownKeyError(text, error.path, hinted=True)
 
 
-def data_layer(tree: Tree, recipe: Path) -> Layer:
+def data_layer(tree: Tree, recipe: Path) -> ConfigLayer:
     """Full paths of data files that are not in the working directory, but in the project of the recipe."""
     own = next((folder.parent for folder in recipe.parents if folder.name == "examples"), recipe.parent)
     # A recipe may extend a shipped one, whose data are in the shipped project.
@@ -125,7 +125,7 @@ def data_layer(tree: Tree, recipe: Path) -> Layer:
             files = [project / path for project in projects if (project / path).is_file()]
             if files:
                 put(paths, key, str(files[0]))
-    return Layer("found beside the recipe", paths)
+    return ConfigLayer("found beside the recipe", paths)
 
 
 def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _plugins(tree: Tree, composed: ComposedConfig) -> tuple[str, ...]:
     return plugins
 
 
-def _used(layer: Layer, tree: Tree, plugins: tuple[str, ...]) -> Layer:
+def _used(layer: ConfigLayer, tree: Tree, plugins: tuple[str, ...]) -> ConfigLayer:
     """The layer without variables for keys that the recipe's classes lack, such as DATA_PATH for built-in prompts."""
     if layer.source != "environment":
         return layer

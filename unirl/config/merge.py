@@ -32,7 +32,7 @@ DELETED: Final = _Deleted()
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """The settings of one source."""
 
     source: str  # "command line", "environment", "scale=toy", "recipe"
@@ -57,7 +57,7 @@ class Origin:
     wins: bool
 
 
-def fold(layers: Sequence[Layer]) -> Tree:
+def fold(layers: Sequence[ConfigLayer]) -> Tree:
     """The layers merged into one tree, the last one on top."""
     tree: Tree = {}
     for layer in layers:
@@ -65,7 +65,7 @@ def fold(layers: Sequence[Layer]) -> Tree:
     return tree
 
 
-def origins(layers: Sequence[Layer], path: str) -> list[Origin]:
+def origins(layers: Sequence[ConfigLayer], path: str) -> list[Origin]:
     """Every layer that sets `path`, the last one first; `wins` marks the one in effect."""
     values = [(layer, value) for layer in layers for value in _lookup(layer.tree, path)]
     effective = list(_lookup(fold(layers), path))

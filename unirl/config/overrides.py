@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from unirl.config.errors import BlockValueError, ConfigError, InvalidValueError, did_you_mean
-from unirl.config.merge import DELETED, Layer, Tree, fold, get, join, put
+from unirl.config.merge import DELETED, ConfigLayer, Tree, fold, get, join, put
 
 PLAIN = re.compile(r"[\w\-./+:%@*?|]*", re.ASCII)
 """A value that the grammar reads as one word or number."""
@@ -19,12 +19,12 @@ INTERPRETED = "[]{}()'\",\\$="
 COMMAND_LINE = "command line"
 
 
-def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
+def command_line_layer(overrides: Sequence[str], below: Tree) -> ConfigLayer:
     tree: Tree = {}
     places: dict[str, str] = {}
     for text in overrides:
         path, value = _read_override(text)
-        current = fold((Layer("", below), Layer("", tree)))
+        current = fold((ConfigLayer("", below), ConfigLayer("", tree)))
         if value is DELETED:
             if get(current, path, DELETED) is DELETED:
                 hint = did_you_mean(path, _all_paths(current))
@@ -33,7 +33,7 @@ def command_line_layer(overrides: Sequence[str], below: Tree) -> Layer:
             _check_settable(path, value, current)
         put(tree, path, value)
         places[path] = text
-    return Layer(COMMAND_LINE, tree, places)
+    return ConfigLayer(COMMAND_LINE, tree, places)
 
 
 def _read_override(text: str) -> tuple[str, object]:
@@ -85,7 +85,7 @@ def _check_settable(path: str, value: object, current: Tree) -> None:
     """A scalar may not replace a block, and an item may not replace a list."""
     nested: Tree = {}
     put(nested, path, copy.deepcopy(value))
-    fold((Layer("", current), Layer("", nested)))
+    fold((ConfigLayer("", current), ConfigLayer("", nested)))
     node = get(current, path)
     if isinstance(node, dict) and node and not isinstance(value, dict) and value is not None:
         keys = [key for key in node if key != "_target_"] or ["_target_"]

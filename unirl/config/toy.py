@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from unirl.config.build import SPECIAL, schemas_of
 from unirl.config.device_sets import num_device_sets, num_named, scaled
-from unirl.config.merge import Layer, Tree, fold, get, join, leaves, put
+from unirl.config.merge import ConfigLayer, Tree, fold, get, join, leaves, put
 from unirl.config.recipe import MAX_DEVICES
 
 QUANTITIES: Mapping[str, object] = {
@@ -36,7 +36,7 @@ NUM_PROMPTS = 2
 """The fewest prompts per step. A recipe gets more if its updates do not divide the samples otherwise."""
 
 
-def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = None) -> Layer:
+def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = None) -> ConfigLayer:
     """The small values for a composed recipe whose interpolations are resolved.
 
     Args:
@@ -58,8 +58,8 @@ def toy_layer(tree: Tree, plugins: tuple[str, ...] = (), typed: Tree | None = No
         put(toy, FRAMES, MOST_FRAMES)
     for path, value in _devices(tree, typed or {}).items():
         put(toy, path, value)
-    put(toy, "batch_size", _num_prompts(fold((Layer("", tree), Layer("", toy)))))
-    return Layer("scale=toy", toy)
+    put(toy, "batch_size", _num_prompts(fold((ConfigLayer("", tree), ConfigLayer("", toy)))))
+    return ConfigLayer("scale=toy", toy)
 
 
 def _targets(typed: Tree) -> Tree:

@@ -13,7 +13,7 @@ from unirl.config.errors import InvalidValueError, RewardError
 from unirl.reward.base import RewardScorer
 from unirl.reward.scoring import checked_score, concat_responses, refuse_failures, score_by_halves
 from unirl.types.protocols import State
-from unirl.types.reward import Failure, RewardRequest, RewardResponse
+from unirl.types.reward import RewardRequest, RewardResponse, ScoringFailure
 from unirl.types.rollout_resp import RolloutResp, RolloutTrack
 
 SIBLING = "sibling"
@@ -141,7 +141,7 @@ def drop_reasons(track: RolloutTrack) -> Counter[str]:
     )
 
 
-def first_failure(resp: RolloutResp) -> tuple[str, int, Failure]:
+def first_failure(resp: RolloutResp) -> tuple[str, int, ScoringFailure]:
     """Returns (track, row, failure) of the first sample without a reward."""
     for name, track in resp.tracks.items():
         if track.rewards is not None and track.failures is not None:

@@ -21,7 +21,7 @@ from unirl.reward.client.retries import ItemResult, score_items
 from unirl.reward.client.wire import ImageFormat, ItemError, MediaPayload, ScoreItem, Turn
 from unirl.reward.combine import combined
 from unirl.types.protocols import Capabilities
-from unirl.types.reward import Answer, Failure, RewardRequest, RewardResponse
+from unirl.types.reward import Answer, RewardRequest, RewardResponse, ScoringFailure
 
 TOY = "toy"
 TOTAL = "total"
@@ -232,7 +232,7 @@ def reward_response(name: str, results: Sequence[ItemResult], config: RemoteRewa
         total=total,
         components=components,
         failures={
-            row: (Failure(name, f"{name}: {error}", CODES.get(error.kind, RewardError.code)),)
+            row: (ScoringFailure(name, f"{name}: {error}", CODES.get(error.kind, RewardError.code)),)
             for row, error in errors.items()
         },
         answers=[None if a is None else Answer(a.right, a.text) for a in answers] if any(answers) else None,

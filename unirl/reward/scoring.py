@@ -15,7 +15,7 @@ from unirl.config.errors import InvalidScoreError, RewardError, RewardUnreachabl
 from unirl.config.plugins import contract_of, definition, explained
 from unirl.reward.base import RewardScorer
 from unirl.types.progress import progress
-from unirl.types.reward import Answer, Failure, Failures, RewardRequest, RewardResponse
+from unirl.types.reward import Answer, Failures, RewardRequest, RewardResponse, ScoringFailure
 
 COMPONENT = re.compile(r"[\w.+-]+")
 """The name of a component, which is a word of a metric (unirl/tracking/metrics.py)."""
@@ -72,7 +72,7 @@ def response_of(scorer: RewardScorer, request: RewardRequest, name: str) -> Rewa
             known = failures.get(row, ())
             if all(failure.reward in logged_rewards for failure in known):
                 why = f"reward {part!r} gave {float(scores[row])} to sample {request.sample_ids[row]!r}"
-                failures[row] = (Failure(name, why, InvalidScoreError.code), *known)
+                failures[row] = (ScoringFailure(name, why, InvalidScoreError.code), *known)
             total[row] = torch.nan
     return replace(response, total=total, components=components, logged_rewards=logged_rewards, failures=failures)
 
@@ -132,7 +132,7 @@ def score_by_halves(scorer: RewardScorer, request: RewardRequest, name: str) -> 
 
 def failed_response(request: RewardRequest, name: str, error: RewardError) -> RewardResponse:
     """Returns a response without scores, in which every row failed with this error."""
-    failures = dict.fromkeys(range(len(request)), (Failure(name, str(error), error.code),))
+    failures = dict.fromkeys(range(len(request)), (ScoringFailure(name, str(error), error.code),))
     return RewardResponse(total=torch.full((len(request),), torch.nan), components={}, failures=failures)
 
 
@@ -205,7 +205,7 @@ def score_rows(
             why = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
             code = error.code if isinstance(error, RewardError) else RewardError.code
             failures[row] = (
-                Failure(names[0], f"reward {names[0]!r}, sample {request.sample_ids[row]!r}: {why}", code),
+                ScoringFailure(names[0], f"reward {names[0]!r}, sample {request.sample_ids[row]!r}: {why}", code),
             )
     components = dict(zip(names, scores, strict=True))
     return RewardResponse(total=scores[0].clone(), components=components, failures=failures)

@@ -27,7 +27,7 @@ def check_algorithm(algorithm: StageAlgorithm[StageT, SegmentT], stage: StageT, 
 
     All anchors, also those of snapshots, are computed with the current weights of the stage.
     """
-    check = _Check(algorithm, stage, track)
+    check = AlgorithmCheck(algorithm, stage, track)
     check.parts_come_from_shared_fields()
     check.anchors_are_declared()
     check.rows = prepared_track(algorithm, stage, track)
@@ -64,7 +64,7 @@ def moved_away(track: RolloutTrack[SegmentT]) -> RolloutTrack[SegmentT]:
 
 
 @dataclass
-class _Check(Generic[StageT, SegmentT]):
+class AlgorithmCheck(Generic[StageT, SegmentT]):
     """The rules of the contract, for one algorithm, one stage and a few rows."""
 
     algorithm: StageAlgorithm[StageT, SegmentT]

@@ -60,7 +60,7 @@ def check_engine(
     with closing(open_pool("local", 2, deadline_s=600.0)) as pool:
         sender = _placed(pool, 0, "sender", WeightSender(backend, pipeline.stage, engine))
         sync = EngineSync(sender, _placed(pool, 1, "rollout", engine), **sync_keys)
-        _Check(engine, trainside, backend, req, atol, sync).run()
+        EngineCheck(engine, trainside, backend, req, atol, sync).run()
 
 
 def _placed(pool: Pool, device: int, name: str, role: object) -> Handle:
@@ -69,7 +69,7 @@ def _placed(pool: Pool, device: int, name: str, role: object) -> Handle:
 
 
 @dataclass
-class _Check:
+class EngineCheck:
     engine: DedicatedEngine
     trainside: TrainsideRolloutEngine
     backend: TrainBackend

@@ -63,7 +63,7 @@ class RunStatus:
 
 
 @dataclass
-class Heartbeat:
+class HeartbeatFile:
     """Holds the lock of a file for the life of the process, and updates its time every few seconds."""
 
     path: Path
@@ -97,7 +97,7 @@ class RunDirectory:
         """Creates the folder, or continues the run in it."""
         self.root = Path(root)
         self.identity = identity
-        self._heartbeat = Heartbeat(self.root / "heartbeat")
+        self._heartbeat = HeartbeatFile(self.root / "heartbeat")
         try:
             for folder in ("config", "logs", "samples", "eval", "checkpoints"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import unirl
 from unirl.config.compose import ComposedConfig
 from unirl.config.errors import DependencyError, IncompatibleError, InvalidValueError
 from unirl.config.load import Recipe, check
-from unirl.config.merge import Layer, Tree
+from unirl.config.merge import ConfigLayer, Tree
 from unirl.config.overrides import command_line_layer
 from unirl.config.recipe_files import RecipeFile
 from unirl.plan.compatibility import KEPT_BY
@@ -124,7 +124,7 @@ def saved_run(
     checkpoint = open_checkpoint(path, unread)
     with still_there(checkpoint):
         tree = read_state(checkpoint.path)["recipe"] | {"resume": "none", "scale": "full"}
-    layers = (Layer("recipe", tree), Layer("unirl", settings or {}), command_line_layer(overrides, tree))
+    layers = (ConfigLayer("recipe", tree), ConfigLayer("unirl", settings or {}), command_line_layer(overrides, tree))
     file = RecipeFile(f"saved/{checkpoint.path.name}", checkpoint.path / STATE_FILE)
     return SavedRun(checkpoint, check(ComposedConfig(file, layers)))
 

@@ -63,7 +63,7 @@ class RewardRequest:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ScoringFailure:
     """The reason why a reward could not score a sample."""
 
     reward: str
@@ -72,7 +72,7 @@ class Failure:
     code: int = 6002
 
 
-Failures = tuple[Failure, ...]
+Failures = tuple[ScoringFailure, ...]
 """The failures of one sample."""
 
 

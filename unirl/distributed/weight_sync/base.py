@@ -50,7 +50,7 @@ class Numerics:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """What the trainer will send: every tensor of the payload, in the order of sending."""
 
     payload: Payload

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.config.errors import SyncError
-from unirl.distributed.weight_sync.base import Layout, TransferConfig
+from unirl.distributed.weight_sync.base import TransferConfig, WeightLayout
 
 ALIGNMENT = 16
 """Bytes; every tensor starts at a multiple of it, so that it can be viewed in its own dtype."""
@@ -68,7 +68,7 @@ def _from_array(version: int, weights: str, number: int, entries: tuple[BucketEn
     return Bucket(version, weights, number, entries, torch.from_numpy(data.copy()))
 
 
-def plan_buckets(layout: Layout, config: TransferConfig) -> list[BucketPlan]:
+def plan_buckets(layout: WeightLayout, config: TransferConfig) -> list[BucketPlan]:
     """Distribute the layout's tensors, in order, over buckets of at most `config.bucket_bytes`.
 
     A larger tensor gets its own bucket.

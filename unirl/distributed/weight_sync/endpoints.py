@@ -15,12 +15,12 @@ from unirl.distributed.group.rendezvous import Address, host_store
 from unirl.distributed.weight_sync.base import (
     Arrival,
     Canary,
-    Layout,
     Numerics,
     Payload,
     SendReport,
     TensorInfo,
     TransferConfig,
+    WeightLayout,
     Weights,
 )
 from unirl.distributed.weight_sync.buckets import Bucket, BucketEntry, filled, plan_buckets
@@ -44,12 +44,12 @@ class WeightSender:
         self.weights = weights
         self.stage = stage
         self.engine_in_process = engine_in_process
-        self.layout: Layout | None = None
+        self.layout: WeightLayout | None = None
         self.config: TransferConfig | None = None
         self.send_buckets: SendBuckets | None = None
 
     @broadcast
-    def prepare(self, merge_adapters: bool) -> Layout:
+    def prepare(self, merge_adapters: bool) -> WeightLayout:
         """The layout of the tensors that will be sent."""
         spec = self.weights.adapter_spec()
         payload = payload_of(spec is not None, merge_adapters)
@@ -58,7 +58,7 @@ class WeightSender:
             if name in tensors:
                 raise SyncError(f"the trainer's named_tensors give {name!r} twice")
             tensors[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
-        self.layout = Layout(
+        self.layout = WeightLayout(
             payload=payload,
             tensors=tensors,
             adapter=spec if payload == "adapter" else None,
@@ -144,7 +144,7 @@ class WeightReceiver:
     Parameters are looked up by name each time, so that it fills and reads back what the network computes with.
     """
 
-    def __init__(self, network: nn.Module, layout: Layout) -> None:
+    def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
         """Raises SyncError, naming the tensor, when a tensor has no parameter, shares one, or has another shape."""
         self.network = network
         self.layout = layout

@@ -15,11 +15,11 @@ from unirl.distributed.group.rendezvous import MARGIN_S, named_rendezvous
 from unirl.distributed.weight_sync.base import (
     Arrival,
     CanaryResult,
-    Layout,
     ParamMapping,
     SendReport,
     SyncReport,
     TransferConfig,
+    WeightLayout,
 )
 from unirl.distributed.weight_sync.buckets import plan_buckets
 from unirl.distributed.weight_sync.fingerprint import Fingerprint
@@ -38,7 +38,7 @@ GRACE_S = 5.0
 class Agreement:
     """What both ends agreed on before the first transfer."""
 
-    layout: Layout
+    layout: WeightLayout
     mapping: ParamMapping
     config: TransferConfig
     route: WeightRoute
@@ -109,7 +109,7 @@ class EngineSync:
 
     def _agree(self) -> Agreement:
         """Before the first transfer: the trainer describes the tensors, the engine maps them, both open the route."""
-        layout: Layout = self.train.prepare(self.merge_adapters)
+        layout: WeightLayout = self.train.prepare(self.merge_adapters)
         mapping = _common(self.rollout.prepare(layout), layout)
         config = TransferConfig(mapping.dtypes, self.wire_dtype, self.bucket_bytes, mapping.quantized)
         route = self._choose_route(layout, config)
@@ -132,7 +132,7 @@ class EngineSync:
         if errors:
             raise min(errors, key=lambda error: error.is_consequence)
 
-    def _choose_route(self, layout: Layout, config: TransferConfig) -> WeightRoute:
+    def _choose_route(self, layout: WeightLayout, config: TransferConfig) -> WeightRoute:
         transport = choose_transport(self.transport, layout.has_engine_in_process)
         if transport == "in_process":
             return InProcessRoute()
@@ -183,7 +183,7 @@ def choose_transport(transport: SyncTransport, same_process: bool) -> SyncTransp
     return transport
 
 
-def _common(mappings: list[ParamMapping], layout: Layout) -> ParamMapping:
+def _common(mappings: list[ParamMapping], layout: WeightLayout) -> ParamMapping:
     """The mapping that all ranks have, with the numerics of a rank that computes unlike the trainer if there is one.
 
     Raises SyncError when ranks differ in their dtypes.
@@ -202,7 +202,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, FP8
 """The largest relative difference of the canary by dtype, where equal bits cannot be expected."""
 
 
-def check_arrivals(layout: Layout, sent: SendReport, arrivals: Sequence[Arrival]) -> None:
+def check_arrivals(layout: WeightLayout, sent: SendReport, arrivals: Sequence[Arrival]) -> None:
     """Raises SyncError, naming the tensor, unless every rank has what was sent."""
     missing = [name for name in layout.tensors if name not in sent.fingerprints]
     if missing:

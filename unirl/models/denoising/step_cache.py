@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Layout:
+class OutputLayout:
     """The form in which a block returns its streams of tokens, such as those of the image and of the text."""
 
     is_bare: bool
@@ -32,7 +32,7 @@ class Layout:
     """False for a stream that the block leaves out, as the last one of some networks does."""
 
     @classmethod
-    def of(cls, output: object) -> Layout:
+    def of(cls, output: object) -> OutputLayout:
         """The layout of the output of a block."""
         bare = isinstance(output, Tensor)
         return cls(bare, (True,) if bare else tuple(part is not None for part in _parts(output)))
@@ -95,7 +95,7 @@ class BlockChain:
     def __init__(self, blocks: Sequence[nn.Module], threshold: float) -> None:
         self.blocks = blocks
         self.threshold = threshold
-        self.layouts: dict[int, Layout] = {}
+        self.layouts: dict[int, OutputLayout] = {}
         self.forwards: list[Forward] = []
         """One for each forward of a step: guidance in two passes makes two."""
         self.pass_number = -1
@@ -153,10 +153,10 @@ class BlockChain:
                 streams = [a + residual for a, residual in zip(streams, current.residual, strict=True)]
             return layout.output(streams)
         output = forward(*inputs, **named)
-        self.layouts[number] = Layout.of(output)
+        self.layouts[number] = OutputLayout.of(output)
         return self._finish(current, output, self.layouts[number]) if is_last else output
 
-    def _finish(self, current: Forward, output: Any, layout: Layout) -> Any:
+    def _finish(self, current: Forward, output: Any, layout: OutputLayout) -> Any:
         """The output of the last block: the cached one in rows that reuse it. Remembers the other rows."""
         begin = layout.select(current.streams)
         end = [stream.detach() for stream in tensors_of(output)]

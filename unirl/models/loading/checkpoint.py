@@ -323,12 +323,12 @@ class DiffusersFamily:
         check_tensors(place, module_class.__name__, info, may_have_more=component not in self.trained)
         return module
 
-    def check(self, root: Path, component: str, module: nn.Module, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises NotFoundError (4001) unless a trained component has exactly the tensors `found` in a directory."""
+    def check(self, root: Path, component: str, module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises NotFoundError (4001) unless a trained component has exactly the `saved` tensors."""
         module_class = self.class_of(component)
         unused = getattr(module_class, "_keys_to_ignore_on_load_unexpected", None) or ()
-        found = {name: shape for name, shape in found.items() if not any(re.search(word, name) for word in unused)}
-        info = loading_info(found, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
+        saved = {name: shape for name, shape in saved.items() if not any(re.search(word, name) for word in unused)}
+        info = loading_info(saved, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
         check_tensors(f"{component} of the model in {root}", module_class.__name__, info, may_have_more=False)
 
     def weight_file(self, component: str) -> str:

@@ -113,12 +113,12 @@ def check_tensors(place: str, class_name: str, info: Mapping[str, Any], *, may_h
         )
 
 
-def loading_info(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+def loading_info(saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """The report that `check_tensors` reads, from shapes by name in the files and in the network."""
     return {
-        "missing_keys": [name for name in expected if name not in found],
-        "unexpected_keys": [name for name in found if name not in expected],
-        "mismatched_keys": [name for name in expected if found.get(name, expected[name]) != expected[name]],
+        "missing_keys": [name for name in expected if name not in saved],
+        "unexpected_keys": [name for name in saved if name not in expected],
+        "mismatched_keys": [name for name in expected if saved.get(name, expected[name]) != expected[name]],
     }
 
 

@@ -62,7 +62,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Layer:
+class MatrixLayer:
     """A matrix of the network: a linear layer, or a convolution over patches."""
 
     inputs: int
@@ -102,7 +102,7 @@ class ModelEstimate:
         suffixes = tuple(f".{name}" for name in targets or self.facts.lora_targets)
         return [shape for name, shape in self.linears.items() if f".{name}".endswith(suffixes)]
 
-    def layers(self, targets: Iterable[str] | None = None) -> list[Layer]:
+    def layers(self, targets: Iterable[str] | None = None) -> list[MatrixLayer]:
         """The layers that a forward pass of one row runs, with their streams.
 
         Args:
@@ -113,7 +113,7 @@ class ModelEstimate:
         active = {name: shape for name, shape in shapes.items() if not re.match(r"\w+_[2-9]\.", name)}
         shown = active if self.num_experts > 1 else shapes
         return [
-            Layer(
+            MatrixLayer(
                 inputs=inputs,
                 outputs=outputs,
                 stream=stream_of(name),
@@ -158,7 +158,7 @@ def _attention(name: str, shapes: Mapping[str, tuple[int, int]]) -> Attention | 
     return Attention(shapes[name][1], *streams)
 
 
-def forward_flops(layers: Iterable[Layer], lengths: Lengths, rank: int = 0) -> tuple[float, float]:
+def forward_flops(layers: Iterable[MatrixLayer], lengths: Lengths, rank: int = 0) -> tuple[float, float]:
     """Operations of a forward pass of one row, as torch's counter counts them: of the matrices, and of attention.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from unirl.config.errors import InvalidValueError, SyncError
 from unirl.distributed.group.dispatch import broadcast, collect, rank0, scatter
 from unirl.distributed.group.rank import current
-from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, ParamMapping
+from unirl.distributed.weight_sync.base import Arrival, CanaryResult, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.routes import ReceiveBuckets, WeightRoute
 from unirl.models.base import CanaryOutput, Pipeline
@@ -85,7 +85,7 @@ class DedicatedEngine(RolloutEngine):
 
     @collect
     @abstractmethod
-    def prepare(self, layout: Layout) -> ParamMapping:
+    def prepare(self, layout: WeightLayout) -> ParamMapping:
         """Map every tensor of the layout to exactly one parameter. Inject adapters if adapters will be sent."""
 
     @collect

@@ -14,7 +14,7 @@ from torch import nn
 from torch.compiler import set_stance
 
 from unirl.config.errors import SyncError
-from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Layout, Numerics, ParamMapping
+from unirl.distributed.weight_sync.base import Arrival, CanaryResult, Numerics, ParamMapping, WeightLayout
 from unirl.distributed.weight_sync.buckets import Bucket
 from unirl.distributed.weight_sync.endpoints import WeightReceiver
 from unirl.models.base import CanaryOutput, Pipeline
@@ -74,7 +74,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
     def sample(self, req: RolloutReq) -> RolloutResp:
         return self.pipeline.generate(req, rows_per_forward(self.forward_batch_size, self.pipeline, req))
 
-    def prepare(self, layout: Layout) -> ParamMapping:
+    def prepare(self, layout: WeightLayout) -> ParamMapping:
         self.held = None
         if layout.adapter is not None and not adapter_names(self.network):
             inject_lora(self.network, layout.adapter, seed=0)
@@ -90,7 +90,7 @@ class ReplicaRolloutEngine(DedicatedEngine):
         numerics = Numerics.of(self.network, self.pipeline.stage.autocast_dtype, self.pipeline.bundle.device)
         return ParamMapping(self.receiver.dtypes(), numerics, self.receiver.quantized())
 
-    def _check_adapters(self, layout: Layout) -> None:
+    def _check_adapters(self, layout: WeightLayout) -> None:
         """Raises SyncError when an adapter acts that the trainer does not send, or one that it sends does not act."""
         extra = [name for name in adapter_names(self.network) if name not in layout.tensors]
         if extra:

@@ -35,6 +35,14 @@ def test_what_is_missing_is_named_and_what_is_there_passes(monkeypatch):
         need("yaml", by="a test", install="ask for it")
 
 
+def test_a_folder_of_that_name_is_no_library(tmp_path, monkeypatch):
+    """Libraries leave such folders in the current folder, which is on the path of the command line."""
+    (tmp_path / "wandb_like" / "run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DependencyError, match="needs wandb_like, not installed"):
+        need("wandb_like", by="a test", install="ask for it")
+
+
 def catches_missing_imports(module) -> bool:
     handlers = [node for node in ast.walk(module.tree) if isinstance(node, ast.ExceptHandler) and node.type is not None]
     return any("ImportError" in ast.unparse(h.type) or "ModuleNotFoundError" in ast.unparse(h.type) for h in handlers)

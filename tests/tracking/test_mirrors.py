@@ -8,6 +8,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -126,8 +127,9 @@ def test_swanlab_offline_keeps_metrics_and_images(tmp_path, monkeypatch):
     assert PAGE in [file.read_text(encoding="utf-8") for file in files if file.suffix == ".txt"]
 
 
-def test_mirror_without_its_library_is_refused_with_the_install_line(monkeypatch):
-    monkeypatch.setattr("unirl.tracking.backends.find_spec", lambda name: None)
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder of that name"])
+def test_mirror_without_its_library_is_refused_with_the_install_line(spec, monkeypatch):
+    monkeypatch.setattr("unirl.tracking.backends.find_spec", lambda name: spec)
     with pytest.raises(MirrorUnavailable, match=r"pip install 'unirl\[wandb\]'"):
         make_mirrors(["wandb"])
 

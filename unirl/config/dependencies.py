@@ -19,10 +19,16 @@ def need(*modules: str, by: str, extra: str = "", install: str = "") -> None:
         extra: the extra of this package that installs them.
         install: the command that installs them, if no extra does.
     """
-    missing = [name for name in modules if find_spec(name) is None]
+    missing = [name for name in modules if not is_installed(name)]
     if missing:
         way_out = install or f"pip install 'unirl[{extra}]'"
         raise DependencyError(f"{by} needs {', '.join(missing)}, not installed here: {way_out}")
+
+
+def is_installed(module: str) -> bool:
+    """True if Python can import `module` and there is code in it: a folder of runs named wandb is no library."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def check_ray_address(address: str, timeout_s: float = CONNECT_S) -> None:

@@ -153,7 +153,8 @@ def make_mirrors(names: Sequence[str]) -> tuple[Mirror, ...]:
     for name in names:
         if name not in MIRRORS:
             raise ValueError(f"tracking.mirrors: unknown mirror {name!r}; there are {', '.join(sorted(MIRRORS))}")
-        if find_spec(name) is None:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # no code: W&B leaves a folder of runs with its name
             raise MirrorUnavailable(
                 f"tracking.mirrors names {name!r}, but the package {name} is not installed. Install it with "
                 f"pip install 'unirl[{name}]', or remove it from tracking.mirrors"

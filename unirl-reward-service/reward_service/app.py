@@ -126,10 +126,19 @@ async def _score(request: Request, service: Service) -> Response:
 
 
 def length_of(request: Request, service: Service) -> int:
-    """Returns the declared number of bytes of the body, or the largest allowed number without a declaration."""
-    limit = service.config.server.limits.body_bytes
-    given = request.headers.get("content-length", str(limit))
-    return min(int(given), limit) if given.isdecimal() else limit
+    """The declared number of bytes of the body, or the largest allowed number without a declaration.
+
+    Raises:
+        RequestRefused: 413 more is declared than allowed. The answer does not wait for a body that may never come.
+    """
+    limits = service.config.server.limits
+    declared = request.headers.get("content-length")
+    if declared is None or not declared.isdecimal():
+        return limits.body_bytes
+    digits = len(str(limits.body_bytes))
+    if len(declared) > digits or int(declared) > limits.body_bytes:  # int() refuses thousands of digits
+        raise too_large(limits.body_mb)
+    return int(declared)
 
 
 async def read_body(request: Request, service: Service) -> bytes | memoryview:

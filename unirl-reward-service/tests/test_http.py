@@ -130,6 +130,16 @@ def test_a_slow_body_is_refused():
     assert refused(ask("POST", "/score", content=slowly(), headers=JSON_TYPE)) == (408, "too_slow")
 
 
+@pytest.mark.parametrize("length", ["99999999999", "9" * 5000])
+def test_a_body_that_declares_too_much_is_refused_before_it_comes(length):
+    async def nothing():
+        await asyncio.sleep(600)
+        yield b""
+
+    headers = JSON_TYPE | {"content-length": length}
+    assert refused(ask("POST", "/score", content=nothing(), headers=headers)) == (413, "too_large")
+
+
 def test_a_body_of_unknown_length_ends_at_the_limit():
     async def endless():
         while True:

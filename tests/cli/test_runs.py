@@ -79,6 +79,7 @@ def test_ctrl_c_saves_and_the_printed_command_continues_to_the_same_end(run_dir,
     assert metrics_of(tmp_path / "run") == metrics_of(run_dir)
 
 
+@pytest.mark.usefixtures("signals_of_a_terminal")
 def test_closing_the_terminal_saves_the_step_and_asks_for_a_requeue(run_dir, tmp_path, monkeypatch):
     learn = Trainer.learn
 

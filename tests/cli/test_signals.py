@@ -9,13 +9,7 @@ import pytest
 from unirl.cli.train import STOPPING, stop_on_signal
 from unirl.tracking.console import Change, Console
 
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Python's own Ctrl-C, also where a shell started the tests in the background and so ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("signals_of_a_terminal")
 
 
 def send(number: int) -> None:

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.family_cases import CASES, built
 from unirl.models.denoising.vae import IMAGE
-from unirl.models.loading.estimate import AllocationCounter, Lengths, forward_flops
+from unirl.models.loading.estimate import AllocationCounter, Lengths, decoding_cost, forward_flops
 from unirl.models.qwen3.family import Qwen3Bundle
 from unirl.models.qwen_image.family import QwenImageBundle
 from unirl.models.sd3.family import SD3Bundle
@@ -108,3 +108,65 @@ def test_the_decoder_of_a_published_model_needs_gigabytes_for_one_image(bundle, 
     """
     cost = bundle.decoding(path, DiffusionSamplingParams(kernel=None, height=side, width=side))
     assert cost.peak_bytes / 2**30 == pytest.approx(gib, rel=0.02)
+
+
+VIDEO_TILES = {
+    "tile_sample_min_height": 32,
+    "tile_sample_min_width": 32,
+    "tile_sample_stride_height": 24,
+    "tile_sample_stride_width": 24,
+}
+DECODERS = {
+    # family: latents, settings of the VAE. Some tiles, and some frames of wan21, have the shapes of earlier ones.
+    "sd3": ((1, 4, 8, 5), {}),
+    "flux2_klein": ((1, 4, 8, 5), {}),
+    "qwen_image": ((1, 4, 1, 8, 5), VIDEO_TILES),
+    "wan21": ((1, 4, 4, 7, 3), VIDEO_TILES),
+    "hunyuan_video": (
+        (1, 4, 8, 7, 3),
+        {**VIDEO_TILES, "tile_sample_min_num_frames": 16, "tile_sample_stride_num_frames": 12},
+    ),
+    "hunyuan_video15": ((1, 4, 3, 7, 3), {"tile_latent_min_height": 4, "tile_latent_min_width": 4}),
+}
+CHEAP = [("sd3", True), ("wan21", False)]
+"""The cases of the fast tier: tiles, and frames that leave something for the next one."""
+
+
+def decoder_of(name, tiled):
+    case = next(case for case in CASES if case.name == name)
+    family = case.classes()[0].family
+    with torch.device("meta"):
+        vae = family.build(family.configs(case.path), "vae")
+    for key, value in DECODERS[name][1].items():
+        assert hasattr(vae, key)
+        setattr(vae, key, value)
+    vae.use_tiling = tiled
+    return vae.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "tiled"),
+    [
+        pytest.param(name, tiled, marks=[] if (name, tiled) in CHEAP else pytest.mark.slow)
+        for name in DECODERS
+        for tiled in (False, True)
+    ],
+)
+def test_tiles_and_frames_that_are_counted_once_cost_as_much_as_all_of_them(name, tiled):
+    latents = DECODERS[name][0]
+    vae = decoder_of(name, tiled)
+    with torch.no_grad(), AllocationCounter() as memory, FlopCounterMode(display=False) as counter:
+        vae.decode(torch.empty(latents, device="meta"), return_dict=False)
+    cost = decoding_cost(decoder_of(name, tiled), latents)
+    assert cost.flops == counter.get_total_flops()
+    assert cost.peak_bytes == memory.peak
+    assert cost.made_bytes == memory.made
+
+
+def test_tiles_of_one_size_are_run_once():
+    """Two columns of two whole tiles each, then the smaller ones at the right, at the bottom, and in the corner."""
+    vae, runs = decoder_of("wan21", True), []
+    forward = vae.decoder.forward
+    vae.decoder.forward = lambda x, **kwargs: runs.append(tuple(x.shape[-2:])) or forward(x, **kwargs)
+    decoding_cost(vae, (1, 4, 1, 7, 7))
+    assert sorted(runs) == [(1, 1), (1, 4), (4, 1), (4, 4)]

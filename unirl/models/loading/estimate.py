@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from unirl.types.facts import ModelFacts
 
@@ -236,15 +236,127 @@ class DecodingCost:
     """The VAE decodes in overlapping tiles."""
 
 
+BLENDS = ("blend_v", "blend_h", "blend_t")
+"""Methods of diffusers' VAEs that blend a tile with the one above, before or earlier, pixel row by pixel row."""
+
+
 def decoding_cost(vae: nn.Module, latents: tuple[int, ...]) -> DecodingCost:
-    """The cost of decoding latents [1, ...] with a VAE without storage, from a run on the meta device."""
+    """The cost of decoding latents [1, ...] with a VAE without storage, from a run on the meta device.
+
+    A tile or a latent frame whose shapes occurred before is counted and not run again, so `vae` is of no other use.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     decode: Any = vae.decode
     dtype = next(vae.parameters()).dtype
     with torch.no_grad(), AllocationCounter() as memory, FlopCounterMode(display=False) as work:
+        calls = RepeatedCalls(memory, work.get_total_flops)
+        calls.run_once(vae.decoder, "forward")
+        for name in BLENDS:
+            if hasattr(vae, name):  # which of them a VAE has depends on its class
+                calls.run_once(vae, name)
         decode(torch.empty(latents, device="meta", dtype=dtype), return_dict=False)
-    return DecodingCost(float(work.get_total_flops()), memory.peak, memory.made, dtype.itemsize)
+    flops = float(work.get_total_flops() + calls.flops)
+    return DecodingCost(flops, memory.peak, memory.made, dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The cost of a call, and what it left behind."""
+
+    flops: int
+    peak: int
+    """Bytes at its peak, above those that were allocated before it."""
+    made: int
+    output: Leftover
+    lists: Sequence[Sequence[Leftover]]
+    """The items of each list that it was given, which it may change."""
+
+
+Leftover = Callable[[Sequence[object]], object]
+"""Makes something like what a call left behind, from the leaves of the arguments of another call."""
+
+
+class RepeatedCalls:
+    """Runs a function of tensors without storage once for each combination of shapes, and counts the other calls.
+
+    The function may change the items of lists that it is given, as VAEs of videos do with the frames that they cache.
+    """
+
+    def __init__(self, memory: AllocationCounter, flops_so_far: Callable[[], int]) -> None:
+        """
+        Args:
+            memory: counts the bytes of the calls that are run, and is told of the others.
+            flops_so_far: the operations of everything that was run.
+        """
+        self.flops = 0
+        """Operations of the calls that were not run."""
+        self._memory = memory
+        self._flops_so_far = flops_so_far
+        self._calls: dict[Hashable, _Call] = {}
+
+    def run_once(self, owner: Any, name: str) -> None:
+        """Replace a method of `owner` by one that runs only with shapes that it has not seen."""
+        method = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = tree_flatten((args, kwargs))
+            shapes = (id(owner), name, str(structure), *(_signature(leaf) for leaf in leaves))
+            lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+            if shapes in self._calls:
+                return self._repeat(self._calls[shapes], leaves, lists)
+            # A call may free a tensor by taking it out of a list, so none is held here.
+            leaves = [weakref.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            result, self._calls[shapes] = self._run(lambda: method(*args, **kwargs), leaves, lists)
+            return result
+
+        setattr(owner, name, counted)
+
+    def _run(self, call: Callable[[], Any], leaves: Sequence[object], lists: Sequence[list[Any]]) -> tuple[Any, _Call]:
+        memory, before = self._memory, self._memory.peak
+        made, flops, memory.peak = memory.made, self._flops_so_far() + self.flops, memory.now
+        start = memory.now
+        output = call()
+        cost = _Call(
+            flops=self._flops_so_far() + self.flops - flops,
+            peak=memory.peak - start,
+            made=memory.made - made,
+            output=_leftover(output, leaves),
+            lists=[[_leftover(item, leaves) for item in items] for items in lists],
+        )
+        memory.peak = max(memory.peak, before)
+        return output, cost
+
+    def _repeat(self, call: _Call, leaves: Sequence[object], lists: Sequence[list[Any]]) -> Any:
+        memory = self._memory
+        peak, made = max(memory.peak, memory.now + call.peak), memory.made + call.made
+        output = call.output(leaves)
+        for items, leftovers in zip(lists, call.lists, strict=True):
+            items[:] = [leftover(leaves) for leftover in leftovers]
+        self.flops += call.flops
+        memory.peak, memory.made = peak, made
+        return output
+
+
+def _signature(leaf: object) -> Hashable:
+    """What decides the operations on an argument: a tensor's shape, strides and dtype; the value of anything else."""
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _leftover(value: object, leaves: Sequence[object]) -> Leftover:
+    """Remembers a value that a call left behind: one of its arguments, a tensor of its own, or anything else.
+
+    Args:
+        leaves: the arguments, with a weak reference for each tensor.
+    """
+    if not isinstance(value, Tensor):
+        return lambda leaves: value
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, weakref.ref) and leaf() is value:
+            return lambda leaves: leaves[index]
+    size, strides, offset, dtype = value.shape, value.stride(), value.storage_offset(), value.dtype
+    numbers = value.untyped_storage().nbytes() // dtype.itemsize
+    return lambda leaves: torch.empty(numbers, dtype=dtype, device="meta").as_strided(size, strides, offset)
 
 
 def linears_of(module: nn.Module) -> dict[str, tuple[int, int]]:

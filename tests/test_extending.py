@@ -28,7 +28,9 @@ def project(tmp_path_factory):
         "check_kernel.py": block("python", 3),
         "leash/rewards.py": block("python", 4),
         "check_reward.py": block("python", 5),
-        "examples/diffusion/sd3_leash.yaml": block("yaml"),
+        "mine.yaml": block("yaml", 0),
+        "prompts.txt": "a red circle\n" * 8,
+        "examples/diffusion/sd3_leash.yaml": block("yaml", 1),
     }.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +59,13 @@ def test_the_check_refuses_a_loss_that_returns_a_mean(project) -> None:
         source.write_text(text)
 
 
+def test_the_recipe_of_the_users_own_on_the_page_is_valid(project) -> None:
+    command = block("bash", 0).splitlines()[0].split()[1:]
+    assert "mine: valid" in run(project, "-m", "unirl.cli", *command, "scale=toy")
+
+
 def test_the_recipe_of_the_page_trains(project) -> None:
-    command = block("bash").splitlines()[1].split()[1:]
+    command = block("bash", 1).splitlines()[1].split()[1:]
     run(project, *command, f"run.dir={project / 'run'}", "evaluation.eval_steps=0", "tracking.sample_steps=0")
     assert len((project / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -1,6 +1,7 @@
 """Composition: layers, variants, the command line's grammar, the environment, interpolation. Hydra is the oracle."""
 
 import copy
+import shlex
 
 import hydra
 import pytest
@@ -10,6 +11,7 @@ from unirl.config.compose import ENVIRONMENT, compose, resolve
 from unirl.config.errors import ConfigError, UsageError
 from unirl.config.load import load
 from unirl.config.recipe_files import CARD_SUFFIX, find_recipe, list_recipes
+from unirl.trainer.run_folder import continuation
 
 BASE = """\
 # @package _global_
@@ -115,12 +117,15 @@ def test_the_same_target_written_again_keeps_the_node(examples):
         "[_self_, base]",
         "[base, other, _self_]",
         "[../base, _self_]",
+        "[../base.yaml, _self_]",
+        "[diffusion/bsae, _self_]",
+        "[variant.yaml, _self_]",
         "[{group: x}, _self_]",
         "base",
         "[bsae, _self_]",
     ],
 )
-def test_a_variant_extends_exactly_one_recipe_of_its_domain(examples, defaults):
+def test_a_variant_extends_exactly_one_recipe_that_exists(examples, defaults):
     write(examples, "variant", f"defaults: {defaults}\nbatch_size: 2\n")
     assert "variant.yaml" in str(refused(examples, "variant"))
 
@@ -142,10 +147,68 @@ def test_a_variant_in_a_folder_of_the_users_own_extends_a_recipe_that_ships(exam
     assert tree == shipped | {"batch_size": 2}
 
 
-def test_a_variant_of_a_variant_is_refused(examples):
-    write(examples, "one", "defaults: [base, _self_]\n")
+@pytest.mark.parametrize("base", ["diffusion/sd3_trainside", "sd3_trainside", "../shared/base.yaml"])
+def test_a_recipe_in_any_folder_extends_by_name_or_by_path(tmp_path, base):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    shared.mkdir()
+    (shared / "base.yaml").write_text("defaults: [diffusion/sd3_trainside, _self_]\n")
+    (own / "mine.yaml").write_text(f"defaults: [{base}, _self_]\nbatch_size: 2\n")
+    tree, shipped = compose(str(own / "mine.yaml")).tree, compose("diffusion/sd3_trainside").tree
+    assert tree == shipped | {"batch_size": 2}
+
+
+def test_a_variant_of_a_variant_composes_as_hydra_composes_it(examples):
+    write(examples, "one", "defaults: [base, _self_]\nsampling: {height: 8, width: 8}\n")
+    write(examples, "two", "defaults: [one, _self_]\nsampling: {width: 9}\n")
+    assert composed(examples, "two").tree == by_hydra(examples, "two")
+
+
+def test_recipes_that_ship_extend_whole_recipes():
+    depths = {recipe.name: len(compose(str(recipe.path)).layers) for recipe in list_recipes()}
+    assert {name for name, depth in depths.items() if depth > 4} == set()
+
+
+def test_a_cycle_of_recipes_is_refused_with_its_links(examples):
+    write(examples, "one", "defaults: [two, _self_]\n")
     write(examples, "two", "defaults: [one, _self_]\n")
-    assert "extends another" in str(refused(examples, "two"))
+    assert "(one.yaml -> two.yaml -> one.yaml)" in str(refused(examples, "one"))
+
+
+def test_a_base_of_several_domains_must_be_named_with_its_domain(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\n")
+    with pytest.raises(ConfigError, match="Write one of diffusion/quickstart, llm/quickstart, vlm/quickstart"):
+        compose(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("./mine", "Did you mean 'mine.yaml'"),
+        ("mine", "Did you mean 'mine.yaml'"),
+        ("./mein.yaml", "Did you mean 'mine.yaml'"),
+        ("./mine.txt", "the file of a recipe ends in .yaml"),
+        (".", "is a folder"),
+        ("list.yaml", "a recipe is a mapping of blocks, got list"),
+    ],
+)
+def test_a_path_that_is_no_recipe_is_answered_with_what_is_there(tmp_path, monkeypatch, typed, answer):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"mine.yaml": "batch_size: 2\n", "mine.txt": "", "list.yaml": "- 1\n"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError) as caught:
+        compose(typed)
+    assert answer in str(caught.value)
+
+
+def test_the_command_that_continues_a_run_finds_its_recipe_again(tmp_path):
+    own = tmp_path / "diffusion"
+    own.mkdir()
+    (own / "sd3_trainside.yaml").write_text("defaults: [sd3_trainside, _self_]\nnum_rollouts: 7\n")
+    recipe = load(str(own / "sd3_trainside.yaml"), ("batch_size=8",))
+    verb, command, name, *overrides, _ = shlex.split(continuation(recipe, tmp_path))
+    assert (verb, command) == ("unirl", "train")
+    assert load(name, overrides).resolved() == recipe.resolved()
 
 
 @pytest.mark.parametrize(

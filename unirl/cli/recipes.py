@@ -1,11 +1,12 @@
-"""`unirl recipes ls|search|show`: the recipes that can be trained, and the evidence for each."""
+"""`unirl recipes ls|search|show`: the recipes that can be trained, what each is for, and the evidence for it."""
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from unirl.cli.arguments import Parser, run_verb
 from unirl.config.compose import compose
@@ -16,9 +17,12 @@ from unirl.config.recipe_files import RecipeFile, find_recipe, list_recipes
 
 EXAMPLES = ("unirl recipes", "unirl recipes search grpo --json", "unirl recipes show diffusion/sd3_trainside")
 WIDTH = 100
-"""Characters of a line of the table, unless the terminal is narrower."""
-COLUMNS, NARROW_COLUMNS = (33, 15, 10, 16, 4), (33, 11, 10, 12, 4)
-"""Characters of every column but the last, one blank included."""
+"""Characters of a line of the table where the terminal does not say how wide it is."""
+NAME, OUTCOME = 40, 25
+"""Characters of the columns before the date, one blank included."""
+PAPER = re.compile(r" \((arXiv:)?\d{4}\.\d{5}\)")
+LEGEND = "toy: ran end to end at scale=toy. trained: the mean reward rose on held-out prompts."
+OWN = "Your own recipe extends one of these, in a YAML file anywhere: unirl train ./mine.yaml (docs/extending.md)"
 
 
 def run(argv: list[str], session: Session) -> int:
@@ -26,7 +30,11 @@ def run(argv: list[str], session: Session) -> int:
 
 
 def list_all(argv: Sequence[str]) -> int:
-    parser = Parser("recipes ls", "List the recipes with model, algorithm, reward, devices and evidence.", EXAMPLES)
+    parser = Parser(
+        "recipes ls",
+        "List the recipes: name, evidence, date, purpose.",
+        EXAMPLES,
+    )
     parser.option("--json", action="store_true", help="as JSON")
     return _print_listing(list_recipes(), parser.parse(argv).json)
 
@@ -55,7 +63,10 @@ def show(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Summary:
-    """The cells of a recipe in the table."""
+    """What a listing says about a recipe."""
+
+    purpose: str = ""
+    """First sentence of the comment that begins its file, without the numbers of papers."""
 
     model: str = "?"
     algorithm: str = "?"
@@ -69,14 +80,22 @@ def _summary(recipe: RecipeFile) -> Summary:
     try:
         tree = compose(str(recipe.path)).tree
     except ConfigError as error:
-        return Summary(evidence=f"unreadable: {error}")
+        return Summary(purpose=f"{type(error).__name__}: {error}", evidence="unreadable")
     return Summary(
+        purpose=_purpose(recipe),
         model=_class_of(tree.get("bundle"), "Bundle"),
         algorithm=_class_of(tree.get("algorithm")).removeprefix("Diffusion"),
         scorer=_scorer_of(get(tree, "reward.backend", get(tree, "reward"))),
         devices=str(tree.get("num_devices", 1)),
         evidence=recipe.card.evidence,
     )
+
+
+def _purpose(recipe: RecipeFile) -> str:
+    lines = recipe.path.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), (line for line in lines if "@package" not in line))
+    sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0]
+    return PAPER.sub("", sentence).rstrip(".")
 
 
 def _class_of(block: object, *suffixes: str) -> str:
@@ -104,27 +123,24 @@ def _print_listing(recipes: Sequence[RecipeFile], as_json: bool) -> int:
         ]
         print(json.dumps(facts, indent=1))
         return 0
-    width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
-    print(_line(("RECIPE", "MODEL", "ALGORITHM", "REWARD", "DEV", "EVIDENCE"), width))
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
     for domain, members in groupby(rows, key=lambda row: row[0].name.rpartition("/")[0]):
         print(f"{domain}/")
         for recipe, summary in members:
-            print(_line((f" {recipe.name.rpartition('/')[2]}", *asdict(summary).values()), width))
-    print("\nDEV: devices. toy: ran end to end at scale=toy. trained: the mean reward rose on held-out prompts.")
-    print("Details: unirl recipes show DOMAIN/RECIPE")
+            print(_entry(recipe, summary, width))
+    print()
+    print(textwrap.fill(LEGEND, width))
+    print(f"Details: unirl recipes show DOMAIN/RECIPE\n{textwrap.fill(OWN, width)}")
     return 0
 
 
-def _line(cells: Sequence[str], width: int) -> str:
-    """One row. A long name gets a line of its own, and so does long evidence on a narrow terminal."""
-    columns = COLUMNS if width >= WIDTH else NARROW_COLUMNS
-    name, *middle, evidence = cells
-    head = f"{name:<{columns[0]}}" if len(name) < columns[0] else f"{name}\n{'':{columns[0]}}"
-    head += "".join(f"{_cut(cell, size - 1):<{size}}" for cell, size in zip(middle, columns[1:], strict=True))
-    room = width - sum(columns)
-    if width >= WIDTH or len(evidence) <= room:
-        return head + f"\n{'':{sum(columns)}}".join(textwrap.wrap(evidence, room) or [""])
-    return f"{head.rstrip()}\n{textwrap.indent(textwrap.fill(evidence, width - 4), '    ')}"
+def _entry(recipe: RecipeFile, summary: Summary, width: int) -> str:
+    """Name, evidence and date of a recipe; its purpose; and what weakens the evidence, if anything."""
+    date = "" if recipe.card.date == "none" else recipe.card.date
+    outcome, _, remarks = summary.evidence.partition(", ")
+    head = f" {recipe.name.rpartition('/')[2]:<{NAME}}{_cut(outcome, OUTCOME - 1):<{OUTCOME}}{date}"
+    below = [summary.purpose, f"but {remarks}" if remarks else ""]
+    return "\n".join([head.rstrip(), *(f"   {_cut(line, width - 3)}" for line in below if line)])
 
 
 def _cut(cell: str, size: int) -> str:

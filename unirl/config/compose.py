@@ -1,4 +1,4 @@
-"""Composes a recipe from its YAML file, the recipe that it extends, environment variables and the command line.
+"""Composes a recipe from its YAML file, the recipes that it extends, environment variables and the command line.
 
 Overrides use Hydra's grammar, without `@hydra.main` and `instantiate`. Any key may be set here; `build.check_node`
 checks the result.
@@ -16,10 +16,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from unirl.config.errors import ConfigError, InvalidValueError, did_you_mean
+from unirl.config.errors import ConfigError, InvalidValueError
 from unirl.config.merge import ConfigLayer, Origin, Tree, fold, get, join, leaves, origins, put
 from unirl.config.overrides import command_line_layer
-from unirl.config.recipe_files import RecipeFile, find_recipe, search_path
+from unirl.config.recipe_files import RecipeFile, find_base, find_recipe
 
 ENVIRONMENT: Mapping[str, str] = {
     "PRETRAINED_MODEL": "bundle.path",
@@ -95,37 +95,30 @@ def compose(recipe: str, overrides: Sequence[str] = (), search: tuple[Path, ...]
 # Files
 
 
-def _file_layers(path: Path) -> tuple[ConfigLayer, ...]:
-    """The recipe's layer, above that of the recipe that it extends, if any."""
+def _file_layers(path: Path, above: tuple[Path, ...] = ()) -> tuple[ConfigLayer, ...]:
+    """The layers of a recipe and of the recipes that it extends, the recipe's own last.
+
+    Args:
+        above: the recipes that extend this one.
+    """
+    if path in above:
+        chain = " -> ".join(file.name for file in (*above[above.index(path) :], path))
+        raise ConfigError(f"{path} extends itself ({chain}). Remove one of these `defaults`")
     layer = _read(path)
-    base = _base_of(layer.tree.pop("defaults", None), path)
-    if base is None:
-        return (layer,)
-    below = _read(base)
-    if "defaults" in below.tree:
-        raise ConfigError(f"{path.name} extends {base.name}, which extends another recipe. Extend a whole recipe")
-    return (below, layer)
+    name = _base_name(layer.tree.pop("defaults", None), path)
+    below = () if name is None else _file_layers(find_base(name, path), (*above, path))
+    return (*below, layer)
 
 
-def _base_of(defaults: object, path: Path) -> Path | None:
-    if defaults is None or defaults == ["_self_"]:
-        return None
+def _base_name(defaults: object, path: Path) -> str | None:
+    """The recipe that `defaults` names. None if there is none."""
     match defaults:
-        case [str(name), "_self_"] if name.isidentifier():
-            return _find_base(name, path)
-    raise InvalidValueError(f"{path.name}: defaults={defaults} must be [<one recipe of the same domain>, _self_]")
-
-
-def _find_base(name: str, path: Path) -> Path:
-    """The file of `name`, which the recipe at `path` extends: in the same folder, or in that folder of examples/."""
-    folders = (path.parent, *(folder / path.parent.name for folder in search_path()))
-    files = [file for folder in folders for file in folder.glob("*.yaml") if file != path]
-    for file in files:
-        if file.stem == name:
-            return file
-    raise ConfigError(
-        f"{path.name} extends '{name}', but there is no {name}.yaml in its folder or in examples/{path.parent.name}."
-        f"{did_you_mean(name, [file.stem for file in files])}"
+        case None | ["_self_"]:
+            return None
+        case [str(name), "_self_"]:
+            return name
+    raise InvalidValueError(
+        f"{path.name}: defaults={defaults} must be [<one recipe>, _self_], such as [diffusion/sd3_trainside, _self_]"
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from unirl.config.errors import UsageError, nearest
+from unirl.config.errors import ConfigError, UsageError, did_you_mean, likeness, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 CARD_SUFFIX = ".card.yaml"
+SUFFIXES = (".yaml", ".yml")
+
+LIKELY = 0.6
+"""Smallest similarity at which a file is suggested for one that does not exist."""
 
 DOMAIN_OF = {"diffusion": "diffusion", "vlm": "vlm", "llm": "vlm"}
 """Folder of recipes to the domain whose entrypoint, `python -m unirl.train_<domain>`, trains them."""
@@ -70,6 +75,13 @@ class RecipeFile:
 
     name: str  # "diffusion/sd3_trainside"
     path: Path
+    is_listed: bool = True
+    """True if `unirl recipes` lists it, so that its name is enough to find it."""
+
+    @property
+    def argument(self) -> str:
+        """What a command takes to find this recipe: its name, or the path of its file."""
+        return self.name if self.is_listed else str(self.path)
 
     @property
     def card(self) -> Card:
@@ -109,9 +121,10 @@ def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile
     if wanted in known:
         return known[wanted]
     path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        path = path.resolve()
-        return RecipeFile(f"{path.parent.name}/{path.stem}", path)
+    if path.suffix in SUFFIXES and path.is_file():
+        return _recipe_at(path)
+    if path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or path.with_suffix(".yaml").is_file():
+        raise UsageError(f"{_no_file(path)} Recipes that ship: unirl recipes")
     if not known:
         raise UsageError(f"no recipe '{name}': no examples/ folder was found. Give a path to a YAML file")
     same = SAME_RECIPE.get(wanted.rpartition("/")[2])
@@ -121,3 +134,56 @@ def find_recipe(name: str, search: tuple[Path, ...] | None = None) -> RecipeFile
         f"no recipe '{name}', neither under examples/ nor as a YAML file. "
         f"Nearest: {', '.join(close)}. All: unirl recipes"
     )
+
+
+def find_base(name: str, extended_by: Path) -> Path:
+    """The file of the recipe `name`, which the recipe at `extended_by` extends.
+
+    Args:
+        name: `sd3_trainside`, looked up in the recipe's own folder, in the folder of examples/ with the same name, and
+            then in all of examples/; or `diffusion/sd3_trainside`; or a path that ends in .yaml, relative to the
+            recipe's folder.
+
+    Raises:
+        ConfigError: 2003 when there is no such recipe, or several.
+    """
+    who = f"{extended_by.name} extends '{name}', but"
+    own = extended_by.resolve().parent
+    if Path(name).suffix in SUFFIXES:
+        path = (own / Path(name).expanduser()).resolve()
+        if path.is_file():
+            return path
+        raise ConfigError(f"{who} {_no_file(path)}")
+    folders = (own, *(folder / own.name for folder in search_path()))
+    files = [file for folder in folders for file in sorted(folder.glob("*.yaml")) if file != extended_by.resolve()]
+    listed = [recipe for recipe in list_recipes() if recipe.path != extended_by.resolve()]
+    same_folder = [file for file in files if file.stem == name]
+    matches = [recipe for recipe in listed if name in (recipe.name, recipe.path.stem)]
+    if same_folder or len(matches) == 1:
+        return same_folder[0] if same_folder else matches[0].path
+    if matches:
+        raise ConfigError(f"{who} there are several. Write one of {', '.join(recipe.name for recipe in matches)}")
+    choices = [recipe.name for recipe in listed] if "/" in name else [file.stem for file in (*files, *_paths(listed))]
+    raise ConfigError(
+        f"{who} there is no such recipe in {own} or in examples/.{did_you_mean(name, choices)} All: unirl recipes"
+    )
+
+
+def _recipe_at(path: Path) -> RecipeFile:
+    path = path.resolve()
+    return RecipeFile(f"{path.parent.name}/{path.stem}", path, is_listed=False)
+
+
+def _paths(recipes: Sequence[RecipeFile]) -> list[Path]:
+    return [recipe.path for recipe in recipes]
+
+
+def _no_file(path: Path) -> str:
+    """What is wrong with the path of a recipe, as a sentence."""
+    if path.is_file():
+        return f"{path} is not a recipe: the file of a recipe ends in .yaml."
+    if path.is_dir():
+        return f"{path} is a folder: name a YAML file in it."
+    here = {file.stem: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")}
+    likely = [here[stem] for stem in nearest(path.stem, here, 1) if likeness(path.stem, stem) >= LIKELY]
+    return f"there is no file {path}." + "".join(f" Did you mean '{file}'?" for file in likely)

@@ -97,7 +97,7 @@ def continuation(recipe: Recipe, root: Path) -> str:
     """The command that continues the run in `root` with the same settings."""
     overrides = recipe.composed.overrides
     settings = [setting for setting in overrides if not setting.lstrip("+").startswith(("run.", "resume="))]
-    return shlex.join(["unirl", "train", recipe.file.name, *settings, f"run.dir={root}"])
+    return shlex.join(["unirl", "train", recipe.file.argument, *settings, f"run.dir={root}"])
 
 
 # Runs that exist

@@ -79,9 +79,22 @@ def test_the_evidence_of_a_card_names_runs_that_show_little(fields, evidence):
 
 def test_config_show_doc_lists_keys_with_type_default_and_documentation(capsys):
     shown = output(capsys, "config", "show", "diffusion/quickstart", "--doc").splitlines()
-    assert "sampling.height: int = 512" in shown
+    assert "sampling.height: int = 24 (default 512)" in shown
     assert "evaluation: block = EvaluationConfig" in shown
-    assert shown[shown.index("num_rollouts: int = 100") + 1] == "    Steps of the loop."
+    assert shown[shown.index("num_rollouts: int = 44 (default 100)") + 1] == "    Steps of the loop."
+
+
+def test_config_show_can_be_narrowed_to_a_block_or_a_key(capsys):
+    show = ("config", "show", "diffusion/sd3_trainside")
+    kernel = "sampling.kernel: Kernel = unirl.sde.kernels.FlowSDEStrategy (required)"
+    assert output(capsys, *show, "sampling.kernel", "--doc").splitlines()[0] == kernel
+    assert output(capsys, *show, "sampling.kernel").splitlines() == [
+        "_target_: unirl.sde.kernels.FlowSDEStrategy",
+        "eta: 0.7",
+    ]
+    assert output(capsys, *show, "batch_size", "batch_size=24") == "24\n"
+    assert main([*show, "sampling.kernl"]) == 2
+    assert "Did you mean 'sampling.kernel" in capsys.readouterr().err
 
 
 def test_recipes_are_found_by_what_they_say(capsys, recipes):

@@ -197,7 +197,7 @@ def test_docs_come_from_field_docstrings_and_args_sections():
 
 def test_the_listing_names_every_key_with_type_and_default():
     lines = {doc.path: doc.line() for doc in list_keys(checked({"size": 1}))}
-    assert lines["top.size"] == "top.size: int = required  Required."
+    assert lines["top.size"] == "top.size: int = 1 (required)"
     assert lines["top.inner.mode"] == "top.inner.mode: fast | slow = 'fast'"
     assert lines["top.steps"] == "top.steps: list of int = []"
 

@@ -1,19 +1,32 @@
 """`unirl config show|why`: the settings of a recipe, their documentation, and the source of each value."""
 
+from __future__ import annotations
+
+import shutil
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import yaml
 
 from unirl.cli.arguments import parse_recipe, recipe_parser, run_verb
 from unirl.cli.check import checked
 from unirl.config.errors import ArgumentError
 from unirl.config.failures import Session
+from unirl.config.merge import get
+
+if TYPE_CHECKING:
+    from unirl.config.load import Recipe
 
 EXAMPLES = (
     "unirl config show diffusion/sd3_trainside",
     "unirl config show diffusion/sd3_trainside scale=toy --written",
     "unirl config show diffusion/sd3_trainside --doc",
+    "unirl config show diffusion/sd3_trainside sampling.kernel --doc",
     "unirl config why sampling.kernel.eta diffusion/sd3_dancegrpo",
 )
+WIDTH = 100
+"""Characters of a line of documentation, unless the terminal is narrower."""
 
 
 def run(argv: list[str], session: Session) -> int:
@@ -23,18 +36,40 @@ def run(argv: list[str], session: Session) -> int:
 def show(argv: Sequence[str]) -> int:
     parser = recipe_parser("config show", "Print every setting, with the defaults filled in.", EXAMPLES)
     parser.option("--written", action="store_true", help="only the settings of the recipe and of its overrides")
-    parser.option("--doc", action="store_true", help="every key with its type, default and documentation")
+    parser.option("--doc", action="store_true", help="every key with type, value, default and documentation")
+    parser.add_argument("part", nargs="?", metavar="KEY", help="only this key or block, such as sampling.kernel")
+    parser.usage = "unirl config show RECIPE [KEY] [key=value ...] [--doc] [--written]"
     arguments = parse_recipe(parser, argv)
+    part = arguments.options.part
     recipe = checked(arguments.recipe, arguments.overrides)
+    if part is not None:
+        recipe.value(part)  # An unknown key is refused with the nearest one.
     if arguments.options.doc:
-        from unirl.config.key_docs import list_keys
-
-        for key in list_keys(recipe.root):
-            lines = textwrap.wrap(key.doc, 96)
-            print("\n    ".join([f"{key.path}: {key.type} = {key.default}", *lines]))
+        _print_docs(recipe, part)
         return 0
-    print((recipe.composed.text(resolve_all=True) if arguments.options.written else recipe.resolved_text()).rstrip())
+    written = arguments.options.written
+    tree = recipe.composed.resolved() if written else recipe.resolved()
+    if part is not None:
+        print(_yaml(get(tree, part)))
+    else:
+        print((recipe.composed.text(resolve_all=True) if written else recipe.resolved_text()).rstrip())
     return 0
+
+
+def _yaml(value: object) -> str:
+    return yaml.safe_dump(value, sort_keys=False).rstrip().removesuffix("\n...")
+
+
+def _print_docs(recipe: Recipe, part: str | None) -> None:
+    """Every key of the recipe, or those of one block, with its documentation below it."""
+    from unirl.config.key_docs import list_keys
+
+    width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
+    for key in list_keys(recipe.root):
+        if part is None or key.is_within(part):
+            print("\n    ".join([key.line(), *textwrap.wrap(key.doc, width - 4)]))
+    if part is None:
+        print("\nOne block or key: unirl config show RECIPE KEY --doc. Every setting of every class: docs/settings.md")
 
 
 def why(argv: Sequence[str]) -> int:

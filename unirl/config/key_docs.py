@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from unirl.config.merge import join
 from unirl.config.node import Node, is_held, nodes_below, plain
-from unirl.config.schema import REQUIRED, Key, is_config
+from unirl.config.schema import REQUIRED, Key, Schema, is_config
 from unirl.config.values import show, spell
 
 
@@ -19,20 +21,42 @@ class KeyDoc:
     type: str  # as a message spells it
     default: str  # as YAML; "required" if there is none
     doc: str
+    value: str = ""
+    """The value in effect, as YAML; the class of a block. Empty if the key belongs to no checked node."""
 
     def line(self) -> str:
-        """`sampling.height: int = 512  Pixels.`"""
-        return f"{self.path}: {self.type} = {self.default}  {self.doc}".rstrip()
+        """`sampling.height: int = 64 (default 512)`."""
+        if self.value in ("", self.default):
+            return f"{self.path}: {self.type} = {self.default}"
+        default = "required" if self.default == "required" else f"default {self.default}"
+        return f"{self.path}: {self.type} = {self.value} ({default})"
+
+    def is_within(self, part: str) -> bool:
+        """True if `part` is this key, or a block that holds it."""
+        return f"{self.path}.".startswith(f"{part}.")
 
 
 def list_keys(root: Node) -> Iterator[KeyDoc]:
     """Every key of a checked node, and then those of the nodes below it."""
     for node in nodes_below(root):
-        docs = docs_of(node.schema.owner)
-        for key in node.schema.keys.values():
-            is_block = is_held(key) or is_config(type(key.default))
-            kind = "block" if is_block else spell(key.annotation)
-            yield KeyDoc(join(node.path, key.name), kind, _default(key), docs.get(key.name, ""))
+        for doc in keys_of(node.schema, node.path):
+            yield replace(doc, value=_value(node.values[doc.path.removeprefix(f"{node.path}.")]))
+
+
+def keys_of(schema: Schema, path: str = "") -> Iterator[KeyDoc]:
+    """The keys of a class, as they are written in the block at `path`."""
+    docs = docs_of(schema.owner)
+    for key in schema.keys.values():
+        is_block = is_held(key) or is_config(type(key.default))
+        kind = "block" if is_block else spell(key.annotation)
+        configs = [part for part in (type(key.default), key.annotation, *get_args(key.annotation)) if is_config(part)]
+        doc = docs.get(key.name) or "".join(map(summary_of, configs[:1]))
+        yield KeyDoc(join(path, key.name), kind, _default(key), doc)
+
+
+def summary_of(target: Callable[..., object]) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((inspect.getdoc(target) or "").partition("\n\n")[0].split())
 
 
 def docs_of(cls: type) -> dict[str, str]:
@@ -46,6 +70,12 @@ def docs_of(cls: type) -> dict[str, str]:
         params = [*docstring_parser.parse_from_object(base).params, *(init.params if init else [])]
         docs |= {param.arg_name: " ".join((param.description or "").split()) for param in params}
     return docs
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Node):
+        return value.class_name if value.typed and value.schema.is_value else value.target
+    return show(plain(value))
 
 
 def _default(key: Key) -> str:

@@ -230,6 +230,9 @@ class MultimodalRLDataSource(PromptSource):
 
         Args:
             eval_data_path: file of the held-out prompts; None = the training prompts in the order of their file.
+            data_path: the prompt file: .txt with one prompt per line, .json or .jsonl.
+            shuffle: draw prompts in a new random order in each pass over the file.
+            prompt_key: key of the prompt in a row of a .json or .jsonl file.
             recorded: roles of the images that are the samples of a prompt, in this order; [] = the policy samples.
             sizes: [height, width] in pixels. Each prompt gets the size whose aspect ratio is nearest to that of its
                 image; [] = all samples have the size of `sampling`.

@@ -42,6 +42,7 @@ class RemoteRewardSpec(ConnectionConfig):
     sub_metric_reduce: Literal["first", "mean", "max"] = "first"
     """How the parts of one reward are combined. UniRL's service sends the total first; `mean` and `max` ignore it."""
     input_kind: Literal["image", "video", "text"] = "image"
+    """What is scored."""
     image_format: ImageFormat = "raw"
     """`raw`, `png` and `webp` are lossless. `jpeg` is not, and changes the scores."""
     image_quality: int = 95
@@ -51,6 +52,7 @@ class RemoteRewardSpec(ConnectionConfig):
     video_format: Literal["raw", "mp4"] = "raw"
     """Both are lossless. `mp4` is smaller and slower, and needs PyAV."""
     video_fps: int = 8
+    """Frames per second of the video that the service gets."""
     startup_s: float = PROBE_TIMEOUT_S
     """Seconds to wait for the service when a run starts. Increase it for a service that starts at the same time."""
 

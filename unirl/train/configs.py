@@ -121,6 +121,7 @@ class EmaFullConfig:
     """
 
     target_decay: float = 0.9
+    """Largest d."""
     every: int = 8
     """The average is updated after every so many optimizer updates."""
 
@@ -152,8 +153,11 @@ class EmaLoraConfig:
     """
 
     flat_updates: int = 0
+    """Number of updates at the start during which d = 0, so that old = live."""
     rate: float = 0.001
+    """Growth of d per update."""
     ceiling: float = 0.5
+    """Largest d."""
 
     snapshot: ClassVar[str] = "old"
     timing: ClassVar[Literal["update", "step"]] = "step"
@@ -200,6 +204,7 @@ class ValueConfig:
     learning_rate: float = 1e-3
     """Learning rate per update."""
     weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """The head's gradient is clipped to this norm. The policy's gradient is clipped to stack.max_grad_norm."""
     width: int = 64
@@ -227,10 +232,15 @@ class TrainTopology:
     dp: int | None = None
     """Number of ranks that train on different rows. If absent, all ranks of the train role."""
     tp: int = 1
+    """Tensor parallelism; must be 1."""
     pp: int = 1
+    """Pipeline parallelism; must be 1."""
     sp: int = 1
+    """Sequence parallelism; must be 1."""
     ep: int = 1
+    """Expert parallelism; must be 1."""
     cp: int = 1
+    """Context parallelism; must be 1."""
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:

@@ -82,6 +82,7 @@ class DiffusionSamplingParams:
     width: int = 512
     """Pixels."""
     num_frames: int = 1
+    """F, the number of frames of a video; 1 = an image."""
     guidance_scale: float = 1.0
     """Classifier-free guidance w: v = v_uncond + w (v_cond - v_uncond); 1 = off. Distilled models may read it."""
     guidance_scale_2: float | None = None
@@ -89,6 +90,7 @@ class DiffusionSamplingParams:
     guidance_passes: int = 1
     """1 = one forward pass of a doubled batch; 2 = two forward passes with half the peak memory."""
     negative_prompt: str = ""
+    """Prompt of the unconditional pass of guidance."""
     seed: int = 42
     """Seed of all randomness of the run: noise, step choice, data order, initial adapters."""
     init_same_noise: bool = False

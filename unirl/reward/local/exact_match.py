@@ -10,6 +10,7 @@ from unirl.reward.mathematics.answers import AnswerScorer, AnswerSpec
 @dataclass(frozen=True, kw_only=True)
 class ExactMatchSpec(AnswerSpec):
     ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
 
 
 class ExactMatchRewardScorer(AnswerScorer):

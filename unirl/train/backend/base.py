@@ -25,9 +25,13 @@ class OptimizerConfig:
     learning_rate: float
     """Peak learning rate per update. `scheduler_cfg` scales it."""
     adam_beta1: float = 0.9
+    """Decay of the mean of gradients."""
     adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients."""
     adam_epsilon: float = 1e-8
+    """Added to the root of the mean of squared gradients."""
     weight_decay: float = 0.0
+    """Decoupled weight decay."""
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0:
@@ -47,6 +51,7 @@ class LrSchedulerConfig:
     """The learning rate over updates: a linear warmup, then constant, or a decay to a fraction of the peak."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
+    """Form of the decay after the warmup."""
     warmup_updates: int = 0
     """Update t < warmup_updates uses (t + 1) / warmup_updates of the peak."""
     total_updates: int | None = None

@@ -38,7 +38,9 @@ class ImageScorerSpec:
     """Hub id, local directory or file of the network; `toy` is a tiny network of the same class with fixed random
     weights."""
     batch_size: int = 8
+    """Samples per forward pass."""
     device: Device = "auto"
+    """auto = a GPU if there is one."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the network's matrix products in bfloat16, which GPUs do many times faster. Scores move a little, so
     that images with almost equal scores may change places."""

@@ -67,6 +67,7 @@ class VisionLanguageSpec(ImageScorerSpec):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Data type of the backbone. The heads are float32."""
     batch_size: int = 4
+    """Samples per forward pass."""
 
     toy: ClassVar[dict[str, object]] = {"path": "toy", "dtype": "fp32"}
 

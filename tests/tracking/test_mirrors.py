@@ -10,13 +10,16 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
 from unirl.tracking.backends import MIRRORS, MirrorUnavailable, make_mirrors
-from unirl.tracking.mirrors import Preview, RunInfo
+from unirl.tracking.images import ImageMedia
+from unirl.tracking.mirrors import Mirrors, Preview, RunInfo
+from unirl.tracking.samples import MirroredPage, SampleRow, SampleTable
 from unirl.tracking.videos import can_write_mp4, write_mp4, write_webp
 
 METRICS = {1: {"rollout/reward_mean": 0.5, "train/loss": 1.25}, 2: {"rollout/reward_mean": 0.75, "train/loss": 1.0}}
@@ -125,6 +128,20 @@ def test_swanlab_offline_keeps_metrics_and_images(tmp_path, monkeypatch):
         assert_film(gif.read_bytes())
     assert len(gifs) >= 1 and kept.count(CAPTION.encode()) >= 3
     assert PAGE in [file.read_text(encoding="utf-8") for file in files if file.suffix == ".txt"]
+
+
+def test_images_that_are_sent_together_have_one_size(tmp_path):
+    """W&B warns otherwise, and shows them stretched."""
+    rows = tuple(SampleRow(sample_id=f"s{i}", group_id="g", prompt="p", reward=0.5) for i in range(3))
+    saved = SampleTable(rows, ImageMedia(np.zeros((3, 24, 32, 3), np.uint8))).saved(tmp_path)
+    page = MirroredPage(2, "samples", "step 2", saved.media.page(saved, tmp_path, "step 2"))
+    recorder = Mock()
+    saved.media.mirror(Mirrors([recorder], RunInfo(root=tmp_path, project="p", run_id="r"), Mock()), page, saved.rows)
+    sent = {call.args[1]: call.args[2] for call in recorder.images.call_args_list}
+    assert {key: len(previews) for key, previews in sent.items()} == {"samples": 1, "samples_images": 3}
+    for preview in sent["samples_images"]:
+        with Image.open(preview.path) as image:
+            assert image.size == (32, 24)
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["nothing", "a folder of that name"])

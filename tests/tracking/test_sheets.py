@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 from unirl.tracking.curve import Series, beside, nice_ticks, reward_curve
 from unirl.tracking.images import ImageMedia, pixels
 from unirl.tracking.lettering import lettering, width_of, wrap
-from unirl.tracking.samples import SampleRow, SampleTable
+from unirl.tracking.samples import SampleRow, SampleTable, StepRewards
 from unirl.tracking.sheets import (
     BACKGROUND,
     HIGH,
@@ -66,6 +67,45 @@ def test_sheet_has_a_light_margin_all_around():
 
 def before_after(rewards: list[list[float]]) -> Image.Image:
     return before_after_sheet(table(rewards), table(rewards), ("before", "after"), "t")
+
+
+def test_the_line_below_the_title_fits_on_the_narrowest_sheet():
+    whole = replace(table([[0.25]]), step=StepRewards(7_680, 0.3125))
+    image = np.asarray(contact_sheet(whole, "t"))
+    assert (image[:, -20:] == BACKGROUND).all()
+
+
+def test_prompts_are_on_the_sheet_best_first_by_their_mean():
+    sheet = contact_sheet(table([[0.1, 0.4], [0.9, 0.2], [0.5, 0.7]]), "title")
+    tops = [places(sheet, 2 * prompt)[1] for prompt in range(3)]
+    assert tops[2] < tops[1] < tops[0]
+
+
+def test_a_sheet_of_some_samples_says_of_how_many_and_their_mean():
+    some = table([[0.25, 0.75]])
+    assert some.reward_text() == "mean reward 0.500 of 2 samples"
+    whole = replace(some, step=StepRewards(768, 0.3125))
+    assert whole.reward_text() == "mean reward 0.500 of 2 of 768 samples (whole step: 0.312)"
+    assert replace(some, step=StepRewards(2, 0.5)).reward_text() == some.reward_text()
+    assert not np.array_equal(contact_sheet(some, "t"), contact_sheet(whole, "t"))
+
+
+@pytest.mark.parametrize(
+    ("after", "colour"),
+    [
+        ([0.0, 1.0, 0.0, 1.0], "no change"),
+        ([1.0, 1.0, 0.0, 0.0], "noise"),
+        ([0.0, 1.0, 1.0, 0.0], "noise"),
+        ([0.6, 1.6, 0.5, 1.5], "rise"),
+        ([-0.6, 0.4, -0.5, 0.5], "fall"),
+    ],
+)
+def test_a_mean_is_coloured_only_if_it_changed_by_more_than_the_noise_of_its_samples(after, colour):
+    before = table([[0.0, 1.0, 0.0, 1.0]])
+    image = np.asarray(before_after_sheet(before, table([after]), ("before", "after"), "t"))
+    words = image[:, : places(Image.fromarray(image), 0)[0]]
+    shown = {name for name, ink in (("rise", HIGH), ("fall", LOW)) if (words == ink).all(axis=2).any()}
+    assert shown == ({colour} if colour in ("rise", "fall") else set())
 
 
 def test_before_is_left_of_after_in_the_same_row_and_order():
@@ -141,6 +181,21 @@ def test_curve_goes_up_where_the_values_do_and_leaves_out_what_is_not_finite():
     heights = [np.nonzero(line[100:350, column])[0].mean() for column in columns]
     assert len(columns) > 25
     assert all(a > b for a, b in pairwise(heights))
+
+
+def test_the_band_of_a_reward_stays_where_a_sample_can_be():
+    series = Series("x", [1, 2], [0.9, 0.1], [0.3, 0.3], (0.0, 1.0))
+    assert np.allclose(series.band(), [(0.6, 1.0), (0.0, 0.4)])
+    assert series.bounds == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("rise", "is_green"), [(0.0, False), (0.02, False), (0.5, True), (-0.5, False)])
+def test_a_curve_is_green_only_if_it_rose_by_more_than_its_noise(rise, is_green):
+    noise = 0.1 * np.random.default_rng(0).standard_normal(40)
+    series = Series("x", list(range(40)), (np.linspace(0, rise, 40) + noise).tolist())
+    assert series.has_risen() == is_green
+    image = np.asarray(reward_curve([series], "t")).astype(int)
+    assert (np.abs(image - np.array(HIGH)).sum(axis=2) < 30).any() == is_green
 
 
 def test_curve_without_a_point_and_with_ragged_series_is_refused():

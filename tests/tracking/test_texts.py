@@ -119,10 +119,12 @@ def test_a_page_says_what_is_known_best_first_and_is_a_file_that_any_program_rea
     headings = re.findall(r"(?m)^#+ .*", page)
     assert headings[0] == "# samples of step 3"
     assert headings[1:4] == [
-        "## Prompt 1: mean reward 0.255",
-        "### Sample 1 of 2: reward 0.260",
-        "### Sample 2 of 2: reward 0.250",
+        "## Prompt 1: mean reward 0.355",
+        "### Sample 1 of 2: reward 0.360",
+        "### Sample 2 of 2: reward 0.350",
     ]
+    means = [float(mean) for mean in re.findall(r"(?m)^## Prompt .*mean reward ([0-9.]+)", page)]
+    assert means == sorted(means, reverse=True) and len(means) == len(EVIL) / 2
     assert "`p0@0:1`, advantage -0.500, answer `7`, not finished, tokens 17, `exact` 1.000, `` `odd` `` nan" in page
     assert "`p0@0:0`, advantage -0.500, answer `7`, finished, tokens 17" in page
     assert {token.tag for token in tokens_of(page) if token.type == "heading_open"} == {"h1", "h2", "h3"}
@@ -143,6 +145,14 @@ def test_before_and_after_stand_under_their_prompt_in_order_of_sampling() -> Non
     assert "mean reward 0.263 -> 0.762 over 2 prompts, better on 2, worse on 0, equal on 0" in page
     assert "### Before (step 0), sample 1: reward 0.250" in page
     assert "### After (step 9), sample 1: reward 0.750" in page
+
+
+def test_prompts_that_changed_come_first_on_a_page() -> None:
+    before = table(("same", "same", "b2", "b3", "b4", "b5"))
+    after = table(("same", "same", "a2", "a3", "a4", "a5"))
+    rows = tuple(replace(row, reward=row.reward + (i >= 4)) for i, row in enumerate(after.rows))
+    page = before_after_page(before, replace(after, rows=rows), ("before", "after"))
+    assert re.findall(r"    (same|b\d)\n", page) == ["b4", "b5", "b2", "b3", "same", "same", "same", "same"]
 
 
 def test_prompts_that_read_alike_stand_apart_by_their_group() -> None:

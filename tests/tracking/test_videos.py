@@ -251,7 +251,7 @@ def test_a_sheet_shows_the_strip_of_every_sample_best_first():
     table = table_of(videos(9))
     sheet = contact_sheet(table, "t")
     [[one], [two], [three], [four]] = [places(sheet, clip.strip()) for clip in table.media.videos]
-    assert two[1] == one[1] < three[1] == four[1]
+    assert three[1] == four[1] < two[1] == one[1]  # the second prompt has the higher rewards
     assert (two[0] < one[0], four[0] < three[0]) == (True, True)
 
 
@@ -277,7 +277,7 @@ def test_the_page_plays_every_sample_and_interprets_no_prompt(tmp_path):
     table = table_of(videos(5), prompt=EVIL).saved(tmp_path)
     assert table.media.page(table, tmp_path, "samples of step 3") == tmp_path / "contact_sheet.png"
     page = (tmp_path / "samples.md").read_text()
-    assert page.index("p00-s01.webp") < page.index("p00-s00.webp") < page.index("p01-s01.webp")
+    assert page.index("p01-s01.webp") < page.index("p01-s00.webp") < page.index("p00-s01.webp")
     assert 'width="120" height="96"' in page
     assert ("(p01-s00.mp4)" in page) == can_write_mp4()
     assert "\n    <script>alert(1)</script>\n    # [b]" in page

@@ -81,10 +81,11 @@ def draw_overview(root: Path) -> Path:
     """Draws the reward curve of the run, beside the last before/after sheet if that is an image."""
     rows = list(read_rows(root / "metrics.jsonl"))
     curve = Series(
-        "reward, mean +- std over samples",
+        "reward: mean +- std of the samples, within their range",
         [row["step"] for row in rows],
         [row["rollout/reward_mean"] for row in rows],
         [row["rollout/reward_std"] for row in rows],
+        (min(row["rollout/reward_min"] for row in rows), max(row["rollout/reward_max"] for row in rows)),
     )
     path = root / "overview.png"
     overview = reward_curve([curve], "training reward")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from PIL import Image, ImageDraw
 
@@ -14,17 +15,25 @@ from unirl.tracking.sheets import BACKGROUND, HIGH, INK, MARGIN, MUTED, RULE, SM
 SCALE = 2
 """Curves are drawn this many times larger and averaged down, which smooths the lines."""
 BAND_OPACITY = 0.18
-COLOURS: tuple[Colour, ...] = (HIGH, (94, 96, 170))
+COLOURS: tuple[Colour, ...] = ((72, 98, 148), (150, 92, 150))
+"""Colours of the first and the second series."""
+QUARTER, FEWEST_JUDGED, MIN_ERRORS = 4, 8, 2.0
+"""A series of at least FEWEST_JUDGED points has risen if the mean of its last quarter exceeds that of its first by more
+than MIN_ERRORS standard errors."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line through points with a band of +- `spreads` around it (none if empty). Few points also get dots."""
+    """A line through points with a band of +- `spreads` around it (none if empty). Few points also get dots.
+
+    The band is cut where it leaves `possible`, the smallest and largest value that one sample can have.
+    """
 
     label: str
     steps: Sequence[float]
     values: Sequence[float]
     spreads: Sequence[float] = ()
+    possible: tuple[float, float] = (-math.inf, math.inf)
 
     def __post_init__(self) -> None:
         if len(self.steps) != len(self.values) or (self.spreads and len(self.spreads) != len(self.values)):
@@ -33,9 +42,26 @@ class Series:
     @property
     def bounds(self) -> tuple[float, float]:
         """The smallest and largest value that must be visible."""
+        band = self.band()
+        return min(low for low, _ in band), max(high for _, high in band)
+
+    def band(self) -> list[tuple[float, float]]:
+        """The lower and the upper end of the band at each point."""
+        low, high = self.possible
         spreads = self.spreads or [0.0] * len(self.values)
-        pairs = list(zip(self.values, spreads, strict=True))
-        return min(value - spread for value, spread in pairs), max(value + spread for value, spread in pairs)
+        return [
+            (min(value, max(value - spread, low)), max(value, min(value + spread, high)))
+            for value, spread in zip(self.values, spreads, strict=True)
+        ]
+
+    def has_risen(self) -> bool:
+        """Returns True if the values rose by more than the noise of the curve, which is that between its neighbours."""
+        values, count = self.values, len(self.values) // QUARTER
+        if len(values) < FEWEST_JUDGED:
+            return False
+        variance = sum((b - a) ** 2 for a, b in pairwise(values)) / 2 / (len(values) - 1)
+        rise = (sum(values[-count:]) - sum(values[:count])) / count
+        return rise > MIN_ERRORS * math.sqrt(2 * variance / count)
 
 
 @dataclass(frozen=True)
@@ -61,17 +87,21 @@ class Axes:
 def reward_curve(
     series: Sequence[Series], title: str, *, width: int = 720, height: int = 420, x_label: str = "step"
 ) -> Image.Image:
-    """A diagram of up to two series over steps. Points that are not finite are left out."""
+    """A diagram of up to two series over steps. Points that are not finite are left out.
+
+    A single series is green if it has risen by more than its noise.
+    """
     drawn = [finite for one in series if (finite := _finite(one)).values]
     if not drawn or len(drawn) > len(COLOURS):
         raise ValueError(f"a curve needs 1 to {len(COLOURS)} series with a finite point, got {len(drawn)}")
     canvas = Image.new("RGB", (width * SCALE, height * SCALE), BACKGROUND)
     axes = _axes(drawn, width, height)
     _grid(canvas, axes, x_label)
-    for one, colour in zip(drawn, COLOURS, strict=False):
+    colours = (HIGH,) if len(drawn) == 1 and drawn[0].has_risen() else COLOURS
+    for one, colour in zip(drawn, colours, strict=False):
         _band(canvas, axes, one, colour)
         _line(canvas, axes, one, colour)
-    _words(canvas, drawn, title)
+    _words(canvas, drawn, colours, title)
     return canvas.resize((width, height), Image.Resampling.LANCZOS)
 
 
@@ -97,7 +127,7 @@ def _finite(series: Series) -> Series:
     points = zip(series.steps, series.values, spreads, strict=True)
     finite = [point for point in points if all(map(math.isfinite, point))]
     steps, values, bands = ([point[i] for point in finite] for i in range(3))
-    return Series(series.label, steps, values, bands if series.spreads else ())
+    return replace(series, steps=steps, values=values, spreads=bands if series.spreads else ())
 
 
 def _axes(series: Sequence[Series], width: int, height: int) -> Axes:
@@ -128,9 +158,9 @@ def _grid(canvas: Image.Image, axes: Axes, x_label: str) -> None:
 def _band(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> None:
     if not series.spreads or len(series.values) < 2:
         return
-    points = list(zip(series.steps, series.values, series.spreads, strict=True))
-    upper = [(axes.x(step), axes.y(value + spread)) for step, value, spread in points]
-    lower = [(axes.x(step), axes.y(value - spread)) for step, value, spread in reversed(points)]
+    points = list(zip(series.steps, series.band(), strict=True))
+    upper = [(axes.x(step), axes.y(high)) for step, (_, high) in points]
+    lower = [(axes.x(step), axes.y(low)) for step, (low, _) in reversed(points)]
     mask = Image.new("L", canvas.size, 0)
     ImageDraw.Draw(mask).polygon([*upper, *lower], fill=round(255 * BAND_OPACITY))
     canvas.paste(Image.new("RGB", canvas.size, colour), (0, 0), mask)
@@ -146,11 +176,11 @@ def _line(canvas: Image.Image, axes: Axes, series: Series, colour: Colour) -> No
         draw.ellipse([x - radius, y - radius, x + radius, y + radius], fill=colour)
 
 
-def _words(canvas: Image.Image, series: Sequence[Series], title: str) -> None:
+def _words(canvas: Image.Image, series: Sequence[Series], colours: Sequence[Colour], title: str) -> None:
     draw = ImageDraw.Draw(canvas)
     draw_text(draw, (MARGIN * SCALE, (MARGIN - 6) * SCALE), title, TITLE_SIZE * SCALE, INK, "la")
     x = MARGIN * SCALE
-    for one, colour in zip(series, COLOURS, strict=False):
+    for one, colour in zip(series, colours, strict=False):
         y = (MARGIN + 38) * SCALE
         draw.ellipse([x, y - 5 * SCALE, x + 10 * SCALE, y + 5 * SCALE], fill=colour)
         draw_text(draw, (x + 18 * SCALE, y), one.label, TEXT_SIZE * SCALE, MUTED, "lm")

@@ -69,10 +69,11 @@ class ImageMedia(TiledMedia):
         return saved(grid(images, columns), folder / "grid.png")
 
     def mirror(self, mirrors: Mirrors, page: MirroredPage, rows: Sequence[SampleRow]) -> None:
-        """Sends the page and the first images."""
-        files = [(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in rows[:MAX_PREVIEWS]]
-        previews = [Preview(path, caption) for path, caption in [(page.path, page.title), *files]]
-        mirrors.each(lambda mirror: mirror.images(page.step, page.key, previews))
+        """Sends the page, and under a key of their own the first images: W&B shows only images of one size together."""
+        mirrors.each(lambda mirror: mirror.images(page.step, page.key, [Preview(page.path, page.title)]))
+        first = rows[:MAX_PREVIEWS]
+        previews = [Preview(page.path.parent / row.file, f"{row.reward:.3f}  {row.prompt}") for row in first]
+        mirrors.each(lambda mirror: mirror.images(page.step, f"{page.key}_images", previews))
 
 
 def pixels(images: Tensor) -> np.ndarray:

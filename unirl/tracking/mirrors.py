@@ -54,7 +54,7 @@ class Mirror(Protocol):
         ...
 
     def images(self, step: int, key: str, previews: Sequence[Preview]) -> None:
-        """Images of a step under a key such as `samples` or `eval`."""
+        """Images of a step, all of one size, under a key such as `samples` (a page of them) or `samples_images`."""
         ...
 
     def videos(self, step: int, key: str, previews: Sequence[Preview]) -> None:

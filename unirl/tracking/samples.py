@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -131,11 +132,21 @@ class MirroredPage:
 
 
 @dataclass(frozen=True)
+class StepRewards:
+    """The number and the mean reward of all samples of which a table holds a part."""
+
+    count: int
+    mean: float
+
+
+@dataclass(frozen=True)
 class SampleTable(Generic[MediaT]):
     """The facts and media of several samples."""
 
     rows: tuple[SampleRow, ...]
     media: MediaT
+    step: StepRewards | None = None
+    """All scored samples of the step, if the table may hold only some of them."""
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.media), f"{len(self.rows)} rows, {len(self.media)} {self.media.kind}s"
@@ -143,6 +154,17 @@ class SampleTable(Generic[MediaT]):
     @property
     def mean_reward(self) -> float:
         return sum(row.reward for row in self.rows) / len(self.rows)
+
+    def reward_text(self) -> str:
+        """`mean reward 0.512 of 64 samples`; of a part, `mean reward 0.500 of 16 of 64 samples (whole step: 0.512)`."""
+        text = f"mean reward {self.mean_reward:.3f} of {len(self.rows)}"
+        if self.step is None or self.step.count == len(self.rows):
+            return f"{text} samples"
+        return f"{text} of {self.step.count} samples (whole step: {self.step.mean:.3f})"
+
+    def best_groups(self) -> list[SampleGroup]:
+        """Samples by group, highest mean reward first; equal ones in the order of their first row."""
+        return sorted(self.groups(), key=lambda group: -group.mean_reward)
 
     def groups(self) -> list[SampleGroup]:
         """Samples by group, in the order of their first row."""
@@ -175,6 +197,23 @@ def pairs_of(before: SampleTable[Media], after: SampleTable[Media]) -> list[tupl
     if not pairs:
         raise ValueError("no prompt was evaluated both before and after; a before/after page needs the same prompts")
     return pairs
+
+
+MIN_ERRORS = 2.0
+"""Standard errors from which a change of a mean is not put down to noise."""
+
+
+def direction(old: SampleGroup, new: SampleGroup) -> int:
+    """1 if the rewards of a prompt rose by more than their noise, -1 if they fell by more, else 0.
+
+    The noise is the standard error of the mean of `after - before` over samples, whose k-th ones have the same noise.
+    """
+    changes = [b - a for a, b in zip(old.rewards, new.rewards, strict=False)]
+    if len(changes) < 2:
+        return 0
+    mean = sum(changes) / len(changes)
+    variance = sum((change - mean) ** 2 for change in changes) / (len(changes) - 1)
+    return 0 if abs(mean) <= MIN_ERRORS * math.sqrt(variance / len(changes)) else 1 if mean > 0 else -1
 
 
 def write_manifest(table: SampleTable[Media], path: Path) -> None:

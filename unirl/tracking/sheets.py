@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from unirl.tracking.lettering import Colour, draw_text, width_of, wrap
-from unirl.tracking.samples import Media, SampleTable, Sides, pairs_of
+from unirl.tracking.samples import Media, SampleTable, Sides, direction, pairs_of
 
 BACKGROUND = (250, 250, 247)
 INK = (32, 36, 43)
@@ -20,6 +20,9 @@ MUTED = (112, 118, 128)
 RULE = (226, 227, 222)
 LOW, MIDDLE, HIGH = (201, 92, 60), (226, 176, 74), (38, 140, 124)
 """Colours of small, medium and large rewards, distinguishable with red-green colour blindness."""
+
+CHANGED = {1: HIGH, 0: MUTED, -1: LOW}
+"""Colours of a mean that rose, that did not change by more than noise, and that fell."""
 
 TILE = 128
 """Width of a tile in pixels. The height follows from the shape of the image."""
@@ -83,9 +86,10 @@ class Rectangle:
 
 
 class Sheet:
-    """A page of fixed size with margins, a title and functions that draw on it."""
+    """A page with margins, a title and functions that draw on it, at least as wide as its subtitle."""
 
     def __init__(self, width: int, height: int, title: str, subtitle: str) -> None:
+        width = max(width, round(width_of(subtitle, TEXT_SIZE)) + 2 * MARGIN)
         self.image = Image.new("RGB", (width, height), BACKGROUND)
         self.draw = ImageDraw.Draw(self.image)
         self.text(MARGIN, MARGIN - 6, title, TITLE_SIZE)
@@ -132,15 +136,15 @@ class Block:
 
 
 def contact_sheet(table: SampleTable[TiledMedia], title: str) -> Image.Image:
-    """Samples by prompt, highest reward first, with the prompt and its mean reward beside them."""
-    groups = table.groups()
+    """Samples by prompt with its mean reward beside them; prompts, and the samples of each, highest reward first."""
+    groups = table.best_groups()
     shown = groups[:MAX_GROUPS]
     tiles = table.media.tiles()
     columns = min(max(len(group.rows) for group in shown), tiles.across)
     means = [f"mean {group.mean_reward:.2f}" if len(group.rows) > 1 else "" for group in shown]
     blocks = [Block(group.prompt, mean, MUTED, (group.best_first(),)) for group, mean in zip(shown, means, strict=True)]
     more = f", {len(shown)} of {len(groups)} prompts shown" if len(shown) < len(groups) else ""
-    summary = f"mean reward {table.mean_reward:.3f}, {len(table.rows)} samples, highest first{more}{_also(tiles.about)}"
+    summary = f"{table.reward_text()}; highest first{more}{_also(tiles.about)}"
     return _sheet([Side(table, tiles)], blocks, columns, (title, summary))
 
 
@@ -150,7 +154,7 @@ def before_after_sheet(
     """One row per prompt, with samples before training on the left and after it on the right.
 
     Samples keep their order, so the k-th samples on both sides have the same noise. If a prompt has more samples than
-    fit, the first ones are shown; the means include all.
+    fit, the first ones are shown; the means include all. Means are coloured only if they changed by more than noise.
     """
     pairs = pairs_of(before, after)[:MAX_GROUPS]
     sides = [Side(table, table.media.tiles(), name) for table, name in zip((before, after), names, strict=True)]
@@ -160,7 +164,7 @@ def before_after_sheet(
         Block(
             old.prompt,
             f"{old.mean_reward:.2f} to {new.mean_reward:.2f}",
-            HIGH if new.mean_reward > old.mean_reward else MUTED,
+            CHANGED[direction(old, new)],
             (old.rows[:shown], new.rows[:shown]),
         )
         for old, new in pairs

@@ -113,12 +113,10 @@ def listing(table: SampleTable[Media], title: str, shown_as: Callable[[int, int]
     Args:
         shown_as: returns the Markdown of one medium, given its row number and its approximate number of characters.
     """
-    groups = table.groups()
+    groups = table.best_groups()
     shown = groups[:MAX_GROUPS]
     limit = _characters_per_text(sum(1 + min(len(group.rows), MAX_PER_GROUP) for group in shown))
-    summary = (
-        f"Mean reward {table.mean_reward:.3f} of {len(table.rows)} samples for {len(groups)} prompts, highest first"
-    )
+    summary = f"{_capitalized(table.reward_text())}, for {len(groups)} prompts, highest first"
     parts = [f"# {title}\n\n{summary}{_shown_of(len(shown), len(groups))}.\n\n"]
     for number, group in enumerate(shown):
         parts.append(f"## Prompt {number + 1}: mean reward {group.mean_reward:.3f}\n\n{_prompt_block(group, limit)}")
@@ -129,8 +127,11 @@ def listing(table: SampleTable[Media], title: str, shown_as: Callable[[int, int]
 
 
 def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMedia], sides: Sides) -> str:
-    """Markdown page that compares responses before and after training. Both were sampled with the same noise."""
-    pairs = pairs_of(before, after)
+    """Markdown page that compares responses before and after training. Both were sampled with the same noise.
+
+    Prompts whose mean reward changed come first, then those whose texts changed, each in the order of their file.
+    """
+    pairs = sorted(pairs_of(before, after), key=lambda pair: _rank(before, after, pair))
     shown = pairs[:MAX_GROUPS]
     limit = _characters_per_text(sum(1 + 2 * min(len(old.rows), MAX_PAIRS) for old, _ in shown))
     parts = [f"# Before and after training\n\n{_rise(pairs)}{_shown_of(len(shown), len(pairs))}.\n\n"]
@@ -139,9 +140,21 @@ def before_after_page(before: SampleTable[TextMedia], after: SampleTable[TextMed
         parts.append(f"## Prompt {number + 1}: {change}\n\n{_prompt_block(new, limit)}")
         for place, rows in enumerate(list(zip(old.rows, new.rows, strict=False))[:MAX_PAIRS]):
             for table, row, side in zip((before, after), rows, sides, strict=True):
-                name = f"{side[:1].upper()}{side[1:]}, sample {place + 1}"
+                name = f"{_capitalized(side)}, sample {place + 1}"
                 parts.append(_sample(table.rows[row], name, block(table.media.texts[row], limit)))
     return "".join(parts)
+
+
+def _rank(before: SampleTable[TextMedia], after: SampleTable[TextMedia], pair: tuple[SampleGroup, SampleGroup]) -> int:
+    """0 if the mean reward of a prompt changed, 1 if only texts did, 2 if nothing did."""
+    old, new = pair
+    if old.mean_reward != new.mean_reward:
+        return 0
+    return 1 if [before.media.texts[row] for row in old.rows] != [after.media.texts[row] for row in new.rows] else 2
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _prompt_block(group: SampleGroup, limit: int) -> str:

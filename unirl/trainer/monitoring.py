@@ -11,7 +11,7 @@ from torch import Tensor
 from unirl.config.recipe import RecipeConfig
 from unirl.distributed.weight_sync.base import SyncReport
 from unirl.reward.failures import drop_reasons
-from unirl.tracking.samples import SampleRow, SampleTable
+from unirl.tracking.samples import SampleRow, SampleTable, StepRewards
 from unirl.train.parity import GAP_METRIC, ParityGate, parity_table
 from unirl.trainer.refill import SelectedSamples
 from unirl.types.primitives import Decoded, Preview
@@ -73,11 +73,12 @@ class Monitor:
 
             scored = scored_rows(track)
             req, track = req.select(scored), track.select(scored)
-            assert track.decoded is not None, "an engine decodes what it samples"
+            assert track.decoded is not None and track.rewards is not None, "an engine decodes what it samples"
+            step = StepRewards(len(track), float(track.rewards.double().mean()))
             chosen = spread_rows(track.group_ids, self.config.tracking.max_samples)
             media = media_of(preview(track.decoded.select(chosen)))
             rows = sample_rows(req.select(chosen), track.select(chosen), self.track)
-            self.tracker.samples(done, SampleTable(rows, media))
+            self.tracker.samples(done, SampleTable(rows, media, step))
 
     def check_parity(self, track: RolloutTrack, measure: Callable[[RolloutTrack], Metrics]) -> None:
         """Judge the importance ratio of every recorded log-prob, before the first update of this process.

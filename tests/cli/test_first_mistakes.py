@@ -188,4 +188,4 @@ def test_the_refusal_of_another_recipe_is_short(tmp_path, monkeypatch, capsys):
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert main(["export", str(run)]) == 0  # which reads no state of the optimizer
     assert main(["eval", str(run)]) == 7
-    assert "optimizer.safetensors has a different SHA-256" in capsys.readouterr().err
+    assert "optimizer.safetensors is damaged (checksum differs)" in capsys.readouterr().err

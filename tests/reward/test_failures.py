@@ -1,4 +1,4 @@
-"""A sample that cannot be scored: never a zero; tried again, dropped with its group, or the end of the run."""
+"""A failed score is never zero: it is retried, then its group is dropped (up to a limit), else the run stops."""
 
 from dataclasses import replace
 from types import SimpleNamespace

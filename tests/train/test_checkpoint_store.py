@@ -340,7 +340,7 @@ def test_each_kind_of_damage_is_named_in_plain_words(sealed, tmp_path):
 
     assert damaged(lambda f: (f / "weights.safetensors").unlink()) == "weights.safetensors is missing"
     assert "has 10 bytes instead of 300" in damaged(lambda f: (f / "weights.safetensors").write_bytes(b"1234567890"))
-    assert "a different SHA-256" in damaged(damage)
+    assert "is damaged (checksum differs)" in damaged(damage)
     assert "not listed" in damaged(lambda f: (f / "ema.safetensors").touch())
     assert "writing the folder did not finish" in damaged(lambda f: (f / "MANIFEST.json").unlink())
     assert damaged(lambda f: (f / ".DS_Store").touch()) == ""
@@ -593,7 +593,7 @@ def test_resume_path_that_cannot_be_used_says_why_and_what_could(tmp_path):
     save(store, 2)
     save(store, 4)
     damage(tmp_path / "checkpoint-000004")
-    expected = r"(?s)weights.safetensors has a different SHA-256.*checkpoint-000002"
+    expected = r"(?s)weights.safetensors is damaged .*checkpoint-000002"
     with pytest.raises(CheckpointError, match=expected) as caught:
         open_checkpoint(tmp_path / "checkpoint-000004")
     assert caught.value.code == 7001

@@ -188,7 +188,7 @@ def _resources(first: str, parts: Mapping[str, float] | None = None) -> str:
 
 def _transfer_text(transfer: WeightTransfer) -> str:
     if transfer.payload == "nothing":
-        return "the engine has no weights of its own: nothing is sent"
+        return "samples with the trained weights; no weight sync"
     what = {"adapter": "adapters", "merged": "weights with adapters folded in", "full": "all weights"}[transfer.payload]
     when = "every step" if transfer.interval == 1 else f"every {transfer.interval} steps"
     size, unit = (2**30, "GiB") if transfer.num_bytes >= 2**30 else (2**20, "MiB")
@@ -201,7 +201,7 @@ def _measured_text(recipe: Recipe) -> str:
     root = Path(config.run.dir).expanduser() if config.run.dir else latest_run(config.run.project, recipe.file.name)
     seconds = [] if root is None else _step_seconds(recipe, root)
     if not seconds:
-        return "nothing yet: run with num_rollouts=1, then plan again"
+        return "unknown. Run one step (num_rollouts=1), then plan again"
     step = statistics.median(seconds)
     total = duration(step * config.num_rollouts)
     return f"{config.num_rollouts} steps x {step:.2f} s = {total} (median of {len(seconds)} steps in {root})"

@@ -141,7 +141,7 @@ def _file_problems(folder: Path, entry: FileEntry) -> Iterator[str]:
         if size != entry.size:
             yield f"{entry.name} has {size} bytes instead of {entry.size}"
         elif _sha256(path) != entry.sha256:
-            yield f"{entry.name} has a different SHA-256 than when it was written: its content is damaged"
+            yield f"{entry.name} is damaged (checksum differs)"
     except FileNotFoundError:
         yield f"{entry.name} is missing"
     except OSError as error:

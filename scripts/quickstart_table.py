@@ -87,7 +87,7 @@ def circumstances() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "threads": os.environ.get("OMP_NUM_THREADS", "torch's own"),
+        "threads": os.environ.get("OMP_NUM_THREADS", "as the run chooses"),
         "load_before": round(os.getloadavg()[0], 2),
     }
 

@@ -119,6 +119,24 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint_that_continues_exactly(
     assert weights_of(tmp_path, 2) == weights_of(finished, 2)
 
 
+def test_a_resumed_run_keeps_its_threads_and_says_that_another_number_is_ignored(tmp_path, monkeypatch, capsys) -> None:
+    before = torch.get_num_threads()
+    shown = []
+    for requested, rollouts in (("2", 1), ("1", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", requested)
+        with trainer_of(tmp_path, f"num_rollouts={rollouts}") as trainer:
+            assert torch.get_num_threads() == 2
+            trainer.train()
+        assert torch.get_num_threads() == before
+        shown += [line for line in capsys.readouterr().err.splitlines() if line.startswith("threads ")]
+    because = "recorded in checkpoint-000001; OMP_NUM_THREADS=1 is ignored, since it would change the bits of the run"
+    assert [line.split(maxsplit=1)[1] for line in shown] == [
+        "2 per process (OMP_NUM_THREADS)",
+        f"2 per process ({because})",
+    ]
+    assert json.loads((tmp_path / "run.json").read_text())["threads"] == {"per_process": 2, "why": because}
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished, tmp_path) -> None:
     run(tmp_path, "save_interval=1")
     weights = tmp_path / "checkpoints/checkpoint-000002/policy/weights.safetensors"

@@ -35,6 +35,7 @@ from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.plan.preflight import KnownModel, check_disk, needs_of
 from unirl.plan.prompts import load_data
+from unirl.plan.threads import ThreadChoice, in_use, threads_of
 from unirl.plan.tiling import KEY as TILING
 from unirl.plan.tiling import choose_tiling, leaves_tiling_open
 from unirl.reward.base import RewardScorer
@@ -54,7 +55,7 @@ from unirl.trainer.publishing import Publisher
 from unirl.trainer.residency import Phases, Residency, Roles
 from unirl.trainer.resume import check_resumable, resume_point
 from unirl.trainer.run_folder import continuation, open_tracker, run_root
-from unirl.trainer.run_state import RunState, environment
+from unirl.trainer.run_state import RunState, environment, recorded_threads
 from unirl.types.device import accelerator, device_kind
 from unirl.types.protocols import DataSource, Stateful
 from unirl.types.sampling import Sampling
@@ -82,12 +83,13 @@ def build_trainer(
     resume = resume_point(checkpoints, recipe.config.resume)
     lora = None if recipe.config.lora is None else build(recipe.config.lora)
     check_resumable(resume, checkpoints.directory, recipe.resolved(), lora)
+    threads = threads_of(recipe.config, recorded_threads(resume, checkpoints.directory))
     if tracker is None:
         check_reward(recipe.config)
-        tracker = open_tracker(recipe, root, session.argv if session else ())
+        tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
-    with recorded_end(tracker), closing(pool_of(recipe, tracker)) as pool:
+    with recorded_end(tracker), in_use(threads), closing(pool_of(recipe, tracker, threads)) as pool:
         trainer = assemble(recipe, data, tracker, pool, checkpoints, resume)
         if is_own_run:
             _check_disk(recipe.config, checkpoints, trainer.roles.backend)
@@ -107,7 +109,7 @@ def recorded_end(tracker: Tracker) -> Iterator[None]:
     tracker.finish()
 
 
-def pool_of(recipe: Recipe, tracker: Tracker) -> Pool:
+def pool_of(recipe: Recipe, tracker: Tracker, threads: ThreadChoice | None) -> Pool:
     """The devices of a recipe. Stalled calls write the stacks of all workers into the run's `logs`."""
     config = recipe.config
     check_machine(config, tracker.warn)
@@ -118,6 +120,7 @@ def pool_of(recipe: Recipe, tracker: Tracker) -> Pool:
         num_updates=config.num_updates,
         deadline_s=config.stall_timeout_s,
         row_transport=config.row_transport,
+        threads=None if threads is None else threads.count,
     )
     pool.stack_dir = tracker.run.root / "logs"
     if is_elsewhere(config) and config.scale != "toy":

@@ -18,6 +18,7 @@ from unirl.models.denoising.diffusers_pipeline import DiffusersPipeline
 from unirl.models.language.bundle import LanguageBundle
 from unirl.models.language.pipeline import TextPipeline
 from unirl.models.loading.adapter_files import Adapter, write_peft_adapter
+from unirl.plan.threads import in_use, threads_of
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import still_there
 from unirl.train.configs import LoraConfig
@@ -70,13 +71,14 @@ def export_checkpoint(
     if folder is not None:
         refuse_replacing(folder)
     folder = own if folder is None else folder
-    exporter = build_exporter(saved)
-    sampling = build(saved.recipe.config.sampling)
-    files = []
-    for name in formats or exporter.usual_formats:
-        with removed_if_unfinished(folder / name):
-            path = exporter.write(folder / name, name, weights)
-        files.append(ExportedFile(name, path, exporter.verify(folder / name, name, texts, sampling, weights)))
+    with in_use(threads_of(saved.recipe.config)):
+        exporter = build_exporter(saved)
+        sampling = build(saved.recipe.config.sampling)
+        files = []
+        for name in formats or exporter.usual_formats:
+            with removed_if_unfinished(folder / name):
+                path = exporter.write(folder / name, name, weights)
+            files.append(ExportedFile(name, path, exporter.verify(folder / name, name, texts, sampling, weights)))
     return files
 
 

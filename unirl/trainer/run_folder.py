@@ -19,6 +19,7 @@ from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import needs_of
+from unirl.plan.threads import ThreadChoice
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import Console
 from unirl.tracking.mirrors import RunInfo
@@ -28,8 +29,11 @@ from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_th
 from unirl.trainer.run_state import STATE_FILE, read_state
 
 
-def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str]) -> Tracker:
+def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: ThreadChoice | None = None) -> Tracker:
     """The tracker of a new or continued run in the folder `root`, with its banner printed.
+
+    Args:
+        threads: the threads of each process, for the banner and run.json. None: not chosen by the run.
 
     Raises:
         ConfigError: 2004 when the run directory cannot be used.
@@ -52,9 +56,11 @@ def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str]) -> Tracker:
         offline=config.tracking.offline,
         config=recipe.resolved(),
     )
+    if threads is not None:
+        run.note(threads={"per_process": threads.count, "why": threads.why})
     console = Console(config.num_rollouts, log=root / "logs" / "console.log")
     tracker = Tracker(run, console=console, mirrors=mirrors, about=about)
-    console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner_lines(recipe, root))
+    console.banner(f"unirl {unirl.__version__}  {recipe.file.name}  ->  {root}", banner_lines(recipe, root, threads))
     return tracker
 
 
@@ -81,12 +87,13 @@ def run_root(recipe: Recipe) -> Path:
         raise InvalidValueError(str(error)) from error
 
 
-def banner_lines(recipe: Recipe, root: Path) -> list[tuple[str, str]]:
+def banner_lines(recipe: Recipe, root: Path, threads: ThreadChoice | None) -> list[tuple[str, str]]:
     """Label and text of the lines that are printed before the first step."""
     geometry = [line.strip() for line in geometry_table(recipe.config).removeprefix("geometry").splitlines()]
     return [
         *zip(("geometry", ""), geometry, strict=False),
         ("placement", plan_of(recipe.config).describe()),
+        *([] if threads is None else [("threads", str(threads))]),
         ("tracking", ", ".join(("files", *recipe.config.tracking.mirrors))),
         ("stop", "Ctrl-C (finishes the step and saves)"),
         ("resume", continuation(recipe, root)),

@@ -16,6 +16,7 @@ import torch
 from unirl import __version__
 from unirl.config.errors import Interrupted, Preempted, ResumeError, UniRLError
 from unirl.config.merge import Tree
+from unirl.plan.threads import Recorded
 from unirl.train.backend.base import TrainBackend
 from unirl.train.backend.checkpoint import Checkpoint, CheckpointStore, ResumePoint, still_there
 from unirl.types.device import accelerator, device_name
@@ -129,6 +130,20 @@ def read_state(checkpoint: Path) -> State:
     """The state in a checkpoint's folder, as `RunState.save` wrote it."""
     state: State = json.loads((checkpoint / STATE_FILE).read_text())
     return state
+
+
+def recorded_threads(point: ResumePoint, own: Path) -> Recorded | None:
+    """The threads of the run that continues at `point`. None for a new run, and for one that began on an accelerator.
+
+    Args:
+        own: the folder of this run's checkpoints. A run that branches off from another one chooses anew.
+    """
+    checkpoint = point.checkpoint
+    if checkpoint is None or checkpoint.path.parent != own:
+        return None
+    with still_there(checkpoint):
+        saved = read_state(checkpoint.path)["environment"]
+    return Recorded(int(saved["threads"]), checkpoint.path.name) if saved["device"] == "cpu" else None
 
 
 def environment(train_ranks: int) -> dict[str, str]:

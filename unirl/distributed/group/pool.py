@@ -128,6 +128,7 @@ def open_pool(
     num_updates: int = 1,
     deadline_s: float = 1800.0,
     row_transport: RowTransportName = "object_store",
+    threads: int | None = None,
 ) -> Pool:
     """Open the pool of a runtime. The caller closes it; until then workers of Ray stay, also without roles.
 
@@ -136,7 +137,8 @@ def open_pool(
         num_updates: U of the row layout.
         deadline_s: seconds that a call may take without progress.
         row_transport: how stored rows are sent between workers of Ray.
+        threads: threads of each worker of Ray. None: an equal share of the cores of its machine.
     """
     if runtime == "local":
         return LocalPool(num_devices, num_updates, deadline_s)
-    return RayPool(num_devices, devices_per_node, num_updates, deadline_s, row_transport=row_transport)
+    return RayPool(num_devices, devices_per_node, num_updates, deadline_s, row_transport=row_transport, threads=threads)

@@ -225,8 +225,11 @@ class Reservation:
     """Threads of each worker."""
 
 
-def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
+def reserve(num_devices: int, devices_per_node: int | None, threads: int | None = None) -> Reservation:
     """Reserve the devices, `devices_per_node` on each machine.
+
+    Args:
+        threads: threads of each worker. None: its share of the cores of its machine, at most those of this process.
 
     Raises:
         ConfigError: 2010 when `devices_per_node` does not divide `num_devices`.
@@ -252,7 +255,8 @@ def reserve(num_devices: int, devices_per_node: int | None) -> Reservation:
             f"{_listed(nodes, resource)}. Wait for them, or lower num_devices"
         )
     node_cores = cores() if len(nodes) == 1 else int(min(node.get("CPU", 1) for _, node in nodes))
-    return Reservation(group, resource, per_node, max(1, min(torch.get_num_threads(), node_cores // per_node)))
+    share = max(1, min(torch.get_num_threads(), node_cores // per_node))
+    return Reservation(group, resource, per_node, share if threads is None else threads)
 
 
 Nodes = Sequence[tuple[str, Mapping[str, float]]]

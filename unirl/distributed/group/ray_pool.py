@@ -107,6 +107,7 @@ class RayPool(Pool[RayGroup]):
         deadline_s: float = 1800.0,
         preload: tuple[str, ...] = LIBRARIES,
         row_transport: RowTransportName = "object_store",
+        threads: int | None = None,
     ) -> None:
         super().__init__(num_devices, num_updates, deadline_s)
         self.owns_ray = connect(num_devices)
@@ -117,7 +118,7 @@ class RayPool(Pool[RayGroup]):
         self.row_transport = row_transport
         self.row_workers: set[str] = set()
         try:
-            self.reservation = reserve(num_devices, devices_per_node)
+            self.reservation = reserve(num_devices, devices_per_node, threads)
         except BaseException:
             self._leave_ray()
             raise

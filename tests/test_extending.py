@@ -49,12 +49,20 @@ def test_the_examples_pass_their_public_checks(project, script: str) -> None:
     run(project, script)
 
 
-def test_the_check_refuses_a_loss_that_returns_a_mean(project) -> None:
+@pytest.mark.parametrize(
+    ("right", "wrong", "why"),
+    [
+        ("weighted_sum(losses, weights)", "weighted_sum(losses, weights) / len(losses)", "must be a SUM over rows"),
+        ("train/policy_loss", "train/leash", "metrics must be in the table docs/metrics.md, or be named custom/"),
+    ],
+)
+def test_the_check_refuses_a_loss_that_a_run_would_refuse(project, right: str, wrong: str, why: str) -> None:
     source = project / "leash" / "losses.py"
     text = source.read_text()
-    source.write_text(text.replace("weighted_sum(losses, weights)", "weighted_sum(losses, weights) / len(losses)"))
+    assert right in text
+    source.write_text(text.replace(right, wrong))
     try:
-        assert "must be a SUM over rows" in run(project, "check.py", status=1)
+        assert why in run(project, "check.py", status=1)
     finally:
         source.write_text(text)
 

@@ -42,7 +42,7 @@ def files_on_the_way(tmp_path_factory) -> list[str]:
 def documented() -> list[str]:
     """The files of the table in AGENTS.md, in its order."""
     text = (ROOT / "AGENTS.md").read_text()
-    section = text[text.index("## From the command line to the loss") :]
+    section = text[text.index("## From the entrypoint to the loss") :]
     return re.findall(r"^\| `(unirl/[\w/]+\.py)` \|", section, re.MULTILINE)
 
 

@@ -70,6 +70,16 @@ def test_unusual_values_get_a_notice():
     assert any("stack.micro_batch_size=4096 is more than the" in notice for notice in notices)
     notices = preflight(load(RECIPE, ("scale=toy", "backend.optimizer_cfg.learning_rate=1e3"))).notices
     assert any("learning_rate=1000 is far above" in notice for notice in notices)
+
+
+def test_a_clip_range_of_tokens_for_denoising_steps_is_a_notice():
+    assert clip_notices(RECIPE, "0.2") and not clip_notices(RECIPE, "1e-3")
+    assert not clip_notices("llm/quickstart", "0.2")
+
+
+def clip_notices(recipe: str, clip_range: str) -> list[str]:
+    checked = preflight(load(recipe, ("scale=toy", f"algorithm.clip_range={clip_range}")))
+    return [notice for notice in checked.notices if "algorithm.clip_range=" in notice]
     assert preflight(load(RECIPE, ("scale=toy",))).notices == ()
 
 

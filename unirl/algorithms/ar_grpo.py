@@ -28,8 +28,8 @@ class ARGRPO(ClippedRatio[TokenStage, TextSegment], TokenLoss):
     other aggregations, clips and advantages this is DAPO (arXiv:2503.14476), Dr.GRPO (2503.20783), RLOO (2402.14740)
     and REINFORCE++ (2501.03262); docs/algorithms/ar/argrpo.md lists the keys.
 
-    `loss` is `TokenLoss.loss` (shared/tokens.py), which forms r in `TokenLoss.tokens`; the equation is
-    `clipped_surrogate` (shared/surrogate.py).
+    `loss` is `TokenLoss.loss` (shared/tokens.py), which forms log r in `TokenLoss.tokens`; the equation, with r,
+    is `clipped_surrogate` (shared/surrogate.py).
     """
 
     clip_range: float = 0.2

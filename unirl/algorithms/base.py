@@ -78,13 +78,13 @@ class StageAlgorithm(BaseAlgorithmConfig, ABC, Generic[StageT, SegmentT]):
 
     Most losses inherit `loss` from one of four base classes and write one short method:
 
-        DenoisingLoss   shared/denoising.py        write `policy_loss`: log-probs of replayed denoising steps
+        DenoisingLoss   shared/denoising.py        write `policy_loss` and `old_quantities`: log-probs of replayed steps
         TokenLoss       shared/tokens.py           write `surrogate`: log-probs of replayed tokens
         PenalizedLoss   shared/forward_process.py  write `policy_loss`: velocities at clean samples with fresh noise
         RewardBackprop  drtune.py                  choose defaults: the gradient of the reward itself
 
-    The log of the importance ratio, log pi_theta - log pi_old, is `DiffusionGRPO._log_ratio` for denoising steps (DPPO
-    and AWM have their own in `policy_loss`) and `TokenLoss.tokens` for tokens.
+    The log of the importance ratio, log pi_theta - log pi_old, is `DiffusionGRPO._log_ratio` for denoising steps
+    (`DiffusionDPPO` and `DiffusionAWM` have their own in `policy_loss`) and `TokenLoss.tokens` for tokens.
 
     A loss that uses no base class writes `parts`, `loss` and `measure`, lists the anchors that it reads, and overrides
     `count` if an element is not a row at one entry of a part.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from unirl.algorithms.base import StageAlgorithm
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.config.build import build, lacking
 from unirl.config.errors import (
     ConfigError,
@@ -50,6 +51,8 @@ OPTIONAL_IN_EVALUATION = ("num_inference_steps", "guidance_scale", "temperature"
 """Keys of the evaluation block that only the sampling settings of some domains have."""
 HIGH_RATE = 0.1
 """A learning rate of AdamW from which on a run gets a notice: each update moves every weight by about so much."""
+HIGH_CLIP_RANGE = 0.05
+"""A clip range of denoising steps from which on a run gets a notice; 0.2 is usual for tokens."""
 SHOWN_ENDS = 24
 """Number of names of layers that an error lists."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -340,6 +343,13 @@ def _unusual_values(config: RecipeConfig, geometry: Geometry) -> Iterator[str]:
         yield (
             f"backend.optimizer_cfg.learning_rate={rate:g} is far above usual rates of AdamW, 1e-6 to 1e-3: training "
             "will probably diverge"
+        )
+    clips_steps = issubclass(config.algorithm.schema.owner, DiffusionGRPO)
+    clip_range = config.algorithm.get("clip_range", float) if clips_steps else None
+    if clip_range is not None and clip_range > HIGH_CLIP_RANGE:
+        yield (
+            f"algorithm.clip_range={clip_range:g} clips almost nothing, and the parity gate is as much laxer: the "
+            "log-prob of a denoising step is a mean over latent elements, so ratios stay near 1. 1e-4 is usual"
         )
 
 

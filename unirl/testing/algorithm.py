@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import START, SegmentT, StageAlgorithm, StageT
+from unirl.tracking.metrics import is_metric
 from unirl.types.protocols import Anchor, TrainingProgress
 from unirl.types.results import values
 from unirl.types.rollout_resp import RolloutTrack
@@ -164,8 +165,8 @@ class AlgorithmCheck(Generic[StageT, SegmentT]):
     def metrics_are_named_and_finite(self) -> None:
         part = self.algorithm.parts(self.rows.segment)[0]
         metrics = self.algorithm.loss(self.stage, self.rows, part, self.now).metrics
-        misnamed = [name for name in metrics if not name.startswith(("train/", "rollout/"))]
-        self.expect(not misnamed, f"metrics must be named train/... or rollout/..., not {misnamed}")
+        unknown = [name for name in metrics if not is_metric(name)]
+        self.expect(not unknown, f"metrics must be in the table docs/metrics.md, or be named custom/...: {unknown}")
         tracked = [name for name, m in metrics.items() if isinstance(m.total, Tensor) and m.total.requires_grad]
         self.expect(not tracked, f"metrics must not require gradients: {tracked}")
         bad = [name for name, value in values(metrics).items() if value != value or abs(value) == float("inf")]

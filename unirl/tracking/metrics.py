@@ -43,7 +43,6 @@ METRICS: Mapping[str, str] = {
     "train/negative_loss": "NFT: prediction loss of the mixture for bad samples, before weighting",
     "train/critic_loss": "weighted loss of the value head, as a term of the loss",
     "train/value_loss": "loss of the value head",
-    "train/<name>_loss": "another term of the loss, of an algorithm outside of this package",
     "train/ratio_mean": "mean importance ratio pi_theta / pi_old; 1 at the first update",
     "train/ratio_std": "standard deviation of the importance ratio",
     "train/ratio_min": "smallest importance ratio",
@@ -82,6 +81,7 @@ METRICS: Mapping[str, str] = {
     "train/explained_variance": "share of the variance of the returns that the value head explains; at most 1",
     "train/value_clip_fraction": "share of values that left the clip range around the old values",
     "train/value_grad_norm": "norm of the value head's gradient before clipping",
+    "custom/<name>": "what an algorithm or advantage outside of this package reports",
     "eval/reward_mean": "mean reward on held-out prompts",
     "eval/reward_stderr": "standard error of that mean, over prompts",
     "eval/reward_min": "smallest reward on held-out prompts",
@@ -102,7 +102,7 @@ METRICS: Mapping[str, str] = {
     "sync/bytes": "bytes that the last transfer of weights sent",
     "sync/canary_absdiff": "largest difference of the two sides' forward pass on a fixed input after a transfer",
     "samples/generated": "samples generated in the step",
-    "samples/scored": "samples scored",
+    "samples/scored": "samples scored and not dropped",
     "samples/dropped": "samples dropped, for any reason",
     "samples/draws": "batches of prompts that were taken in the step; more than one only with `refill`",
     "samples/padding": "samples of weight 0 that complete the step when too few groups are informative",
@@ -161,7 +161,7 @@ def check_event(name: str) -> None:
         raise ValueError(f"unknown event {name!r}.{_nearest(name, EVENTS)} {_ADD}")
 
 
-_ADD = "Add it with its meaning to unirl/tracking/metrics.py"
+_ADD = "Code of your own reports custom/<name>. Names of this package have a meaning in unirl/tracking/metrics.py"
 
 
 @cache

@@ -205,7 +205,7 @@ class TokenLoss(PolicyGradient[TokenStage, TextSegment]):
         return outputs if replay.values is None else outputs | {"value": replay.values.detach()}
 
     def tokens(self, logp: Float[Tensor, "sum_L"], rows: TokenRows, part: Part) -> Tokens:
-        """The inputs of `surrogate`, with zeros at tokens that are not counted. Importance ratios are formed here."""
+        """The inputs of `surrogate`, with the log of the importance ratio; zeros at tokens that are not counted."""
         offsets = self.row_offsets(rows)
         recorded = rows.segment.logp if self.old_logp_source == "rollout" else self.anchor(rows, "old_logp", part)
         old_logp = offsets.masked(logp.detach() if recorded is None else recorded)

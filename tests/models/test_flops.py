@@ -106,7 +106,8 @@ def test_the_decoder_of_a_published_model_needs_gigabytes_for_one_image(bundle, 
 
     The VAE of Qwen-Image computes in bf16.
     """
-    cost = bundle.decoding(path, DiffusionSamplingParams(kernel=None, height=side, width=side))
+    sampling = DiffusionSamplingParams(kernel=None, height=side, width=side)
+    cost = bundle.family.decoding(path, sampling, dtype=bundle.family.vae_dtype("auto", "bf16"))
     assert cost.peak_bytes / 2**30 == pytest.approx(gib, rel=0.02)
 
 

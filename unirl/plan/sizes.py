@@ -6,7 +6,8 @@ import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -15,7 +16,7 @@ from unirl.config.build import build
 from unirl.config.device_sets import DeviceSet
 from unirl.config.node import Node, nodes_below
 from unirl.config.recipe import RecipeConfig
-from unirl.models.loading.checkpoint import TOY
+from unirl.models.loading.checkpoint import TOY, DiffusersFamily
 from unirl.models.loading.estimate import DecodingCost, Lengths, ModelEstimate, forward_flops
 from unirl.plan.compatibility import KEPT_BY
 from unirl.plan.cost import MASTER_BYTES, Network, Reward, Settings, Sizes, Stored
@@ -26,7 +27,7 @@ from unirl.plan.preflight import Estimated, needs_of, sizes_of
 from unirl.plan.residency import PHASES, resident
 from unirl.reward.base import RewardScorer, ScorerCost
 from unirl.types.facts import LanguageFacts, LatentFacts
-from unirl.types.protocols import REFERENCE, DtypeName, Needs, VaeDtype
+from unirl.types.protocols import REFERENCE, Needs
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, Sampling
 from unirl.types.segments import LatentSegment, stored_positions
 
@@ -35,19 +36,9 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @runtime_checkable
 class Decodes(Protocol):
-    """A bundle class whose samples are decoded."""
+    """A bundle class whose samples the VAE of its family decodes."""
 
-    def decoding(
-        self,
-        path: str,
-        sampling: DiffusionSamplingParams,
-        revision: str | None = None,
-        *,
-        dtype: DtypeName = "bf16",
-        vae_dtype: VaeDtype = "auto",
-        tiled: bool = False,
-    ) -> DecodingCost:
-        """The cost of decoding one sample."""
+    family: ClassVar[DiffusersFamily]
 
 
 @dataclass(frozen=True)
@@ -87,6 +78,19 @@ class RunSizes:
         sizes = _sizes(config, placement, geometry, needs, estimate, transfer)
         settings = _settings(config, placement, geometry, sizes, estimate)
         return cls(placement, geometry, estimate, transfer, sizes, settings)
+
+
+@dataclass(eq=False)
+class RecipeSizes:
+    """A recipe and the sizes of its run, which are worked out when they are first needed, and then kept."""
+
+    config: RecipeConfig
+
+    @cached_property
+    def run(self) -> RunSizes | None:
+        """The sizes. None if the recipe's bundle cannot say those of its model without loading it."""
+        is_estimated = isinstance(self.config.bundle.schema.owner, Estimated) and self.config.model_path is not None
+        return RunSizes.of(self.config) if is_estimated else None
 
 
 def _settings(
@@ -228,8 +232,9 @@ def decoding_of(config: RecipeConfig, sampling: Sampling, tiled: bool) -> Decodi
     owner, path = config.bundle.schema.owner, config.model_path
     if not isinstance(owner, Decodes) or not isinstance(sampling, DiffusionSamplingParams) or path is None:
         return DecodingCost()
-    dtypes = {name: config.bundle.require(name, str) for name in ("dtype", "vae_dtype")}
-    return owner.decoding(path, sampling, config.model_revision, tiled=tiled, **dtypes)  # type: ignore[arg-type]  # checked words
+    vae_dtype, dtype = (cast(Any, config.bundle.require(name, str)) for name in ("vae_dtype", "dtype"))  # checked words
+    family = owner.family
+    return family.decoding(path, sampling, config.model_revision, family.vae_dtype(vae_dtype, dtype), tiled)
 
 
 def _stored(estimate: ModelEstimate, sampling: Sampling, guided: bool) -> Stored:

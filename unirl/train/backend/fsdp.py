@@ -128,8 +128,8 @@ class FSDPBackend(TrainBackend):
         # 5. Shard the blocks, then the experts, then the rest. FSDP2 replaces the parameters by DTensors.
         pieces = [*blocks, *module_setup.blocks_of(self.module, facts.expert_class_names)]
         self.sharding = Sharding(config) if self.rank.dp_size == 1 else FSDP2Sharding(config, self.rank)
-        dtype, kept = module_setup.gather_dtype(self.module, config, compute_dtype, frozen_base=lora is not None)
-        self.sharding.wrap(self.module, pieces, dtype, kept)
+        gathered = module_setup.gather_dtype(self.module, config, compute_dtype, frozen_base=lora is not None)
+        self.sharding.wrap(self.module, pieces, gathered)
         # 6. Give storage to a module that has none. After sharding, no rank ever holds more than its shards.
         if next(self.module.parameters()).is_meta:
             module_setup.load_deferred(

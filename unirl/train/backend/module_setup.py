@@ -27,7 +27,7 @@ from unirl.models.loading.lora import (
     inject_lora,
 )
 from unirl.models.loading.saved_weights import SavedWeights
-from unirl.train.backend.sharding import Sharding
+from unirl.train.backend.sharding import GatherDtype, Sharding
 from unirl.train.configs import FSDPConfig, LoraConfig
 from unirl.types.facts import LoraSpec, ModelFacts
 from unirl.types.protocols import TORCH_DTYPES
@@ -75,18 +75,16 @@ def set_dtypes(module: nn.Module, config: FSDPConfig) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def gather_dtype(
-    module: nn.Module, config: FSDPConfig, compute_dtype: torch.dtype, frozen_base: bool
-) -> tuple[torch.dtype | None, set[str]]:
-    """The dtype in which sharded parameters are gathered, and the names of those that keep their own.
+def gather_dtype(module: nn.Module, config: FSDPConfig, compute_dtype: torch.dtype, frozen_base: bool) -> GatherDtype:
+    """The dtype in which sharded parameters are gathered.
 
-    None means that all are gathered as they are stored. A frozen base is stored in the dtypes in which it computes, so
+    A frozen base is stored in the dtypes in which it computes, so
     its adapters alone would be converted. They stay float32 if the base has several dtypes, because FSDP2 gathers
     a block in one.
     """
     kept = kept_parameters(module, compute_dtype)
     narrow = config.mixed_precision and compute_dtype != torch.float32 and not (frozen_base and kept)
-    return (compute_dtype if narrow else None), kept
+    return GatherDtype(compute_dtype if narrow else None, kept)
 
 
 def check_component(name: str | None, facts: ModelFacts) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,6 +24,19 @@ if TYPE_CHECKING:  # these imports take seconds
     from torch.distributed.tensor import DTensor
 
 Parameters = dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class GatherDtype:
+    """The dtype in which sharded parameters are gathered."""
+
+    dtype: torch.dtype | None = None
+    """None: they are gathered as they are stored."""
+    kept: Collection[str] = ()
+    """Names of the parameters that are gathered as they are stored in any case."""
+
+
+AS_STORED = GatherDtype()
 
 
 class Sharding:
@@ -45,19 +59,8 @@ class Sharding:
         """Return a sharding over the same ranks for a second module, which is called independently."""
         return Sharding(self.config)
 
-    def wrap(
-        self,
-        module: nn.Module,
-        pieces: Sequence[nn.Module],
-        dtype: torch.dtype | None = None,
-        kept: Collection[str] = (),
-    ) -> None:
-        """Shard `module` in place. Each of `pieces` (inner ones first) and then the rest is gathered as one unit.
-
-        Args:
-            dtype: the dtype in which parameters are gathered. If absent, they are gathered as they are stored.
-            kept: names of the parameters that are gathered as they are stored in any case.
-        """
+    def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], gathered: GatherDtype = AS_STORED) -> None:
+        """Shard `module` in place. Each of `pieces` (inner ones first) and then the rest is gathered as one unit."""
         if self.accumulation == torch.float64:
             for piece in pieces:
                 piece.register_forward_pre_hook(_group_gradients, with_kwargs=True)
@@ -161,14 +164,9 @@ class FSDP2Sharding(Sharding):
     def for_another_module(self) -> FSDP2Sharding:
         return FSDP2Sharding(self.config, self.rank, self.mesh)
 
-    def wrap(
-        self,
-        module: nn.Module,
-        pieces: Sequence[nn.Module],
-        dtype: torch.dtype | None = None,
-        kept: Collection[str] = (),
-    ) -> None:
-        wide = {id(parameter) for name, parameter in module.named_parameters() if name in kept}
+    def wrap(self, module: nn.Module, pieces: Sequence[nn.Module], gathered: GatherDtype = AS_STORED) -> None:
+        dtype = gathered.dtype
+        wide = {id(parameter) for name, parameter in module.named_parameters() if name in gathered.kept}
         units: dict[nn.Module, list[FSDPModule]] = {}
         for unit in (*pieces, module):
             # The parameters of the root are needed again as soon as the backward pass begins.

@@ -193,3 +193,13 @@ def test_the_plan_of_text_holds_the_keys_and_values_of_all_responses_in_the_maki
     network = sizes["network"]
     assert rows["keys and values"] == pytest.approx(10 * network["tokens"] * network["cache_width"] * 4)
     assert sizes["trainable_parameters"] == facts["parameters"]["lm"]
+
+
+def test_the_plan_says_which_times_it_does_not_predict(capsys):
+    words = ["diffusion/sd3_replica_lora_separate", "scale=toy", "num_devices=2", "placement={train: 0, rollout: 1}"]
+    unpredicted = ("what sampling.cache_threshold leaves out", "what rollout.weight_dtype=fp8 gains")
+    changes = ["sampling.cache_threshold=0.1", "rollout.weight_dtype=fp8", "algorithm.old_logp_source=rollout"]
+    for changed, says in ((changes, True), ([], False)):
+        assert main(["plan", *words, *changed]) == 0
+        text = capsys.readouterr().out
+        assert all((line in text) is says for line in unpredicted)

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -144,12 +144,21 @@ def _time_text(plan: RunSizes, device: Device, about: str, num_rollouts: int) ->
         f"             step        {clock(seconds):>9}   {rate_text(plan, seconds)}; "
         f"{num_rollouts:,} steps take {duration(seconds * num_rollouts)}"
     )
-    if sizes.reward.unknown:
-        lines.append(f"             without the time and the memory of {', '.join(sizes.reward.unknown)}")
+    lines += [f"             {what}" for what in _not_predicted(sizes)]
     for gain in best_changes(plan, device, device.memory_gib):
         fits = "" if gain.peak_gib <= usable(device.memory_gib) else ", which does not fit"
         lines.append(f"           {clock(gain.seconds)} a step with {gain.word}; peak {gain.peak_gib:,.1f} GiB{fits}")
     return "\n".join(lines)
+
+
+def _not_predicted(sizes: cost.Sizes) -> Iterator[str]:
+    """What the times leave out, a line each."""
+    if sizes.reward.unknown:
+        yield f"without the time and the memory of {', '.join(sizes.reward.unknown)}"
+    if sizes.caches_steps:
+        yield "generate runs all blocks: what sampling.cache_threshold leaves out is known after a step"
+    if sizes.engine_eight_bit:
+        yield "generate multiplies at the rate of bf16: what rollout.weight_dtype=fp8 gains is not predicted"
 
 
 def made_by(plan: RunSizes) -> str:

@@ -41,7 +41,8 @@ in diffusers, and give the directory that `save_pretrained` writes.
 run, a file of diffusers, or a folder of PEFT with its `adapter_config.json`. If diffusers has a converter for the
 family, it may also be a file of kohya, musubi-tuner or ComfyUI (FLUX.1, FLUX.2, Qwen-Image, Wan, Z-Image, HunyuanVideo,
 Lumina 2). Each tensor must reach a layer, and each alpha is applied. `lora_cfg.rank` may be larger than the rank of the
-file, and the layers of the file must be among `lora_cfg.target_modules`. Adapters of text encoders are refused.
+file, and the layers of the file must be among `lora_cfg.target_modules`. Adapters of text encoders are refused. A
+continued run, and `unirl export` or `sample` of it, read the adapters of the checkpoint, and do not need the file.
 
 `bundle.path` in a recipe is one of these hub ids, a directory in the diffusers layout, or `toy`. `guidance_scale`
 always means w in v_uncond + w (v_cond - v_uncond), and 1 means off; a distilled model with embedded guidance reads the

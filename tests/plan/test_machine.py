@@ -10,7 +10,7 @@ from unirl.config.errors import MemoryShortageError, ResourceError, UnsupportedE
 from unirl.config.load import load
 from unirl.plan.fit import device_peaks, moment_peaks
 from unirl.plan.machine import check_machine, check_memory, hidden_devices
-from unirl.plan.sizes import RunSizes
+from unirl.plan.sizes import RecipeSizes
 from unirl.testing.second_device import second_devices
 from unirl.types import device
 from unirl.types.device import DeviceKind
@@ -32,6 +32,10 @@ def eight_gpus(tmp_path, monkeypatch):
 
 def config(recipe, *words):
     return load(recipe, words).config
+
+
+def sizes(recipe, *words):
+    return RecipeSizes(config(recipe, *words))
 
 
 def test_fewer_gpus_than_the_recipe_needs_are_counted_by_role_with_the_ways_out(eight_gpus, monkeypatch):
@@ -89,47 +93,47 @@ def test_the_check_refuses_and_leaves_a_cluster_elsewhere_to_ray(eight_gpus, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with second_devices(4):
         with pytest.raises(ResourceError, match="sees 4 of 8") as refused:
-            check_machine(config(SEPARATE, *EIGHT), pytest.fail)
+            check_machine(sizes(SEPARATE, *EIGHT), pytest.fail)
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        check_machine(config(SEPARATE, *EIGHT), pytest.fail)
+        check_machine(sizes(SEPARATE, *EIGHT), pytest.fail)
     assert refused.value.code == 5001
 
 
 def test_a_gpu_that_torch_cannot_use_stops_a_run_and_warns_a_toy(eight_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedEnvironmentError, match="cannot use it") as refused:
-        check_machine(config(RECIPE), pytest.fail)
+        check_machine(sizes(RECIPE), pytest.fail)
     warnings: list[str] = []
-    check_machine(config(RECIPE, "scale=toy"), warnings.append)
+    check_machine(sizes(RECIPE, "scale=toy"), warnings.append)
     assert len(warnings) == 1 and "cannot use it" in warnings[0] and refused.value.code == 3002
 
 
 def test_the_largest_of_several_devices_decides(eight_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    sizes = {0: DeviceKind(name="small", memory_gib=4.0), 1: DeviceKind(name="large", memory_gib=80.0)}
-    monkeypatch.setattr("unirl.plan.machine.device_kind", lambda place: sizes[place.index])
+    kinds = {0: DeviceKind(name="small", memory_gib=4.0), 1: DeviceKind(name="large", memory_gib=80.0)}
+    monkeypatch.setattr("unirl.plan.machine.device_kind", lambda place: kinds[place.index])
     with second_devices(2):
-        check_machine(config(RECIPE, "num_devices=2"), pytest.fail)
-        sizes[1] = sizes[0]
+        check_machine(sizes(RECIPE, "num_devices=2"), pytest.fail)
+        kinds[1] = kinds[0]
         with pytest.raises(MemoryShortageError, match=r"small has 4.0 GiB"):
-            check_machine(config(RECIPE, "num_devices=2"), pytest.fail)
+            check_machine(sizes(RECIPE, "num_devices=2"), pytest.fail)
 
 
 @pytest.mark.slow
 def test_a_device_that_is_too_small_is_refused_by_how_much_with_settings_that_fit(eight_gpus):
     small = DeviceKind(name="NVIDIA GeForce RTX 4090", memory_gib=24.0)
     with pytest.raises(MemoryShortageError, match=r"RTX 4090 has 24.0 GiB, of which 22.1 .* GiB too much") as refused:
-        check_memory(config(RECIPE), small, pytest.fail)
+        check_memory(sizes(RECIPE), small, pytest.fail)
     words = str(refused.value).rpartition("These settings fit: ")[2].partition(". Plans are counted")[0].split()
     warnings: list[str] = []
-    check_memory(config(RECIPE, "memory_check=warn"), small, warnings.append)
+    check_memory(sizes(RECIPE, "memory_check=warn"), small, warnings.append)
     assert words and len(warnings) == 1
-    check_memory(config(RECIPE, *words), small, pytest.fail)
+    check_memory(sizes(RECIPE, *words), small, pytest.fail)
 
 
 def test_a_device_set_of_a_cluster_is_compared_with_its_own_part_of_the_plan():
-    recipe = config(SEPARATE, *EIGHT)
-    run = RunSizes.of(recipe)
+    recipe = sizes(SEPARATE, *EIGHT)
+    run = recipe.run
     peaks = {devices: max(moments.values()) for devices, moments in device_peaks(run, run.settings).items()}
     assert max(peaks.values()) == max(moment_peaks(run, run.settings).values())
     (low, least), (high, most) = sorted(peaks.items(), key=lambda item: item[1])
@@ -142,11 +146,11 @@ def test_a_device_set_of_a_cluster_is_compared_with_its_own_part_of_the_plan():
 
 def test_a_peak_within_the_error_of_a_plan_is_a_warning_and_what_nothing_fits_is_said(eight_gpus):
     warnings: list[str] = []
-    check_memory(config(RECIPE), DeviceKind(name="a GPU", memory_gib=27.0), warnings.append)
+    check_memory(sizes(RECIPE), DeviceKind(name="a GPU", memory_gib=27.0), warnings.append)
     assert len(warnings) == 1 and "a GPU has 27.0 GiB" in warnings[0]
-    check_memory(config(RECIPE), DeviceKind(name="NVIDIA H200", memory_gib=140.0), pytest.fail)
+    check_memory(sizes(RECIPE), DeviceKind(name="NVIDIA H200", memory_gib=140.0), pytest.fail)
     with pytest.raises(MemoryShortageError, match=r"The smallest settings need .* GiB .*more or larger devices"):
-        check_memory(config(RECIPE), DeviceKind(name="a GPU", memory_gib=4.0), pytest.fail)
+        check_memory(sizes(RECIPE), DeviceKind(name="a GPU", memory_gib=4.0), pytest.fail)
 
 
 def test_check_says_that_a_run_would_be_refused_here(eight_gpus, capsys):

@@ -8,10 +8,8 @@ from unirl.cli.main import main
 from unirl.config.load import load
 from unirl.plan.cost import GIB
 from unirl.plan.fit import usable
-from unirl.plan.sizes import RunSizes
-from unirl.plan.tiling import _peak, choose_tiling, with_auto_tiling
-from unirl.trainer import assemble
-from unirl.types.device import DeviceKind
+from unirl.plan.sizes import RecipeSizes, RunSizes
+from unirl.plan.tiling import _peak, choose_tiling, leaves_tiling_open, with_auto_tiling
 
 VIDEO = "diffusion/hunyuan_video_t2v_trainside"
 SIZE = ("sampling.height=480", "sampling.width=832", "sampling.num_frames=33")
@@ -40,7 +38,7 @@ def test_the_peaks_of_a_video_whole_and_in_tiles_are_those_counted_by_hand():
 def test_auto_tiles_exactly_where_one_whole_sample_does_not_fit(excess, tiles):
     run, config = sized(), loaded().config
     memory = (_peak(run) - excess) / usable(1.0)
-    chosen, why = choose_tiling(config, memory)
+    chosen, why = choose_tiling(RecipeSizes(config), memory)
     assert chosen is tiles
     assert why.startswith("on; " if tiles else "off; ")
     placed = with_auto_tiling(run, config, memory)
@@ -52,17 +50,7 @@ def test_a_recipe_that_decides_is_left_alone(typed):
     config = loaded(f"pipeline.vae_tiling={typed}").config
     run = sized(f"pipeline.vae_tiling={typed}")
     assert with_auto_tiling(run, config, 1.0) is run
-    assert assemble.with_tiling(config, pytest.fail) is config
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("memory", "tiles"), [(None, False), (24.0, True), (500.0, False)])
-def test_a_run_replaces_auto_by_the_choice_for_its_gpu(memory, tiles, monkeypatch):
-    reported = []
-    monkeypatch.setattr(assemble, "device_kind", lambda device: DeviceKind(name="a GPU", memory_gib=memory))
-    config = assemble.with_tiling(loaded().config, lambda *words: reported.append(words))
-    assert config.pipeline.values["vae_tiling"] is tiles
-    assert [words[:2] for words in reported] == ([] if memory is None else [("pipeline.vae_tiling", tiles)])
+    assert not leaves_tiling_open(config)
 
 
 @pytest.mark.slow

@@ -207,14 +207,16 @@ def _recipe_checks(name: str, overrides: Sequence[str]) -> dict[str, Callable[[]
 def _room(config: RecipeConfig) -> str:
     """Compares the planned memory of a run with the memory of this machine."""
     from unirl.plan.machine import check_machine, is_elsewhere, largest_device, peak_of
+    from unirl.plan.sizes import RecipeSizes
     from unirl.types.device import num_accelerators
 
     warnings: list[str] = []
-    check_machine(config, warnings.append)
+    sizes = RecipeSizes(config)
+    check_machine(sizes, warnings.append)
     if warnings:
         return "; ".join(warnings)
     has_gpu = num_accelerators() and not is_elsewhere(config)
-    peak = peak_of(config, memory_gib=largest_device().memory_gib if has_gpu else None)
+    peak = peak_of(sizes, memory_gib=largest_device().memory_gib if has_gpu else None)
     if peak is None:
         return "not known: the plan has no sizes for this model"
     needs = f"the plan's peak is {peak.gib:.1f} GiB on a device (at {peak.at}, estimated)"

@@ -23,13 +23,13 @@ from unirl.types.device import (
 )
 
 if TYPE_CHECKING:
-    from unirl.plan.sizes import RunSizes
+    from unirl.plan.sizes import RecipeSizes, RunSizes
 
 CERTAIN = 1.1
 """A plan agrees with arithmetic by hand within 10 %. A peak above the memory by more than that is refused."""
 
 
-def check_machine(config: RecipeConfig, warn: Callable[[str], None]) -> None:
+def check_machine(sizes: RecipeSizes, warn: Callable[[str], None]) -> None:
     """Refuses a run that this machine cannot hold, before any process starts.
 
     The devices of a Ray cluster that runs already are counted when its pool opens, and their memory is compared when
@@ -40,7 +40,7 @@ def check_machine(config: RecipeConfig, warn: Callable[[str], None]) -> None:
             of toy scale warns.
         ResourceError: 5001 when the process sees fewer GPUs than the recipe needs, 5002 when a GPU is too small.
     """
-    why = unusable_gpu()
+    config, why = sizes.config, unusable_gpu()
     if why is not None:
         if config.scale != "toy":
             raise UnsupportedEnvironmentError(why)
@@ -51,7 +51,7 @@ def check_machine(config: RecipeConfig, warn: Callable[[str], None]) -> None:
     if hidden is not None:
         raise ResourceError(hidden)
     if num_accelerators() and config.scale != "toy":
-        check_memory(config, largest_device(), warn)
+        check_memory(sizes, largest_device(), warn)
 
 
 def largest_device() -> DeviceKind:
@@ -105,7 +105,7 @@ class Peak:
     """The moment of a step, one of `unirl.plan.cost.MOMENTS`."""
 
 
-def peak_of(config: RecipeConfig, devices: DeviceSet | None = None, memory_gib: float | None = None) -> Peak | None:
+def peak_of(sizes: RecipeSizes, devices: DeviceSet | None = None, memory_gib: float | None = None) -> Peak | None:
     """The plan's peak. None if the recipe's bundle cannot say the sizes of its model without loading it.
 
     Args:
@@ -113,15 +113,13 @@ def peak_of(config: RecipeConfig, devices: DeviceSet | None = None, memory_gib: 
         memory_gib: memory of a device, on which the VAE decodes in tiles where it must. None: it decodes whole samples.
     """
     from unirl.plan.fit import device_peaks, moment_peaks
-    from unirl.plan.preflight import Estimated
-    from unirl.plan.sizes import RunSizes
     from unirl.plan.tiling import with_auto_tiling
 
-    if config.model_path is None or not isinstance(config.bundle.schema.owner, Estimated):
+    run = sizes.run
+    if run is None:
         return None
-    run = RunSizes.of(config)
     if memory_gib is not None:
-        run = with_auto_tiling(run, config, memory_gib)
+        run = with_auto_tiling(run, sizes.config, memory_gib)
     peaks = moment_peaks(run, run.settings) if devices is None else device_peaks(run, run.settings).get(devices)
     if peaks is None:
         return None
@@ -130,7 +128,7 @@ def peak_of(config: RecipeConfig, devices: DeviceSet | None = None, memory_gib: 
 
 
 def check_memory(
-    config: RecipeConfig, kind: DeviceKind, warn: Callable[[str], None], devices: DeviceSet | None = None
+    sizes: RecipeSizes, kind: DeviceKind, warn: Callable[[str], None], devices: DeviceSet | None = None
 ) -> None:
     """Compares the plan's peak with the memory of a device, and names settings that fit.
 
@@ -144,7 +142,7 @@ def check_memory(
     from unirl.plan.devices import device_named
     from unirl.plan.fit import overrides, search, usable
 
-    peak = peak_of(config, devices, kind.memory_gib)
+    peak = peak_of(sizes, devices, kind.memory_gib)
     if kind.memory_gib is None or peak is None or peak.gib <= (room := usable(kind.memory_gib)):
         return
     run = peak.run
@@ -161,6 +159,6 @@ def check_memory(
         f"{kind.memory_gib:.1f} GiB, of which {room:.1f} can be planned for: {peak.gib - room:.1f} GiB too much. "
         f"{way_out}"
     )
-    if peak.gib > CERTAIN * kind.memory_gib and config.memory_check == "refuse":
+    if peak.gib > CERTAIN * kind.memory_gib and sizes.config.memory_check == "refuse":
         raise MemoryShortageError(f"{text}. Plans are counted: memory_check=warn tries it nevertheless")
     warn(text)

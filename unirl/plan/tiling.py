@@ -9,16 +9,21 @@ from dataclasses import replace
 
 from unirl.config.recipe import RecipeConfig
 from unirl.plan.fit import moment_peaks, usable
-from unirl.plan.preflight import Estimated
-from unirl.plan.sizes import RunSizes, decoding_of, largest
+from unirl.plan.sizes import RecipeSizes, RunSizes, decoding_of, largest
 
-KEY = "vae_tiling"
+TILING = "pipeline.vae_tiling"
+_KEY = TILING.partition(".")[2]
 
 
 def leaves_tiling_open(config: RecipeConfig) -> bool:
-    """True if the recipe leaves it to the device whether the VAE decodes in tiles."""
-    estimated = isinstance(config.bundle.schema.owner, Estimated) and config.model_path is not None
-    return estimated and config.pipeline.get(KEY, str) == "auto"
+    """True if the recipe leaves it to the device whether the VAE decodes in tiles. Models without a VAE have no key."""
+    return config.pipeline.get(_KEY, str) == "auto"
+
+
+def with_tiling(config: RecipeConfig, tiles: bool) -> RecipeConfig:
+    """The recipe with `pipeline.vae_tiling` set."""
+    values = {**config.pipeline.values, _KEY: tiles}
+    return replace(config, pipeline=replace(config.pipeline, values=values))
 
 
 def with_auto_tiling(run: RunSizes, config: RecipeConfig, memory_gib: float) -> RunSizes:
@@ -30,10 +35,18 @@ def with_auto_tiling(run: RunSizes, config: RecipeConfig, memory_gib: float) -> 
     return replace(run, sizes=replace(run.sizes, decoding=tiled)) if smaller else run
 
 
-def choose_tiling(config: RecipeConfig, memory_gib: float) -> tuple[bool, str]:
-    """Whether a run on devices with so much memory decodes in tiles, and the reason."""
-    run = RunSizes.of(config)
-    tiled = with_auto_tiling(run, config, memory_gib)
+def choose_tiling(sizes: RecipeSizes, memory_gib: float | None) -> tuple[bool, str]:
+    """Whether a run on devices with so much memory decodes in tiles, and the reason.
+
+    Args:
+        memory_gib: None for CPUs.
+    """
+    if memory_gib is None:
+        return False, "off on CPUs"
+    run = sizes.run
+    if run is None:
+        return False, f"off, since {sizes.config.bundle.class_name} cannot estimate its sizes"
+    tiled = with_auto_tiling(run, sizes.config, memory_gib)
     whole = f"decoding one whole sample peaks at {_peak(run):.1f} of {usable(memory_gib):.1f} GiB by the plan"
     if tiled is run:
         return False, f"off; {whole}"

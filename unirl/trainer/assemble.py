@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -35,9 +34,9 @@ from unirl.plan.machine import check_machine, check_memory, is_elsewhere
 from unirl.plan.placement import PlacementPlan, capabilities_of, plan_of
 from unirl.plan.preflight import KnownModel, check_disk, needs_of
 from unirl.plan.prompts import load_data
+from unirl.plan.sizes import RecipeSizes
 from unirl.plan.threads import ThreadChoice, in_use, threads_of
-from unirl.plan.tiling import KEY as TILING
-from unirl.plan.tiling import choose_tiling, leaves_tiling_open
+from unirl.plan.tiling import TILING, choose_tiling, leaves_tiling_open, with_tiling
 from unirl.reward.base import RewardScorer
 from unirl.reward.failures import STRICT, DropBudget
 from unirl.reward.service import RewardService
@@ -50,13 +49,12 @@ from unirl.train.configs import EmaLoraConfig
 from unirl.train.parity import ParityGate
 from unirl.train.stack import TrainStack
 from unirl.trainer.loop import Trainer
-from unirl.trainer.micro_batch import MicroBatch, chooses_micro_batch
+from unirl.trainer.micro_batch import MICRO_BATCH, MicroBatch, chooses_micro_batch
 from unirl.trainer.publishing import Publisher
 from unirl.trainer.residency import Phases, Residency, Roles
-from unirl.trainer.resume import check_resumable, resume_point
+from unirl.trainer.resume import check_resumable, continued, resume_point
 from unirl.trainer.run_folder import continuation, open_tracker, run_root
-from unirl.trainer.run_state import RunState, environment, recorded_threads
-from unirl.types.device import accelerator, device_kind
+from unirl.trainer.run_state import RunState, environment, recorded_threads, saved_choices
 from unirl.types.protocols import DataSource, Stateful
 from unirl.types.sampling import Sampling
 
@@ -89,8 +87,9 @@ def build_trainer(
         tracker = open_tracker(recipe, root, session.argv if session else (), threads)
     if session is not None:
         session.run_dir = root
-    with recorded_end(tracker), in_use(threads), closing(pool_of(recipe, tracker, threads)) as pool:
-        trainer = assemble(recipe, data, tracker, pool, checkpoints, resume)
+    sizes = RecipeSizes(recipe.config if resume.checkpoint is None else continued(recipe.config))
+    with recorded_end(tracker), in_use(threads), closing(pool_of(sizes, tracker, threads)) as pool:
+        trainer = assemble(recipe, sizes, data, tracker, pool, checkpoints, resume)
         if is_own_run:
             _check_disk(recipe.config, checkpoints, trainer.roles.backend)
         yield trainer
@@ -109,10 +108,10 @@ def recorded_end(tracker: Tracker) -> Iterator[None]:
     tracker.finish()
 
 
-def pool_of(recipe: Recipe, tracker: Tracker, threads: ThreadChoice | None) -> Pool:
+def pool_of(sizes: RecipeSizes, tracker: Tracker, threads: ThreadChoice | None) -> Pool:
     """The devices of a recipe. Stalled calls write the stacks of all workers into the run's `logs`."""
-    config = recipe.config
-    check_machine(config, tracker.warn)
+    config = sizes.config
+    check_machine(sizes, tracker.warn)
     pool = open_pool(
         config.runtime_in_use,
         config.num_devices,
@@ -124,7 +123,7 @@ def pool_of(recipe: Recipe, tracker: Tracker, threads: ThreadChoice | None) -> P
     )
     pool.stack_dir = tracker.run.root / "logs"
     if is_elsewhere(config) and config.scale != "toy":
-        pool.check_device = lambda devices, kind: check_memory(config, kind, tracker.warn, devices)
+        pool.check_device = lambda devices, kind: check_memory(sizes, kind, tracker.warn, devices)
     pool.connect_s = config.connect_timeout_s
     pool.allow_mixed_devices = config.allow_mixed_devices
     return pool
@@ -132,6 +131,7 @@ def pool_of(recipe: Recipe, tracker: Tracker, threads: ThreadChoice | None) -> P
 
 def assemble(
     recipe: Recipe,
+    sizes: RecipeSizes,
     data: DataSource[Prompt],
     tracker: Tracker,
     pool: Pool,
@@ -139,7 +139,10 @@ def assemble(
     resume: ResumePoint,
 ) -> Trainer[Sampling]:
     """Place the roles of a recipe on a pool, and join them in the trainer of its domain."""
-    config, plan = with_tiling(recipe.config, tracker.choice), plan_of(recipe.config)
+    plan = plan_of(sizes.config)
+    saved = {} if resume.checkpoint is None else saved_choices(resume.checkpoint.path)
+    tiles = tiling_of(sizes, pool.group(plan.rollout), saved.get(TILING), tracker.choice)
+    config = sizes.config if tiles is None else with_tiling(sizes.config, tiles)
     sampling, advantage = build(config.sampling), build(config.advantage)
     algorithm: StageAlgorithm[object] = build(config.algorithm)
     kl = algorithm.kl_controller()
@@ -154,7 +157,7 @@ def assemble(
         interval=config.weight_sync_interval if roles.has_own_weights else 1,
         weights=EmaLoraConfig.snapshot if needs_of(config).ema_rollout else LIVE,
     )
-    micro_batch = MicroBatch(config, roles.stack, tracker.choice) if chooses_micro_batch(config) else None
+    micro_batch = MicroBatch(sizes, roles.stack, tracker.choice) if chooses_micro_batch(config) else None
     candidates = {"data": data, "advantage": advantage, "kl": kl, "drops": drops, "publisher": publisher}
     state = RunState(
         backend=roles.backend,
@@ -162,6 +165,10 @@ def assemble(
         stateful={name: item for name, item in candidates.items() if isinstance(item, Stateful)},
         recipe=recipe.resolved(),
         environment=environment(roles.train_ranks),
+        chosen={
+            **({} if tiles is None else {TILING: tiles}),
+            **({} if micro_batch is None else {MICRO_BATCH: None}),
+        },
         checkpoints=checkpoints,
         resume=resume,
         resume_command=continuation(recipe, tracker.run.root),
@@ -183,37 +190,41 @@ def assemble(
             timers=tracker.timers,
             pool=pool,
             residency=Residency(plan, roles),
-            shortage=partial(memory_advice, config, micro_batch),
+            shortage=partial(memory_advice, sizes, micro_batch),
         ),
         micro_batch=micro_batch,
     )
     return trainer
 
 
-def with_tiling(config: RecipeConfig, report: Callable[[str, object, str], None]) -> RecipeConfig:
-    """The recipe with `pipeline.vae_tiling=auto` replaced by the choice for this machine's GPU; without one, by false.
+def tiling_of(
+    sizes: RecipeSizes, engine: Group, saved: bool | None, report: Callable[[str, object, str], None]
+) -> bool | None:
+    """Whether the VAE decodes in tiles, where the recipe leaves it open. None where it does not.
 
     Args:
-        report: called with the key, the choice and the reason, if there is a GPU.
+        engine: the workers that decode.
+        saved: the choice in the checkpoint that the run continues, which is taken, since tiles change pixels.
+        report: called with the key, the choice and the reason, unless a new run is on CPUs.
     """
-    if not leaves_tiling_open(config):
-        return config
-    memory = None if is_elsewhere(config) else device_kind(accelerator()).memory_gib
-    tiles = False
+    if not leaves_tiling_open(sizes.config):
+        return None
+    if saved is not None:
+        report(TILING, saved, f"{'on' if saved else 'off'}, as in the checkpoint")
+        return saved
+    memory = engine.device_kind().memory_gib
+    tiles, why = choose_tiling(sizes, memory)
     if memory is not None:
-        tiles, why = choose_tiling(config, memory)
-        report(f"pipeline.{TILING}", tiles, why)
-    values = {**config.pipeline.values, TILING: tiles}
-    return replace(config, pipeline=replace(config.pipeline, values=values))
+        report(TILING, tiles, why)
+    return tiles
 
 
-def memory_advice(config: RecipeConfig, micro_batch: MicroBatch | None, phase: str) -> str:
-    """What a plan says about a phase that ran out of memory."""
+def memory_advice(sizes: RecipeSizes, micro_batch: MicroBatch | None, phase: str) -> str:
+    """What a plan says about a phase that ran out of memory. Empty if the bundle cannot say the sizes of its model."""
     from unirl.plan.fit import shortage
-    from unirl.plan.sizes import RunSizes
 
-    run = RunSizes.of(config)
-    return shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
+    run = sizes.run
+    return "" if run is None else shortage(run if micro_batch is None else micro_batch.applied_to(run), phase)
 
 
 # Placement of roles, one builder per relation of the engine to the trainer

@@ -29,7 +29,7 @@ from unirl.reward.failures import DropBudget
 from unirl.train.parity import ParityGate
 from unirl.trainer.balance import balanced_track
 from unirl.trainer.evaluation import Evaluator
-from unirl.trainer.micro_batch import MicroBatch
+from unirl.trainer.micro_batch import MICRO_BATCH, MicroBatch
 from unirl.trainer.monitoring import Monitor, reward_metrics, sync_metrics
 from unirl.trainer.overlap import OverlappedScoring
 from unirl.trainer.publishing import Publisher
@@ -111,7 +111,9 @@ class Trainer(ABC, Generic[SamplingT]):
         self.state.restore()
         self.evaluator.check_prompts()
         self.state.write_config()
-        self.state.micro_rows = None if self.micro_batch is None else self.micro_batch.choose(self.state.micro_rows)
+        chosen = self.state.chosen
+        if self.micro_batch is not None:
+            chosen[MICRO_BATCH] = self.micro_batch.choose(chosen[MICRO_BATCH])
         if self.state.step == 0 and self.config.evaluation.enabled:
             self.evaluate()
         while self.state.step < self.config.num_rollouts:
@@ -189,7 +191,7 @@ class Trainer(ABC, Generic[SamplingT]):
         track = balanced_track(track, self.config.num_updates, self.roles.train_ranks, self.needs.rows_together)
         with self.phase("train"):
             if self.micro_batch is not None:
-                self.state.micro_rows = self.micro_batch.measure(track, self.progress(step))
+                self.state.chosen[MICRO_BATCH] = self.micro_batch.measure(track, self.progress(step))
             self.monitor.check_parity(track, self.roles.stack.measure_parity)
             result = self.roles.stack.train_track(track, self.progress(step))
         self.state.version = self.roles.backend.version()

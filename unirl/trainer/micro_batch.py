@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from unirl.config.recipe import RecipeConfig
@@ -11,14 +11,13 @@ from unirl.plan.cost import GIB, MemoryRow, memory_table
 from unirl.plan.devices import DEFAULT, device_like, device_named
 from unirl.plan.fit import usable
 from unirl.plan.micro_batch import CPU_GIB, MicroBatchChoice, choose_micro_batch
-from unirl.plan.preflight import Estimated
-from unirl.plan.sizes import RunSizes, resident_parts
+from unirl.plan.sizes import RecipeSizes, RunSizes, resident_parts
 from unirl.train.memory import DeviceMemory
 from unirl.train.stack import TrainStack
 from unirl.types.protocols import TrainingProgress
 from unirl.types.rollout_resp import RolloutTrack
 
-KEY = "stack.micro_batch_size"
+MICRO_BATCH = "stack.micro_batch_size"
 
 
 def chooses_micro_batch(config: RecipeConfig) -> bool:
@@ -33,7 +32,7 @@ class MicroBatch:
     `RunState` saves them, so a continued run cuts its rows alike on any device.
     """
 
-    config: RecipeConfig
+    sizes: RecipeSizes
     stack: TrainStack
     report: Callable[[str, object, str], None]
     """Called with the key, the rows, and the reason."""
@@ -41,8 +40,6 @@ class MicroBatch:
     """None: not chosen yet, or left at the smallest legal number."""
     is_final: bool = False
     """The rows were measured, come from a checkpoint, or cannot be planned."""
-    run: RunSizes | None = field(default=None, init=False)
-    """The sizes that the plan reads, once they were needed."""
 
     def choose(self, saved: int | None) -> int | None:
         """Take the rows that the plan chooses for the device with the least memory, and return them.
@@ -53,12 +50,12 @@ class MicroBatch:
         if saved is not None:
             self.rows, self.is_final = saved, True
             self.stack.use_micro_rows(saved)
-            self.report(KEY, saved, f"{saved} rows, as in the checkpoint")
-        elif not isinstance(self.config.bundle.schema.owner, Estimated) or self.config.model_path is None:
+            self.report(MICRO_BATCH, saved, f"{saved} rows, as in the checkpoint")
+        elif self.sizes.run is None:
             self.is_final = True
-            self.report(KEY, None, f"the smallest, since {self.config.bundle.class_name} cannot estimate its sizes")
+            bundle = self.sizes.config.bundle.class_name
+            self.report(MICRO_BATCH, None, f"the smallest, since {bundle} cannot estimate its sizes")
         else:
-            self.run = RunSizes.of(self.config)
             self._use(self._chosen(self._device()))
         return self.rows
 
@@ -71,7 +68,7 @@ class MicroBatch:
         if self.is_final:
             return self.rows
         device = self._device()
-        is_smallest = self.run is None or self.rows == self.run.geometry.micro_sizes[0]
+        is_smallest = self.sizes.run is None or self.rows == self.sizes.run.geometry.micro_sizes[0]
         self.is_final = True
         if is_smallest or device.num_bytes is None:
             return self.rows
@@ -91,16 +88,16 @@ class MicroBatch:
 
     def _chosen(self, memory: DeviceMemory, most: int | None = None) -> tuple[MicroBatchChoice, str]:
         """The plan's choice, of at most `most` rows, and the name of the device."""
-        assert self.run is not None
+        assert self.sizes.run is not None
         device = device_like(memory.name) or device_named(DEFAULT)[0]
         gib = CPU_GIB if memory.num_bytes is None else memory.num_bytes / GIB
-        return choose_micro_batch(self.run, device, gib, most), memory.name
+        return choose_micro_batch(self.sizes.run, device, gib, most), memory.name
 
     def _use(self, chosen: tuple[MicroBatchChoice, str], why: str = "") -> None:
         choice, device = chosen
         self.rows = choice.rows
         self.stack.use_micro_rows(choice.rows)
-        self.report(KEY, choice.rows, choice.describe(device) + why)
+        self.report(MICRO_BATCH, choice.rows, choice.describe(device) + why)
 
     def _fitting(self, num_bytes: float, track: RolloutTrack, now: TrainingProgress) -> int | None:
         """The rows that fit into so many bytes on every rank. None if memory does not limit them."""
@@ -110,6 +107,7 @@ class MicroBatch:
 
     def _moments(self) -> float:
         """Bytes of AdamW's moments, which the optimizer allocates in the first update."""
-        assert self.run is not None
-        table: list[MemoryRow] = memory_table(self.run.sizes, self.run.settings, resident_parts(self.run.placement))
+        run = self.sizes.run
+        assert run is not None
+        table: list[MemoryRow] = memory_table(run.sizes, run.settings, resident_parts(run.placement))
         return sum(row.gib["train"] * GIB for row in table if row.part == "optimizer")

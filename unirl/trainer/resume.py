@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from unirl.config.errors import CheckpointError, InvalidValueError, ResumeError
 from unirl.config.merge import Tree, leaves
+from unirl.config.recipe import RecipeConfig
 from unirl.train.backend.checkpoint import CheckpointStore, ResumePoint, open_checkpoint
 from unirl.train.backend.state import check_trained_weights, read_counters
 from unirl.train.configs import LoraConfig
@@ -99,6 +101,17 @@ def check_resumable(point: ResumePoint, own: Path, recipe: Tree, lora: LoraConfi
             f"the run, start another one in another run.dir, or branch off with resume={path} run.dir=<new folder>"
         )
     check_trained_weights(read_counters(path / "policy"), lora)
+
+
+def continued(config: RecipeConfig) -> RecipeConfig:
+    """The recipe as it is built for a checkpoint: adapters start from the checkpoint, so no adapter file is read."""
+    lora = config.lora
+    if lora is None or lora.get("path", str) is None:
+        return config
+    from_checkpoint = replace(lora, values={**lora.values, "path": None})
+    return replace(
+        config, backend=replace(config.backend, values={**config.backend.values, "lora_cfg": from_checkpoint})
+    )
 
 
 def changed_keys(saved: Tree, now: Tree) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import unirl
@@ -20,13 +20,15 @@ from unirl.plan.geometry import geometry_table
 from unirl.plan.placement import plan_of
 from unirl.plan.preflight import needs_of
 from unirl.plan.threads import ThreadChoice
+from unirl.plan.tiling import TILING, leaves_tiling_open, with_tiling
 from unirl.tracking.backends import MirrorUnavailable, make_mirrors
 from unirl.tracking.console import Console
 from unirl.tracking.mirrors import RunInfo
 from unirl.tracking.run_directory import RunDirectory, RunDirectoryError, RunIdentity, default_root, latest_run
 from unirl.tracking.tracker import Tracker
 from unirl.train.backend.checkpoint import Checkpoint, open_checkpoint, still_there
-from unirl.trainer.run_state import STATE_FILE, read_state
+from unirl.trainer.resume import continued
+from unirl.trainer.run_state import STATE_FILE, read_state, saved_choices
 
 
 def open_tracker(recipe: Recipe, root: Path, argv: Sequence[str], threads: ThreadChoice | None = None) -> Tracker:
@@ -123,6 +125,8 @@ def saved_run(
 ) -> SavedRun:
     """The valid checkpoint at `path` (a checkpoint, or a run: its newest), with the recipe that is saved in it.
 
+    The recipe decodes in tiles if the run did, and reads no file of which the checkpoint has the content.
+
     Args:
         overrides: `key=value` from the command line.
         settings: keys that the command itself sets, as a tree.
@@ -131,9 +135,14 @@ def saved_run(
     checkpoint = open_checkpoint(path, unread)
     with still_there(checkpoint):
         tree = read_state(checkpoint.path)["recipe"] | {"resume": "none", "scale": "full"}
+        tiles = saved_choices(checkpoint.path).get(TILING)
     layers = (ConfigLayer("recipe", tree), ConfigLayer("unirl", settings or {}), command_line_layer(overrides, tree))
     file = RecipeFile(f"saved/{checkpoint.path.name}", checkpoint.path / STATE_FILE)
-    return SavedRun(checkpoint, check(ComposedConfig(file, layers)))
+    recipe = check(ComposedConfig(file, layers))
+    config = continued(recipe.config)
+    if tiles is not None and leaves_tiling_open(config):
+        config = with_tiling(config, tiles)
+    return SavedRun(checkpoint, replace(recipe, config=config))
 
 
 def check_weights(saved: SavedRun, weights: str) -> None:

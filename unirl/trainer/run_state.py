@@ -7,9 +7,9 @@ import platform
 import signal
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,8 +52,8 @@ class RunState:
     """Steps finished; the number of the step that runs next."""
     version: int = 0
     """Optimizer updates done."""
-    micro_rows: int | None = None
-    """Rows of a micro-batch that the run chose. None if its recipe sets them."""
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """What the run chose for the settings that its recipe leaves open, by key. None: not chosen yet."""
 
     def remembered(self) -> dict[str, State]:
         """A copy of what the objects remember now, by name."""
@@ -70,7 +70,7 @@ class RunState:
             state = {
                 "step": self.step,
                 "version": self.version,
-                "micro_rows": self.micro_rows,
+                "chosen": self.chosen,
                 "stateful": self.remembered() if remembered is None else dict(remembered),
                 "recipe": self.recipe,
                 "environment": self.environment,
@@ -103,11 +103,11 @@ class RunState:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = read_state(checkpoint.path)
-        saved = state["environment"]
+        written = state["environment"]
         changed = [
-            f"{name} {saved.get(name)} -> {self.environment.get(name)}"
-            for name in sorted(saved.keys() | self.environment.keys())
-            if saved.get(name) != self.environment.get(name)
+            f"{name} {written.get(name)} -> {self.environment.get(name)}"
+            for name in sorted(written.keys() | self.environment.keys())
+            if written.get(name) != self.environment.get(name)
         ]
         if changed:
             self.tracker.warn(
@@ -123,7 +123,9 @@ class RunState:
             )
         for name, item in self.stateful.items():
             item.load_state_dict(stateful[name])
-        self.step, self.version, self.micro_rows = state["step"], state["version"], state.get("micro_rows")
+        self.step, self.version = state["step"], state["version"]
+        saved = saved_choices(checkpoint.path)
+        self.chosen = {key: saved.get(key, value) for key, value in self.chosen.items()}
 
 
 def read_state(checkpoint: Path) -> State:
@@ -144,6 +146,12 @@ def recorded_threads(point: ResumePoint, own: Path) -> Recorded | None:
     with still_there(checkpoint):
         saved = read_state(checkpoint.path)["environment"]
     return Recorded(int(saved["threads"]), checkpoint.path.name) if saved["device"] == "cpu" else None
+
+
+def saved_choices(checkpoint: Path) -> dict[str, Any]:
+    """What the run that wrote a checkpoint chose for the settings that its recipe leaves open, by key."""
+    choices: dict[str, Any] = read_state(checkpoint).get("chosen", {})
+    return choices
 
 
 def environment(train_ranks: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from unirl.distributed.group.dispatch import Call, Dispatch, remote_methods
+from unirl.types.device import DeviceKind
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -57,6 +58,10 @@ class Group(ABC):
     def hosts(self) -> tuple[str, ...]:
         """The address of each rank's machine."""
         return ("127.0.0.1",)
+
+    @abstractmethod
+    def device_kind(self) -> DeviceKind:
+        """The kind of the device with the least memory that a rank has."""
 
     def place(self, remote: Remote) -> Handle:
         """Build a role on every rank, beside its siblings, and return its handle."""

@@ -21,7 +21,7 @@ from unirl.distributed.group.handle import Group, PendingCall, Remote
 from unirl.distributed.group.ray_pool import RayPool
 from unirl.distributed.group.worker import Worker
 from unirl.distributed.tensor.row_store import InProcessTransport, RowTransportName
-from unirl.types.device import CPU, accelerator
+from unirl.types.device import CPU, DeviceKind, accelerator, device_kind
 from unirl.types.progress import Heartbeat, heartbeat, reporting_to
 
 
@@ -32,12 +32,16 @@ class LocalGroup(Group):
         super().__init__(device_set.words, 1, pool.deadline_s, pool.connect_s)
         self.pool = pool
         name = f"local-{os.getpid()}-{device_set.kind}-{device_set.indices[0]}-{device_set.process}"
-        self.worker = Worker(name, local_device(device_set), pool.transport)
+        self.device = local_device(device_set)
+        self.worker = Worker(name, self.device, pool.transport)
         pool.transport.stores[name] = self.worker.store
         self.thread: threading.Thread | None = None
         """Runs the call that was submitted last."""
         self.busy: int | None = None
         """The identifier of the thread whose submitted call runs."""
+
+    def device_kind(self) -> DeviceKind:
+        return device_kind(self.device)
 
     def build(self, remote: Remote) -> type:
         return self.worker.place(remote)

@@ -23,6 +23,7 @@ from unirl.distributed.group.ray_worker import ANSWER_S, WorkerLocation, WorkerR
 from unirl.distributed.group.rendezvous import MARGIN_S, Rendezvous, named_rendezvous
 from unirl.distributed.tensor.row_store import RowTransportName
 from unirl.distributed.tensor.transports import plan_moves, workers_of
+from unirl.types.device import DeviceKind
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -68,13 +69,20 @@ class RayGroup(Group):
         role_class: type = self.pool.ask(self.worker_refs, f"building {remote.name}", "place", remote)[0]
         return role_class
 
+    def device_kind(self) -> DeviceKind:
+        """The kind of the device with the least memory that a rank has. Waits until the workers have started."""
+        return min(self._kinds(), key=lambda kind: kind.memory_gib or 0.0)
+
+    def _kinds(self) -> list[DeviceKind]:
+        return self.pool.ask(self.worker_refs, "starting the workers", "device_kind")
+
     def _check_devices(self) -> None:
         """Refuses workers with devices of different kinds, or too small ones. Waits until all have started."""
-        kinds = self.pool.ask(self.worker_refs, "starting the workers", "device_kind")
+        kinds = self._kinds()
         places = [f"{worker.location} of {worker.process_info.host}" for worker in self.worker_refs]
         check_same_kind(self.name, dict(zip(places, kinds, strict=True)), self.pool.allow_mixed_devices)
         if self.pool.check_device is not None and self.device_set.kind == "device":
-            self.pool.check_device(self.device_set.devices, min(kinds, key=lambda kind: kind.memory_gib or 0.0))
+            self.pool.check_device(self.device_set.devices, self.device_kind())
 
     def submit(self, role: str, method: str, call: Call) -> PendingCall[Any]:
         what = f"{role}.{method}"

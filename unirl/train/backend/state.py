@@ -47,8 +47,9 @@ class Counters:
 
 
 def trained_weights(lora: LoraConfig | None) -> str:
-    """The description of the trained weights that `Counters.adapter` stores."""
-    return "full" if lora is None else ", ".join(f"{key}={value}" for key, value in asdict(lora).items())
+    """The description of the trained weights that `Counters.adapter` stores: their shapes, and not where they began."""
+    settings = {} if lora is None else asdict(lora)
+    return ", ".join(f"{key}={value}" for key, value in settings.items() if key != "path") or "full"
 
 
 def check_trained_weights(counters: Counters, lora: LoraConfig | None) -> None:

@@ -7,16 +7,19 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from unirl.tracking.console import Console
 from unirl.tracking.images import ImageMedia
 from unirl.tracking.media import read_samples
 from unirl.tracking.mirrors import Preview, RunInfo
+from unirl.tracking.overview import draw_overview, exchanges
 from unirl.tracking.run_directory import RunDirectory, RunIdentity, status_of
 from unirl.tracking.samples import SampleRow, SampleTable
 from unirl.tracking.tables import read_rows
@@ -346,3 +349,45 @@ def test_pictures_before_and_texts_after_are_not_set_side_by_side(tmp_path):
         target.eval(1, evaluation_of_texts(1))
     assert "warning: no before/after page" in stream.getvalue()
     assert not list(tmp_path.glob("r/eval/*/before_after.*"))
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_every_run_of_the_console_ends_with_its_curve_beside_the_newest_sheet(code, unbroken, tmp_path):
+    shutil.copytree(unbroken, tmp_path / "run")
+    target = tracker(tmp_path / "run", console=Console(9, io.StringIO(), {}))
+    if code == 0:
+        target.summary("run")
+    target.finish(code)
+    with Image.open(max(unbroken.glob("eval/step-*")) / "before_after.png") as sheet:
+        size = sheet.size
+    with Image.open(tmp_path / "run" / "overview.png") as overview:
+        assert overview.size == (size[0] + 720, max(size[1], 420))
+
+
+def test_an_overview_that_cannot_be_drawn_is_a_warning(unbroken, tmp_path):
+    shutil.copytree(unbroken, tmp_path / "run")
+    (max((tmp_path / "run").glob("eval/step-*")) / "before_after.png").write_bytes(b"no image")
+    stream = io.StringIO()
+    with tracker(tmp_path / "run", console=Console(9, stream, {})) as target:
+        target.summary("run")
+    assert "overview.png was not drawn" in stream.getvalue()
+    assert status_of(tmp_path / "run").state == "finished"
+
+
+def test_a_run_without_a_step_has_no_overview(tmp_path):
+    with tracker(tmp_path / "run") as target:
+        target.truncate(-1)
+    assert draw_overview(tmp_path / "run") is None
+
+
+def test_an_overview_of_texts_shows_the_prompts_whose_reward_changed_most(tmp_path):
+    with tracker(tmp_path / "run") as target:
+        target.record({"rollout/reward_mean": 0.5})
+        target.eval(0, evaluation_of_texts(0))
+        target.log_step(1)
+        target.eval(1, replace(evaluation_of_texts(4), rewards=torch.tensor([0.1, 0.2, 0.3, 0.9])))
+    first, second = exchanges(tmp_path / "run", tmp_path / "run" / "eval" / "step-000001")
+    assert (first.prompt.prompt, second.prompt.prompt) == ("a dog", "a cat")
+    heading, text = first.responses[1]
+    assert heading == "after: reward 0.90" and text.startswith("so it is 7")
+    assert draw_overview(tmp_path / "run") is not None

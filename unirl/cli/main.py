@@ -25,6 +25,8 @@ COMMANDS: Mapping[str, str] = {
     "plan": "print geometry, devices, parameters, memory and time of a recipe, without training",
     "fit": "find the fastest settings of a recipe that fit into memory",
     "check": "check a recipe: keys, types, geometry, compatibility",
+    "runs": "list runs: state, steps, reward, age",
+    "tail": "follow the console of a run, from its files",
     "recipes": "list, search and show recipes",
     "eval": "score a checkpoint on held-out prompts",
     "sample": "generate images, videos or texts with a checkpoint",

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from PIL import Image
-
 from unirl.cli.arguments import parse_recipe, recipe_parser
 from unirl.cli.check import checked
 from unirl.cli.export import export
@@ -14,8 +12,6 @@ from unirl.cli.train import train
 from unirl.config.errors import NoImprovementError
 from unirl.config.failures import Session
 from unirl.tracking.console import ACCURACIES
-from unirl.tracking.curve import Series, beside, reward_curve
-from unirl.tracking.tables import read_rows
 from unirl.trainer.run_folder import continuation
 
 RECIPE = "diffusion/quickstart"
@@ -41,7 +37,7 @@ def run(argv: list[str], session: Session) -> int:
     scores = read_scores(session.run_dir)
     for line in (*report(session.run_dir, scores), *export(str(session.run_dir))):
         print(line)
-    print(f"overview         {draw_overview(session.run_dir)}")
+    print(f"overview         {session.run_dir / 'overview.png'}")
     longer = f"num_rollouts={2 * len((session.run_dir / 'metrics.jsonl').read_text().splitlines())}"
     print(f"train on         {continuation(checked(recipe, [*arguments.overrides, longer]), session.run_dir)}")
     check_promise(recipe, scores, arguments.overrides)
@@ -75,26 +71,6 @@ def report(root: Path, scores: Sequence[dict[str, float]]) -> list[str]:
 def pages(root: Path) -> list[Path]:
     """The page that compares the last evaluation with the first."""
     return sorted(max(root.glob("eval/step-*")).glob("before_after.*"))
-
-
-def draw_overview(root: Path) -> Path:
-    """Draws the reward curve of the run, beside the last before/after sheet if that is an image."""
-    rows = list(read_rows(root / "metrics.jsonl"))
-    curve = Series(
-        "reward: mean +- std of the samples, within their range",
-        [row["step"] for row in rows],
-        [row["rollout/reward_mean"] for row in rows],
-        [row["rollout/reward_std"] for row in rows],
-        (min(row["rollout/reward_min"] for row in rows), max(row["rollout/reward_max"] for row in rows)),
-    )
-    path = root / "overview.png"
-    overview = reward_curve([curve], "training reward")
-    for sheet in pages(root):
-        if sheet.suffix == ".png":
-            with Image.open(sheet) as pictures:
-                overview = beside(pictures.convert("RGB"), overview)
-    overview.save(path, optimize=True)
-    return path
 
 
 def check_promise(recipe: str, scores: Sequence[dict[str, float]], overrides: Sequence[str]) -> None:

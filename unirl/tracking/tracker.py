@@ -12,6 +12,7 @@ from unirl.tracking.console import ACCURACIES, Change, Console, evaluation
 from unirl.tracking.media import read_samples, table_of_evaluation
 from unirl.tracking.metrics import check_event, check_names
 from unirl.tracking.mirrors import Mirror, Mirrors, RunInfo
+from unirl.tracking.overview import draw_overview
 from unirl.tracking.run_directory import RunDirectory, now, read_record
 from unirl.tracking.samples import Media, MirroredPage, SampleTable, pairs_of, write_manifest
 from unirl.tracking.tables import CsvTable, JsonLines, Row, finite, read_rows, replace_text
@@ -160,7 +161,10 @@ class Tracker:
     def summary(self, title: str, lines: Sequence[tuple[str, str]] = ()) -> None:
         """Prints how the rewards changed, from the files of the whole run, and where the newest pages are."""
         if self.console:
-            self.console.summary(title, self.changes(), [*lines, *self.pages()])
+            changes = self.changes()
+            overview = self._overview()
+            pages = [*self.pages(), *([] if overview is None else [("overview", str(overview))])]
+            self.console.summary(title, changes, [*lines, *pages])
 
     def pages(self) -> list[tuple[str, str]]:
         """Where the samples of the newest step and evaluation are, for people to look at."""
@@ -201,6 +205,9 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
+        if self.console and code != 0:
+            self.flush()
+            self._overview()
         self.event("run.end", code=code, reason=reason)
         self._mirrors.finish(code)
         if self.console:
@@ -229,6 +236,14 @@ class Tracker:
         self.truncate(int(state["position"]))
 
     # Inside
+
+    def _overview(self) -> Path | None:
+        """Draws `overview.png` from the files of the run. A picture that cannot be drawn does not end a run."""
+        try:
+            return draw_overview(self.run.root)
+        except (OSError, ValueError) as error:
+            self.warn(f"overview.png was not drawn ({type(error).__name__}: {error})")
+            return None
 
     def _throughput(self, clock: Mapping[str, float]) -> dict[str, float]:
         """Samples and tokens per second of the whole step, and tokens per second of sampling."""

@@ -1,0 +1,149 @@
+"""`unirl runs [FOLDER]`: the runs in a folder, with the state, the steps and the reward of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from unirl.cli.arguments import Parser
+from unirl.config.errors import NotFoundError
+from unirl.config.failures import Session
+from unirl.tracking.console import duration
+from unirl.tracking.run_directory import RunDirectoryError, read_record, status_of
+from unirl.tracking.tables import Row, first_and_last
+
+EXAMPLES = ("unirl runs", "unirl runs runs/unirl", "unirl runs /data/runs --json")
+FOLDER = "runs"
+DEPTH = 4
+"""Levels of folders that are searched for runs."""
+STATES: Mapping[str, str] = {
+    "running": "its heartbeat is fresh",
+    "stalled": "its process is alive, but its heartbeat is old",
+    "finished": "all steps are done",
+    "stopped": "ended by a signal, with a checkpoint",
+    "failed": "ended with an error (its exit status)",
+    "lost": "its process is gone and left no record of its end",
+}
+WIDTH = 100
+STEPS = re.compile(r"^num_rollouts: (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """What the table says about one run."""
+
+    path: str
+    status: str
+    code: int | None
+    """Exit status of a run that ended."""
+    recipe: str
+    steps: int
+    total_steps: int | None
+    first_reward: float | None
+    last_reward: float | None
+    """Mean reward of the samples of the first and the last step."""
+    created: str
+    age_s: float
+    """Seconds since the run was created."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Status, steps, reward and age as text."""
+        status = self.status + (f" ({self.code})" if self.status == "failed" else "")
+        steps = f"{self.steps}/{'?' if self.total_steps is None else self.total_steps}"
+        rewards = [f"{value:.3f}" for value in (self.first_reward, self.last_reward) if value is not None]
+        return status, steps, " -> ".join(rewards), duration(self.age_s)
+
+
+def run(argv: list[str], session: Session) -> int:
+    parser = Parser("runs", "List the runs in a folder, newest first.", EXAMPLES)
+    parser.add_argument("folder", nargs="?", default=FOLDER, metavar="FOLDER", help="default: runs")
+    parser.option("--json", action="store_true", help="as JSON")
+    options = parser.parse(argv)
+    runs = runs_in(Path(options.folder))
+    if options.json:
+        print(json.dumps([asdict(run) for run in runs], indent=1))
+    elif not runs:
+        print(f"no run in {options.folder}. Start one: unirl quickstart")
+    else:
+        print(table(runs))
+    return 0
+
+
+def runs_in(folder: Path) -> list[RunOverview]:
+    """The runs in and below `folder`, newest first. None for a folder `runs` that does not exist yet.
+
+    Raises:
+        NotFoundError: 4001 when another folder does not exist.
+    """
+    if not folder.is_dir() and str(folder) != FOLDER:
+        raise NotFoundError(f"there is no folder {folder}. Name the folder of a run, or one that holds runs")
+    found = [overview for root in run_roots(folder) if (overview := overview_of(root)) is not None]
+    return sorted(found, key=lambda run: run.created, reverse=True)
+
+
+def run_roots(folder: Path) -> Iterator[Path]:
+    """The folders of runs in and below `folder`. What commands made of a run lies inside it, and is not listed."""
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        if "run.json" in files:
+            yield Path(place)
+        if "run.json" in files or len(Path(place).relative_to(folder).parts) >= DEPTH:
+            folders.clear()
+
+
+def overview_of(root: Path) -> RunOverview | None:
+    """The facts about a run. None if its run.json cannot be read."""
+    try:
+        record = read_record(root)
+    except RunDirectoryError:
+        return None
+    status = status_of(root)
+    first, last = first_and_last(root / "metrics.jsonl")
+    resolved = root / "config" / "resolved.yaml"
+    total = STEPS.search(resolved.read_text(encoding="utf-8")) if resolved.is_file() else None
+    created = datetime.fromisoformat(record["created"])
+    return RunOverview(
+        path=str(root),
+        status=status.state,
+        code=status.code,
+        recipe=str(record["recipe"]),
+        steps=int(last.get("step", 0)),
+        total_steps=int(total[1]) if total else None,
+        first_reward=_reward(first),
+        last_reward=_reward(last),
+        created=record["created"],
+        age_s=(datetime.now(UTC) - created).total_seconds(),
+    )
+
+
+def table(runs: Sequence[RunOverview]) -> str:
+    """One line per run, or two where path and recipe do not fit beside the rest."""
+    rows = [
+        ("STATUS", "STEPS", "REWARD", "AGE", "RECIPE", "RUN"),
+        *((*run.cells, run.recipe, run.path) for run in runs),
+    ]
+    sizes = [max(len(row[column]) for row in rows) for column in range(5)]
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    fits = sum(sizes) + 10 + max(len(row[5]) for row in rows) <= width
+    lines = []
+    for row in rows:
+        shown = 5 if fits else 4
+        head = "  ".join(f"{cell:<{size}}" for cell, size in zip(row[:shown], sizes[:shown], strict=True))
+        lines.append(f"{head}  {row[5]}".rstrip() if fits else f"{head}  {row[4]}\n   {row[5]}")
+    states = [state for state in STATES if any(run.status == state for run in runs)]
+    legend = "; ".join(f"{state}: {STATES[state]}" for state in states)
+    return "\n".join([*lines, "", textwrap.fill(f"{legend}.", width), "Follow one: unirl tail RUN"])
+
+
+def _reward(row: Row) -> float | None:
+    """The mean reward of a step. None if the row has none."""
+    value = row.get("rollout/reward_mean")
+    return None if value is None else float(value)

@@ -1,0 +1,199 @@
+"""`overview.png` of a run: its reward curve, beside what the newest samples look like or say.
+
+Everything is read from the files of the run, so the page can be drawn while it runs, after its end, or elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlparse
+
+from PIL import Image, ImageOps
+
+from unirl.tracking.curve import Series, beside, reward_curve
+from unirl.tracking.lettering import wrap
+from unirl.tracking.media import read_samples
+from unirl.tracking.samples import Media, SampleGroup, SampleRow, SampleTable, pairs_of
+from unirl.tracking.sheets import (
+    BACKGROUND,
+    BELOW,
+    GAP,
+    MARGIN,
+    MUTED,
+    SMALL_SIZE,
+    TEXT_SIZE,
+    TOP,
+    Rectangle,
+    Sheet,
+)  # fmt: skip
+from unirl.tracking.tables import Row, read_rows
+
+WIDTH = 900
+"""Pixels of a page of texts."""
+MAX_PROMPTS = 4
+MAX_LINES = 6
+"""Lines that are shown of a text."""
+THUMBNAIL = 96
+LARGEST_SHEET = 2400
+"""Longer side of the sheet on the page in pixels. Larger sheets are reduced; the file of the step is not."""
+
+
+def draw_overview(root: Path) -> Path | None:
+    """Writes `overview.png` of the run in `root`. Returns None, and writes nothing, if no step has a finite reward."""
+    rows = list(read_rows(root / "metrics.jsonl"))
+    curves = [series for series in (training_curve(rows), held_out_curve(_scores(root))) if series is not None]
+    if not curves:
+        return None
+    page = reward_curve(curves, "Reward")
+    samples = newest_samples(root)
+    if samples is not None:
+        page = beside(samples, page)
+    path = root / "overview.png"
+    temporary = path.with_name(f".{path.name}.tmp")
+    page.save(temporary, format="PNG", optimize=True)
+    temporary.replace(path)
+    return path
+
+
+def training_curve(rows: Sequence[Row]) -> Series | None:
+    """The mean reward of the samples of each step, with a band of their standard deviation."""
+    points = [row for row in rows if "rollout/reward_mean" in row]
+    means = [float(row["rollout/reward_mean"]) for row in points]
+    spreads = [float(row.get("rollout/reward_std", 0.0)) for row in points]
+    if not any(map(math.isfinite, means)):
+        return None
+    rewards = [
+        float(row[name]) for row in points for name in ("rollout/reward_min", "rollout/reward_max") if name in row
+    ]
+    finite = [value for value in rewards if math.isfinite(value)]
+    possible = (min(finite), max(finite)) if finite else (-math.inf, math.inf)
+    label = "training: mean +- std, within the range of samples"
+    return Series(label, [row["step"] for row in points], means, spreads, possible)
+
+
+def held_out_curve(scores: Sequence[Row]) -> Series | None:
+    """The mean reward of each evaluation, with a band of its standard error. None if there were not two."""
+    means = [float(score["metrics"]["eval/reward_mean"]) for score in scores]
+    errors = [float(score["metrics"].get("eval/reward_stderr", 0.0)) for score in scores]
+    if len(scores) < 2 or not any(map(math.isfinite, means)):
+        return None
+    return Series("held out: mean +- standard error", [score["step"] for score in scores], means, errors)
+
+
+def newest_samples(root: Path) -> Image.Image | None:
+    """The before/after sheet of the newest evaluation, else its samples, else the newest samples of training."""
+    for pattern in ("eval/step-*", "samples/step-*"):
+        folder = max(root.glob(pattern), default=None)
+        if folder is None:
+            continue
+        for name in ("before_after.png", "contact_sheet.png"):
+            if (folder / name).is_file():
+                with Image.open(folder / name) as sheet:
+                    return _reduced(sheet.convert("RGB"))
+        shown = list(exchanges(root, folder))[:MAX_PROMPTS]
+        if shown:
+            return text_sheet(shown)
+    return None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A prompt, and the responses to it that a page shows side by side, each with a heading."""
+
+    prompt: SampleRow
+    responses: tuple[tuple[str, str], ...]
+
+
+def text_sheet(exchanges: Sequence[Exchange]) -> Image.Image:
+    """Prompts, each with the images that it is about, and the responses to it in columns."""
+    columns = len(exchanges[0].responses)
+    width = (WIDTH - 2 * MARGIN - (columns - 1) * GAP * 2) // columns
+    heights = [_height(exchange, width) for exchange in exchanges]
+    about = "prompts whose reward changed most, before and after" if columns > 1 else "newest prompts and responses"
+    sheet = Sheet(WIDTH, TOP + sum(heights) + MARGIN, "Responses", about)
+    y = TOP
+    for exchange, height in zip(exchanges, heights, strict=True):
+        image = thumbnail(exchange.prompt.images)
+        left = MARGIN + (THUMBNAIL + GAP if image is not None else 0)
+        if image is not None:
+            sheet.image.paste(image, (MARGIN, y))
+        below = y
+        for line in wrap(exchange.prompt.prompt, WIDTH - MARGIN - left, TEXT_SIZE, 3):
+            sheet.text(left, below, line, TEXT_SIZE)
+            below += TEXT_SIZE + 5
+        below = max(below, y + (THUMBNAIL if image is not None else 0)) + GAP
+        for number, (heading, text) in enumerate(exchange.responses):
+            x = MARGIN + number * (width + 2 * GAP)
+            sheet.text(x, below, heading, SMALL_SIZE, MUTED)
+            box = Rectangle(x, below + SMALL_SIZE + 6, width, MAX_LINES * (SMALL_SIZE + 5))
+            sheet.wrapped(box, text or "(empty)", SMALL_SIZE)
+        y += height
+    return sheet.image
+
+
+def thumbnail(images: Sequence[str]) -> Image.Image | None:
+    """The first image of a prompt within a small square. None if there is none, or it is no longer where it was."""
+    for uri in images[:1]:
+        with suppress(OSError), Image.open(urlparse(uri).path) as image:
+            resample = Image.Resampling.LANCZOS if max(image.size) > THUMBNAIL else Image.Resampling.NEAREST
+            return ImageOps.pad(image.convert("RGB"), (THUMBNAIL, THUMBNAIL), resample, color=BACKGROUND)
+    return None
+
+
+def _height(exchange: Exchange, width: int) -> int:
+    """Pixels that a prompt and its responses take, with the space below them."""
+    has_image = thumbnail(exchange.prompt.images) is not None
+    room = WIDTH - 2 * MARGIN - (THUMBNAIL + GAP if has_image else 0)
+    top = len(wrap(exchange.prompt.prompt, room, TEXT_SIZE, 3)) * (TEXT_SIZE + 5)
+    most = max(len(wrap(text or "(empty)", width, SMALL_SIZE, MAX_LINES)) for _, text in exchange.responses)
+    return max(top, THUMBNAIL if has_image else 0) + GAP + SMALL_SIZE + 6 + most * (SMALL_SIZE + 5) + BELOW
+
+
+def exchanges(root: Path, folder: Path) -> Iterator[Exchange]:
+    """The prompts of a step with their first response; for two evaluations, those that changed most come first."""
+    after = _table(folder)
+    first = min(root.glob("eval/step-*/scores.json"), default=None)
+    if after is None or not after.media.console_lines():  # Images have a sheet.
+        return
+    if folder.parent.name == "eval" and first is not None and first.parent != folder:
+        before = _table(first.parent)
+        with suppress(ValueError):  # Other prompts were evaluated in between.
+            pairs = pairs_of(before, after) if before is not None else []
+            for old, new in sorted(pairs, key=lambda pair: -abs(pair[1].mean_reward - pair[0].mean_reward)):
+                yield _compared(before or after, after, old, new)
+            return
+    for group in after.groups():
+        row = after.rows[group.rows[0]]
+        yield Exchange(row, ((f"reward {row.reward:.2f}", row.text),))
+
+
+def _compared(before: SampleTable[Media], after: SampleTable[Media], old: SampleGroup, new: SampleGroup) -> Exchange:
+    """The sample of a prompt whose reward changed most."""
+    rows = [(before.rows[a], after.rows[b]) for a, b in zip(old.rows, new.rows, strict=False)]
+    was, now = max(rows, key=lambda pair: abs(pair[1].reward - pair[0].reward))
+    return Exchange(
+        now, ((f"before: reward {was.reward:.2f}", was.text), (f"after: reward {now.reward:.2f}", now.text))
+    )
+
+
+def _table(folder: Path) -> SampleTable[Media] | None:
+    """The samples of an evaluation or of a training step."""
+    scores, manifest = folder / "scores.json", folder / "manifest.jsonl"
+    rows = json.loads(scores.read_text())["samples"] if scores.is_file() else list(read_rows(manifest))
+    return read_samples(rows, folder) if rows else None
+
+
+def _scores(root: Path) -> list[Row]:
+    return [json.loads(path.read_text()) for path in sorted(root.glob("eval/step-*/scores.json"))]
+
+
+def _reduced(sheet: Image.Image) -> Image.Image:
+    scale = LARGEST_SHEET / max(sheet.size)
+    if scale >= 1:
+        return sheet
+    return sheet.resize((round(sheet.width * scale), round(sheet.height * scale)), Image.Resampling.LANCZOS)
